@@ -1,0 +1,1 @@
+"""Version-gated patches that make NVIDIA Megatron's train path safe to call again."""
