@@ -1,1 +1,33 @@
+"""The real megatron-core on a CPU: an answer to its calls into `torch.cuda`, and gloo ranks.
 
+    from megatron_idempotent import cpu
+
+    with cpu.enabled():                      # this process
+        ...
+    losses = cpu.run_ranks(2, train, 10)     # fresh processes, runtime on, gloo group up
+
+Nothing is emulated before `enable()`, everything is back as it was after `disable()`, and
+neither importing this package nor the pytest plugin imports torch. What is emulated:
+
+"""
+
+from megatron_idempotent.cpu.errors import NotEmulatedError, RankError, RankFailure, RankTimeout
+from megatron_idempotent.cpu.pool import RankPool, run_ranks
+from megatron_idempotent.cpu.runtime import disable, enable, enabled, is_enabled
+from megatron_idempotent.cpu.table import EMULATED
+
+__doc__ += "\n".join(f"- {names}: {answer}" for names, answer in EMULATED)
+__doc__ += "\n\nEvery other public name of `torch.cuda` raises `NotEmulatedError`.\n"
+
+__all__ = [
+    "NotEmulatedError",
+    "RankError",
+    "RankFailure",
+    "RankPool",
+    "RankTimeout",
+    "disable",
+    "enable",
+    "enabled",
+    "is_enabled",
+    "run_ranks",
+]

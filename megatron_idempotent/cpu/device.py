@@ -1,0 +1,188 @@
+"""The device itself: its number, name, memory and random numbers. Imports torch.
+
+Loaded by `enable()` only. Memory counters are all zero, which is the truth: no byte of device
+memory is in use. What would need a number that does not exist here (free device memory, power,
+clock) is refused in `refusals`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CAPABILITY = (0, 0)
+NAME = "megatron_idempotent CPU runtime"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceProperties:
+    """What `torch.cuda.get_device_properties` answers; `total_memory` is the host's, in bytes."""
+
+    name: str = NAME
+    #: 0: every kernel that upstream gates on a compute capability stays off.
+    major: int = CAPABILITY[0]
+    minor: int = CAPABILITY[1]
+    total_memory: int
+    multi_processor_count: int
+
+
+class _Selected(threading.local):
+    index: int = 0
+
+
+_selected = _Selected()
+
+
+def device_count() -> int:
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def current_device() -> int:
+    return _selected.index
+
+
+def set_device(device: Any) -> None:
+    """Select a device by number or name; raises RuntimeError for one that does not exist."""
+    index = _index(device)
+    if index >= device_count():
+        raise RuntimeError(
+            f"invalid device ordinal {index}: this process sees {device_count()} emulated "
+            f"device(s), from LOCAL_WORLD_SIZE"
+        )
+    if index >= 0:
+        _selected.index = index
+
+
+def _index(device: Any) -> int:
+    if device is None:
+        return current_device()
+    if isinstance(device, str):
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        return current_device() if device.index is None else device.index
+    return int(device)
+
+
+def exchange_device(device: int) -> int:
+    before = _selected.index
+    if device >= 0:
+        _selected.index = device
+    return before
+
+
+def get_device_properties(_device: Any = None) -> DeviceProperties:
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return DeviceProperties(total_memory=pages, multi_processor_count=os.cpu_count() or 1)
+
+
+def get_device_name(_device: Any = None) -> str:
+    return NAME
+
+
+def get_device_capability(_device: Any = None) -> tuple[int, int]:
+    return CAPABILITY
+
+
+# Memory ------------------------------------------------------------------------------------
+
+_POOLED = (
+    "allocation segment active inactive_split allocated_bytes reserved_bytes active_bytes "
+    "inactive_split_bytes requested_bytes"
+).split()
+_PLAIN = "num_alloc_retries num_ooms num_sync_all_streams num_device_alloc num_device_free".split()
+
+
+def memory_stats(_device: Any = None) -> dict[str, int]:
+    """The keys that CUDA's allocator reports, each 0."""
+    stats = {
+        f"{what}.{pool}.{when}": 0
+        for what in _POOLED
+        for pool in ("all", "large_pool", "small_pool")
+        for when in ("current", "peak", "allocated", "freed")
+    }
+    return stats | dict.fromkeys(_PLAIN, 0)
+
+
+def no_bytes(_device: Any = None) -> int:
+    return 0
+
+
+# Random numbers: the CPU generator is the one that fills these tensors ----------------------
+
+
+def get_rng_state(_device: Any = None) -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+def set_rng_state(new_state: torch.Tensor, _device: Any = None) -> None:
+    torch.default_generator.set_state(new_state)
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [get_rng_state() for _ in range(device_count())]
+
+
+def set_rng_state_all(new_states: Any) -> None:
+    set_rng_state(list(new_states)[current_device()])
+
+
+def manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
+def seed() -> None:
+    torch.default_generator.seed()
+
+
+def initial_seed() -> int:
+    return torch.default_generator.initial_seed()
+
+
+# Answers that are the same every time -------------------------------------------------------
+
+
+def yes(*_args: Any, **_kwargs: Any) -> bool:
+    return True
+
+
+def no(*_args: Any, **_kwargs: Any) -> bool:
+    return False
+
+
+def nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+def none_of_them() -> list[str]:
+    return []
+
+
+_nvtx_depth = 0
+
+
+def range_push(_msg: str) -> int:
+    """Depth of the range that this call opens, from 0, as NVTX counts."""
+    global _nvtx_depth
+    _nvtx_depth += 1
+    return _nvtx_depth - 1
+
+
+def range_pop() -> int:
+    global _nvtx_depth
+    _nvtx_depth -= 1
+    return _nvtx_depth
+
+
+@contextlib.contextmanager
+def nvtx_range(_msg: str, *_args: Any, **_kwargs: Any) -> Iterator[None]:
+    range_push(_msg)
+    try:
+        yield
+    finally:
+        range_pop()

@@ -1,0 +1,62 @@
+"""The process that pays for the imports once and then forks fresh ranks for every call.
+
+Fresh ranks are what makes calls independent: model parallel groups, Megatron's globals, RNG
+trackers, patches, the environment, all are as after the import. A fork costs milliseconds where
+the imports cost seconds. The launcher runs no torch operation and starts no thread, so that
+forking it is safe. It ends when its pool's end of the connection closes, and its ranks with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import pickle
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+from megatron_idempotent.cpu.rank import describe
+from megatron_idempotent.cpu.round import PoolGone, Round
+
+
+def main(connection_fd: int, modules: Sequence[str]) -> None:
+    """Import `modules` with the runtime on, then serve calls until the connection closes."""
+    connection = Connection(connection_fd)
+    with _ReportTo(connection):
+        from megatron_idempotent.cpu.runtime import enable
+
+        enable()
+        for name in modules:
+            if importlib.util.find_spec(name.partition(".")[0]) is None:
+                continue  # a pool without Megatron runs plain torch functions
+            if name.count(".") == 0 or _exists(name):
+                importlib.import_module(name)
+    connection.send("ready")
+    with contextlib.suppress(EOFError, PoolGone, ConnectionResetError, BrokenPipeError):
+        while True:
+            call = pickle.loads(connection.recv_bytes())
+            connection.send(Round(call, connection).run())
+
+
+def _exists(name: str) -> bool:
+    parent, _, _ = name.rpartition(".")
+    if parent.count(".") and not _exists(parent):
+        return False
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent package is a namespace without this part
+        return False
+
+
+class _ReportTo:
+    """Tells the pool why the imports failed; it waits for the word "ready"."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, exc_type: object, exc: BaseException | None, tb: object) -> None:
+        if exc is not None:
+            self._connection.send(describe(-1, type(exc), exc, exc.__traceback__))

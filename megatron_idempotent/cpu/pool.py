@@ -1,0 +1,216 @@
+"""Running a function on several gloo ranks of this machine: `run_ranks` and `RankPool`.
+
+Free of torch: the ranks import it, not the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megatron_idempotent.cpu.calls import Call, Outcome, refer
+from megatron_idempotent.cpu.errors import RankError, RankFailure, RankTimeout
+
+#: What the launcher imports before it forks. Those that the installed release lacks are skipped.
+PRELOAD = (
+    "torch",
+    "megatron.core",
+    "megatron.core.distributed",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "megatron.training.training",
+)
+#: Importing torch and Megatron takes 10 to 30 s on a slow disk.
+START_TIMEOUT_S = 300.0
+#: Beyond the deadline: for reading the stacks of all ranks and ending them.
+_MARGIN_S = 30.0
+
+
+class RankPool:
+    """Ranks that start within milliseconds, because the imports are paid for once.
+
+    A launcher process imports torch and Megatron with the CPU runtime on and forks fresh ranks
+    for every call, so that a call finds everything as it is after the import: no process
+    groups, no Megatron globals, no patches, the caller's present environment. It starts with
+    the first call (some ten seconds) and ends with `close()`, the `with` block or the process.
+
+    Example:
+        with RankPool(2) as pool:
+            losses = pool.run(2, train, 10)
+    """
+
+    def __init__(self, max_world_size: int, *, preload: Sequence[str] = PRELOAD) -> None:
+        if max_world_size < 1:
+            raise ValueError(f"max_world_size must be at least 1, found {max_world_size}")
+        self.max_world_size = max_world_size
+        self._preload = tuple(preload)
+        self._lock = threading.Lock()
+        self._launcher: _Launcher | None = None
+
+    def run(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 120.0,
+        distributed: bool = True,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on `world_size` ranks; their results, in order of rank.
+
+        `fn` stands at the top of a module; it, its arguments and its results travel pickled.
+        In a rank the CPU runtime is on, RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+        MASTER_PORT are set and, with `distributed`, the default gloo group is up. `timeout_s`
+        counts from the fork of the ranks.
+
+        Raises:
+            RankError: a rank raised or died.
+            RankTimeout: the ranks missed the deadline; with the stacks of all of them.
+            ValueError: `fn` is a lambda or a closure, or `world_size` is out of range.
+        """
+        if not 1 <= world_size <= self.max_world_size:
+            raise ValueError(
+                f"world_size must be between 1 and this pool's max_world_size "
+                f"{self.max_world_size}, found {world_size}"
+            )
+        main_file = getattr(sys.modules["__main__"], "__file__", None)
+        call = Call(
+            function=refer(fn),
+            arguments=pickle.dumps((args, kwargs)),
+            world_size=world_size,
+            timeout_s=timeout_s,
+            distributed=distributed,
+            # An empty entry means the current directory, which may change before it is used.
+            sys_path=tuple(entry or os.getcwd() for entry in sys.path),
+            cwd=os.getcwd(),
+            environ=dict(os.environ),
+            main_file=main_file and os.path.abspath(main_file),
+        )
+        with self._lock:
+            outcome = self._send(call)
+        return _results(outcome, timeout_s)
+
+    def _send(self, call: Call) -> Outcome:
+        if self._launcher is None:
+            self._launcher = _Launcher(self._preload)
+        with contextlib.ExitStack() as unless_answered:
+            # Also on KeyboardInterrupt: ranks without a listener must not go on.
+            unless_answered.callback(self.close)
+            outcome = self._launcher.ask(call)
+            unless_answered.pop_all()
+        return outcome
+
+    def close(self) -> None:
+        """End the launcher and whatever ranks there are; a later `run` starts a new one."""
+        if self._launcher is not None:
+            self._launcher.close()
+            self._launcher = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120.0,
+    distributed: bool = True,
+    **kwargs: Any,
+) -> list[Any]:
+    """`RankPool.run` on a pool of its own: pays for the imports, leaves nothing behind.
+
+    Example:
+        from megatron_idempotent import cpu
+        losses = cpu.run_ranks(2, train, 10)
+    """
+    with RankPool(world_size) as pool:
+        return pool.run(
+            world_size, fn, *args, timeout_s=timeout_s, distributed=distributed, **kwargs
+        )
+
+
+def _results(outcome: Outcome, timeout_s: float) -> list[Any]:
+    if outcome.timed_out:
+        raise RankTimeout(timeout_s, outcome.stacks, sorted(outcome.results))
+    if outcome.failures:
+        raise RankError(outcome.failures, outcome.stacks)
+    return [pickle.loads(outcome.results[rank]) for rank in sorted(outcome.results)]
+
+
+class _Launcher:
+    """The launcher process and our end of the connection to it."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        self._connection, theirs = Pipe()
+        program = (
+            "from megatron_idempotent.cpu.launcher import main; "
+            f"main({theirs.fileno()}, {tuple(preload)!r})"
+        )
+        environ = dict(os.environ, CUDA_VISIBLE_DEVICES="")
+        # Ranks share few cores, and OpenMP threads of the launcher would not survive a fork.
+        environ.setdefault("OMP_NUM_THREADS", "1")
+        # What upstream warns about while it is imported concerns GPUs; a caller who has set
+        # PYTHONWARNINGS=error would not get past it.
+        environ["PYTHONWARNINGS"] = "ignore"
+        with contextlib.closing(theirs):
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=environ,
+                # Ctrl-C is the caller's to handle: it closes the connection, which ends us.
+                start_new_session=True,
+            )
+        self.close = weakref.finalize(self, _end, self._connection, self._process)
+        self._ready = False
+
+    def ask(self, call: Call) -> Outcome:
+        if not self._ready:
+            word = self._receive(START_TIMEOUT_S, "importing torch and Megatron")
+            if isinstance(word, RankFailure):
+                raise RuntimeError(
+                    f"the ranks could not be started: {word.exception_type}: {word.message}\n"
+                    f"{word.traceback}"
+                )
+            self._ready = True
+        self._connection.send_bytes(pickle.dumps(call))
+        outcome = self._receive(call.timeout_s + _MARGIN_S, "running the ranks")
+        assert isinstance(outcome, Outcome)
+        return outcome
+
+    def _receive(self, timeout_s: float, doing: str) -> Any:
+        if not self._connection.poll(timeout_s):
+            raise RankTimeout(timeout_s, {-1: f"the launcher was {doing} and gave no answer"}, [])
+        try:
+            return self._connection.recv()
+        except (EOFError, ConnectionResetError) as gone:
+            raise RuntimeError(
+                f"the process that starts the ranks ended while {doing}, with exit code "
+                f"{self._process.wait()}"
+            ) from gone
+
+
+def _end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
+    """Close the connection, on which the launcher ends its ranks and itself."""
+    connection.close()
+    try:
+        process.wait(timeout=5.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,160 @@
+"""Turning the emulation on and off. Imports torch only inside `enable()`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+_MISSING = object()
+_lock = threading.RLock()
+
+
+class _Ledger:
+    """What was replaced, so that it can be put back by identity, last in first out."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        # The raw entry: getattr would turn static methods and inherited ones into something else.
+        self._entries.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+
+    def names(self) -> set[str]:
+        return {
+            f"{getattr(owner, '__module__', None) or ''}.{owner.__qualname__}.{name}"
+            if isinstance(owner, type)
+            else f"{owner.__name__}.{name}"
+            for owner, name, _ in self._entries
+        }
+
+    def undo(self) -> None:
+        while self._entries:
+            owner, name, before = self._entries.pop()
+            if before is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+class _Active:
+    """One activation: its ledger, the import finder and the compiler's stance before it."""
+
+    def __init__(self) -> None:
+        self.ledger = _Ledger()
+        self.finder: Any = None
+        self.stance: Any = None
+
+    def start(self) -> None:
+        import torch
+
+        from megatron_idempotent.cpu import (
+            collectives,
+            cuda_calls,
+            placement,
+            refusals,
+            without_te,
+        )
+
+        # All are computed before any is installed: they look up originals.
+        planned = [
+            *cuda_calls.replacements(),
+            *refusals.replacements(),
+            *placement.replacements(),
+            *collectives.replacements(),
+        ]
+        for owner, name, value in planned:
+            self.ledger.replace(owner, name, value)
+        # Megatron's `jit_fuser` is torch.compile, bound when it is imported; a stance reaches
+        # functions that were decorated before, and a compiler is no use for a tiny model.
+        self.stance = torch.compiler.set_stance("force_eager")
+        self.finder = without_te.Completer(self.ledger.replace)
+        sys.meta_path.insert(0, self.finder)
+        for module_name in without_te.MISSING:
+            if (module := sys.modules.get(module_name)) is not None:
+                without_te.complete(module, self.ledger.replace)
+
+    def stop(self) -> None:
+        if self.finder in sys.meta_path:
+            sys.meta_path.remove(self.finder)
+        if self.stance is not None:
+            self.stance.__exit__(None, None, None)
+        self.ledger.undo()
+
+
+_active: _Active | None = None
+_depth = 0
+
+
+def enable() -> None:
+    """Answer Megatron's calls into `torch.cuda` on the CPU until the matching `disable()`.
+
+    Imports torch. Calls nest: the runtime stays on until `disable()` has been called as often.
+    For the whole process, not for one thread.
+
+    Raises:
+        RuntimeError: a CUDA device is in reach, so that emulating one would hide it.
+    """
+    global _active, _depth
+    with _lock:
+        if _active is None:
+            _refuse_real_cuda()
+            activation = _Active()
+            with contextlib.ExitStack() as undo_if_it_fails:
+                undo_if_it_fails.callback(activation.stop)
+                activation.start()
+                undo_if_it_fails.pop_all()
+            _active = activation
+        _depth += 1
+
+
+def disable() -> None:
+    """Undo one `enable()`; with the last one every replaced name is back, by identity.
+
+    A call without a matching `enable()` does nothing.
+    """
+    global _active, _depth
+    with _lock:
+        if _active is None:
+            return
+        _depth -= 1
+        if _depth == 0:
+            activation, _active = _active, None
+            activation.stop()
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[None]:
+    """`with cpu.enabled():` turns the runtime on inside the block."""
+    enable()
+    try:
+        yield
+    finally:
+        disable()
+
+
+def is_enabled() -> bool:
+    """True between `enable()` and its matching `disable()`."""
+    return _active is not None
+
+
+def replaced_names() -> set[str]:
+    """The names that are replaced now, e.g. "torch.cuda.synchronize"; empty when off."""
+    return set() if _active is None else _active.ledger.names()
+
+
+def _refuse_real_cuda() -> None:
+    import torch
+
+    if torch.cuda.is_initialized() or torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        raise RuntimeError(
+            f"megatron_idempotent.cpu emulates CUDA where there is none, but this process has "
+            f"{count} CUDA device(s) (CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')!r}); start it with "
+            f'CUDA_VISIBLE_DEVICES="" to use the CPU runtime'
+        )

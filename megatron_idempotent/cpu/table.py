@@ -1,0 +1,141 @@
+"""What is emulated, in words: the one list that the docs, the docstring and a test share.
+
+`enable()` replaces exactly the names in EMULATED (a test compares them with what it replaced),
+and refuses every other public name of `torch.cuda`. Free of torch.
+"""
+
+from __future__ import annotations
+
+#: (names separated by spaces, what they answer)
+EMULATED: tuple[tuple[str, str], ...] = (
+    (
+        "torch.cuda.is_available torch.cuda.is_initialized torch.cuda.is_bf16_supported",
+        "True",
+    ),
+    (
+        "torch.cuda.is_tf32_supported torch.cuda.is_current_stream_capturing",
+        "False",
+    ),
+    (
+        "torch.cuda.init torch.cuda._lazy_init torch.cuda.synchronize torch.cuda.empty_cache "
+        "torch.cuda.reset_peak_memory_stats torch.cuda.reset_accumulated_memory_stats "
+        "torch.cuda.reset_max_memory_allocated torch.cuda.reset_max_memory_cached",
+        "nothing to do: every call has finished when it returns, and no device memory exists",
+    ),
+    (
+        "torch.cuda.device_count",
+        "LOCAL_WORLD_SIZE, or 1",
+    ),
+    (
+        "torch.cuda.current_device torch.cuda.set_device torch.cuda._exchange_device "
+        "torch.cuda._maybe_exchange_device",
+        "a number that is kept and has no other effect",
+    ),
+    (
+        "torch.cuda.get_device_properties torch.cuda.get_device_name "
+        "torch.cuda.get_device_capability torch.cuda.get_arch_list",
+        "the host's memory and cores, capability (0, 0), no architectures, so that whatever "
+        "upstream gates on a GPU generation stays off",
+    ),
+    (
+        "torch.cuda.Stream torch.cuda.stream torch.cuda.StreamContext torch.cuda.current_stream "
+        "torch.cuda.default_stream torch.cuda.set_stream",
+        "synchronous streams; the current stream is tracked per thread",
+    ),
+    (
+        "torch.cuda.Event",
+        "always complete; elapsed_time is measured wall time in milliseconds",
+    ),
+    (
+        "torch.cuda.memory_allocated torch.cuda.max_memory_allocated torch.cuda.memory_reserved "
+        "torch.cuda.max_memory_reserved torch.cuda.memory_cached torch.cuda.max_memory_cached "
+        "torch.cuda.device_memory_used torch.cuda.memory_stats",
+        "0 everywhere: no byte of device memory is in use",
+    ),
+    (
+        "torch.cuda.nvtx.range_push torch.cuda.nvtx.range_pop torch.cuda.nvtx.range "
+        "torch.cuda.nvtx.mark",
+        "the nesting depth, no profiler",
+    ),
+    (
+        "torch.cuda.get_rng_state torch.cuda.set_rng_state torch.cuda.get_rng_state_all "
+        "torch.cuda.set_rng_state_all torch.cuda.manual_seed torch.cuda.manual_seed_all "
+        "torch.cuda.seed torch.cuda.seed_all torch.cuda.initial_seed "
+        "torch.cuda.default_generators",
+        "the CPU generator, which is the one that fills these tensors",
+    ),
+    (
+        "torch.cuda.BFloat16Tensor torch.cuda.BoolTensor torch.cuda.ByteTensor "
+        "torch.cuda.CharTensor torch.cuda.DoubleTensor torch.cuda.FloatTensor "
+        "torch.cuda.HalfTensor torch.cuda.IntTensor torch.cuda.LongTensor "
+        "torch.cuda.ShortTensor",
+        "the CPU class of the same name",
+    ),
+    (
+        "torch.arange torch.as_tensor torch.asarray torch.empty torch.empty_like "
+        "torch.empty_permuted torch.empty_strided torch.eye torch.full torch.full_like "
+        "torch.linspace torch.logspace torch.normal torch.ones torch.ones_like torch.rand "
+        "torch.rand_like torch.randint torch.randint_like torch.randn torch.randn_like "
+        "torch.randperm torch.scalar_tensor torch.sparse_coo_tensor torch.tensor "
+        "torch.tril_indices torch.triu_indices torch.zeros torch.zeros_like "
+        "torch.bartlett_window torch.blackman_window torch.hamming_window torch.hann_window "
+        "torch.kaiser_window torch.Tensor.new_empty torch.Tensor.new_empty_strided "
+        "torch.Tensor.new_full torch.Tensor.new_ones torch.Tensor.new_tensor "
+        "torch.Tensor.new_zeros torch.Tensor.to torch.load "
+        "torch.utils._device.DeviceContext.__init__",
+        'a CUDA device ("cuda", "cuda:0", 0, torch.device) means the CPU; pin_memory is ignored',
+    ),
+    (
+        "torch.Tensor.cuda torch.Tensor.pin_memory",
+        "the tensor itself: host and device memory are one, so nothing is copied",
+    ),
+    (
+        "torch.Tensor.record_stream",
+        "nothing to do",
+    ),
+    (
+        "torch.Tensor.type",
+        "'torch.cuda.FloatTensor' for a float tensor, and so on: Megatron's optimizers sort "
+        "parameters by that name",
+    ),
+    (
+        "torch.amp.autocast_mode.autocast.__init__",
+        '"cuda" with enabled=False as "cpu"; enabled, it is refused',
+    ),
+    (
+        "torch.distributed.init_process_group torch.distributed.new_group "
+        "torch.distributed.new_subgroups torch.distributed.new_subgroups_by_enumeration",
+        'gloo for "nccl" and for no backend; device_id and NCCL options are dropped',
+    ),
+)
+
+#: Private or nested names that Megatron calls and that would otherwise slip through.
+REFUSED_BY_NAME = (
+    "torch.cuda._sleep torch.cuda.memory._record_memory_history torch.cuda.memory._snapshot "
+    "torch.cuda.memory._dump_snapshot torch.cuda.profiler.start torch.cuda.profiler.stop "
+    "torch.cuda.nvtx.range_start torch.cuda.nvtx.range_end"
+).split()
+
+#: Public names of torch.cuda that neither answer nor act: modules, exceptions, constants, and
+#: `device`, whose effect is the exchange of the number above.
+LEFT_ALONE = (
+    "amp CudaError DeferredCudaCallError cudaStatus check_error device device_of graphs has_half "
+    "has_magma jiterator memory nccl nvtx profiler random sparse streams tunable "
+    "BFloat16Storage BoolStorage ByteStorage CharStorage ComplexDoubleStorage "
+    "ComplexFloatStorage DoubleStorage FloatStorage HalfStorage IntStorage LongStorage "
+    "ShortStorage"
+).split()
+
+
+def emulated_names() -> set[str]:
+    """Example: "torch.cuda.Stream" in emulated_names()."""
+    return {name for names, _ in EMULATED for name in names.split()}
+
+
+def as_markdown() -> str:
+    """The table as it stands in docs/cpu-runtime.md."""
+    rows = [
+        f"| {', '.join(f'`{name}`' for name in names.split())} | {answer} |"
+        for names, answer in EMULATED
+    ]
+    return "\n".join(["| call | answer |", "| --- | --- |", *rows])
