@@ -1,1 +1,51 @@
-"""Version-gated patches that make NVIDIA Megatron's train path safe to call again."""
+"""Version-gated patches that make NVIDIA Megatron's train path safe to call again.
+
+    import megatron_idempotent
+    megatron_idempotent.apply()
+
+Importing the package changes nothing and pulls in neither torch nor Megatron; nor does `apply()`,
+whose patches land when Megatron is imported, or at once where it already is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .engine.control import apply, patched, report, revert
+from .engine.errors import PatchError, UnknownPatchError, VerificationError
+from .engine.report import Report, Row
+from .engine.verify import verify
+
+if TYPE_CHECKING:
+    from .wiring import seed_all, wire_train_config
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PatchError",
+    "Report",
+    "Row",
+    "UnknownPatchError",
+    "VerificationError",
+    "apply",
+    "patched",
+    "report",
+    "revert",
+    "seed_all",
+    "verify",
+    "wire_train_config",
+]
+
+# Loaded on first use, because they belong to programs that have torch and Megatron anyway.
+_LAZY = {"seed_all": "wiring", "wire_train_config": "wiring"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

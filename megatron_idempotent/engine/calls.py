@@ -1,0 +1,20 @@
+"""What wrappers need to know about the call they stand around."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def arguments(
+    original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The call's arguments by upstream's parameter names, defaults included.
+
+    Raises:
+        TypeError: the call does not fit the signature; the same error that upstream would raise.
+    """
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments

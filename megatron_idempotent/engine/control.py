@@ -1,0 +1,204 @@
+"""`apply()`, `revert()`, `report()` and `patched()`: what users call. Imports nothing of Megatron."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from . import decide, landing, late, settings, source, versions
+from .catalogue import patches
+from .errors import PatchError
+from .landing import state
+from .record import Patch
+from .report import COVERED, PROBLEMS, Report, Row
+
+logger = logging.getLogger("megatron_idempotent")
+
+
+def apply(
+    only: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
+    *,
+    strict: bool | None = None,
+    dry_run: bool = False,
+) -> Report:
+    """Install the patches that the Megatron on the path needs, now or when it is imported.
+
+    Safe to call any number of times and from any thread. Every process calls it for itself: forked
+    children inherit the patches, spawned ones and Ray workers do not.
+
+    Args:
+        only: ids to apply, and no others; naming a patch accepts a body that nobody reviewed.
+        exclude: ids to leave out.
+        strict: raise where a patch failed, drifted or is in conflict; None reads
+            `MEGATRON_IDEMPOTENT_STRICT`.
+        dry_run: decide and report, change nothing.
+
+    Returns:
+        A row per known patch. A patch whose modules are not imported yet is `pending_import`.
+
+    Raises:
+        UnknownPatchError: `only`, `exclude` or the environment names no known patch.
+        PatchError: a patch in `only` cannot be applied, or any in strict mode; nothing is changed.
+
+    Example:
+        import megatron_idempotent
+        print(megatron_idempotent.apply())
+    """
+    selection = _select(only, exclude, strict)
+    with landing.lock:
+        source.forget()
+        before = dict(state.rows)
+        rows = [_plan(patch, selection, full=dry_run) for patch in patches().values()]
+        _raise_for(rows, selection)
+        if dry_run:
+            return Report(rows)
+        added = {row.id for row in rows if row.status == "pending_import"} - set(state.wanted)
+        state.selection = selection
+        state.named |= selection.only or frozenset()
+        state.rows = {row.id: row for row in rows}
+        state.wanted |= {patch_id: patches()[patch_id] for patch_id in added}
+        landing.settle()
+        try:
+            _raise_for(state.rows.values(), selection)
+        except PatchError:
+            landing.drop(added & set(state.wanted))
+            raise
+        _announce(before)
+        waiting = {m for patch in state.wanted.values() for m in landing.missing(patch)}
+    # Outside of the lock: another thread may be importing, and call our hook with import locks held.
+    late.when_complete(sorted(waiting), _on_import)
+    with landing.lock:
+        return Report(state.rows.values())
+
+
+def revert() -> Report:
+    """Take every patch off again and forget those that wait for an import.
+
+    Returns:
+        A row per patch that was on or waiting: `disabled`, or `conflict` where someone has wrapped
+        our function in the meantime. It then stays below theirs and only passes calls on.
+    """
+    with landing.lock:
+        source.forget()
+        on = {patch_id for site in state.sites.values() for patch_id in site.layers}
+        return Report(landing.drop(set(state.wanted) | on))
+
+
+def report() -> Report:
+    """What is in place now: a row per known patch, `disabled` before the first `apply()`.
+
+    Raises:
+        PatchError: in strict mode, where a patch that landed late has a problem.
+    """
+    with landing.lock:
+        source.forget()
+        rows = [landing.current(patch) for patch in patches().values()]
+        if state.selection is not None and state.selection.strict:
+            _raise_for(rows, state.selection)
+        return Report(rows)
+
+
+@contextmanager
+def patched(
+    only: Iterable[str] | None = None, exclude: Iterable[str] = (), *, strict: bool | None = None
+) -> Iterator[Report]:
+    """`apply()` on entry; on exit take off what this call added, and nothing else.
+
+    Example:
+        with megatron_idempotent.patched(only=["train-interval-timer"]):
+            train(...)
+    """
+    with landing.lock:
+        before = set(state.wanted)
+    result = apply(only, exclude, strict=strict)
+    try:
+        yield result
+    finally:
+        with landing.lock:
+            landing.drop(set(state.wanted) - before)
+
+
+def _select(
+    only: Iterable[str] | None, exclude: Iterable[str], strict: bool | None
+) -> decide.Selection:
+    known = patches()
+    environment = settings.read(known)
+    selection = decide.Selection(
+        only=None if only is None else settings.check_ids(only, "only=", known),
+        exclude=settings.check_ids(exclude, "exclude=", known),
+        settings=environment,
+        strict=environment.strict if strict is None else strict,
+    )
+    both = sorted((selection.only or frozenset()) & selection.exclude)
+    if both:
+        raise ValueError(f"only= and exclude= both name {', '.join(both)}: drop one of them")
+    return selection
+
+
+def _plan(patch: Patch, selection: decide.Selection, *, full: bool) -> Row:
+    if landing.landed(patch):
+        return landing.row(patch, "already_applied", state.rows[patch.id].reason)
+    verdict = selection.gate(patch.id)
+    if verdict.status is not None:
+        if patch.id in state.wanted:
+            return state.rows[patch.id]  # an earlier call asked for it, and it still waits
+        return landing.row(patch, verdict.status, verdict.reason)
+    verdict = decide.check_version(patch, versions.installed(patch.distribution))
+    if verdict.status is None:
+        # Reading bodies takes tens of milliseconds, so it waits for the import unless the caller
+        # wants the answer now.
+        named = selection.named(patch.id)
+        if full or named or selection.strict:
+            verdict = decide.check_bodies(patch, named=named)
+        else:
+            verdict = decide.check_modules(patch)
+    if verdict.status is not None:
+        return landing.row(patch, verdict.status, verdict.reason)
+    waits = landing.missing(patch)
+    reason = f"lands when {', '.join(waits)} is imported" if waits else "ready to land"
+    if verdict.reason:
+        reason = f"{verdict.reason}; {reason}"
+    return landing.row(patch, "pending_import", reason)
+
+
+def _on_import() -> None:
+    with landing.lock:
+        source.forget()
+        before = dict(state.rows)
+        landing.settle()
+        _announce(before)
+
+
+def _announce(before: dict[str, Row]) -> None:
+    changed = [row for row in state.rows.values() if before.get(row.id) != row]
+    for row in changed:
+        level = logging.WARNING if row.status in PROBLEMS else logging.INFO
+        logger.log(level, "%s: %s on %s (%s)", row.id, row.status, row.version, row.reason)
+    path = state.selection.settings.report_path if state.selection else None
+    if path is None or not changed:
+        return
+    path = path.replace("{rank}", os.environ.get("RANK", "0"))
+    temporary = f"{path}.{os.getpid()}"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(Report(state.rows.values()).to_json())
+        os.replace(temporary, path)
+    except OSError as error:
+        # The patches are in place; a report that cannot be written is no reason to stop training.
+        logger.warning("cannot write %s_REPORT=%s: %s", settings.SWITCH, path, error)
+
+
+def _raise_for(rows: Iterable[Row], selection: decide.Selection) -> None:
+    bad = []
+    for row in rows:
+        named = selection.named(row.id) and row.status not in COVERED
+        if named and row.status == "disabled":
+            continue  # the operator switched it off, which is no failure of the program
+        if named or (selection.strict and row.status in PROBLEMS):
+            bad.append(f"{row.id}: {row.status}: {row.reason}")
+    if bad:
+        remedy = "drop it from only=" if selection.only is not None else "exclude= it"
+        raise PatchError("; ".join(bad) + f"; {remedy}, or see `megatron-idempotent doctor`")

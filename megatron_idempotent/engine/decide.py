@@ -1,0 +1,132 @@
+"""Whether a patch is right for the Megatron on the path, decided from source, importing nothing.
+
+The order is fixed: switched off → not installed → version → target missing → fixed upstream →
+body drifted. The version range only selects; the body decides. What can only be seen on live
+objects (already applied, conflict) is for `sites`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from . import versions
+from .record import Patch, Target
+from .report import Status
+from .settings import SWITCH, Settings
+from .source import Body, locate, read_body
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Go (`status` None) or the outcome that ends the patch here, and why."""
+
+    status: Status | None
+    reason: str
+    bodies: Mapping[str, Body] = field(default_factory=dict)
+    """By target address, where the bodies were read."""
+
+
+GO = Verdict(status=None, reason="")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """Arguments of one `apply()` and the environment, together."""
+
+    only: frozenset[str] | None
+    exclude: frozenset[str]
+    settings: Settings
+    strict: bool
+
+    def named(self, patch_id: str) -> bool:
+        """Whether the caller asked for this patch by name, and so wants to know if it fails."""
+        return self.only is not None and patch_id in self.only
+
+    def gate(self, patch_id: str) -> Verdict:
+        """Step 1: arguments and environment."""
+        settings = self.settings
+        for off, reason in (
+            (not settings.enabled, f"{SWITCH}=0"),
+            (patch_id in settings.disable, f"named in {SWITCH}_DISABLE"),
+            (settings.only is not None and patch_id not in settings.only, f"not in {SWITCH}_ONLY"),
+            (patch_id in self.exclude, "named in exclude="),
+            (self.only is not None and patch_id not in self.only, "not in only="),
+        ):
+            if off:
+                return Verdict(status="disabled", reason=reason)
+        return GO
+
+
+def check_version(patch: Patch, version: versions.Installed | None) -> Verdict:
+    """Step 2: is the distribution there, and in the patch's range."""
+    if version is None:
+        return Verdict(status="not_installed", reason=f"{patch.distribution} is not installed")
+    if not versions.supported(version, patch.since, patch.before):
+        return Verdict(
+            status="unsupported_version",
+            reason=f"affects {patch.distribution} {patch.versions}, found {version.text}",
+        )
+    return GO
+
+
+def check_modules(patch: Patch) -> Verdict:
+    """The cheap half of step 3: does a file exist for every module. Reads no source."""
+    for target in patch.targets:
+        if locate(target.module) is None:
+            return Verdict(
+                status="missing_target",
+                reason=f"{target.module} is not on the path beside {patch.distribution}",
+            )
+    return GO
+
+
+def check_bodies(patch: Patch, *, named: bool) -> Verdict:
+    """Steps 3 to 5: read every target's body and compare it with what the patch was written for.
+
+    A drifted body is accepted where the patch was asked for by name: that is the user's decision.
+    """
+    bodies: dict[str, Body] = {}
+    for target in patch.targets:
+        path = locate(target.module)
+        if path is None:
+            return check_modules(patch)
+        try:
+            body = read_body(path, target.qualname)
+        except (SyntaxError, UnicodeDecodeError, OSError) as error:
+            return Verdict(status="failed", reason=f"cannot read {target.module}: {error}")
+        if body is None:
+            reason = f"{target.module} defines no {target.qualname}"
+            return Verdict(status="missing_target", reason=reason)
+        bodies[target.address] = body
+    if patch.fixed_when is not None and patch.fixed_when(bodies):
+        reason = "upstream's own code no longer has the hazard"
+        return Verdict(status="fixed_upstream", reason=reason, bodies=bodies)
+    reasons = []
+    drifted = False
+    for target in patch.targets:
+        known, reason = _review(target, bodies[target.address])
+        drifted = drifted or not known
+        if reason not in reasons:
+            reasons.append(reason)
+    reason = "; ".join(reasons)
+    if drifted and named:
+        return Verdict(status=None, reason=f"{reason}; accepted by name", bodies=bodies)
+    return Verdict(status="drifted" if drifted else None, reason=reason, bodies=bodies)
+
+
+def _review(target: Target, body: Body) -> tuple[bool, str]:
+    if body.hash in target.reviewed:
+        return True, f"body reviewed on {target.reviewed[body.hash]}"
+    if not target.relies_on:
+        return False, (
+            f"{target.qualname} has body {body.hash}, reviewed are "
+            f"{', '.join(target.reviewed)}: name the patch in only= to accept it"
+        )
+    missing = [fragment for fragment in target.relies_on if not body.contains(fragment)]
+    if missing:
+        return False, (
+            f"{target.qualname} (body {body.hash}) no longer contains `{missing[0]}`, "
+            "which the patch relies on: name the patch in only= to accept it"
+        )
+    return True, f"body {body.hash} not reviewed, but holds what the patch relies on"

@@ -1,0 +1,135 @@
+"""The record that a case file in `patches/` declares: what to patch, where, and on which releases."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .source import Body
+
+_ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
+_RELEASE = re.compile(r"\d+(\.\d+)*\Z")
+_ADDRESS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z")
+SECTIONS = ("Symptom", "Cause", "Affects", "Upstream", "Remove when")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """One function of Megatron and the wrapper that goes around it.
+
+    Example:
+        Target(
+            address="megatron.training.training:train",
+            wrapper=train,                       # train(original, *args, **kwargs)
+            relies_on=("timers('interval-time', log_level=0).start(barrier=True)",),
+        )
+    """
+
+    address: str
+    """`module:qualname`. A colon, because an attribute can shadow a submodule of the same name."""
+
+    wrapper: Callable[..., Any]
+    """Plain module-level function `wrapper(original, *args, **kwargs)`."""
+
+    reviewed: Mapping[str, str] = field(default_factory=dict)
+    """Body hash → the releases on which a person read that body. Any of them may be wrapped."""
+
+    relies_on: tuple[str, ...] = ()
+    """Source fragments which a body that nobody reviewed must contain for the wrap to be right."""
+
+    def __post_init__(self) -> None:
+        if not _ADDRESS.match(self.address):
+            raise ValueError(f"target address {self.address!r} is not 'module:qualname'")
+        if not self.reviewed and not self.relies_on:
+            raise ValueError(
+                f"target {self.address} has neither reviewed bodies nor relies_on, so nothing "
+                "would notice that upstream changed: give one of them"
+            )
+
+    @property
+    def module(self) -> str:
+        """The module part of the address."""
+        return self.address.partition(":")[0]
+
+    @property
+    def qualname(self) -> str:
+        """The part of the address after the colon."""
+        return self.address.partition(":")[2]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reproduction:
+    """How to see the hazard, and its absence, on CPU ranks with the real Megatron."""
+
+    run: Callable[[], None]
+    """Module-level function, called on every rank; returns where all is well, raises where not."""
+
+    ranks: int
+    """Number of ranks that `run` is called on."""
+
+    stock_error: str
+    """Regular expression that the error on stock Megatron must match, `Type: message`."""
+
+    needs: tuple[str, ...] = ()
+    """Modules without which this release cannot show the hazard, such as `megatron.training`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patch:
+    """One hazard and its repair. The docstring of the declaring module is the case file."""
+
+    id: str
+    """Kebab-case, named for the symptom; the file has the same name with underscores."""
+
+    summary: str
+    """One line for the tables: what goes wrong on stock Megatron."""
+
+    since: str
+    """First release of `distribution` that is affected, such as `0.12`."""
+
+    before: str
+    """First release that nobody looked at. The range only selects; the body decides."""
+
+    targets: tuple[Target, ...]
+    """What is wrapped: all of it or nothing."""
+
+    upstream: str
+    """Public link to the upstream code, issue or pull request that shows the hazard."""
+
+    reproduction: Reproduction
+    """Run by `megatron-idempotent prove`."""
+
+    distribution: str = "megatron-core"
+    """The package whose releases `since` and `before` speak of."""
+
+    fixed_when: Callable[[Mapping[str, Body]], bool] | None = None
+    """Probe over the bodies by target address: True where upstream no longer needs the patch."""
+
+    def __post_init__(self) -> None:
+        if not _ID.match(self.id):
+            raise ValueError(f"patch id {self.id!r} is not kebab-case")
+        if not self.targets:
+            raise ValueError(f"patch {self.id} has no target")
+        if not self.upstream.startswith("https://"):
+            raise ValueError(f"patch {self.id} links nothing upstream: {self.upstream!r}")
+        for bound in (self.since, self.before):
+            if not _RELEASE.match(bound):
+                raise ValueError(f"patch {self.id}: {bound!r} is no release like 0.12")
+
+    @property
+    def versions(self) -> str:
+        """The range as a version specifier."""
+        return f">={self.since},<{self.before}"
+
+    @property
+    def case_file(self) -> dict[str, str]:
+        """The sections of the declaring module's docstring, headline under the empty name."""
+        doc = sys.modules[self.targets[0].wrapper.__module__].__doc__ or ""
+        parts = re.split(rf"^({'|'.join(SECTIONS)}):", doc, flags=re.MULTILINE)
+        sections = {"": parts[0].strip()}
+        for name, text in zip(parts[1::2], parts[2::2], strict=True):
+            sections[name] = "\n".join(line.strip() for line in text.strip().splitlines())
+        return sections

@@ -1,0 +1,97 @@
+"""What `apply()` did to each patch and why, as rows that people and machines can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Literal, get_args
+
+Status = Literal[
+    "applied",
+    "already_applied",
+    "disabled",
+    "not_installed",
+    "unsupported_version",
+    "missing_target",
+    "fixed_upstream",
+    "drifted",
+    "conflict",
+    "pending_import",
+    "failed",
+]
+STATUSES: tuple[str, ...] = get_args(Status)
+
+# These mean that somebody has to look: the hazard is there and its patch is not.
+PROBLEMS: frozenset[str] = frozenset({"failed", "drifted", "conflict"})
+# These mean that the hazard is covered, now or as soon as Megatron is imported.
+COVERED: frozenset[str] = frozenset({"applied", "already_applied", "pending_import"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """The outcome of one patch.
+
+    Example:
+        Row(id="grad-scale-func", status="applied", reason="body reviewed on 0.19.0 to 0.19.2",
+            version="0.19.2", targets=("megatron.core.optimizer:get_megatron_optimizer",))
+    """
+
+    id: str
+    status: Status
+    reason: str
+    version: str | None
+    """Installed version of the distribution that the patch belongs to; None where absent."""
+    targets: tuple[str, ...]
+    """`module:qualname` of everything the patch wraps."""
+
+
+class Report:
+    """One row per known patch, in order of id.
+
+    Example:
+        for row in megatron_idempotent.apply():
+            print(row.id, row.status, row.reason)
+    """
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows = {row.id: row for row in rows}
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows.values())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, patch_id: str) -> Row:
+        return self._rows[patch_id]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Report) and self._rows == other._rows
+
+    __hash__ = None  # type: ignore[assignment]  # rows are compared by value
+
+    def __repr__(self) -> str:
+        counts: dict[str, int] = {}
+        for row in self:
+            counts[row.status] = counts.get(row.status, 0) + 1
+        inner = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+        return f"<Report {inner}>"
+
+    def __str__(self) -> str:
+        from .table import render
+
+        return render(
+            ("id", "status", "version", "reason"),
+            [(row.id, row.status, row.version or "-", row.reason) for row in self],
+        )
+
+    @property
+    def problems(self) -> tuple[Row, ...]:
+        """Rows that are failed, drifted or in conflict."""
+        return tuple(row for row in self if row.status in PROBLEMS)
+
+    def to_json(self) -> str:
+        """The rows as a JSON array, keys as the fields of `Row`."""
+        import json
+
+        return json.dumps([asdict(row) for row in self], indent=2)

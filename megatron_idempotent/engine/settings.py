@@ -1,0 +1,94 @@
+"""The environment's say in what is applied. Read by `apply()` only, never at import.
+
+An operator who sets these cannot edit the program, so they win over its arguments.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .errors import UnknownPatchError
+
+SWITCH = "MEGATRON_IDEMPOTENT"
+_TRUE, _FALSE = frozenset({"1", "true", "on", "yes"}), frozenset({"0", "false", "off", "no"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """`MEGATRON_IDEMPOTENT` and its companions, checked."""
+
+    enabled: bool
+    """`MEGATRON_IDEMPOTENT=0` turns every patch off."""
+    disable: frozenset[str]
+    """`MEGATRON_IDEMPOTENT_DISABLE=id,…`: these never."""
+    only: frozenset[str] | None
+    """`MEGATRON_IDEMPOTENT_ONLY=id,…`: none but these; None where unset."""
+    strict: bool
+    """`MEGATRON_IDEMPOTENT_STRICT=1`: a problem raises instead of being recorded."""
+    rebind: frozenset[str]
+    """`MEGATRON_IDEMPOTENT_REBIND=pkg,…`: packages, besides megatron, whose early-bound names of a
+    patched function are rebound too."""
+    report_path: str | None
+    """`MEGATRON_IDEMPOTENT_REPORT=path.json`: where the report is written, `{rank}` filled in."""
+
+
+def read(known: Iterable[str], environ: Mapping[str, str] = os.environ) -> Settings:
+    """The settings in `environ`.
+
+    Raises:
+        UnknownPatchError: an id that no case file has.
+        ValueError: a switch that is neither on nor off.
+    """
+    known = tuple(known)
+    only = environ.get(f"{SWITCH}_ONLY")
+    return Settings(
+        enabled=_switch(environ, SWITCH, default=True),
+        disable=_ids(environ.get(f"{SWITCH}_DISABLE", ""), f"{SWITCH}_DISABLE", known),
+        only=None if only is None else _ids(only, f"{SWITCH}_ONLY", known),
+        strict=_switch(environ, f"{SWITCH}_STRICT", default=False),
+        rebind=frozenset(_split(environ.get(f"{SWITCH}_REBIND", ""))),
+        report_path=environ.get(f"{SWITCH}_REPORT") or None,
+    )
+
+
+def check_ids(ids: Iterable[str], source: str, known: Iterable[str]) -> frozenset[str]:
+    """The ids as a set.
+
+    Raises:
+        TypeError: `ids` is one string, or holds something that is not a string.
+        UnknownPatchError: an id that no case file has.
+    """
+    if isinstance(ids, str):
+        raise TypeError(f"{source} takes several ids, got the string {ids!r}: write [{ids!r}]")
+    ids, known = list(ids), tuple(known)
+    for patch_id in ids:
+        if not isinstance(patch_id, str):
+            raise TypeError(f"{source} takes patch ids (str), got {patch_id!r}")
+        if patch_id not in known:
+            from difflib import get_close_matches
+
+            near = get_close_matches(patch_id, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UnknownPatchError(
+                f"{source} names {patch_id!r}, which is no patch: {hint}known are {', '.join(known)}"
+            )
+    return frozenset(ids)
+
+
+def _ids(text: str, variable: str, known: tuple[str, ...]) -> frozenset[str]:
+    return check_ids(_split(text), variable, known)
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _switch(environ: Mapping[str, str], variable: str, *, default: bool) -> bool:
+    value = environ.get(variable, "").strip().lower()
+    if not value:
+        return default
+    if value in _TRUE | _FALSE:
+        return value in _TRUE
+    raise ValueError(f"{variable}={environ[variable]!r} is neither on nor off: set it to 1 or 0")

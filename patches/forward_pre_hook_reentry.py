@@ -1,0 +1,91 @@
+"""Disabling or enabling DDP's forward pre-hooks a second time raises.
+
+Symptom:
+    `KeyError: <module>` from `disable_forward_pre_hook()` where the hooks are off already, which
+    every `train()` after the first does with overlap_param_gather on, and where a module (an
+    adapter, say) was added after DDP was wrapped around the model. A bare `AssertionError` from a
+    second `enable_forward_pre_hook()`.
+
+Cause:
+    Both methods walk over the module tree as it is now and take for granted that each module holds
+    a handle, or that none does.
+
+Affects:
+    Every release since hooks can be switched (0.9). What the patch does: a disable removes the
+    handles that are held, on however many modules, and then synchronises the parameters exactly as
+    upstream's own body does if `param_sync` is True; an enable where hooks are on does nothing.
+
+Upstream:
+    https://github.com/THUDM/slime/pull/1857 meets the same KeyError on slime's second `train()`.
+
+Remove when:
+    both methods are idempotent upstream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+_DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
+
+
+class _NoHandle:
+    """Stands where a module holds no hook, so that upstream's loop has something to remove."""
+
+    def remove(self) -> None:
+        """Nothing was registered."""
+
+
+def disable(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Make the handles match the module tree, then let upstream remove them and synchronise."""
+    handles = self.remove_forward_pre_hook_handles
+    modules = list(self.module.modules())
+    if len(handles) != len(modules) or any(module not in handles for module in modules):
+        for module in set(handles) - set(modules):  # left the tree since the hooks were enabled
+            handles.pop(module).remove()
+        for module in modules:
+            handles.setdefault(module, _NoHandle())
+    original(self, *args, **kwargs)
+
+
+def enable(original: Callable[..., None], self: Any) -> None:
+    """Do nothing where the hooks are on."""
+    if not self.remove_forward_pre_hook_handles:
+        original(self)
+
+
+def reproduce() -> None:
+    """Enable and disable twice; the second disable must still gather what an update left stale."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(overlap_param_gather=True)
+    (chunk,) = model.chunks
+    chunk.disable_forward_pre_hook()
+    chunk.disable_forward_pre_hook()
+    chunk.enable_forward_pre_hook()
+    chunk.enable_forward_pre_hook()
+
+
+PATCH = Patch(
+    id="forward-pre-hook-reentry",
+    summary="disable_forward_pre_hook() raises KeyError where hooks are off, as in a second train()",
+    since="0.12",
+    before="0.20",
+    targets=(
+        Target(
+            address=f"{_DDP}.disable_forward_pre_hook",
+            wrapper=disable,
+            reviewed={"10b963df9a5d": "0.11.0 to 0.18.2", "0ebab24f76ee": "0.19.0 to 0.19.2"},
+        ),
+        Target(
+            address=f"{_DDP}.enable_forward_pre_hook",
+            wrapper=enable,
+            reviewed={"fea102deaf61": "0.9.0 to 0.19.2"},
+        ),
+    ),
+    upstream="https://github.com/THUDM/slime/pull/1857",
+    reproduction=Reproduction(run=reproduce, ranks=2, stock_error=r"KeyError: "),
+)

@@ -1,0 +1,121 @@
+"""Without `config.grad_scale_func` the loss is never scaled, but the gradients are unscaled.
+
+Symptom:
+    With a loss scale (fp16, or an explicit `loss_scale`) in a program that does not go through
+    `megatron.training.training.train`: gradients and gradient norm are too small by the loss scale,
+    fp16 gradients flush to zero, and the MoE auxiliary loss is off by the scale against the rest.
+    No error.
+
+Cause:
+    Megatron's schedules multiply the loss by `config.grad_scale_func`; the optimizer divides the
+    gradients by the loss scale whether or not they did. Only `train()` sets the function.
+
+Affects:
+    Every release. What the patch does: `get_megatron_optimizer` sets it on the configs of its model
+    chunks where it is None, or where it belongs to an earlier optimizer of theirs. A function that
+    somebody else set stays. A reference model has no optimizer and keeps None. What is set holds
+    the optimizer weakly: copies of the config do not copy the optimizer, and a pickled config
+    arrives with None. A program that calls `optimizer.scale_loss` on the loss by itself must not
+    use this patch: exclude it.
+
+Upstream:
+    https://github.com/NovaSky-AI/SkyRL/pull/1212 sets it for SkyRL's Megatron worker.
+
+Remove when:
+    `get_megatron_optimizer` or the schedules wire the loss scale themselves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LossScale:
+    """`optimizer.scale_loss` without keeping, copying or pickling the optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        """`loss` of any shape times the optimizer's current loss scale."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise ReferenceError(
+                "config.grad_scale_func belongs to an optimizer that no longer exists: build the "
+                "new one with get_megatron_optimizer, or set config.grad_scale_func yourself"
+            )
+        scaled: Tensor = optimizer.scale_loss(loss)
+        return scaled
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LossScale:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        # Another process has no such optimizer; None is what upstream's config starts with.
+        return _unwired, ()
+
+
+def _unwired() -> None:
+    return None
+
+
+def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around `get_megatron_optimizer`: wire the loss scale of what it returns."""
+    from megatron.core.utils import get_model_config
+
+    optimizer = original(*args, **kwargs)
+    scale = LossScale(optimizer)
+    for chunk in arguments(original, args, kwargs)["model_chunks"]:
+        config = get_model_config(chunk)
+        if config.grad_scale_func is None or isinstance(config.grad_scale_func, LossScale):
+            config.grad_scale_func = scale
+    return optimizer
+
+
+def reproduce() -> None:
+    """The same bf16 window and step with loss scales 1 and 1024: a power of two changes no bit."""
+    from megatron.core.distributed import finalize_model_grads
+
+    from megatron_idempotent.cpu import tiny
+
+    norms = []
+    for loss_scale in (1.0, 1024.0):
+        model = tiny.build(
+            dtype="bf16", loss_scale=loss_scale, overlap_grad_reduce=False, wire=False
+        )
+        model.config.finalize_model_grads_func = finalize_model_grads
+        model.forward_backward(2, data_seed=0)
+        norms.append(float(model.step().grad_norm))
+    if norms[0] != norms[1]:
+        raise RuntimeError(f"gradient norm {norms[1]} at loss scale 1024, {norms[0]} at 1")
+
+
+PATCH = Patch(
+    id="grad-scale-func",
+    summary="gradients are divided by a loss scale that the loss was never multiplied by",
+    since="0.12",
+    before="0.20",
+    targets=(
+        Target(
+            address="megatron.core.optimizer:get_megatron_optimizer",
+            wrapper=build,
+            relies_on=("model_chunks",),
+        ),
+    ),
+    fixed_when=lambda bodies: any(
+        body.contains("model_config.grad_scale_func") for body in bodies.values()
+    ),
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: gradient norm .* at loss scale 1024",
+    ),
+)

@@ -1,0 +1,83 @@
+"""A second `train()` with overlap_grad_reduce asserts on the `no_sync_func` of the first.
+
+Symptom:
+    `AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None; a custom
+    no_sync_func is not supported when overlapping grad-reduce`, from the second call of
+    `megatron.training.training.train` on. With virtual pipeline stages too, where the chunks of a
+    rank share one config.
+
+Cause:
+    `train()` installs the chunks' own `no_sync` in `config.no_sync_func` and never takes it away;
+    its next call takes what it finds for a custom function.
+
+Affects:
+    Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
+    the patch does: before upstream's check it clears a `no_sync_func` that is the bound `no_sync`
+    of these very chunks. Somebody's own function still meets the assertion. `grad_sync_func` and
+    `param_sync_func` need no clearing: upstream assigns them anew without looking.
+
+Upstream:
+    https://github.com/THUDM/slime/pull/1857 carries the same repair for slime's copy of the loop.
+
+Remove when:
+    `train()` accepts its own `no_sync`, or restores the config when it leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+
+
+def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around upstream's `train`: forget the `no_sync` that its previous call installed."""
+    call = arguments(original, args, kwargs)
+    config = call["config"]
+    if _is_no_sync_of(config.no_sync_func, call["model"]):
+        config.no_sync_func = None
+    return original(*args, **kwargs)
+
+
+def _is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
+    functions = installed if isinstance(installed, (list, tuple)) else [installed]
+    return len(functions) == len(chunks) and all(
+        getattr(function, "__self__", None) is chunk and function.__name__ == "no_sync"
+        for function, chunk in zip(functions, chunks, strict=True)
+    )
+
+
+def reproduce() -> None:
+    """Two calls of stock `train()` on two data-parallel ranks with overlap_grad_reduce."""
+    from megatron_idempotent.cpu import program
+
+    running = program.start(["--overlap-grad-reduce"])
+    running.train(1)
+    running.train(1)
+
+
+PATCH = Patch(
+    id="no-sync-func-reentry",
+    summary="a second train() with overlap_grad_reduce asserts on config.no_sync_func",
+    since="0.12",
+    before="0.20",
+    targets=(
+        Target(
+            address="megatron.training.training:train",
+            wrapper=train,
+            relies_on=(
+                "config.no_sync_func is None",
+                "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
+            ),
+        ),
+    ),
+    fixed_when=lambda bodies: not any(b.contains("config.no_sync_func") for b in bodies.values()),
+    upstream="https://github.com/THUDM/slime/pull/1857",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"AssertionError: .*config\.no_sync_func must be None",
+        needs=("megatron.training.training",),
+    ),
+)

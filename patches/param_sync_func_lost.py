@@ -1,0 +1,88 @@
+"""`train()` takes `config.param_sync_func` away and forgets it when it leaves early.
+
+Symptom:
+    After a `train()` that ran no successful iteration (nothing left to do, an exit condition, only
+    skipped steps, an exception) `config.param_sync_func` is None. With align_param_gather the
+    schedules then no longer dispatch the parameter gathers, and pre-hooks wait for gathers that
+    nobody starts.
+
+Cause:
+    The function is put aside on entry, "temporarily", and put back only behind the first iteration
+    that stepped. There is no `finally`.
+
+Affects:
+    Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
+    the patch does: however `train()` ends, a `param_sync_func` that it took away is put back: the
+    caller's own, or with align_param_gather the chunks' `start_param_sync`, as upstream sets it.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, `train`.
+
+Remove when:
+    `train()` puts the function back in a `finally`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+
+
+def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around upstream's `train`: put `param_sync_func` back, whichever way it ends."""
+    from megatron.training import get_args
+
+    call = arguments(original, args, kwargs)
+    config, options = call["config"], get_args()
+    taken = config.param_sync_func
+    if options.overlap_param_gather and options.align_param_gather:
+        functions = [chunk.start_param_sync for chunk in call["model"]]
+        taken = functions[0] if len(functions) == 1 else functions
+    try:
+        return original(*args, **kwargs)
+    finally:
+        if config.param_sync_func is None:
+            config.param_sync_func = taken
+
+
+def reproduce() -> None:
+    """A `train()` that has no iteration left to run, with align_param_gather."""
+    from megatron_idempotent.cpu import program
+
+    running = program.start(
+        ["--overlap-grad-reduce", "--overlap-param-gather"], pp=2, vpp=2, align=True
+    )
+    running.train(0)
+    if running.config.param_sync_func is None:
+        raise RuntimeError("config.param_sync_func is None after train()")
+
+
+PATCH = Patch(
+    id="param-sync-func-lost",
+    summary="train() loses config.param_sync_func when it ends before its second iteration",
+    since="0.12",
+    before="0.20",
+    targets=(
+        Target(
+            address="megatron.training.training:train",
+            wrapper=train,
+            relies_on=(
+                "config.param_sync_func = None",
+                "config.param_sync_func = param_sync_func",
+                "config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]",
+            ),
+        ),
+    ),
+    fixed_when=lambda bodies: (
+        not any(body.contains("config.param_sync_func = None") for body in bodies.values())
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: config\.param_sync_func is None after train\(\)",
+        needs=("megatron.training.training",),
+    ),
+)

@@ -1,0 +1,101 @@
+"""Pipeline stages that are seeded alike start from the same weights and drop the same units.
+
+Symptom:
+    With pipeline parallelism, in a program that hands every rank the same seed: the layers of all
+    stages have identical initial weights and identical dropout masks. No error.
+
+Cause:
+    `model_parallel_cuda_manual_seed` offsets the seed by tensor- and expert-parallel rank, not by
+    pipeline rank. `megatron.training.initialize._set_random_seed` adds 100 × pipeline rank before
+    it calls; programs that do not go through it have to know that.
+
+Affects:
+    Every release, with pipeline parallelism. What the patch does: the ranks of each pipeline group
+    compare the seeds that they were handed (one all-gather of 8 bytes at seeding time, none without
+    pipeline parallelism; all ranks of the group must seed, as they do already). Where they are
+    equal, 100 × pipeline rank is added: seed 42 becomes 42, 142, 242, … Where they differ the
+    caller offsets by itself and nothing is added, so that no offset is ever applied twice.
+
+Upstream:
+    https://github.com/NovaSky-AI/SkyRL/pull/1212 adds the offset in SkyRL's worker.
+
+Remove when:
+    `model_parallel_cuda_manual_seed` takes the pipeline rank into account.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+STAGE_OFFSET = 100
+"""Upstream's own distance between the seeds of two stages."""
+
+
+def seed_all_stages(original: Callable[..., None], seed: int, *args: Any, **kwargs: Any) -> None:
+    """Around `model_parallel_cuda_manual_seed`: offset a seed that all stages share."""
+    original(seed + _offset(seed), *args, **kwargs)
+
+
+def _offset(seed: int) -> int:
+    import torch
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return 0
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if stages == 1:
+        return 0
+    group = parallel_state.get_pipeline_model_parallel_group()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    mine = torch.tensor([seed], dtype=torch.int64, device=device)
+    seeds = [torch.empty_like(mine) for _ in range(stages)]
+    # All ranks of the pipeline group must enter: the gather hangs otherwise.
+    torch.distributed.all_gather(seeds, mine, group=group)
+    if any(int(other) != seed for other in seeds):
+        return 0
+    return STAGE_OFFSET * int(parallel_state.get_pipeline_model_parallel_rank())
+
+
+def reproduce() -> None:
+    """Seed two pipeline stages alike and compare what their weights would be drawn from."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    random.model_parallel_cuda_manual_seed(42)
+    with random.get_cuda_rng_tracker().fork():
+        drawn = torch.rand(8, device=torch.cuda.current_device())
+    stages = [torch.empty_like(drawn) for _ in range(2)]
+    torch.distributed.all_gather(
+        stages, drawn, group=parallel_state.get_pipeline_model_parallel_group()
+    )
+    if torch.equal(stages[0], stages[1]):
+        raise RuntimeError("pipeline stages 0 and 1 draw the same weights")
+
+
+PATCH = Patch(
+    id="pipeline-seed-offset",
+    summary="pipeline stages given one seed get identical initial weights and dropout",
+    since="0.12",
+    before="0.20",
+    targets=(
+        Target(
+            address="megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed",
+            wrapper=seed_all_stages,
+            relies_on=("offset = seed + 2718", "data_parallel_seed = seed"),
+        ),
+    ),
+    fixed_when=lambda bodies: any(
+        body.contains("get_pipeline_model_parallel_rank()") for body in bodies.values()
+    ),
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: pipeline stages 0 and 1 draw the same weights",
+    ),
+)

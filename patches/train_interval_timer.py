@@ -1,0 +1,77 @@
+"""A second `train()` fails with "timer has already been started".
+
+Symptom:
+    `AssertionError: timer has already been started` from the second call of
+    `megatron.training.training.train`, with or without any overlap.
+
+Cause:
+    `train()` starts the timer "interval-time" on entry and never stops it; the logging in between
+    reads it while it runs.
+
+Affects:
+    Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
+    the patch does: a timer that an earlier call left running, whichever way that call ended, is
+    reset on entry. The time between two calls (a rollout, say) is therefore in no interval.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, `train`.
+
+Remove when:
+    `train()` stops the timer when it leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+_TIMER = "interval-time"
+
+
+def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around upstream's `train`: reset the timer that its previous call left running."""
+    from megatron.training import get_timers
+
+    timers = get_timers()
+    # Asking for a timer creates it, at a log level that upstream's own call would then not match.
+    timer = timers._timers.get(_TIMER) if timers is not None else None
+    if timer is not None and timer._started:
+        timer.reset()
+    return original(*args, **kwargs)
+
+
+def reproduce() -> None:
+    """Two calls of stock `train()` without any overlap."""
+    from megatron_idempotent.cpu import program
+
+    running = program.start()
+    running.train(1)
+    running.train(1)
+
+
+PATCH = Patch(
+    id="train-interval-timer",
+    summary='a second train() fails with "timer has already been started"',
+    since="0.12",
+    before="0.20",
+    targets=(
+        Target(
+            address="megatron.training.training:train",
+            wrapper=train,
+            relies_on=(f"timers('{_TIMER}', log_level=0).start(barrier=True)",),
+        ),
+    ),
+    # The loop stops and restarts the timer around evaluation; only a stop behind it is a repair.
+    fixed_when=lambda bodies: any(
+        body.contains(f"timers('{_TIMER}').stop()", outside_loops=True) for body in bodies.values()
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"AssertionError: timer has already been started",
+        needs=("megatron.training.training",),
+    ),
+)
