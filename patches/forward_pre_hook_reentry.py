@@ -71,7 +71,7 @@ def reproduce() -> None:
 
 PATCH = Patch(
     id="forward-pre-hook-reentry",
-    summary="disable_forward_pre_hook() raises KeyError where hooks are off, as in a second train()",
+    summary="disable_forward_pre_hook() raises KeyError where they are off, as in a second train()",
     since="0.12",
     before="0.20",
     targets=(

@@ -1,4 +1,4 @@
-"""`apply()`, `revert()`, `report()` and `patched()`: what users call. Imports nothing of Megatron."""
+"""`apply()`, `revert()`, `report()` and `patched()`: what users call."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def apply(
             raise
         _announce(before)
         waiting = {m for patch in state.wanted.values() for m in landing.missing(patch)}
-    # Outside of the lock: another thread may be importing, and call our hook with import locks held.
+    # Outside of the lock: another thread may be importing, and wait for it with import locks held.
     late.when_complete(sorted(waiting), _on_import)
     with landing.lock:
         return Report(state.rows.values())

@@ -1,4 +1,4 @@
-"""The record that a case file in `patches/` declares: what to patch, where, and on which releases."""
+"""The record that a case file in `patches/` declares: what to patch, where, on which releases."""
 
 from __future__ import annotations
 

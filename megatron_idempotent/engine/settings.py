@@ -72,7 +72,7 @@ def check_ids(ids: Iterable[str], source: str, known: Iterable[str]) -> frozense
             near = get_close_matches(patch_id, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise UnknownPatchError(
-                f"{source} names {patch_id!r}, which is no patch: {hint}known are {', '.join(known)}"
+                f"{source} names {patch_id!r}, no known patch: {hint}known are {', '.join(known)}"
             )
     return frozenset(ids)
 

@@ -1,6 +1,6 @@
 """Which release of a distribution is on the path, read without importing it.
 
-`packaging` takes longer to import than all else that `apply()` does, so Megatron's own constants are
+Importing `packaging` takes longer than all else that `apply()` does, so Megatron's constants are
 compared as numbers, and it is imported only for other distributions.
 """
 
