@@ -106,6 +106,15 @@ PATCH = Patch(
         Target(
             address="megatron.core.optimizer:get_megatron_optimizer",
             wrapper=build,
+            reviewed={
+                "d8ef2bc60be4": "0.12.0 to 0.12.3",
+                "60a0352d7924": "0.13.0 to 0.13.1",
+                "bed722808b3b": "0.14.0",
+                "42c8cafae543": "0.15.0 to 0.15.3",
+                "c8cf8c523b83": "0.16.0 to 0.17.1",
+                "bc4195e29b0c": "0.18.0 to 0.18.2",
+                "a59346c9eade": "0.19.0 to 0.19.2",
+            },
             relies_on=("model_chunks",),
         ),
     ),

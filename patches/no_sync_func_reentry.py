@@ -30,6 +30,8 @@ from typing import Any
 
 from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
 
+from . import _train
+
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around upstream's `train`: forget the `no_sync` that its previous call installed."""
@@ -64,8 +66,9 @@ PATCH = Patch(
     before="0.20",
     targets=(
         Target(
-            address="megatron.training.training:train",
+            address=_train.ADDRESS,
             wrapper=train,
+            reviewed=_train.REVIEWED,
             relies_on=(
                 "config.no_sync_func is None",
                 "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
@@ -78,6 +81,6 @@ PATCH = Patch(
         run=reproduce,
         ranks=2,
         stock_error=r"AssertionError: .*config\.no_sync_func must be None",
-        needs=("megatron.training.training",),
+        needs=_train.NEEDS,
     ),
 )

@@ -29,6 +29,8 @@ from typing import Any
 
 from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
 
+from . import _train
+
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around upstream's `train`: put `param_sync_func` back, whichever way it ends."""
@@ -48,12 +50,11 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """A `train()` that has no iteration left to run, with align_param_gather."""
+    """A `train()` that has no iteration left to run; align_param_gather is on with vpp."""
     from megatron_idempotent.cpu import program
 
-    running = program.start(
-        ["--overlap-grad-reduce", "--overlap-param-gather"], pp=2, vpp=2, align=True
-    )
+    options = ["--overlap-grad-reduce", "--overlap-param-gather"]
+    running = program.start(options, pp=2, vpp=2)
     running.train(0)
     if running.config.param_sync_func is None:
         raise RuntimeError("config.param_sync_func is None after train()")
@@ -66,8 +67,9 @@ PATCH = Patch(
     before="0.20",
     targets=(
         Target(
-            address="megatron.training.training:train",
+            address=_train.ADDRESS,
             wrapper=train,
+            reviewed=_train.REVIEWED,
             relies_on=(
                 "config.param_sync_func = None",
                 "config.param_sync_func = param_sync_func",
@@ -78,11 +80,11 @@ PATCH = Patch(
     fixed_when=lambda bodies: (
         not any(body.contains("config.param_sync_func = None") for body in bodies.values())
     ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py",
+    upstream=_train.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,
         stock_error=r"RuntimeError: config\.param_sync_func is None after train\(\)",
-        needs=("megatron.training.training",),
+        needs=_train.NEEDS,
     ),
 )

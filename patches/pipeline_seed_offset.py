@@ -86,6 +86,12 @@ PATCH = Patch(
         Target(
             address="megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed",
             wrapper=seed_all_stages,
+            reviewed={
+                "57a85f1fb700": "0.12.0 to 0.12.3",
+                "5fc47b02bc59": "0.13.0 to 0.13.1",
+                "2004a6b6f2b8": "0.14.0 to 0.18.2",
+                "de9666c459c3": "0.19.0 to 0.19.2",
+            },
             relies_on=("offset = seed + 2718", "data_parallel_seed = seed"),
         ),
     ),

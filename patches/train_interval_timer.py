@@ -27,6 +27,8 @@ from typing import Any
 
 from megatron_idempotent.engine import Patch, Reproduction, Target
 
+from . import _train
+
 _TIMER = "interval-time"
 
 
@@ -58,8 +60,9 @@ PATCH = Patch(
     before="0.20",
     targets=(
         Target(
-            address="megatron.training.training:train",
+            address=_train.ADDRESS,
             wrapper=train,
+            reviewed=_train.REVIEWED,
             relies_on=(f"timers('{_TIMER}', log_level=0).start(barrier=True)",),
         ),
     ),
@@ -67,11 +70,11 @@ PATCH = Patch(
     fixed_when=lambda bodies: any(
         body.contains(f"timers('{_TIMER}').stop()", outside_loops=True) for body in bodies.values()
     ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py",
+    upstream=_train.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,
         stock_error=r"AssertionError: timer has already been started",
-        needs=("megatron.training.training",),
+        needs=_train.NEEDS,
     ),
 )

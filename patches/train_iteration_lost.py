@@ -30,6 +30,8 @@ from typing import Any
 
 from megatron_idempotent.engine import Patch, Reproduction, Target
 
+from . import _train
+
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around upstream's `train`: keep `args.iteration` up to date."""
@@ -65,8 +67,9 @@ PATCH = Patch(
     before="0.20",
     targets=(
         Target(
-            address="megatron.training.training:train",
+            address=_train.ADDRESS,
             wrapper=train,
+            reviewed=_train.REVIEWED,
             relies_on=(
                 "iteration = args.iteration",
                 "args.curr_iteration = iteration",
@@ -77,11 +80,11 @@ PATCH = Patch(
     fixed_when=lambda bodies: any(
         body.contains("args.iteration = iteration") for body in bodies.values()
     ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py",
+    upstream=_train.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,
         stock_error=r"RuntimeError: args\.iteration is 0 after one iteration",
-        needs=("megatron.training.training",),
+        needs=_train.NEEDS,
     ),
 )

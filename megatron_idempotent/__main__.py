@@ -1,0 +1,7 @@
+"""`python -m megatron_idempotent` is the command `megatron-idempotent`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

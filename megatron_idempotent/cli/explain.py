@@ -1,0 +1,18 @@
+"""`explain ID`: the case file of one hazard."""
+
+from __future__ import annotations
+
+from megatron_idempotent.casebook import case_text
+from megatron_idempotent.engine.catalogue import patches
+from megatron_idempotent.engine.settings import check_ids
+
+
+def explain(patch_id: str) -> int:
+    """Print the case file.
+
+    Raises:
+        UnknownPatchError: no case file has that id.
+    """
+    check_ids([patch_id], "explain", patches())
+    print(case_text(patches()[patch_id]))
+    return 0

@@ -1,0 +1,81 @@
+"""Subcommands and their arguments."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megatron_idempotent import __version__
+from megatron_idempotent.engine.errors import PatchError, UnknownPatchError
+
+PROGRAM = "megatron-idempotent"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        Exit code: 0, 1 where a check failed, 2 where the arguments make no sense.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["train"]:
+        # The trainer has a parser of its own, so that it can be used without this one.
+        return _train(argv[1:])
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.command == "doctor":
+            from .doctor import doctor
+
+            return doctor(as_json=arguments.json)
+        if arguments.command == "explain":
+            from .explain import explain
+
+            return explain(arguments.id)
+        from .prove import prove
+
+        return prove(arguments.ids or None, as_json=arguments.json)
+    except (UnknownPatchError, PatchError, ValueError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 2
+
+
+def _train(argv: Sequence[str]) -> int:
+    from megatron_idempotent.trainer.main import main as train
+
+    return train(argv)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="Patches that make Megatron's train path safe to call again."
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    doctor = commands.add_parser(
+        "doctor", help="what applies to the installed Megatron, and why", description=_DOCTOR
+    )
+    doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
+
+    explain = commands.add_parser("explain", help="print a hazard's case file")
+    explain.add_argument("id", help="a patch id, as `doctor` lists them")
+
+    prove = commands.add_parser(
+        "prove", help="run hazards on CPU ranks, stock and patched", description=_PROVE
+    )
+    prove.add_argument("ids", nargs="*", metavar="ID", help="which hazards; default: all")
+    prove.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+    commands.add_parser("train", help="the reference RL trainer (see `train --help`)")
+    return parser
+
+
+_DOCTOR = (
+    "Decides every patch against the Megatron on the path, without importing it. Exit code 1 where "
+    "one is failed, drifted or in conflict."
+)
+_PROVE = (
+    "Runs each hazard's reproduction with the installed Megatron on gloo ranks of this machine, "
+    "first stock, then patched. Exit code 1 where a release and its case file disagree."
+)

@@ -1,0 +1,14 @@
+"""What the case files about `megatron.training.training.train` share."""
+
+from __future__ import annotations
+
+ADDRESS = "megatron.training.training:train"
+
+# Releases before 0.17 carry the module in a source checkout only; their bodies go by relies_on.
+REVIEWED = {
+    "27b38390540b": "0.17.0 to 0.17.1",
+    "dd755bb11482": "0.18.0 to 0.18.2",
+    "adc4dcbd540f": "0.19.0 to 0.19.2",
+}
+NEEDS = ("megatron.training.training",)
+UPSTREAM = "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py"
