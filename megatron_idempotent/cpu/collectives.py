@@ -15,8 +15,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 GROUP_MAKERS = (
-    "init_process_group new_group new_subgroups new_subgroups_by_enumeration"
-).split()
+    "init_process_group",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+)
 
 
 def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:

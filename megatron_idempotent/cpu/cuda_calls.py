@@ -65,6 +65,18 @@ NVTX_ANSWERS: dict[str, Any] = {
 }
 
 
+#: torch's optimizers ask these about graph capture as soon as torch.cuda says it is available.
+ACCELERATOR_ANSWERS: dict[str, Any] = {
+    "is_available": device.yes,
+    "device_count": device.device_count,
+    "current_device_index": device.current_device,
+    "set_device_index": device.set_device,
+    "current_stream": streams.current_stream,
+    "set_stream": streams.set_stream,
+    "synchronize": device.nothing,
+}
+
+
 class _Generators:
     """`torch.cuda.default_generators`: the CPU generator under every index."""
 
@@ -79,7 +91,11 @@ class _Generators:
 
 def replacements() -> list[tuple[Any, str, Any]]:
     found: list[tuple[Any, str, Any]] = []
-    for owner, answers in ((torch.cuda, ANSWERS), (torch.cuda.nvtx, NVTX_ANSWERS)):
+    for owner, answers in (
+        (torch.cuda, ANSWERS),
+        (torch.cuda.nvtx, NVTX_ANSWERS),
+        (getattr(torch, "accelerator", None), ACCELERATOR_ANSWERS),  # torch 2.6 on
+    ):
         for name, answer in answers.items():
             original = getattr(owner, name, None)
             if original is None:

@@ -76,29 +76,42 @@ def exchange_device(device: int) -> int:
     return before
 
 
-def get_device_properties(_device: Any = None) -> DeviceProperties:
+def get_device_properties(device: Any = None) -> DeviceProperties:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return DeviceProperties(total_memory=pages, multi_processor_count=os.cpu_count() or 1)
 
 
-def get_device_name(_device: Any = None) -> str:
+def get_device_name(device: Any = None) -> str:
     return NAME
 
 
-def get_device_capability(_device: Any = None) -> tuple[int, int]:
+def get_device_capability(device: Any = None) -> tuple[int, int]:
     return CAPABILITY
 
 
 # Memory ------------------------------------------------------------------------------------
 
 _POOLED = (
-    "allocation segment active inactive_split allocated_bytes reserved_bytes active_bytes "
-    "inactive_split_bytes requested_bytes"
-).split()
-_PLAIN = "num_alloc_retries num_ooms num_sync_all_streams num_device_alloc num_device_free".split()
+    "allocation",
+    "segment",
+    "active",
+    "inactive_split",
+    "allocated_bytes",
+    "reserved_bytes",
+    "active_bytes",
+    "inactive_split_bytes",
+    "requested_bytes",
+)
+_PLAIN = (
+    "num_alloc_retries",
+    "num_ooms",
+    "num_sync_all_streams",
+    "num_device_alloc",
+    "num_device_free",
+)
 
 
-def memory_stats(_device: Any = None) -> dict[str, int]:
+def memory_stats(device: Any = None) -> dict[str, int]:
     """The keys that CUDA's allocator reports, each 0."""
     stats = {
         f"{what}.{pool}.{when}": 0
@@ -109,18 +122,18 @@ def memory_stats(_device: Any = None) -> dict[str, int]:
     return stats | dict.fromkeys(_PLAIN, 0)
 
 
-def no_bytes(_device: Any = None) -> int:
+def no_bytes(device: Any = None) -> int:
     return 0
 
 
 # Random numbers: the CPU generator is the one that fills these tensors ----------------------
 
 
-def get_rng_state(_device: Any = None) -> torch.Tensor:
+def get_rng_state(device: Any = None) -> torch.Tensor:
     return torch.default_generator.get_state()
 
 
-def set_rng_state(new_state: torch.Tensor, _device: Any = None) -> None:
+def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
     torch.default_generator.set_state(new_state)
 
 

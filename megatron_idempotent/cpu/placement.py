@@ -20,16 +20,61 @@ from megatron_idempotent.cpu.errors import NotEmulatedError
 CPU = torch.device("cpu")
 
 FACTORIES = (
-    "arange as_tensor asarray empty empty_like empty_permuted empty_strided eye full full_like "
-    "linspace logspace normal ones ones_like rand rand_like randint randint_like randn randn_like "
-    "randperm scalar_tensor sparse_coo_tensor tensor tril_indices triu_indices zeros zeros_like "
-    "bartlett_window blackman_window hamming_window hann_window kaiser_window"
-).split()
-NEW_METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
+    "arange",
+    "as_tensor",
+    "asarray",
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "logspace",
+    "normal",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "scalar_tensor",
+    "sparse_coo_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "zeros_like",
+    "bartlett_window",
+    "blackman_window",
+    "hamming_window",
+    "hann_window",
+    "kaiser_window",
+)
+NEW_METHODS = (
+    "new_empty",
+    "new_empty_strided",
+    "new_full",
+    "new_ones",
+    "new_tensor",
+    "new_zeros",
+)
 TENSOR_TYPES = (
-    "BFloat16Tensor BoolTensor ByteTensor CharTensor DoubleTensor FloatTensor HalfTensor "
-    "IntTensor LongTensor ShortTensor"
-).split()
+    "BFloat16Tensor",
+    "BoolTensor",
+    "ByteTensor",
+    "CharTensor",
+    "DoubleTensor",
+    "FloatTensor",
+    "HalfTensor",
+    "IntTensor",
+    "LongTensor",
+    "ShortTensor",
+)
 
 
 def on_cpu(device: Any) -> Any:

@@ -32,6 +32,8 @@ PRELOAD = (
     "megatron.core.pipeline_parallel",
     "megatron.training.training",
 )
+#: For pools that run `cpu.program`s: its tokenizers import transformers, which takes seconds.
+PROGRAM_PRELOAD = (*PRELOAD, "megatron.core.tokenizers.text.libraries")
 #: Importing torch and Megatron takes 10 to 30 s on a slow disk.
 START_TIMEOUT_S = 300.0
 #: Beyond the deadline: for reading the stacks of all ranks and ending them.

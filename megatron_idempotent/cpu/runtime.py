@@ -55,9 +55,9 @@ class _Active:
         from megatron_idempotent.cpu import (
             collectives,
             cuda_calls,
+            oversights,
             placement,
             refusals,
-            without_te,
         )
 
         # All are computed before any is installed: they look up originals.
@@ -72,11 +72,11 @@ class _Active:
         # Megatron's `jit_fuser` is torch.compile, bound when it is imported; a stance reaches
         # functions that were decorated before, and a compiler is no use for a tiny model.
         self.stance = torch.compiler.set_stance("force_eager")
-        self.finder = without_te.Completer(self.ledger.replace)
+        self.finder = oversights.Completer(self.ledger.replace)
         sys.meta_path.insert(0, self.finder)
-        for module_name in without_te.MISSING:
+        for module_name, complete in oversights.COMPLETE.items():
             if (module := sys.modules.get(module_name)) is not None:
-                without_te.complete(module, self.ledger.replace)
+                complete(module, self.ledger.replace)
 
     def stop(self) -> None:
         if self.finder in sys.meta_path:

@@ -89,6 +89,9 @@ class Stream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def __enter__(self) -> Stream:
         self._outer.append(current_stream())
         set_stream(self)
@@ -131,11 +134,11 @@ def stream(stream: Stream | None) -> StreamContext:
     return StreamContext(stream)
 
 
-def current_stream(_device: Any = None) -> Stream:
+def current_stream(device: Any = None) -> Stream:
     return _current.stream
 
 
-def default_stream(_device: Any = None) -> Stream:
+def default_stream(device: Any = None) -> Stream:
     return _default
 
 

@@ -53,6 +53,13 @@ EMULATED: tuple[tuple[str, str], ...] = (
         "0 everywhere: no byte of device memory is in use",
     ),
     (
+        "torch.accelerator.is_available torch.accelerator.device_count "
+        "torch.accelerator.current_device_index torch.accelerator.set_device_index "
+        "torch.accelerator.current_stream torch.accelerator.set_stream "
+        "torch.accelerator.synchronize",
+        "as torch.cuda's function of that name",
+    ),
+    (
         "torch.cuda.nvtx.range_push torch.cuda.nvtx.range_pop torch.cuda.nvtx.range "
         "torch.cuda.nvtx.mark",
         "the nesting depth, no profiler",
@@ -111,20 +118,51 @@ EMULATED: tuple[tuple[str, str], ...] = (
 
 #: Private or nested names that Megatron calls and that would otherwise slip through.
 REFUSED_BY_NAME = (
-    "torch.cuda._sleep torch.cuda.memory._record_memory_history torch.cuda.memory._snapshot "
-    "torch.cuda.memory._dump_snapshot torch.cuda.profiler.start torch.cuda.profiler.stop "
-    "torch.cuda.nvtx.range_start torch.cuda.nvtx.range_end"
-).split()
+    "torch.cuda._sleep",
+    "torch.cuda.memory._record_memory_history",
+    "torch.cuda.memory._snapshot",
+    "torch.cuda.memory._dump_snapshot",
+    "torch.cuda.profiler.start",
+    "torch.cuda.profiler.stop",
+    "torch.cuda.nvtx.range_start",
+    "torch.cuda.nvtx.range_end",
+)
 
 #: Public names of torch.cuda that neither answer nor act: modules, exceptions, constants, and
 #: `device`, whose effect is the exchange of the number above.
 LEFT_ALONE = (
-    "amp CudaError DeferredCudaCallError cudaStatus check_error device device_of graphs has_half "
-    "has_magma jiterator memory nccl nvtx profiler random sparse streams tunable "
-    "BFloat16Storage BoolStorage ByteStorage CharStorage ComplexDoubleStorage "
-    "ComplexFloatStorage DoubleStorage FloatStorage HalfStorage IntStorage LongStorage "
-    "ShortStorage"
-).split()
+    "amp",
+    "CudaError",
+    "DeferredCudaCallError",
+    "cudaStatus",
+    "check_error",
+    "device",
+    "device_of",
+    "graphs",
+    "has_half",
+    "has_magma",
+    "jiterator",
+    "memory",
+    "nccl",
+    "nvtx",
+    "profiler",
+    "random",
+    "sparse",
+    "streams",
+    "tunable",
+    "BFloat16Storage",
+    "BoolStorage",
+    "ByteStorage",
+    "CharStorage",
+    "ComplexDoubleStorage",
+    "ComplexFloatStorage",
+    "DoubleStorage",
+    "FloatStorage",
+    "HalfStorage",
+    "IntStorage",
+    "LongStorage",
+    "ShortStorage",
+)
 
 
 def emulated_names() -> set[str]:

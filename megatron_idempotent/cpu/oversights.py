@@ -1,0 +1,91 @@
+"""What upstream needs of a full GPU installation for no reason of its own.
+
+Each entry is one upstream oversight: a name that is used without Transformer Engine but defined
+only with it, or a build step for something that the wheel ships built. None of them changes what
+Megatron computes. A module that is imported while the runtime is on is completed as soon as it
+is loaded. Free of torch.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def _no_quantized_shards(*_args: Any, **_kwargs: Any) -> None:
+    """Without Transformer Engine no parameter is quantized, so there is nothing to write back."""
+
+
+def _already_compiled() -> None:
+    """`initialize_megatron` runs make for a library that the wheel ships built."""
+
+
+Complete = Callable[[ModuleType, str, Any], None]
+
+
+def _optimizer(module: ModuleType, replace: Complete) -> None:
+    # 0.12 calls it after each step of the distributed optimizer, unguarded.
+    if "quantize_param_shard" not in vars(module):
+        replace(module, "quantize_param_shard", _no_quantized_shards)
+
+
+def _moe(module: ModuleType, replace: Complete) -> None:
+    # 0.14 on: the router tests `te_general_gemm is not None` before it uses it.
+    if "te_general_gemm" not in vars(module):
+        replace(module, "te_general_gemm", None)
+
+
+def _datasets(module: ModuleType, replace: Complete) -> None:
+    folder = Path(str(module.__file__)).parent
+    if not (folder / "Makefile").exists() and any(folder.glob("helpers_cpp.*")):
+        replace(module, "compile_helpers", _already_compiled)
+
+
+COMPLETE: dict[str, Callable[[ModuleType, Complete], None]] = {
+    "megatron.core.datasets.utils": _datasets,
+    "megatron.core.optimizer.distrib_optimizer": _optimizer,
+    "megatron.core.transformer.moe.moe_utils": _moe,
+}
+
+
+class Completer(importlib.abc.MetaPathFinder):
+    """Completes the modules of COMPLETE right after they are loaded; stands in `sys.meta_path`."""
+
+    def __init__(self, complete: Complete) -> None:
+        self._complete = complete
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in COMPLETE:
+            return None
+        spec = None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(fullname, path, target)):
+                break
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._complete)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, inner: importlib.abc.Loader, complete: Complete) -> None:
+        self._inner = inner
+        self._complete = complete
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module keeps its ordinary loader: source lookup and reload go through it.
+        module.__loader__ = self._inner
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        self._inner.exec_module(module)
+        COMPLETE[module.__name__](module, self._complete)

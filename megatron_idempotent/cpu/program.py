@@ -1,0 +1,274 @@
+"""A stock `megatron.training` program on a rank: real arguments, real set-up, real `train`.
+
+For releases whose wheel carries `megatron.training` (0.17.1 on). Nothing of upstream is replaced
+here: `Program.train` looks `megatron.training.training.train` up when it is called, so that
+patches count and upstream's one-shot failures come out unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+VOCABULARY = 128
+SEQUENCE = 32
+#: `setup_model_and_optimizer` wants to know how long the run will be; with the constant learning
+#: rate below it makes no difference, and `train` adds up the true number.
+HORIZON_ITERS = 1000
+
+
+@dataclass(kw_only=True)
+class Program:
+    """A set-up Megatron program that can `train` again and again, if Megatron can."""
+
+    args: Any
+    config: Any
+    chunks: list[Any]
+    optimizer: Any
+    scheduler: Any
+    #: One iterator per model chunk; they go on across calls.
+    data: list[Any]
+    quiet: bool
+    #: Every microbatch's loss on the last pipeline stage, over all calls; empty elsewhere.
+    losses: list[float] = field(default_factory=list)
+
+    def train(self, n: int) -> None:
+        """Raise `args.train_iters` by n and call upstream's `train`. All ranks take part."""
+        training = importlib.import_module("megatron.training.training")
+        self.args.train_iters += n
+        offered = {
+            "forward_step_func": self._forward_step,
+            "model": self.chunks,
+            "optimizer": self.optimizer,
+            "opt_param_scheduler": self.scheduler,
+            "train_data_iterator": self.data if len(self.data) > 1 else self.data[0],
+            "valid_data_iterator": None,
+            "process_non_loss_data_func": None,
+            "config": self.config,
+            "checkpointing_context": {},
+            "non_loss_data_func": None,
+        }
+        with _silence(self.quiet):
+            training.train(**offered)
+
+    def parameters(self) -> torch.Tensor:
+        """All parameters of this rank as one vector [P], float32, a copy."""
+        import torch
+
+        return torch.cat(
+            [p.detach().float().flatten() for chunk in self.chunks for p in chunk.parameters()]
+        )
+
+    def _forward_step(self, data_iterator: Any, model: Any, *_: Any) -> tuple[Any, Any]:
+        tokens_BT, positions_BT, mask = next(data_iterator)
+        output = model(tokens_BT, positions_BT, mask, labels=tokens_BT)
+
+        def loss_func(loss_BT: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss = loss_BT.float().mean()
+            self.losses.append(float(loss))
+            # A clone: upstream divides the loss in place by the number of microbatches.
+            return loss, {"lm loss": loss.detach().clone()}
+
+        return output, loss_func
+
+
+def start(
+    extra_args: Sequence[str] = (),
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int | None = None,
+    layers_per_stage: int = 1,
+    num_microbatches: int = 4,
+    micro_batch_size: int = 2,
+    distributed_optimizer: bool = True,
+    shared_config: bool = False,
+    data_seed: int = 7,
+    quiet: bool = True,
+) -> Program:
+    """Set up a tiny GPT through upstream's own argument parser and initialisation.
+
+    To be called once per rank, on all ranks. `extra_args` are Megatron's command-line options
+    and win over those given here; `shared_config` gives all virtual stages one config object,
+    as frameworks do. `quiet` drops what upstream prints.
+
+    Raises:
+        ModuleNotFoundError: the installed release does not carry `megatron.training`.
+    """
+    import torch
+    from megatron.core.enums import ModelType
+    from megatron.core.rerun_state_machine import RerunDataIterator
+    from megatron.training import arguments, get_args, initialize, training
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    data_parallel_size = world_size // (tp * pp)
+    argv = [
+        *_options(
+            num_layers=layers_per_stage * pp * (vpp or 1),
+            hidden_size=64,
+            num_attention_heads=4,
+            seq_length=SEQUENCE,
+            max_position_embeddings=SEQUENCE,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=micro_batch_size * num_microbatches * data_parallel_size,
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            num_layers_per_virtual_pipeline_stage=layers_per_stage if vpp else None,
+            train_iters=HORIZON_ITERS,
+            lr=1e-3,
+            lr_decay_style="constant",
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            transformer_impl="local",
+            tokenizer_type="NullTokenizer",
+            # The tokenizer of some releases adds an end-of-document token; padding hides it.
+            vocab_size=VOCABULARY - 1,
+            make_vocab_size_divisible_by=VOCABULARY // tp,
+            logging_level=30,
+            eval_interval=HORIZON_ITERS,
+            eval_iters=0,
+            log_interval=1,
+        ),
+        "--no-gradient-accumulation-fusion",
+        "--no-persist-layer-norm",
+        "--no-masked-softmax-fusion",
+        "--use-cpu-initialization",
+        *(["--use-distributed-optimizer"] if distributed_optimizer else []),
+        *extra_args,
+    ]
+    with _arguments(argv), _silence(quiet):
+        # 0.17 parses inside initialize_megatron, later releases before it.
+        if hasattr(arguments, "parse_and_validate_args"):
+            arguments.parse_and_validate_args()
+        initialize.initialize_megatron()
+        args = get_args()
+        provide = _Provider(args, shared_config)
+        chunks, optimizer, scheduler = training.setup_model_and_optimizer(
+            model_type=ModelType.encoder_or_decoder,
+            model_provider_func=provide,
+            checkpointing_context={},
+        )
+    args.train_iters = 0
+    args.do_train, args.do_valid, args.do_test = True, False, False
+    data_parallel_rank = _data_parallel_rank()
+    data = [
+        RerunDataIterator(_batches(data_seed + 1000 * data_parallel_rank, args.micro_batch_size))
+        for _ in chunks
+    ]
+    config = training.get_model_config(chunks[0])
+    assert isinstance(chunks[0], torch.nn.Module)
+    return Program(
+        args=args,
+        config=config,
+        chunks=chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        data=data,
+        quiet=quiet,
+    )
+
+
+class _Provider:
+    """Builds one pipeline stage, as upstream's pretrain_gpt does, with the local layer spec."""
+
+    def __init__(self, args: Any, shared_config: bool) -> None:
+        self._args = args
+        self._shared_config = shared_config
+        self._config: Any = None
+
+    def __call__(
+        self,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        config: Any = None,
+        pg_collection: Any = None,
+    ) -> Any:
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        from megatron_idempotent.cpu.norm import with_marked_norm
+
+        if config is None:
+            config = self._config or core_transformer_config_from_args(self._args)
+        if self._shared_config:
+            self._config = config
+        local_spec = get_gpt_layer_local_spec
+        # Without it, the spec of 0.16 on asks for Transformer Engine's fused RMSNorm.
+        named = (
+            {"normalization": config.normalization}
+            if "normalization" in inspect.signature(local_spec).parameters
+            else {}
+        )
+        spec = local_spec(**named)
+        if config.sequence_parallel:
+            spec = with_marked_norm(spec, config, vp_stage)
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=self._args.padded_vocab_size,
+            max_sequence_length=self._args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not self._args.untie_embeddings_and_output_weights,
+            vp_stage=vp_stage,
+        )
+
+
+def _batches(seed: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Endless (tokens [B, T], positions [B, T], mask [1, 1, T, T], True where hidden)."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    positions_BT = torch.arange(SEQUENCE).expand(size, -1)
+    hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
+    while True:
+        tokens_BT = torch.randint(0, VOCABULARY, (size, SEQUENCE), generator=generator)
+        yield tokens_BT, positions_BT, hidden
+
+
+def _data_parallel_rank() -> int:
+    from megatron.core import parallel_state
+
+    rank: int = parallel_state.get_data_parallel_rank()
+    return rank
+
+
+def _options(**values: Any) -> list[str]:
+    """Example: _options(lr=0.1, vpp=None) == ["--lr", "0.1"]."""
+    return [
+        text
+        for name, value in values.items()
+        if value is not None
+        for text in (f"--{name.replace('_', '-')}", str(value))
+    ]
+
+
+@contextlib.contextmanager
+def _arguments(argv: list[str]) -> Iterator[None]:
+    """Upstream's parser reads sys.argv and nothing else."""
+    before = sys.argv
+    sys.argv = [before[0], *argv]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextlib.contextmanager
+def _silence(quiet: bool) -> Iterator[None]:
+    if not quiet:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
