@@ -1,0 +1,28 @@
+"""What the parent hands to every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from megatron_idempotent.trainer.config import Config
+from megatron_idempotent.trainer.task.prompts import SHIPPED_FILE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One start of a run. `out` exists; `resume_from` is a complete checkpoint in it, or None.
+
+    Example: `Job(config=Config(), out=Path("runs/a"))`.
+    """
+
+    config: Config
+    out: Path
+    resume_from: Path | None = None
+    apply: bool = True
+    quiet: bool = False
+
+
+def data_path(config: Config) -> Path:
+    """The prompt file: the configured one, or the one that ships with the project."""
+    return Path(config.task.data) if config.task.data else SHIPPED_FILE

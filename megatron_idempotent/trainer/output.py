@@ -1,0 +1,116 @@
+"""The output directory: chosen, checked and made before anything else starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_idempotent.trainer import saved
+from megatron_idempotent.trainer.config import Config
+from megatron_idempotent.trainer.errors import CheckpointError, OutputError
+from megatron_idempotent.trainer.job import Job, data_path
+from megatron_idempotent.trainer.settings import SECTIONS, as_toml
+
+RUNS = Path("runs")
+CONFIG_FILE = "config.toml"
+
+# What may differ between a run and its continuation: how far it goes and how often it looks up.
+_FREE = frozenset(
+    {
+        "run.rollouts",
+        "run.out",
+        "run.checkpoint_every",
+        "run.keep_checkpoints",
+        "run.timeout_s",
+        "evaluation.every",
+        "task.data",  # its content counts, not its path
+    }
+)
+
+
+def prepare(config: Config, *, resume: bool, apply: bool, quiet: bool) -> Job:
+    """Choose and make the output directory and, to resume, check the newest checkpoint in it.
+
+    Errors: `OutputError` where it cannot be written or holds another run; `CheckpointError` where
+    there is nothing to resume from, or it is damaged, or was written with other settings.
+    """
+    out = _existing(config) if resume else _fresh(config)
+    try:
+        (out / "logs").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"{error.filename or out}: {error.strerror}; choose a directory that can be written "
+            "with --out"
+        ) from error
+    job = Job(config=config, out=out, apply=apply, quiet=quiet)
+    if not resume:
+        (out / CONFIG_FILE).write_text(as_toml(config), encoding="utf-8")
+        return job
+    checkpoint = newest_checkpoint(out)
+    _same_settings(saved.verify(checkpoint)["config"], resume_state(config), checkpoint)
+    return dataclasses.replace(job, resume_from=checkpoint)
+
+
+def newest_checkpoint(out: Path) -> Path:
+    """The newest complete checkpoint of a run."""
+    found = saved.complete(out / "checkpoints")
+    if not found:
+        raise CheckpointError(
+            f"{out / 'checkpoints'}: no complete checkpoint to resume from; start without --resume"
+        )
+    return found[-1]
+
+
+def resume_state(config: Config) -> dict[str, Any]:
+    """The settings that a continuation must share, and a hash of the prompts."""
+    state = {
+        f"{section}.{key}": value
+        for section in SECTIONS
+        for key, value in dataclasses.asdict(getattr(config, section)).items()
+        if f"{section}.{key}" not in _FREE
+    }
+    digest = hashlib.sha256(data_path(config).read_bytes()).hexdigest()
+    return state | {"prompts sha256": digest}
+
+
+def _same_settings(written: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
+    for key in sorted({*written, *now}):
+        if written.get(key) != now.get(key):
+            raise CheckpointError(
+                f"{checkpoint}: written with {key} = {written.get(key)!r}, now it is "
+                f"{now.get(key)!r}; resume with the same settings, or start a new run with --out"
+            )
+
+
+def _fresh(config: Config) -> Path:
+    if not config.run.out:
+        number = 1
+        while (RUNS / f"train-{number:03d}").exists():
+            number += 1
+        return RUNS / f"train-{number:03d}"
+    out = Path(config.run.out)
+    if out.is_dir() and any(out.iterdir()):
+        raise OutputError(
+            f"{out}: not empty; continue that run with --resume, or choose another directory with "
+            "--out"
+        )
+    return out
+
+
+def _existing(config: Config) -> Path:
+    if config.run.out:
+        out = Path(config.run.out)
+    else:
+        runs = sorted(path for path in RUNS.glob("train-*") if path.is_dir())
+        if not runs:
+            raise OutputError(f"{RUNS}: no run to resume; name its directory with --out")
+        out = runs[-1]
+    if not out.is_dir():
+        raise OutputError(f"{out}: no such directory; nothing to resume there")
+    return out

@@ -1,0 +1,1 @@
+"""The policy: a decoder built, sampled, trained and saved through stock Megatron."""

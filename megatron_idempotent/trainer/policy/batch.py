@@ -1,0 +1,90 @@
+"""From scored groups to the tensors of one `train()` call.
+
+Shapes: B sequences, T positions; position t of the targets is predicted from tokens 0..t.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron_idempotent.trainer.rollout.records import ScoredGroup
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Sequences of one rank, padded on the right to one length.
+
+    `tokens_BT` and `targets_BT` are int64, the rest float32. The log-probs and `loss_mask_BT` are
+    aligned with the targets; the reference's are None where no KL penalty asks for them.
+    Example: `batch.rows(torch.arange(8))` is a microbatch of eight.
+    """
+
+    tokens_BT: torch.Tensor
+    targets_BT: torch.Tensor
+    old_logprobs_BT: torch.Tensor
+    advantages_B: torch.Tensor
+    loss_mask_BT: torch.Tensor
+    reference_logprobs_BT: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return int(self.tokens_BT.shape[0])
+
+    def rows(self, index: torch.Tensor) -> Batch:
+        """The sequences at `index`, an int64 vector, in its order."""
+        reference = self.reference_logprobs_BT
+        return Batch(
+            tokens_BT=self.tokens_BT[index],
+            targets_BT=self.targets_BT[index],
+            old_logprobs_BT=self.old_logprobs_BT[index],
+            advantages_B=self.advantages_B[index],
+            loss_mask_BT=self.loss_mask_BT[index],
+            reference_logprobs_BT=None if reference is None else reference[index],
+        )
+
+
+def pack(groups: Sequence[ScoredGroup], *, positions: int, pad_id: int) -> Batch:
+    """One sequence per sample: prompt, response, padding; inputs and targets shifted by one.
+
+    `positions` is T. Errors: `ValueError` where a sequence does not fit into it.
+    """
+    rows = [
+        (group.group.prompt_tokens, sample, advantage)
+        for group in groups
+        for sample, advantage in zip(group.group.samples, group.advantages, strict=True)
+    ]
+    tokens_BT = torch.full((len(rows), positions + 1), pad_id, dtype=torch.int64)
+    old_logprobs_BT = torch.zeros(len(rows), positions)
+    loss_mask_BT = torch.zeros(len(rows), positions)
+    for number, (prompt_tokens, sample, _) in enumerate(rows):
+        first, length = len(prompt_tokens), len(prompt_tokens) + len(sample.tokens)
+        if length > positions + 1:
+            raise ValueError(
+                f"a sequence of {length} tokens, room for {positions + 1}; raise positions"
+            )
+        tokens_BT[number, :length] = torch.tensor((*prompt_tokens, *sample.tokens))
+        # The target at position t is token t + 1, so a response starts one position early.
+        old_logprobs_BT[number, first - 1 : length - 1] = torch.tensor(sample.logprobs)
+        loss_mask_BT[number, first - 1 : length - 1] = 1.0
+    return Batch(
+        tokens_BT=tokens_BT[:, :-1].contiguous(),
+        targets_BT=tokens_BT[:, 1:].contiguous(),
+        old_logprobs_BT=old_logprobs_BT,
+        advantages_B=torch.tensor([advantage for _, _, advantage in rows]),
+        loss_mask_BT=loss_mask_BT,
+    )
+
+
+def microbatches(batch: Batch, *, size: int, seed: int, index: int) -> Iterator[Batch]:
+    """The batch in a seeded random order, `size` sequences at a time.
+
+    `index` is the rollout's. Every sequence comes exactly once; `size` must divide their number.
+    """
+    assert len(batch) % size == 0, f"{len(batch)} sequences in microbatches of {size}"
+    # A generator of its own: drawing from the default one would move Megatron's RNG.
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+    order = torch.randperm(len(batch), generator=generator)
+    for start in range(0, len(batch), size):
+        yield batch.rows(order[start : start + size])

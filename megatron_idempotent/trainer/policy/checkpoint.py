@@ -1,0 +1,82 @@
+"""Saving and loading a run: Megatron's distributed checkpoint, and the place in the loop."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_idempotent.trainer import saved
+from megatron_idempotent.trainer.config import Config
+from megatron_idempotent.trainer.output import resume_state
+from megatron_idempotent.trainer.policy.stock import Stock
+
+
+class Checkpoints:
+    """The checkpoints of a run. Both methods are collective: all ranks must enter.
+
+    Weights, optimizer, schedule and Megatron's random states are in Megatron's own checkpoint.
+    Of the loop there is only the number of rollouts: prompts, microbatch order and sampling are
+    functions of it and of the seed. Example: `first = checkpoints.load(path)`.
+    """
+
+    def __init__(self, directory: Path, config: Config, stock: Stock) -> None:
+        self._directory = directory
+        self._config = config
+        self._stock = stock
+
+    def save(self, done: int) -> None:
+        """Write the checkpoint behind `done` rollouts, then drop the oldest."""
+        from megatron.training.checkpointing import save_checkpoint
+
+        unfinished = saved.unfinished_path(self._directory, done)
+        if dist.get_rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        dist.barrier()  # no rank may write before the directory is empty
+        args = self._stock.args
+        with _argument(args, "save", str(unfinished / "megatron")):
+            save_checkpoint(
+                args.iteration,
+                self._stock.chunks,
+                self._stock.optimizer,
+                self._stock.scheduler,
+                args.num_floating_point_operations_so_far,
+            )
+        dist.barrier()  # rank 0 lists the files of all ranks
+        if dist.get_rank() == 0:
+            state = {"rollouts": done, "config": resume_state(self._config)}
+            saved.seal(unfinished, saved.path_for(self._directory, done), state)
+            saved.keep_newest(self._directory, self._config.run.keep_checkpoints)
+        dist.barrier()
+
+    def load(self, checkpoint: Path) -> int:
+        """Put the run where the checkpoint was written; returns the rollouts that are done.
+
+        The parent has verified the files before it started the ranks.
+        """
+        from megatron.training.checkpointing import load_checkpoint
+
+        args = self._stock.args
+        with _argument(args, "load", str(checkpoint / "megatron")):
+            args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
+                self._stock.chunks, self._stock.optimizer, self._stock.scheduler
+            )
+        args.train_iters = args.iteration
+        done: int = args.iteration // self._config.optimizer.steps_per_rollout
+        return done
+
+
+@contextmanager
+def _argument(args: Any, name: str, value: str) -> Iterator[None]:
+    """Set one of Megatron's arguments for a block; `train()` must not see a save directory."""
+    before = getattr(args, name)
+    setattr(args, name, value)
+    try:
+        yield
+    finally:
+        setattr(args, name, before)

@@ -1,0 +1,1 @@
+"""Rollouts: groups of sampled responses, their rewards and their advantages."""

@@ -1,0 +1,39 @@
+"""Random numbers that belong to a token, not to a process: one uniform per (seed, place)."""
+
+from __future__ import annotations
+
+import torch
+
+# SplitMix64 (Steele, Lea and Flood 2014), on int64 with wrap-around: the constants are its own,
+# written as signed numbers because torch has no uint64 arithmetic.
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+
+
+def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift: torch's `>>` would copy the sign bit."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(value: torch.Tensor) -> torch.Tensor:
+    value = (value ^ _shift_right(value, 30)) * _MIX_1
+    value = (value ^ _shift_right(value, 27)) * _MIX_2
+    return value ^ _shift_right(value, 31)
+
+
+def token_uniforms(
+    *, seed: int, stream: int, rows_B: torch.Tensor, samples_B: torch.Tensor, tokens: int
+) -> torch.Tensor:
+    """Uniforms in [0, 1) of shape [B, tokens], float64, for B samples.
+
+    The number for a token is a hash of (seed, stream, prompt row, sample index, token index), so a
+    sample is the same on one rank as on eight, and in any batch. `stream` is the rollout index;
+    `rows_B` and `samples_B` are int64.
+    """
+    state_B = torch.full_like(rows_B, seed)
+    for key in (torch.full_like(rows_B, stream), rows_B, samples_B):
+        state_B = _mix(state_B + _STEP) ^ _mix(key * _STEP + _MIX_1)
+    steps_T = torch.arange(1, tokens + 1, dtype=torch.int64) * _STEP
+    bits_BT = _mix(state_B[:, None] + steps_T[None, :])
+    return _shift_right(bits_BT, 11).to(torch.float64) * 2.0**-53

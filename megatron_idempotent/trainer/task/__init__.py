@@ -1,0 +1,1 @@
+"""The task: prompts with a checkable answer, their tokens, and the verifier that rewards them."""

@@ -1,0 +1,59 @@
+"""Makes the prompts that ship: `python -m megatron_idempotent.trainer.task.letters`.
+
+Three operations on three letters: copy them, reverse them, or take each one's successor in the
+alphabet. 3 x 10^3 prompts, every answer known. The split is a hash of the prompt, so it does not
+depend on the order of generation, and no prompt can be in both halves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+LETTERS = "abcdefghij"
+LENGTH = 3
+HELD_OUT_ONE_IN = 8
+
+
+def _successor(letters: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)] for letter in letters)
+
+
+OPERATIONS: dict[str, Callable[[tuple[str, ...]], tuple[str, ...]]] = {
+    "copy": lambda letters: letters,
+    "reverse": lambda letters: letters[::-1],
+    "successor": _successor,
+}
+
+
+def rows() -> Iterator[dict[str, str]]:
+    """All rows, in the order of a hash: a file's first rows are then a fair sample of it."""
+
+    def digest(item: tuple[str, tuple[str, ...]]) -> bytes:
+        return hashlib.sha256(" ".join((item[0], *item[1])).encode()).digest()
+
+    strings = itertools.product(LETTERS, repeat=LENGTH)
+    for operation, letters in sorted(itertools.product(OPERATIONS, strings), key=digest):
+        held_out = digest((operation, letters))[-1] % HELD_OUT_ONE_IN == 0
+        yield {
+            "prompt": " ".join((operation, *letters)),
+            "answer": " ".join(OPERATIONS[operation](letters)),
+            "split": "held_out" if held_out else "train",
+        }
+
+
+def text() -> str:
+    """The whole file: one JSON object per line."""
+    return "".join(json.dumps(row) + "\n" for row in rows())
+
+
+def main() -> None:
+    """Write `letters.jsonl` beside this file."""
+    Path(__file__).with_name("letters.jsonl").write_text(text(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Prompts from a JSONL file, and which of them a rollout uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from megatron_idempotent.trainer.errors import DataError
+
+Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+FIELDS = ("prompt", "answer", "split")
+SHIPPED_FILE = Path(__file__).with_name("letters.jsonl")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One row. Example: `Prompt(row=0, text="reverse a b c", answer="c b a", split="train")`.
+
+    `row` counts the rows of the file from 0; with the seed it names the samples of a prompt.
+    """
+
+    row: int
+    text: str
+    answer: str
+    split: Split
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSet:
+    """The prompts of a file, by split. Example: `read_prompts(SHIPPED_FILE).held_out[:256]`."""
+
+    train: tuple[Prompt, ...]
+    held_out: tuple[Prompt, ...]
+
+    @property
+    def all(self) -> tuple[Prompt, ...]:
+        """Both splits, in the order of the file."""
+        return tuple(sorted(self.train + self.held_out, key=lambda prompt: prompt.row))
+
+
+def read_prompts(path: Path) -> PromptSet:
+    """Read and check a prompt file.
+
+    Errors: `DataError` that starts with the path and the line: not JSON, a field that is missing,
+    unknown or empty, a prompt that appears twice (in both splits it would leak), an empty split.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; give a JSONL file with --data") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8: {error}; save the file as UTF-8") from error
+    prompts: list[Prompt] = []
+    first_line: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}:{number}"
+        if not line.strip():
+            raise DataError(f"{where}: an empty line; remove it")
+        prompt = _parse_row(line, row=number - 1, where=where)
+        if prompt.text in first_line:
+            raise DataError(
+                f"{where}: prompt {prompt.text!r} is already on line {first_line[prompt.text]}; "
+                "keep one of the two, so that no held-out prompt is trained on"
+            )
+        first_line[prompt.text] = number
+        prompts.append(prompt)
+    return PromptSet(
+        train=_split(prompts, "train", path), held_out=_split(prompts, "held_out", path)
+    )
+
+
+def rollout_prompts(
+    prompts: Sequence[Prompt], *, index: int, count: int, seed: int
+) -> tuple[Prompt, ...]:
+    """The `count` prompts of rollout `index`: each pass over the data has its own seeded order.
+
+    A pure function of its arguments, so a resumed run needs no data position but the index.
+    """
+    chosen = []
+    orders: dict[int, list[int]] = {}
+    for position in range(index * count, (index + 1) * count):
+        epoch, offset = divmod(position, len(prompts))
+        if epoch not in orders:
+            orders[epoch] = list(range(len(prompts)))
+            random.Random(f"prompts {seed} {epoch}").shuffle(orders[epoch])
+        chosen.append(prompts[orders[epoch][offset]])
+    return tuple(chosen)
+
+
+def _parse_row(line: str, *, row: int, where: str) -> Prompt:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON: {error}; write one object per line") from error
+    if not isinstance(fields, dict):
+        raise DataError(f"{where}: a {type(fields).__name__}; write an object with {FIELDS}")
+    _check_fields(fields, where)
+    return Prompt(
+        row=row,
+        text=" ".join(fields["prompt"].split()),
+        answer=" ".join(fields["answer"].split()),
+        split=cast("Split", fields["split"]),
+    )
+
+
+def _check_fields(fields: dict[str, Any], where: str) -> None:
+    for name in FIELDS:
+        if name not in fields:
+            raise DataError(f"{where}: no field {name!r}, found {sorted(fields)}; add it")
+        if not isinstance(fields[name], str) or not fields[name].strip():
+            raise DataError(f"{where}: {name} is {fields[name]!r}; give a string that is not empty")
+    unknown = sorted(set(fields) - set(FIELDS))
+    if unknown:
+        raise DataError(f"{where}: unknown fields {unknown}; keep {list(FIELDS)}")
+    if fields["split"] not in SPLITS:
+        raise DataError(f"{where}: split is {fields['split']!r}; allowed: {' or '.join(SPLITS)}")
+
+
+def _split(prompts: Sequence[Prompt], split: Split, path: Path) -> tuple[Prompt, ...]:
+    rows = tuple(prompt for prompt in prompts if prompt.split == split)
+    if not rows:
+        raise DataError(f"{path}: {len(prompts)} rows, none with split {split!r}; add some")
+    return rows

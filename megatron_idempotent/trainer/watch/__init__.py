@@ -1,0 +1,1 @@
+"""Watching a run: logs, progress bar, curves and the final table."""
