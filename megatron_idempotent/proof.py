@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .cpu import RankError, RankPool, RankTimeout
 from .engine.catalogue import patches
@@ -72,9 +72,9 @@ def prove(ids: Iterable[str] | None = None, *, pool: RankPool | None = None) -> 
         for patch in wanted:
             if pool is None or patch not in affected:
                 row = decided[patch.id]
-                outcome = f"{row.status}: {row.reason}"
+                why = f"{row.status}: {row.reason}"
                 yield Finding(
-                    id=patch.id, verdict="not_affected", stock=outcome, patched="-", seconds=0.0
+                    id=patch.id, verdict="not_affected", stock=why, patched="-", seconds=0.0
                 )
             else:
                 yield _examine(patch, pool)
@@ -83,13 +83,15 @@ def prove(ids: Iterable[str] | None = None, *, pool: RankPool | None = None) -> 
             own.close()
 
 
-def outcome(pool: RankPool, patch_id: str, *, applied: Iterable[str]) -> str:
-    """Run one reproduction with the patches `applied` and no others: `ok` or `Type: message`."""
-    patch = patches()[patch_id]
+def outcome(run: Callable[..., list[Any]], patch_id: str, *, applied: Iterable[str]) -> str:
+    """Run one reproduction with the patches `applied` and no others: `ok` or `Type: message`.
+
+    Args:
+        run: `RankPool.run`, or the pytest fixture `megatron_ranks`.
+    """
+    ranks = patches()[patch_id].reproduction.ranks
     try:
-        pool.run(
-            patch.reproduction.ranks, _reproduce, patch_id, tuple(applied), timeout_s=DEADLINE_S
-        )
+        run(ranks, _reproduce, patch_id, tuple(applied), timeout_s=DEADLINE_S)
     except RankError as error:
         return f"{error.exception_type}: {error.message}".strip()
     except RankTimeout as error:
@@ -99,8 +101,8 @@ def outcome(pool: RankPool, patch_id: str, *, applied: Iterable[str]) -> str:
 
 def _examine(patch: Patch, pool: RankPool) -> Finding:
     started = time.perf_counter()
-    stock = outcome(pool, patch.id, applied=())
-    patched = outcome(pool, patch.id, applied=patches())
+    stock = outcome(pool.run, patch.id, applied=())
+    patched = outcome(pool.run, patch.id, applied=patches())
     verdict: Verdict = "proven"
     if stock == "ok":
         verdict = "stock_runs"

@@ -1,0 +1,100 @@
+"""The commands that decide without importing Megatron, run as users run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_idempotent.engine.catalogue import patches
+from megatron_idempotent.engine.source import locate
+
+PROBE = (
+    "import sys; from megatron_idempotent.cli import main; code = main(sys.argv[1:]); "
+    "loaded = {'torch', 'megatron', 'numpy'} & set(sys.modules); "
+    "sys.exit(f'imported {loaded}' if loaded else code)"
+)
+
+
+def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environ = dict(os.environ, COLUMNS="120")
+    if path is not None:
+        environ["PYTHONPATH"] = str(path)
+    command = [sys.executable, "-c", PROBE, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60)
+
+
+@pytest.fixture
+def altered_megatron(tmp_path: Path) -> Path:
+    """A folder with the files of the installed Megatron that one patch targets, one altered."""
+    for name in ("megatron.core.package_info", "megatron.core.tensor_parallel.random"):
+        source = locate(name)
+        assert source is not None
+        copy = tmp_path / Path(*name.split(".")).with_suffix(".py")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, copy)
+    text = copy.read_text().replace("offset = seed + 2718", "offset = seed + 2719")
+    copy.write_text(text)
+    return tmp_path
+
+
+def test_doctor_prints_a_row_per_patch_and_imports_neither_torch_nor_megatron():
+    result = run("doctor")
+    assert result.returncode == 0, result.stderr
+    for patch_id in patches():
+        assert patch_id in result.stdout
+
+
+def test_doctor_json_names_the_files_that_it_read():
+    rows = json.loads(run("doctor", "--json").stdout)
+    assert [row["id"] for row in rows] == list(patches())
+    (row,) = (row for row in rows if row["id"] == "pipeline-seed-offset")
+    assert row["files"] == {target: str(locate(target.split(":")[0])) for target in row["targets"]}
+    assert row["status"] == "pending_import"
+
+
+def test_doctor_exits_with_1_where_a_body_drifted(altered_megatron):
+    result = run("doctor", "--json", path=altered_megatron)
+    (row,) = (r for r in json.loads(result.stdout) if r["id"] == "pipeline-seed-offset")
+    assert row["status"] == "drifted"
+    assert "no longer contains `offset = seed + 2718`" in row["reason"]
+    assert result.returncode == 1
+
+
+def test_explain_prints_every_section_of_the_case_file():
+    result = run("explain", "no-sync-func-reentry")
+    assert result.returncode == 0
+    for part in ("Symptom:", "Cause:", "Affects:", "Upstream:", "Remove when:", "Targets:"):
+        assert part in result.stdout
+    assert "megatron-idempotent prove no-sync-func-reentry" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["explain", "prove"])
+def test_an_unknown_id_is_refused_with_the_nearest_known_one(command):
+    result = run(command, "no-sync-reentry")
+    assert result.returncode == 2
+    assert "did you mean 'no-sync-func-reentry'?" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_prove_says_that_a_release_without_the_code_is_not_affected(tmp_path):
+    result = run("prove", "--json", path=_without_training(tmp_path))
+    (finding,) = (f for f in json.loads(result.stdout) if f["id"] == "train-interval-timer")
+    assert finding["verdict"] == "not_affected"
+    assert "megatron.training.training is not on the path" in finding["stock"]
+
+
+def _without_training(folder: Path) -> Path:
+    # A megatron-core of its own on the path hides the installed one, training included.
+    source = locate("megatron.core.package_info")
+    assert source is not None
+    copy = folder / "megatron" / "core" / "package_info.py"
+    copy.parent.mkdir(parents=True)
+    shutil.copy(source, copy)
+    (folder / "megatron" / "__init__.py").touch()
+    return folder

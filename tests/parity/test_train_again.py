@@ -1,0 +1,156 @@
+"""k calls of stock `train(n)` under `apply()` are bit-equal to one call of `train(k * n)`.
+
+Runs on the releases whose wheel carries `megatron.training`: 0.17.1, 0.18.2 and 0.19.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from megatron_idempotent.cpu import RankError
+from megatron_idempotent.engine.source import locate
+
+OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
+NO_SYNC = r"config\.no_sync_func must be None"
+TIMER = "timer has already been started"
+
+pytestmark = pytest.mark.skipif(
+    locate("megatron.training.training") is None,
+    reason="this release's wheel does not carry megatron.training",
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a program is laid out over ranks."""
+
+    ranks: int
+    options: tuple[str, ...] = ()
+    pp: int = 1
+    vpp: int | None = None
+    shared_config: bool = False
+
+    def __str__(self) -> str:
+        stages = f"pp{self.pp}" + (f"-vpp{self.vpp}" if self.vpp else "")
+        shared = "-shared" if self.shared_config else ""
+        return f"{stages}-dp{self.ranks // self.pp}{shared}-{'on' if self.options else 'off'}"
+
+
+# With PP=2 and overlap, four ranks, so that there is a data-parallel group to reduce over.
+LAYOUTS = [
+    Layout(ranks=2),
+    Layout(ranks=2, options=OVERLAP),
+    Layout(ranks=2, pp=2),
+    Layout(ranks=4, options=OVERLAP, pp=2),
+    Layout(ranks=2, options=OVERLAP, pp=2, vpp=2, shared_config=True),
+]
+
+
+def train(
+    layout: Layout, calls: tuple[int, ...], *, applied: bool
+) -> tuple[list[float], bytes, int]:
+    """On a rank: losses seen on the last stage, the parameters' bytes, `args.iteration`."""
+    import megatron_idempotent
+    from megatron_idempotent.cpu import program
+
+    if applied:
+        megatron_idempotent.apply(strict=True)
+    running = program.start(
+        layout.options, pp=layout.pp, vpp=layout.vpp, shared_config=layout.shared_config
+    )
+    for iterations in calls:
+        running.train(iterations)
+    return running.losses, running.parameters().numpy().tobytes(), running.args.iteration
+
+
+def train_apply_revert(layout: Layout) -> str:
+    """On a rank: two calls that work, then what a third one says after `revert()`."""
+    import megatron_idempotent
+    from megatron_idempotent.cpu import program
+
+    megatron_idempotent.apply(strict=True)
+    running = program.start(layout.options)
+    running.train(1)
+    running.train(1)
+    megatron_idempotent.revert()
+    running.train(1)
+    return "the third call worked"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_three_calls_of_two_iterations_equal_one_call_of_six(layout, megatron_ranks):
+    thrice = megatron_ranks(layout.ranks, train, layout, (2, 2, 2), applied=True)
+    once = megatron_ranks(layout.ranks, train, layout, (6,), applied=True)
+    assert thrice == once
+    assert all(iteration == 6 for _, _, iteration in thrice)
+    last_stage_losses = thrice[-1][0]
+    assert len(set(last_stage_losses)) > 6, "the losses must change from window to window"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+def test_one_patched_call_equals_one_stock_call(layout, megatron_ranks):
+    patched = megatron_ranks(layout.ranks, train, layout, (2,), applied=True)
+    stock = megatron_ranks(layout.ranks, train, layout, (2,), applied=False)
+    assert [rank[:2] for rank in patched] == [rank[:2] for rank in stock]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_second_stock_call_raises(layout, megatron_ranks):
+    expected = NO_SYNC if layout.options else TIMER
+    with pytest.raises(RankError, match=expected):
+        megatron_ranks(layout.ranks, train, layout, (2, 2), applied=False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+def test_revert_brings_the_upstream_failure_back(layout, megatron_ranks):
+    expected = NO_SYNC if layout.options else TIMER
+    with pytest.raises(RankError, match=expected):
+        megatron_ranks(layout.ranks, train_apply_revert, layout)
+
+
+def train_with_a_custom_no_sync() -> None:
+    """On a rank: somebody's own `no_sync_func` in the config."""
+    from contextlib import nullcontext
+
+    import megatron_idempotent
+    from megatron_idempotent.cpu import program
+
+    megatron_idempotent.apply(strict=True)
+    running = program.start(["--overlap-grad-reduce"])
+    running.config.no_sync_func = nullcontext
+    running.train(1)
+
+
+def test_a_custom_no_sync_func_still_meets_upstreams_assertion(megatron_ranks):
+    with pytest.raises(RankError, match=NO_SYNC):
+        megatron_ranks(2, train_with_a_custom_no_sync)
+
+
+def train_interrupted() -> tuple[bool, int, int]:
+    """On a rank: an exception in the second call's first iteration, then a third call."""
+    import megatron_idempotent
+    from megatron_idempotent.cpu import program
+
+    megatron_idempotent.apply(strict=True)
+    running = program.start(OVERLAP, pp=2, vpp=2)
+    running.train(2)
+
+    def fail(*_: object) -> None:
+        raise ValueError("bad sample")
+
+    hooks = [chunk.register_forward_pre_hook(fail) for chunk in running.chunks]
+    try:
+        running.train(2)
+    except ValueError:
+        interrupted_at = running.args.iteration
+    for hook in hooks:
+        hook.remove()
+    return running.config.param_sync_func is not None, interrupted_at, running.args.iteration
+
+
+def test_an_exception_leaves_param_sync_func_and_the_interrupted_iteration(megatron_ranks):
+    for has_param_sync_func, interrupted_at, iteration in megatron_ranks(2, train_interrupted):
+        assert has_param_sync_func
+        assert (interrupted_at, iteration) == (2, 2)
