@@ -9,8 +9,10 @@ forking it is safe. It ends when its pool's end of the connection closes, and it
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
+import logging
 import pickle
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -31,6 +33,10 @@ def main(connection_fd: int, modules: Sequence[str]) -> None:
                 continue  # a pool without Megatron runs plain torch functions
             if name.count(".") == 0 or _exists(name):
                 importlib.import_module(name)
+    # Upstream reports every bucket and setting at level INFO; a call may lower the level again.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    # Ranks share these pages with us as long as no collection writes into them.
+    gc.freeze()
     connection.send("ready")
     with contextlib.suppress(EOFError, PoolGone, ConnectionResetError, BrokenPipeError):
         while True:

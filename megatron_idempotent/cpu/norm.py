@@ -15,15 +15,13 @@ import torch
 
 
 class MarkedNorm:
-    """Builds torch's LayerNorm or RMSNorm, whichever `config.normalization` names."""
+    """Called as a class by layer specs; gives torch's norm that `config.normalization` names."""
 
-    def __new__(
-        cls, config: Any, hidden_size: int, eps: float = 1e-5, **_kwargs: Any
-    ) -> torch.nn.Module:  # type: ignore[misc]  # a factory with a class's interface, as upstream
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_kwargs: Any) -> Any:
         kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         norm = kinds[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
         return norm
 
 

@@ -141,11 +141,12 @@ def _settle(call: Call, seat: Seat) -> None:
 
 def _join_default_group(call: Call, seat: Seat) -> None:
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import TCPStore
 
     # Longer than the deadline: a hang is the launcher's to report, with the stacks of all ranks.
     timeout = datetime.timedelta(seconds=call.timeout_s + 60.0)
     is_master = seat.rank == 0
-    store = dist.TCPStore(
+    store = TCPStore(
         "127.0.0.1",
         seat.store_port,
         call.world_size,

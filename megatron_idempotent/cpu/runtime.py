@@ -150,11 +150,15 @@ def replaced_names() -> set[str]:
 def _refuse_real_cuda() -> None:
     import torch
 
-    if torch.cuda.is_initialized() or torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        raise RuntimeError(
-            f"megatron_idempotent.cpu emulates CUDA where there is none, but this process has "
-            f"{count} CUDA device(s) (CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')!r}); start it with "
-            f'CUDA_VISIBLE_DEVICES="" to use the CPU runtime'
-        )
+    if torch.cuda.is_available():
+        raise real_cuda(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def real_cuda(device_count: int, visible: str | None) -> RuntimeError:
+    """What `enable()` raises where CUDA is in reach."""
+    setting = "is not set" if visible is None else f"is {visible!r}"
+    return RuntimeError(
+        f"megatron_idempotent.cpu emulates CUDA where there is none, but this process can use "
+        f"{device_count} CUDA device(s) (CUDA_VISIBLE_DEVICES {setting}); start it with "
+        f'CUDA_VISIBLE_DEVICES="" to use the CPU runtime'
+    )

@@ -1,0 +1,60 @@
+"""The `megatron_ranks` fixture: real Megatron on gloo ranks in any test suite.
+
+Loaded by every pytest run where this package is installed, so it imports nothing that costs.
+Options, in the ini file: `megatron_ranks_timeout_s` (60) and `megatron_ranks_max` (4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from megatron_idempotent.cpu.pool import RankPool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini(
+        "megatron_ranks_timeout_s",
+        "deadline in seconds of a call of the megatron_ranks fixture",
+        default="60",
+    )
+    parser.addini(
+        "megatron_ranks_max", "largest world size of the megatron_ranks fixture", default="4"
+    )
+
+
+@pytest.fixture(scope="session")
+def megatron_rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """The pool behind `megatron_ranks`, one per test session; starts with the first call."""
+    from megatron_idempotent.cpu.pool import PROGRAM_PRELOAD, RankPool
+
+    max_world_size = int(request.config.getini("megatron_ranks_max"))
+    with RankPool(max_world_size, preload=PROGRAM_PRELOAD) as pool:
+        yield pool
+
+
+@pytest.fixture
+def megatron_ranks(
+    request: pytest.FixtureRequest, megatron_rank_pool: RankPool
+) -> Callable[..., list[Any]]:
+    """`megatron_ranks(world_size, fn, *args, timeout_s=…, **kwargs)` → the ranks' results.
+
+    As `RankPool.run`: fresh ranks for every call. A rank that raises or dies, and a hang, fail
+    the test, with the traceback or the Python stacks of all ranks.
+    """
+    default_timeout_s = float(request.config.getini("megatron_ranks_timeout_s"))
+
+    def run(
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = default_timeout_s,
+        **kwargs: Any,
+    ) -> list[Any]:
+        __tracebackhide__ = True
+        return megatron_rank_pool.run(world_size, fn, *args, timeout_s=timeout_s, **kwargs)
+
+    return run
