@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import queue
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_idempotent.trainer import saved
@@ -21,7 +24,8 @@ class Checkpoints:
 
     Weights, optimizer, schedule and Megatron's random states are in Megatron's own checkpoint.
     Of the loop there is only the number of rollouts: prompts, microbatch order and sampling are
-    functions of it and of the seed. Example: `first = checkpoints.load(path)`.
+    functions of it and of the seed. The digest tells two runs apart, or shows them equal.
+    Example: `first = checkpoints.load(path)`.
     """
 
     def __init__(self, directory: Path, config: Config, stock: Stock) -> None:
@@ -38,6 +42,7 @@ class Checkpoints:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
         dist.barrier()  # no rank may write before the directory is empty
+        _collect_results_in_this_process()
         args = self._stock.args
         with _argument(args, "save", str(unfinished / "megatron")):
             save_checkpoint(
@@ -49,7 +54,11 @@ class Checkpoints:
             )
         dist.barrier()  # rank 0 lists the files of all ranks
         if dist.get_rank() == 0:
-            state = {"rollouts": done, "config": resume_state(self._config)}
+            state = {
+                "rollouts": done,
+                "config": resume_state(self._config),
+                "weights sha256": weights_digest(self._stock.module),
+            }
             saved.seal(unfinished, saved.path_for(self._directory, done), state)
             saved.keep_newest(self._directory, self._config.run.keep_checkpoints)
         dist.barrier()
@@ -69,6 +78,27 @@ class Checkpoints:
         args.train_iters = args.iteration
         done: int = args.iteration // self._config.optimizer.steps_per_rollout
         return done
+
+
+def weights_digest(module: torch.nn.Module) -> str:
+    """SHA-256 over all parameters, in the order of their names: equal if and only if bit-equal."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(module.named_parameters()):
+        digest.update(name.encode())
+        digest.update(parameter.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _collect_results_in_this_process() -> None:
+    """Give Megatron's writer a queue of this process, before it makes one that is shared.
+
+    A synchronous save writes with threads. The shared queue is for asynchronous ones: it lives in a
+    process of its own, which imports Megatron, and so costs the first save some ten seconds.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
 
 
 @contextmanager
