@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 from megatron_idempotent.engine.control import apply
 from megatron_idempotent.engine.report import Row
@@ -15,7 +14,7 @@ def doctor(*, as_json: bool) -> int:
     """Print a row per patch; 1 where somebody has to look, else 0."""
     report = apply(dry_run=True)
     if as_json:
-        print(json.dumps([asdict(row) | {"files": _files(row)} for row in report], indent=2))
+        print(json.dumps([row.as_dict() | {"files": _files(row)} for row in report], indent=2))
     else:
         rows = [(row.id, row.status, row.version or "-", _where(row), row.reason) for row in report]
         print(render(("id", "status", "version", "where", "reason"), rows))

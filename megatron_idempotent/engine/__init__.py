@@ -1,13 +1,20 @@
 """The patch engine: record → decide → install → report.
 
-`record` and `source` know nothing of the others; `decide` reads both; `sites` changes live objects;
-`control` is the one place that holds state and the lock. Nothing here imports torch or Megatron.
+`record`, `finding` and `source` know nothing of the others; `decide` reads them; `sites` changes
+live objects; `landing` holds the state and the lock; `late` waits for imports; `control` and
+`verify` are what users call. Nothing here imports torch or Megatron.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from .calls import arguments
 from .errors import PatchError, UnknownPatchError, VerificationError
 from .record import Patch, Reproduction, Target
-from .source import Body
+
+if TYPE_CHECKING:
+    from .source import Body
 
 __all__ = [
     "Body",
@@ -19,3 +26,12 @@ __all__ = [
     "VerificationError",
     "arguments",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Body":
+        # Reading bodies needs ast and re, which apply() before Megatron's import does without.
+        from .source import Body
+
+        return Body
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,8 @@ def arguments(
     Raises:
         TypeError: the call does not fit the signature; the same error that upstream would raise.
     """
+    import inspect  # here, because apply() before Megatron's import has no use for it
+
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     return call.arguments

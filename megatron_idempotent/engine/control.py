@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from . import decide, landing, late, settings, source, versions
+from . import decide, finding, landing, late, settings, versions
 from .catalogue import patches
 from .errors import PatchError
 from .landing import state
 from .record import Patch
 from .report import COVERED, PROBLEMS, Report, Row
-
-logger = logging.getLogger("megatron_idempotent")
+from .sites import Conflict
 
 
 def apply(
@@ -49,13 +48,14 @@ def apply(
     """
     selection = _select(only, exclude, strict)
     with landing.lock:
-        source.forget()
+        finding.forget()
         before = dict(state.rows)
         rows = [_plan(patch, selection, full=dry_run) for patch in patches().values()]
         _raise_for(rows, selection)
         if dry_run:
             return Report(rows)
-        added = {row.id for row in rows if row.status == "pending_import"} - set(state.wanted)
+        earlier, settled, named = dict(state.wanted), state.selection, state.named
+        added = {row.id for row in rows if row.status == "pending_import"} - set(earlier)
         state.selection = selection
         state.named |= selection.only or frozenset()
         state.rows = {row.id: row for row in rows}
@@ -65,10 +65,14 @@ def apply(
             _raise_for(state.rows.values(), selection)
         except PatchError:
             landing.drop(added & set(state.wanted))
+            lost = {name: state.rows[name] for name in set(earlier) - set(state.wanted)}
+            state.selection, state.named, state.rows = settled, named, before | lost
             raise
-        _announce(before)
+        changed = _changed(before)
+        _write_report()
         waiting = {m for patch in state.wanted.values() for m in landing.missing(patch)}
     # Outside of the lock: another thread may be importing, and wait for it with import locks held.
+    _log(changed)
     late.when_complete(sorted(waiting), _on_import)
     with landing.lock:
         return Report(state.rows.values())
@@ -82,9 +86,11 @@ def revert() -> Report:
         our function in the meantime. It then stays below theirs and only passes calls on.
     """
     with landing.lock:
-        source.forget()
+        finding.forget()
         on = {patch_id for site in state.sites.values() for patch_id in site.layers}
-        return Report(landing.drop(set(state.wanted) | on))
+        result = Report(landing.drop(set(state.wanted) | on))
+        _write_report()
+        return result
 
 
 def report() -> Report:
@@ -94,7 +100,7 @@ def report() -> Report:
         PatchError: in strict mode, where a patch that landed late has a problem.
     """
     with landing.lock:
-        source.forget()
+        finding.forget()
         rows = [landing.current(patch) for patch in patches().values()]
         if state.selection is not None and state.selection.strict:
             _raise_for(rows, state.selection)
@@ -119,6 +125,7 @@ def patched(
     finally:
         with landing.lock:
             landing.drop(set(state.wanted) - before)
+            _write_report()
 
 
 def _select(
@@ -157,6 +164,13 @@ def _plan(patch: Patch, selection: decide.Selection, *, full: bool) -> Row:
             verdict = decide.check_modules(patch)
     if verdict.status is not None:
         return landing.row(patch, verdict.status, verdict.reason)
+    if verdict.bodies:
+        try:
+            landing.prepare(patch, verdict.bodies)
+        except Conflict as conflict:
+            return landing.row(patch, "conflict", f"{conflict}: undo that or exclude {patch.id}")
+        except AttributeError as error:
+            return landing.row(patch, "failed", f"{error}, although its source defines that")
     waits = landing.missing(patch)
     reason = f"lands when {', '.join(waits)} is imported" if waits else "ready to land"
     if verdict.reason:
@@ -166,19 +180,37 @@ def _plan(patch: Patch, selection: decide.Selection, *, full: bool) -> Row:
 
 def _on_import() -> None:
     with landing.lock:
-        source.forget()
+        finding.forget()
         before = dict(state.rows)
         landing.settle()
-        _announce(before)
+        changed = _changed(before)
+        if changed:
+            _write_report()
+    _log(changed)
 
 
-def _announce(before: dict[str, Row]) -> None:
-    changed = [row for row in state.rows.values() if before.get(row.id) != row]
-    for row in changed:
-        level = logging.WARNING if row.status in PROBLEMS else logging.INFO
-        logger.log(level, "%s: %s on %s (%s)", row.id, row.status, row.version, row.reason)
+def _changed(before: dict[str, Row]) -> list[Row]:
+    return [row for row in state.rows.values() if before.get(row.id) != row]
+
+
+def _log(changed: list[Row]) -> None:
+    problems = [row for row in changed if row.status in PROBLEMS]
+    applied = [row.id for row in changed if row.status == "applied"]
+    # Where nobody has imported logging, nobody has asked for messages that are no warnings.
+    if not problems and not (applied and "logging" in sys.modules):
+        return
+    import logging
+
+    logger = logging.getLogger("megatron_idempotent")
+    for row in problems:
+        logger.warning("%s: %s on %s (%s)", row.id, row.status, row.version, row.reason)
+    if applied:
+        logger.info("patched: %s", ", ".join(applied))
+
+
+def _write_report() -> None:
     path = state.selection.settings.report_path if state.selection else None
-    if path is None or not changed:
+    if path is None:
         return
     path = path.replace("{rank}", os.environ.get("RANK", "0"))
     temporary = f"{path}.{os.getpid()}"
@@ -187,8 +219,14 @@ def _announce(before: dict[str, Row]) -> None:
             file.write(Report(state.rows.values()).to_json())
         os.replace(temporary, path)
     except OSError as error:
+        import logging
+
+        with suppress(OSError):
+            os.unlink(temporary)
         # The patches are in place; a report that cannot be written is no reason to stop training.
-        logger.warning("cannot write %s_REPORT=%s: %s", settings.SWITCH, path, error)
+        logging.getLogger("megatron_idempotent").warning(
+            "cannot write %s_REPORT=%s: %s", settings.SWITCH, path, error
+        )
 
 
 def _raise_for(rows: Iterable[Row], selection: decide.Selection) -> None:

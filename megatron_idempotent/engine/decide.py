@@ -8,30 +8,33 @@ objects (already applied, conflict) is for `sites`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from . import versions
+from .finding import find
+from .frozen import Record
 from .record import Patch, Target
 from .report import Status
 from .settings import SWITCH, Settings
-from .source import Body, locate, read_body
+
+if TYPE_CHECKING:
+    from .source import Body
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class Verdict(Record):
     """Go (`status` None) or the outcome that ends the patch here, and why."""
 
     status: Status | None
     reason: str
-    bodies: Mapping[str, Body] = field(default_factory=dict)
+    bodies: Mapping[str, Body] = MappingProxyType({})
     """By target address, where the bodies were read."""
 
 
 GO = Verdict(status=None, reason="")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Selection:
+class Selection(Record):
     """Arguments of one `apply()` and the environment, together."""
 
     only: frozenset[str] | None
@@ -61,7 +64,7 @@ class Selection:
 def check_version(patch: Patch, version: versions.Installed | None) -> Verdict:
     """Step 2: is the distribution there, and in the patch's range."""
     if version is None:
-        return Verdict(status="not_installed", reason=f"{patch.distribution} is not installed")
+        return Verdict(status="not_installed", reason=versions.absence(patch.distribution))
     if not versions.supported(version, patch.since, patch.before):
         return Verdict(
             status="unsupported_version",
@@ -73,7 +76,7 @@ def check_version(patch: Patch, version: versions.Installed | None) -> Verdict:
 def check_modules(patch: Patch) -> Verdict:
     """The cheap half of step 3: does a file exist for every module. Reads no source."""
     for target in patch.targets:
-        if locate(target.module) is None:
+        if find(target.module) is None:
             return Verdict(
                 status="missing_target",
                 reason=f"{target.module} is not on the path beside {patch.distribution}",
@@ -86,13 +89,17 @@ def check_bodies(patch: Patch, *, named: bool) -> Verdict:
 
     A drifted body is accepted where the patch was asked for by name: that is the user's decision.
     """
+    from pathlib import Path
+
+    from .source import read_body
+
     bodies: dict[str, Body] = {}
     for target in patch.targets:
-        path = locate(target.module)
+        path = find(target.module)
         if path is None:
             return check_modules(patch)
         try:
-            body = read_body(path, target.qualname)
+            body = read_body(Path(path), target.qualname)
         except (SyntaxError, UnicodeDecodeError, OSError) as error:
             return Verdict(status="failed", reason=f"cannot read {target.module}: {error}")
         if body is None:

@@ -7,42 +7,64 @@ the bodies were judged, and every wrapper is in.
 from __future__ import annotations
 
 import os
-import threading
-from dataclasses import dataclass, field
+from _thread import RLock
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from . import decide, late, versions
 from .catalogue import patches
 from .record import Patch, Target
 from .report import COVERED, Row, Status
-from .sites import Conflict, Site, install, open_site
+from .sites import Conflict, Site, open_site
+
+if TYPE_CHECKING:
+    from .source import Body
 
 
-@dataclass(slots=True)
 class State:
     """Everything that `apply()` remembers in this process."""
 
-    selection: decide.Selection | None = None
-    """Of the latest `apply()`."""
-    wanted: dict[str, Patch] = field(default_factory=dict)
-    named: set[str] = field(default_factory=set)
-    """Asked for by name in any `apply()`, so that a drifted body is accepted."""
-    rows: dict[str, Row] = field(default_factory=dict)
-    sites: dict[str, Site] = field(default_factory=dict)
-    """The ledger, by target address. Never a flag on the target: a flag set through a wrapper
-    lands on the original and outlives it."""
+    def __init__(self) -> None:
+        self.selection: decide.Selection | None = None
+        """Of the latest `apply()`."""
+        self.wanted: dict[str, Patch] = {}
+        self.named: frozenset[str] = frozenset()
+        """Asked for by name in any `apply()`, so that a drifted body is accepted."""
+        self.rows: dict[str, Row] = {}
+        self.sites: dict[str, Site] = {}
+        """The ledger, by target address. Never a flag on the target: a flag set through a wrapper
+        lands on the original and outlives it. A site without layers stays, so that what holds its
+        function is patched again by the next `apply()`."""
 
 
 state = State()
-lock = threading.RLock()
+lock = RLock()
 
 
-def _renew_lock() -> None:
-    # Another thread of the parent may have held the lock while this child was forked off.
+def _before_fork() -> None:
+    # A child forked in the middle of an installation would inherit half of it. Not for ever: the
+    # thread that installs may itself wait for an import lock that this one holds.
+    global _held_over_fork
+    _held_over_fork = lock.acquire(timeout=5)
+
+
+def _after_fork_in_parent() -> None:
+    if _held_over_fork:
+        lock.release()
+
+
+def _after_fork_in_child() -> None:
+    # Another thread of the parent may have held the lock, and it does not exist here.
     global lock
-    lock = threading.RLock()
+    lock = RLock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+_held_over_fork = False
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)
 
 
 def settle() -> None:
@@ -63,31 +85,56 @@ def _land(patch: Patch) -> Row:
     verdict = decide.check_bodies(patch, named=patch.id in state.named)
     if verdict.status is not None:
         return row(patch, verdict.status, verdict.reason)
-    prepared: list[tuple[Target, Site]] = []
-    for target in patch.targets:
-        if late.is_complete(target.module):
-            site = state.sites.get(target.address)
-            if site is None or not site.in_place:
-                decorators = len(verdict.bodies[target.address].tree.decorator_list)
-                try:
-                    site = open_site(target, decorators)
-                except Conflict as conflict:
-                    return row(patch, "conflict", f"{conflict}: undo that or exclude {patch.id}")
-            prepared.append((target, site))
-    reason = verdict.reason
+    try:
+        prepared = prepare(patch, verdict.bodies)
+    except Conflict as conflict:
+        return row(patch, "conflict", f"{conflict}: undo that or exclude {patch.id}")
     # Everything is validated; from here on only plain assignments happen.
-    prefixes = {"megatron", *(state.selection.settings.rebind if state.selection else ())}
     for target, site in prepared:
-        if site.installed is None:
+        if not site.in_place:
             state.sites[target.address] = site
-            left = install(site, prefixes)
-            if left:
-                reason += f"; bound before us and left alone: {', '.join(left)}"
+            site.body = verdict.bodies[target.address].hash
+            site.install(_prefixes())
         site.add(patch.id, target.wrapper)
+    reasons = [verdict.reason]
+    left = [name for target in patch.targets for name in _left(target)]
+    if left:
+        reasons.append(f"bound before us and left alone: {', '.join(left)}")
     waits = missing(patch)
     if waits:
-        return row(patch, "pending_import", f"{reason}; rest lands with {', '.join(waits)}")
-    return row(patch, "applied", reason)
+        reasons.append(f"rest lands with {', '.join(waits)}")
+    return row(patch, "pending_import" if waits else "applied", "; ".join(reasons))
+
+
+def prepare(patch: Patch, bodies: Mapping[str, Body]) -> list[tuple[Target, Site]]:
+    """The sites of those targets whose modules are there; changes nothing.
+
+    Raises:
+        Conflict: somebody else's object stands at one of them.
+        AttributeError: nothing stands there, although the source defines it.
+    """
+    prepared = []
+    for target in patch.targets:
+        if not late.is_complete(target.module):
+            continue
+        site = state.sites.get(target.address)
+        if site is None or not site.in_place:
+            fresh = open_site(target, len(bodies[target.address].tree.decorator_list))
+            if site is None or not site.same_place(fresh):
+                # Names that were bound early still lead to the function of the old site.
+                fresh.previous = site
+                site = fresh
+        prepared.append((target, site))
+    return prepared
+
+
+def _prefixes() -> set[str]:
+    return {"megatron", *(state.selection.settings.rebind if state.selection else ())}
+
+
+def _left(target: Target) -> list[str]:
+    site = state.sites.get(target.address)
+    return [] if site is None else site.left
 
 
 def drop(ids: set[str]) -> list[Row]:
@@ -97,16 +144,12 @@ def drop(ids: set[str]) -> list[Row]:
         ours = ids & set(site.layers)
         for patch_id in ours:
             site.remove(patch_id)
-        if site.layers:
-            continue
-        if site.uninstall():
-            del state.sites[address]
-        else:
+        if not site.layers and not site.uninstall():
             reason = f"someone wrapped {address} after us: our layer stays below, doing nothing"
             rows |= {patch_id: row(patches()[patch_id], "conflict", reason) for patch_id in ours}
     for patch_id in ids:
         state.wanted.pop(patch_id, None)
-        state.named.discard(patch_id)
+    state.named -= ids
     state.rows |= rows
     return list(rows.values())
 

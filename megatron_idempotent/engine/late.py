@@ -6,17 +6,36 @@ does, so a doorbell on the top-level package puts that off until somebody import
 
 from __future__ import annotations
 
+import os
 import sys
-import threading
+from _thread import allocate_lock
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-_lock = threading.Lock()
+from .finding import namespace
+
+_Action = Callable[[], None]
+
+_lock = allocate_lock()
+# By top-level package that nobody has imported yet: the modules of it that are waited for.
+_packages: dict[str, dict[str, _Action]] = {}
 _hooked: set[str] = set()
+# Modules that cannot tell when they are complete, looked at with every import.
+_polled: dict[str, _Action] = {}
 # The module objects whose body has run to its end. Their spec still says "initializing" while a
 # post-import hook runs.
 _complete: dict[str, ModuleType] = {}
+
+
+def _renew_lock() -> None:
+    # Another thread of the parent may have held the lock while this child was forked off.
+    global _lock
+    _lock = allocate_lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def is_complete(name: str) -> bool:
@@ -24,77 +43,130 @@ def is_complete(name: str) -> bool:
     module = sys.modules.get(name)
     if module is None:
         return False
-    initializing = getattr(getattr(module, "__spec__", None), "_initializing", False)
-    return not initializing or _complete.get(name) is module
+    kind = type(module)
+    if (kind.__module__, kind.__name__) == ("importlib.util", "_LazyModule"):
+        return False  # its body runs when somebody first asks it for something, which is not us
+    return not _is_initializing(module) or _complete.get(name) is module
 
 
-def when_complete(names: Iterable[str], action: Callable[[], None]) -> None:
+def when_complete(names: Iterable[str], action: _Action) -> None:
     """Call `action` each time one of the modules has been imported. It must not raise.
 
     Call this without holding a lock that `action` takes: an import in another thread may be in the
     middle of calling it.
     """
-    by_package: dict[str, list[str]] = {}
     for name in names:
-        by_package.setdefault(name.partition(".")[0], []).append(name)
-    for package, members in by_package.items():
-        if package in sys.modules:
-            _register(members, action)
-        elif not any(isinstance(f, _Doorbell) and f.package == package for f in sys.meta_path):
-            sys.meta_path.insert(0, _Doorbell(package, members, action))
+        package = name.partition(".")[0]
+        if package not in sys.modules:
+            with _lock:
+                if not any(isinstance(finder, _Doorbell) for finder in sys.meta_path):
+                    sys.meta_path.insert(0, _Doorbell())
+                _packages.setdefault(package, {})[name] = action
+            if package not in sys.modules:
+                continue
+            # Another thread has begun to import it in between, and may not ring any more.
+        _register(name, action)
 
 
-def _register(names: Iterable[str], action: Callable[[], None]) -> None:
+def _register(name: str, action: _Action) -> None:
+    with _lock:
+        if name in _hooked:
+            return
+        _hooked.add(name)
+    module = sys.modules.get(name)
+    if module is not None:
+        _imported(name, module, action)
+        return
     import wrapt
 
-    for name in names:
-        with _lock:
-            if name in _hooked:
-                continue
-            if name in sys.modules and not is_complete(name):
-                # wrapt would call back at once, before the functions are there.
-                sys.meta_path.insert(0, _Nudge(name, action))
-                continue
-            _hooked.add(name)
-        wrapt.register_post_import_hook(_hook(action), name)
+    registering = True
 
-
-def _hook(action: Callable[[], None]) -> Callable[[ModuleType], None]:
     def imported(module: ModuleType) -> None:
-        with _lock:
-            # wrapt forgets a hook that has fired.
-            _hooked.discard(module.__name__)
-            _complete[module.__name__] = module
+        if registering and not is_complete(name):
+            # An import began in another thread, and wrapt calls back before it has ended.
+            _imported(name, module, action)
+            return
+        # wrapt forgets a hook that has fired.
+        _hooked.discard(name)
+        _complete[name] = module
         action()
 
-    return imported
+    wrapt.register_post_import_hook(imported, name)
+    registering = False
+
+
+def _imported(name: str, module: ModuleType, action: _Action) -> None:
+    """`module` is in `sys.modules`: act at once, or at the end of the import under way."""
+    if is_complete(name):
+        _hooked.discard(name)
+        action()
+    elif not _is_initializing(module) or not _watch(name, module, action):
+        _hooked.discard(name)
+        _polled[name] = action
+
+
+def _is_initializing(module: ModuleType) -> bool:
+    return bool(getattr(namespace(module).get("__spec__"), "_initializing", False))
+
+
+def _watch(name: str, module: ModuleType, action: _Action) -> bool:
+    """Act when the import system marks the spec of `module` as initialised; False if it can't.
+
+    No import hook reaches an import that has already begun. Its last act, successful or not, is to
+    set `spec._initializing`, so that is made a property for as long.
+    """
+    spec = namespace(module)["__spec__"]
+    kind = type(spec)
+
+    def done(spec: Any, value: bool) -> None:
+        try:
+            if not value and type(spec) is watched:
+                spec.__class__ = kind
+                _hooked.discard(name)
+                if sys.modules.get(name) is module:
+                    # Before others may use it: they wait for as long as it says "initializing".
+                    _complete[name] = module
+                    action()
+                else:
+                    _register(name, action)  # it raised; somebody may try again
+        finally:
+            vars(spec)["_initializing"] = value
+
+    def initializing(spec: Any) -> Any:
+        return vars(spec).get("_initializing", False)
+
+    watched = type(kind.__name__, (kind,), {"_initializing": property(initializing, done)})
+    try:
+        spec.__class__ = watched
+    except TypeError:
+        return False  # a spec of somebody's own, with slots
+    if not initializing(spec):
+        done(spec, False)  # the import ended while the property was put in
+    return True
 
 
 class _Doorbell:
-    """A finder that finds nothing, and rings when its package is about to be imported."""
+    """A finder that finds nothing, and rings when a package is about to be imported.
 
-    def __init__(self, package: str, names: list[str], action: Callable[[], None]) -> None:
-        self.package, self._names, self._action = package, names, action
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname.partition(".")[0] == self.package and self in sys.meta_path:
-            sys.meta_path.remove(self)
-            _register(self._names, self._action)
-        return None
-
-
-class _Nudge:
-    """A finder that finds nothing, and wakes with the first import after a module is complete."""
-
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
-        self._name, self._action = name, action
+    It stays where it is: to take a finder out of `sys.meta_path` in the middle of an import makes
+    that import skip the next one.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if self in sys.meta_path and is_complete(self._name):
-            sys.meta_path.remove(self)
-            self._action()
-        return None
+        for name in [name for name in _polled if is_complete(name)]:
+            action = _polled.pop(name, None)
+            if action is not None:
+                action()
+        waiting = _packages.pop(fullname.partition(".")[0], None)
+        if waiting is None:
+            return None
+        for name, action in waiting.items():
+            _register(name, action)
+        if fullname not in waiting:
+            return None
+        # wrapt has put its finder before this one, where this import no longer comes by.
+        import importlib.util
+
+        return importlib.util.find_spec(fullname)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from .source import Body
+from .frozen import Record
 
-_ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
-_RELEASE = re.compile(r"\d+(\.\d+)*\Z")
-_ADDRESS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z")
+if TYPE_CHECKING:
+    from .source import Body
+
 SECTIONS = ("Symptom", "Cause", "Affects", "Upstream", "Remove when")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class Target(Record):
     """One function of Megatron and the wrapper that goes around it.
 
     Example:
@@ -34,14 +32,14 @@ class Target:
     wrapper: Callable[..., Any]
     """Plain module-level function `wrapper(original, *args, **kwargs)`."""
 
-    reviewed: Mapping[str, str] = field(default_factory=dict)
+    reviewed: Mapping[str, str] = MappingProxyType({})
     """Body hash → the releases on which a person read that body. Any of them may be wrapped."""
 
     relies_on: tuple[str, ...] = ()
     """Source fragments which a body that nobody reviewed must contain for the wrap to be right."""
 
     def __post_init__(self) -> None:
-        if not _ADDRESS.match(self.address):
+        if not _is_address(self.address):
             raise ValueError(f"target address {self.address!r} is not 'module:qualname'")
         if not self.reviewed and not self.relies_on:
             raise ValueError(
@@ -60,8 +58,7 @@ class Target:
         return self.address.partition(":")[2]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reproduction:
+class Reproduction(Record):
     """How to see the hazard, and its absence, on CPU ranks with the real Megatron."""
 
     run: Callable[[], None]
@@ -77,8 +74,7 @@ class Reproduction:
     """Modules without which this release cannot show the hazard, such as `megatron.training`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Patch:
+class Patch(Record):
     """One hazard and its repair. The docstring of the declaring module is the case file."""
 
     id: str
@@ -109,14 +105,14 @@ class Patch:
     """Probe over the bodies by target address: True where upstream no longer needs the patch."""
 
     def __post_init__(self) -> None:
-        if not _ID.match(self.id):
+        if not _is_kebab(self.id):
             raise ValueError(f"patch id {self.id!r} is not kebab-case")
         if not self.targets:
             raise ValueError(f"patch {self.id} has no target")
         if not self.upstream.startswith("https://"):
             raise ValueError(f"patch {self.id} links nothing upstream: {self.upstream!r}")
         for bound in (self.since, self.before):
-            if not _RELEASE.match(bound):
+            if not _is_release(bound):
                 raise ValueError(f"patch {self.id}: {bound!r} is no release like 0.12")
 
     @property
@@ -127,9 +123,28 @@ class Patch:
     @property
     def case_file(self) -> dict[str, str]:
         """The sections of the declaring module's docstring, headline under the empty name."""
+        import re
+
         doc = sys.modules[self.targets[0].wrapper.__module__].__doc__ or ""
         parts = re.split(rf"^({'|'.join(SECTIONS)}):", doc, flags=re.MULTILINE)
         sections = {"": parts[0].strip()}
         for name, text in zip(parts[1::2], parts[2::2], strict=True):
             sections[name] = "\n".join(line.strip() for line in text.strip().splitlines())
         return sections
+
+
+def _is_address(text: str) -> bool:
+    module, colon, qualname = text.partition(":")
+    return bool(colon) and all(
+        name.isidentifier() for name in (*module.split("."), *qualname.split("."))
+    )
+
+
+def _is_kebab(text: str) -> bool:
+    return text.isascii() and all(
+        part.isalnum() and part == part.lower() for part in text.split("-")
+    )
+
+
+def _is_release(text: str) -> bool:
+    return text.isascii() and all(part.isdecimal() for part in text.split("."))

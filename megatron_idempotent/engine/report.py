@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from .frozen import Record
 
 Status = Literal[
     "applied",
@@ -27,8 +28,7 @@ PROBLEMS: frozenset[str] = frozenset({"failed", "drifted", "conflict"})
 COVERED: frozenset[str] = frozenset({"applied", "already_applied", "pending_import"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class Row(Record):
     """The outcome of one patch.
 
     Example:
@@ -43,6 +43,10 @@ class Row:
     """Installed version of the distribution that the patch belongs to; None where absent."""
     targets: tuple[str, ...]
     """`module:qualname` of everything the patch wraps."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return dict(vars(self))
 
 
 class Report:
@@ -94,4 +98,4 @@ class Report:
         """The rows as a JSON array, keys as the fields of `Row`."""
         import json
 
-        return json.dumps([asdict(row) for row in self], indent=2)
+        return json.dumps([row.as_dict() for row in self], indent=2)

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from .errors import UnknownPatchError
+from .frozen import Record
 
 SWITCH = "MEGATRON_IDEMPOTENT"
 _TRUE, _FALSE = frozenset({"1", "true", "on", "yes"}), frozenset({"0", "false", "off", "no"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class Settings(Record):
     """`MEGATRON_IDEMPOTENT` and its companions, checked."""
 
     enabled: bool
@@ -24,7 +23,7 @@ class Settings:
     disable: frozenset[str]
     """`MEGATRON_IDEMPOTENT_DISABLE=id,…`: these never."""
     only: frozenset[str] | None
-    """`MEGATRON_IDEMPOTENT_ONLY=id,…`: none but these; None where unset."""
+    """`MEGATRON_IDEMPOTENT_ONLY=id,…`: none but these; None where unset or blank."""
     strict: bool
     """`MEGATRON_IDEMPOTENT_STRICT=1`: a problem raises instead of being recorded."""
     rebind: frozenset[str]
@@ -42,11 +41,11 @@ def read(known: Iterable[str], environ: Mapping[str, str] = os.environ) -> Setti
         ValueError: a switch that is neither on nor off.
     """
     known = tuple(known)
-    only = environ.get(f"{SWITCH}_ONLY")
+    only = environ.get(f"{SWITCH}_ONLY", "").strip()
     return Settings(
         enabled=_switch(environ, SWITCH, default=True),
         disable=_ids(environ.get(f"{SWITCH}_DISABLE", ""), f"{SWITCH}_DISABLE", known),
-        only=None if only is None else _ids(only, f"{SWITCH}_ONLY", known),
+        only=None if not only else _ids(only, f"{SWITCH}_ONLY", known),
         strict=_switch(environ, f"{SWITCH}_STRICT", default=False),
         rebind=frozenset(_split(environ.get(f"{SWITCH}_REBIND", ""))),
         report_path=environ.get(f"{SWITCH}_REPORT") or None,

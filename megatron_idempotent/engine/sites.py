@@ -1,9 +1,9 @@
 """The ledger of live functions that carry our wrappers.
 
 One `Site` per patched function. The object installed there is one plain function that never
-changes while any patch is on: `deepcopy`, `pickle`, `cloudpickle` and Dynamo treat it as they treat
-upstream's, and twice applied is once applied by identity. The patches on it are layers behind that
-function, so that they can be added and taken away in any order.
+changes: `deepcopy`, `pickle`, `cloudpickle` and Dynamo treat it as they treat upstream's, and twice
+applied is once applied by identity, with a `revert()` in between too. The patches on it are layers
+behind that function, so that they can be added and taken away in any order.
 """
 
 from __future__ import annotations
@@ -11,48 +11,77 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from .finding import namespace
 from .record import Target
+
+ABSENT: Any = object()
+"""Stands for the raw value where a class has inherited the function."""
 
 
 class Conflict(Exception):
     """Somebody else's object sits where upstream's function should be."""
 
 
-@dataclass(slots=True)
 class Site:
-    """A function of Megatron with our layers around it."""
+    """A function of Megatron with our layers around it.
 
-    target: Target
-    owner: Any
-    """The module or class that holds the function."""
-    raw: Any
-    """What stood in the owner's `__dict__`: a function, staticmethod or classmethod; or `_ABSENT`
-    where a class inherited it."""
-    original: Callable[..., Any]
-    installed: Any = None
-    layers: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    rebound: list[str] = field(default_factory=list)
-    """Modules that had bound the function by name before us and now hold ours."""
-    call: Callable[..., Any] | None = None
+    Args:
+        target: any target that leads here.
+        owner: the module or class that holds the function.
+        raw: what stands in the owner's `__dict__`: a function, staticmethod or classmethod; or
+            `ABSENT`.
+        inherited: what a base class has in its `__dict__`, where raw is `ABSENT`.
+    """
+
+    def __init__(self, target: Target, owner: Any, raw: Any, inherited: Any = None) -> None:
+        self.target, self.owner, self.raw = target, owner, raw
+        stands = inherited if raw is ABSENT else raw
+        self.original: Callable[..., Any] = _unbound(stands)
+        self.body = ""
+        """Hash of upstream's body when the first patch landed."""
+        self.layers: dict[str, Callable[..., Any]] = {}
+        self.left: list[str] = []
+        """Names that were bound before us in modules that we may not change."""
+        self.previous: Site | None = None
+        """The site at this address before upstream's module was loaded again."""
+        self._prefixes: frozenset[str] = frozenset()
+        self._call = original = self.original
+
+        @functools.wraps(original)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            return self._call(*args, **kwargs)
+
+        self.function = patched
+        self.installed: Any = type(stands)(patched) if stands is not original else patched
 
     @property
     def name(self) -> str:
+        """The last part of the target's name."""
         return self.target.qualname.rpartition(".")[2]
 
     @property
     def in_place(self) -> bool:
         """Whether upstream's module, as `sys.modules` has it, still leads to our function."""
         module = sys.modules.get(self.target.module)
-        if module is None or _owner(module, self.target.qualname) is not self.owner:
+        try:
+            found = None if module is None else find_owner(module, self.target.qualname)
+        except AttributeError:  # the module is just being loaded again
             return False
-        value = vars(self.owner).get(self.name)
-        while value is not None and value is not self.installed:
-            value = getattr(value, "__wrapped__", None)  # someone may have wrapped ours politely
-        return value is not None
+        if found is not self.owner:
+            return False
+        value = namespace(self.owner).get(self.name)
+        for _ in range(64):  # somebody may have wrapped ours politely; no chain is this long
+            if value is None or value is self.installed or value is self.function:
+                break
+            value = getattr(value, "__wrapped__", None)
+        return value is self.installed or value is self.function
+
+    def same_place(self, other: Site) -> bool:
+        """Whether `other` stands for the same live function."""
+        return (self.owner, self.raw, self.original) == (other.owner, other.raw, other.original)
 
     def add(self, patch_id: str, wrapper: Callable[..., Any]) -> None:
         """Put a patch's wrapper around the function."""
@@ -63,6 +92,8 @@ class Site:
         """Take a patch's wrapper off. The function stays until the last one is gone."""
         if self.layers.pop(patch_id, None) is not None:
             self._compose()
+        if self.previous is not None:
+            self.previous.remove(patch_id)
 
     def _compose(self) -> None:
         call = self.original
@@ -70,29 +101,48 @@ class Site:
         for _, wrapper in sorted(self.layers.items(), reverse=True):
             # update_wrapper, so that a wrapper sees upstream's signature on what it is given.
             call = functools.update_wrapper(functools.partial(wrapper, call), self.original)
-        self.call = call
+        self._call = call
+
+    def install(self, prefixes: Iterable[str]) -> None:
+        """Put our function at the site, and where it was bound by name before.
+
+        Args:
+            prefixes: packages whose early-bound names are rebound; names elsewhere are `left`.
+        """
+        self._prefixes = frozenset(prefixes)
+        setattr(self.owner, self.name, self.installed)
+        if isinstance(self.owner, types.ModuleType):
+            self.left = self._rebind(self.original, self.installed)
 
     def uninstall(self) -> bool:
         """Put upstream's function back; False where someone has wrapped ours in the meantime.
 
         In that case ours stays below theirs as an inert layer that only passes calls on.
         """
-        for module in self.rebound:
-            namespace = vars(sys.modules[module]) if module in sys.modules else {}
-            for name, value in list(namespace.items()):
-                if value is self.installed:
-                    namespace[name] = self.original
-        self.rebound.clear()
-        if vars(self.owner).get(self.name) is not self.installed:
-            return not self.in_place
-        if self.raw is _ABSENT:
+        if self.previous is not None:
+            self.previous.uninstall()
+            self.previous = None
+        replaced = namespace(self.owner).get(self.name) is not self.installed
+        if not replaced and self.raw is ABSENT:
             delattr(self.owner, self.name)
-        else:
+        elif not replaced:
             setattr(self.owner, self.name, self.raw)
-        return True
+        if isinstance(self.owner, types.ModuleType):
+            self._rebind(self.installed, self.original)
+        return not replaced or not self.in_place
 
-
-_ABSENT: Any = object()
+    def _rebind(self, old: object, new: object) -> list[str]:
+        left = []
+        for module_name, module, names in _holders(old):
+            if module is self.owner or any(
+                module_name == prefix or module_name.startswith(f"{prefix}.")
+                for prefix in self._prefixes
+            ):
+                for name in names:
+                    namespace(module)[name] = new
+            else:
+                left += [f"{module_name}.{name}" for name in names]
+        return left
 
 
 def open_site(target: Target, decorators: int) -> Site:
@@ -106,67 +156,48 @@ def open_site(target: Target, decorators: int) -> Site:
         AttributeError: nothing stands there.
     """
     module = sys.modules[target.module]
-    owner = _owner(module, target.qualname)
+    owner = find_owner(module, target.qualname)
     name = target.qualname.rpartition(".")[2]
-    raw = vars(owner).get(name, _ABSENT)
-    if raw is _ABSENT and not isinstance(owner, type):
-        raise AttributeError(f"{target.module} has no {target.qualname}")
-    value = getattr(owner, name) if raw is _ABSENT else raw
-    function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-    foreign = None if raw is _ABSENT else _foreign(function, module, decorators)
-    if foreign is not None:
-        raise Conflict(f"{target.address} is {foreign}")
-    return Site(target=target, owner=owner, raw=raw, original=function)
+    raw = namespace(owner).get(name, ABSENT)
+    if raw is not ABSENT:
+        if type(raw) in (staticmethod, classmethod):
+            decorators -= 1  # that one is no layer around the function
+        foreign = _foreign(_unbound(raw), module, decorators)
+        if foreign is not None:
+            raise Conflict(f"{target.address} is {foreign}")
+        return Site(target, owner, raw)
+    for base in getattr(owner, "__mro__", ()):
+        if name in vars(base):
+            return Site(target, owner, ABSENT, inherited=vars(base)[name])
+    raise AttributeError(f"{target.module} has no {target.qualname}")
 
 
-def install(site: Site, prefixes: Iterable[str]) -> list[str]:
-    """Put our function at the site and where it was bound early; returns those left alone.
+def find_owner(module: types.ModuleType, qualname: str) -> Any:
+    """The module, or the class in it, whose `__dict__` has the last part of `qualname`.
 
-    Args:
-        prefixes: top-level packages whose early-bound names are rebound.
+    Raises:
+        AttributeError: there is no such class.
     """
-    original = site.original
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        call = site.call
-        return (original if call is None else call)(*args, **kwargs)
-
-    site.installed = type(site.raw)(patched) if _is_bound_kind(site.raw) else patched
-    setattr(site.owner, site.name, site.installed)
-    return _rebind(site, frozenset(prefixes)) if isinstance(site.owner, types.ModuleType) else []
-
-
-def _is_bound_kind(raw: Any) -> bool:
-    return isinstance(raw, (staticmethod, classmethod))
-
-
-def _rebind(site: Site, prefixes: frozenset[str]) -> list[str]:
-    left = []
-    for module_name, module in list(sys.modules.items()):
-        # vars(), not hasattr(): asking a lazy module for a name would import it.
-        if not isinstance(module, types.ModuleType) or module is site.owner:
-            continue
-        namespace = vars(module)
-        names = [name for name, value in list(namespace.items()) if value is site.original]
-        if not names:
-            continue
-        if module_name.partition(".")[0] in prefixes:
-            for name in names:
-                namespace[name] = site.installed
-            site.rebound.append(module_name)
-        else:
-            left += [f"{module_name}.{name}" for name in names]
-    return left
-
-
-def _owner(module: types.ModuleType, qualname: str) -> Any:
     owner: Any = module
     for part in qualname.split(".")[:-1]:
-        owner = vars(owner).get(part)
-        if owner is None:
+        owner = namespace(owner).get(part)
+        if not isinstance(owner, type):
             raise AttributeError(f"{module.__name__} has no {qualname}")
     return owner
+
+
+def _holders(value: object) -> Iterator[tuple[str, types.ModuleType, list[str]]]:
+    for module_name, module in list(sys.modules.items()):
+        # Not isinstance(): it believes what a proxy says it is, and asking wakes a lazy one.
+        if not issubclass(type(module), types.ModuleType):
+            continue
+        names = [name for name, held in list(namespace(module).items()) if held is value]
+        if names:
+            yield module_name, module, names
+
+
+def _unbound(raw: Any) -> Any:
+    return raw.__func__ if type(raw) in (staticmethod, classmethod) else raw
 
 
 def _foreign(function: Any, module: types.ModuleType, decorators: int) -> str | None:
@@ -174,10 +205,17 @@ def _foreign(function: Any, module: types.ModuleType, decorators: int) -> str | 
     # onto it. Only as many layers are looked through as upstream itself put there.
     for _ in range(decorators):
         function = getattr(function, "__wrapped__", function)
-    if type(function) is not types.FunctionType:  # isinstance() believes what a proxy says it is
+    if type(function) is not types.FunctionType:
         kind = type(function)
         return f"a {kind.__module__}.{kind.__qualname__}, not upstream's function"
-    if function.__globals__ is vars(module):
-        return None
     code = function.__code__
+    # Source patchers compile anew in upstream's globals, under a file name of their own.
+    if function.__globals__ is namespace(module) and _file_name(code.co_filename) == _file_name(
+        str(module.__file__)
+    ):
+        return None
     return f"{function.__qualname__} from {code.co_filename}:{code.co_firstlineno}"
+
+
+def _file_name(path: str) -> str:
+    return path.rpartition("/")[2]

@@ -1,7 +1,8 @@
-"""Read upstream's source without importing it: where a module is, what a function's body says.
+"""Read upstream's source without importing it: what a function's body says.
 
 A body is known by a hash over its syntax tree with docstrings, comments, formatting and the fields
 that differ between Python versions left out, so that the same code has the same hash everywhere.
+Imported when the first body is read: `apply()` before Megatron's import needs none of this.
 """
 
 from __future__ import annotations
@@ -9,51 +10,21 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-import sys
 from collections.abc import Iterator, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
+
+from .finding import find
 
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # ctx repeats the position of a node; kind and type_params come and go with the Python version.
 _UNSTABLE_FIELDS = frozenset({"ctx", "kind", "type_params", "type_comment"})
 
 
-def forget() -> None:
-    """Forget where modules were found: `sys.path` may have changed since the last public call."""
-    locate.cache_clear()
-
-
-@cache
 def locate(module: str) -> Path | None:
     """The source file of `module`, or None. Imports nothing, not even parent packages."""
-    loaded = sys.modules.get(module)
-    if loaded is not None and getattr(loaded, "__file__", None):
-        return Path(str(loaded.__file__))
-    search: Sequence[str] | None = None
-    origin: str | None = None
-    parts = module.split(".")
-    for depth in range(len(parts)):
-        name = ".".join(parts[: depth + 1])
-        parent = sys.modules.get(name)
-        if parent is not None and hasattr(parent, "__path__"):
-            # Namespace paths are computed lazily; a list makes them plain.
-            search, origin = list(parent.__path__), getattr(parent, "__file__", None)
-            continue
-        for finder in sys.meta_path:
-            # Import-hook finders (wrapt's, ours) would import parents or wake hooks to answer.
-            if type(finder).__module__.startswith(("wrapt.", "megatron_idempotent.")):
-                continue
-            spec = finder.find_spec(name, search)
-            if spec is not None:
-                break
-        else:
-            return None
-        if depth < len(parts) - 1 and spec.submodule_search_locations is None:
-            return None
-        origin = spec.origin
-        search = list(spec.submodule_search_locations or ())
-    return Path(origin) if origin and origin.endswith(".py") else None
+    found = find(module)
+    return None if found is None else Path(found)
 
 
 class Body:
@@ -112,7 +83,7 @@ def read_body(path: Path, qualname: str) -> Body | None:
 def _walk(node: ast.AST, outside_loops: bool) -> Iterator[ast.AST]:
     yield node
     for child in ast.iter_child_nodes(node):
-        if not (outside_loops and isinstance(child, (ast.For, ast.While))):
+        if not (outside_loops and isinstance(child, (ast.For, ast.AsyncFor, ast.While))):
             yield from _walk(child, outside_loops)
 
 
@@ -120,17 +91,22 @@ def _parse_definition(
     text: str, name: str
 ) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
     # Parsing only the lines of one definition is four times faster than the 4,700 of training.py.
-    # A decorated or conditional definition, or text in column 0 inside of it, takes the long way.
-    starts = list(re.finditer(rf"^(?:async def|def|class) {re.escape(name)}\b", text, re.MULTILINE))
-    if len(starts) == 1 and not re.search(r"^[@)].*\n\Z", text[: starts[0].start()], re.MULTILINE):
-        start = starts[0].start()
-        end = re.search(r"^[A-Za-z_@]", text[starts[0].end() :], re.MULTILINE)
-        try:
-            tree = ast.parse(text[start : starts[0].end() + end.start()] if end else text[start:])
-        except SyntaxError:
-            pass  # the cut went through a string; the whole file decides below
-        else:
-            return _definition(tree.body, name)
+    # Whatever could make the cut wrong takes the long way: a second definition, anywhere; one that
+    # is decorated, conditional, or inside of a string; text in column 0 inside of it.
+    starts = list(
+        re.finditer(rf"^[ \t]*(?:async def|def|class) {re.escape(name)}\b", text, re.MULTILINE)
+    )
+    if len(starts) == 1 and not starts[0].group().startswith((" ", "\t")):
+        start, stop = starts[0].span()
+        statement = max(0, *(m.start() for m in re.finditer(r"^\w", text[:start], re.MULTILINE)), 0)
+        end = re.search(r"^[\w@]", text[stop:], re.MULTILINE)
+        if not re.search(r"^@", text[statement:start], re.MULTILINE):
+            try:
+                tree = ast.parse(text[start : stop + end.start()] if end else text[start:])
+            except SyntaxError:
+                pass  # the cut went through a string; the whole file decides below
+            else:
+                return _definition(tree.body, name)
     return _definition(ast.parse(text).body, name)
 
 
@@ -142,10 +118,10 @@ def _definition(
         if isinstance(statement, _Definition):
             if statement.name == name:
                 found = statement  # the last definition wins, as it does at run time
-        elif isinstance(statement, (ast.If, ast.Try)):
-            parts = ("body", "orelse", "finalbody")
-            inner = [child for part in parts for child in getattr(statement, part, ())]
-            found = _definition(inner, name) or found
+        elif isinstance(statement, (ast.If, ast.Try, ast.With)):
+            blocks = [getattr(statement, part, []) for part in ("body", "orelse", "finalbody")]
+            blocks[1:1] = [handler.body for handler in getattr(statement, "handlers", ())]
+            found = _definition([child for block in blocks for child in block], name) or found
     return found
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from . import landing
 from .catalogue import patches
 from .control import report
-from .errors import VerificationError
-from .report import PROBLEMS, Report
+from .errors import PatchError, VerificationError
+from .report import PROBLEMS, Report, Row
 
 
 def verify(group: Any = None) -> Report:
@@ -19,7 +18,7 @@ def verify(group: Any = None) -> Report:
 
     Half-patched ranks hang in collectives, long after the cause. Call this once after
     initialisation, on every rank of `group`: it gathers a digest of (id, status, upstream version,
-    upstream body, our code) over them.
+    upstream body, our code) over them, and raises on all of them where it raises on one.
 
     Args:
         group: a `torch.distributed` process group; None means the default one. Without an
@@ -30,9 +29,35 @@ def verify(group: Any = None) -> Report:
 
     Raises:
         VerificationError: a patched function was replaced, or ranks differ; names which.
-        PatchError: in strict mode, where a patch has a problem.
+        PatchError: in strict mode, where a patch of this process has a problem.
     """
-    result = report()
+    failure: PatchError | VerificationError | None = None
+    try:
+        result = report()
+        _check_in_place(result)
+    except (PatchError, VerificationError) as error:
+        failure = error
+        result = Report(landing.current(patch) for patch in patches().values())
+    distributed = sys.modules.get("torch.distributed")
+    up = distributed and distributed.is_available() and distributed.is_initialized()
+    if distributed and up and distributed.get_world_size(group) > 0:  # -1 outside of the group
+        gathered: list[Any] = [None] * distributed.get_world_size(group)
+        mine = (
+            distributed.get_rank(),
+            {row.id: _digest(row) for row in result},
+            failure and str(failure),
+        )
+        # All ranks of the group must enter, also one that already knows of a failure: the others
+        # hang otherwise.
+        distributed.all_gather_object(gathered, mine, group=group)
+        if failure is None:
+            failure = _compare(gathered)
+    if failure is not None:
+        raise failure
+    return result
+
+
+def _check_in_place(result: Report) -> None:
     replaced = [
         f"{row.id} ({row.reason})" for row in result if row.status in PROBLEMS and _was_on(row.id)
     ]
@@ -40,38 +65,49 @@ def verify(group: Any = None) -> Report:
         raise VerificationError(
             f"no longer in place: {', '.join(replaced)}; call apply() after whatever replaced them"
         )
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return result
-    digest = {row.id: _digest(row.id, row.status, row.version) for row in result}
-    # All ranks of the group must enter: the gather hangs otherwise.
-    gathered: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(gathered, digest, group=group)
-    differing = [
-        f"{patch_id}: "
-        + ", ".join(f"rank {rank} {d.get(patch_id)}" for rank, d in enumerate(gathered))
-        for patch_id in sorted({patch_id for d in gathered for patch_id in d})
-        if len({d.get(patch_id) for d in gathered}) > 1
-    ]
-    if differing:
-        raise VerificationError(
-            "ranks are patched differently (ranks within the group): "
-            + "; ".join(differing)
-            + "; call apply() on every rank, with the same arguments, before Megatron is used"
-        )
-    return result
+
+
+def _compare(
+    gathered: Sequence[tuple[int, dict[str, str], str | None]],
+) -> VerificationError | None:
+    failures = [f"rank {rank}: {failure}" for rank, _, failure in gathered if failure]
+    if failures:
+        return VerificationError("; ".join(failures))
+    differing = []
+    for patch_id in sorted({patch_id for _, digests, _ in gathered for patch_id in digests}):
+        ranks: dict[str, list[int]] = {}
+        for rank, digests, _ in gathered:
+            ranks.setdefault(digests.get(patch_id, "unknown"), []).append(rank)
+        if len(ranks) > 1:
+            parts = [f"{digest} on {_some(members)}" for digest, members in ranks.items()]
+            differing.append(f"{patch_id}: {', '.join(parts)}")
+    if not differing:
+        return None
+    return VerificationError(
+        f"ranks are patched differently: {'; '.join(differing)}; call apply() on every rank, with "
+        "the same arguments, before Megatron is used"
+    )
+
+
+def _some(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if ranks[8:] else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _was_on(patch_id: str) -> bool:
     return any(patch_id in site.layers for site in landing.state.sites.values())
 
 
-def _digest(patch_id: str, status: str, version: str | None) -> str:
-    on = "applied" if status == "already_applied" else status
+def _digest(row: Row) -> str:
+    import hashlib  # here, as apply() has no use for them
+    import inspect
+
+    status = "applied" if row.status == "already_applied" else row.status
     code = hashlib.sha256()
-    for target in patches()[patch_id].targets:
+    for target in patches()[row.id].targets:
         site = landing.state.sites.get(target.address)
-        if site is not None and patch_id in site.layers:
-            code.update(inspect.getsource(site.original).encode())
-        code.update(inspect.getsource(target.wrapper).encode())
-    return f"{on} on {version} ({code.hexdigest()[:8]})"
+        if site is not None and row.id in site.layers:
+            code.update(site.body.encode())
+        # The whole case file, because wrappers call functions beside them.
+        code.update(inspect.getsource(sys.modules[target.wrapper.__module__]).encode())
+    return f"{status} {row.version} ({code.hexdigest()[:8]})"

@@ -6,12 +6,12 @@ compared as numbers, and it is imported only for other distributions.
 
 from __future__ import annotations
 
-import ast
-from dataclasses import dataclass
+import _ast  # what `ast` is made of, without its 1,800 lines
+import os
 from functools import cache
-from pathlib import Path
 
-from .source import locate
+from .finding import find
+from .frozen import Record
 
 # megatron-core says its version in a file of its own, which is right for a checkout on PYTHONPATH
 # too. The `+<git sha>` that newer files append belongs to whatever repository encloses them, so
@@ -19,8 +19,7 @@ from .source import locate
 _PACKAGE_INFO = {"megatron-core": "megatron.core.package_info"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Installed:
+class Installed(Record):
     """A distribution's version."""
 
     text: str
@@ -30,12 +29,26 @@ class Installed:
 
 
 def installed(distribution: str) -> Installed | None:
-    """What `import` would find, or None where the distribution is not there."""
+    """What `import` would find, or None where the distribution, or its version, is not there."""
     info = _PACKAGE_INFO.get(distribution)
     if info is None:
         return _from_metadata(distribution)
-    path = locate(info)
-    return None if path is None else _from_package_info(path, path.stat().st_mtime_ns)
+    path = find(info)
+    if path is None:
+        return None
+    try:
+        return _from_package_info(path, os.stat(path).st_mtime_ns)
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+
+
+def absence(distribution: str) -> str:
+    """Why `installed` says None."""
+    info = _PACKAGE_INFO.get(distribution)
+    path = None if info is None else find(info)
+    if path is None:
+        return f"{distribution} is not installed"
+    return f"no version of {distribution} can be read from {path}"
 
 
 def supported(version: Installed, since: str, before: str) -> bool:
@@ -44,20 +57,28 @@ def supported(version: Installed, since: str, before: str) -> bool:
     Pre-releases count as the release they lead to: `0.17.0rc0` holds 0.17's code, and under plain
     specifier rules it would be in neither `<0.17` nor `>=0.17`.
     """
-    return _numbers(since) <= version.release < _numbers(before)
+    return _numbers(since) <= _significant(version.release) < _numbers(before)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("."))
+    return _significant(tuple(int(part) for part in text.split(".")))
+
+
+def _significant(release: tuple[int, ...]) -> tuple[int, ...]:
+    while release and release[-1] == 0:  # 0.12 and 0.12.0 are one release
+        release = release[:-1]
+    return release
 
 
 @cache
-def _from_package_info(path: Path, mtime_ns: int) -> Installed | None:
+def _from_package_info(path: str, mtime_ns: int) -> Installed | None:
+    with open(path, encoding="utf-8") as file:
+        tree = compile(file.read(), path, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
     constants: dict[str, object] = {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+    for node in tree.body if isinstance(tree, _ast.Module) else ():
+        if isinstance(node, _ast.Assign) and isinstance(node.value, _ast.Constant):
             for name in node.targets:
-                if isinstance(name, ast.Name):
+                if isinstance(name, _ast.Name):
                     constants[name.id] = node.value.value
     release = [constants.get(part) for part in ("MAJOR", "MINOR", "PATCH")]
     if not all(isinstance(number, int) for number in release):

@@ -1,0 +1,72 @@
+"""Where a module's source is, found without importing it or waking a lazy one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+
+def namespace(module: object) -> dict[str, Any]:
+    """The module's `__dict__`, also of a lazy one: `vars()` and `hasattr()` would load that."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    except AttributeError:
+        return {}  # somebody put an object that is no module into sys.modules
+    return found
+
+
+def forget() -> None:
+    """Forget where modules were found: `sys.path` may have changed since the last public call."""
+    find.cache_clear()
+
+
+@cache
+def find(module: str) -> str | None:
+    """The source file of `module`, or None. Imports nothing, not even parent packages."""
+    loaded = sys.modules.get(module)
+    if loaded is not None and namespace(loaded).get("__file__"):
+        return _source(str(namespace(loaded)["__file__"]))
+    search: Sequence[str] | None = None
+    origin: str | None = None
+    parts = module.split(".")
+    for depth in range(len(parts)):
+        name = ".".join(parts[: depth + 1])
+        parent = namespace(sys.modules.get(name))
+        if "__path__" in parent:
+            search, origin = _plain(parent["__path__"]), parent.get("__file__")
+            continue
+        spec = _spec(name, search)
+        if spec is None:
+            return None
+        if depth < len(parts) - 1 and spec.submodule_search_locations is None:
+            return None
+        origin = spec.origin
+        search = _plain(spec.submodule_search_locations or ())
+    return _source(origin)
+
+
+def _spec(name: str, search: Sequence[str] | None) -> Any:
+    for finder in list(sys.meta_path):
+        # Import-hook finders (wrapt's, ours) would import parents or wake hooks to answer.
+        if type(finder).__module__.startswith(("wrapt.", "megatron_idempotent.")):
+            continue
+        find_spec = getattr(finder, "find_spec", None)  # as importlib does: old ones have none
+        spec = None if find_spec is None else find_spec(name, search)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _plain(locations: Any) -> list[str]:
+    try:
+        return list(locations)
+    except KeyError:
+        # A namespace package inside of one that is not imported: its path object looks the parent
+        # up in sys.modules. What it was made with is right, as nothing has changed since.
+        return list(locations._path)
+
+
+def _source(path: str | None) -> str | None:
+    return path if path and path.endswith(".py") else None
