@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
+import os
+from collections.abc import Iterable
 from functools import cache
 
 from .record import Patch
@@ -21,13 +22,24 @@ def patches() -> dict[str, Patch]:
     """
     package = importlib.import_module(PACKAGE)
     found: dict[str, Patch] = {}
-    for entry in pkgutil.iter_modules(package.__path__):
-        if entry.name.startswith("_"):
+    for name in _modules(package.__path__):
+        if name.startswith("_"):
             continue
-        patch = getattr(importlib.import_module(f"{PACKAGE}.{entry.name}"), "PATCH", None)
+        patch = getattr(importlib.import_module(f"{PACKAGE}.{name}"), "PATCH", None)
         if not isinstance(patch, Patch):
-            raise TypeError(f"{PACKAGE}.{entry.name} declares no PATCH")
-        if patch.id.replace("-", "_") != entry.name:
-            raise ValueError(f"patch {patch.id!r} is declared in {entry.name}.py: names must agree")
+            raise TypeError(f"{PACKAGE}.{name} declares no PATCH")
+        if patch.id.replace("-", "_") != name:
+            raise ValueError(f"patch {patch.id!r} is declared in {name}.py: names must agree")
         found[patch.id] = patch
     return dict(sorted(found.items()))
+
+
+def _modules(path: Iterable[str]) -> list[str]:
+    folders = list(path)
+    if all(map(os.path.isdir, folders)):
+        # What pkgutil does, which imports inspect for it: half of what apply() costs.
+        names = (name for folder in folders for name in os.listdir(folder))
+        return sorted({name[:-3] for name in names if name.endswith(".py")})
+    import pkgutil  # in a zip file, say
+
+    return [entry.name for entry in pkgutil.iter_modules(folders)]

@@ -6,7 +6,6 @@ compared as numbers, and it is imported only for other distributions.
 
 from __future__ import annotations
 
-import _ast  # what `ast` is made of, without its 1,800 lines
 import os
 from functools import cache
 
@@ -38,7 +37,7 @@ def installed(distribution: str) -> Installed | None:
         return None
     try:
         return _from_package_info(path, os.stat(path).st_mtime_ns)
-    except (OSError, SyntaxError, UnicodeDecodeError):
+    except (OSError, UnicodeDecodeError):
         return None
 
 
@@ -72,19 +71,18 @@ def _significant(release: tuple[int, ...]) -> tuple[int, ...]:
 
 @cache
 def _from_package_info(path: str, mtime_ns: int) -> Installed | None:
+    # Line by line, because these are plain assignments and `ast` takes longer to import than the
+    # rest of this file to run.
+    constants: dict[str, str] = {}
     with open(path, encoding="utf-8") as file:
-        tree = compile(file.read(), path, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
-    constants: dict[str, object] = {}
-    for node in tree.body if isinstance(tree, _ast.Module) else ():
-        if isinstance(node, _ast.Assign) and isinstance(node.value, _ast.Constant):
-            for name in node.targets:
-                if isinstance(name, _ast.Name):
-                    constants[name.id] = node.value.value
-    release = [constants.get(part) for part in ("MAJOR", "MINOR", "PATCH")]
-    if not all(isinstance(number, int) for number in release):
+        for line in file:
+            name, _, value = line.partition("=")
+            constants[name.rstrip()] = value.partition("#")[0].strip()
+    release = [constants.get(part, "") for part in ("MAJOR", "MINOR", "PATCH")]
+    if not all(number.isdecimal() for number in release):
         return None
-    text = ".".join(map(str, release)) + str(constants.get("PRE_RELEASE", ""))
-    return Installed(text=text, release=tuple(int(str(number)) for number in release))
+    text = ".".join(release) + constants.get("PRE_RELEASE", "").strip("'\"")
+    return Installed(text=text, release=tuple(map(int, release)))
 
 
 def _from_metadata(distribution: str) -> Installed | None:
