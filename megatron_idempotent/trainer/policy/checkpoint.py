@@ -70,8 +70,10 @@ class Checkpoints:
         """
         from megatron.training.checkpointing import load_checkpoint
 
+        _fill_adam_state(self._stock.optimizer)
         args = self._stock.args
-        with _argument(args, "load", str(checkpoint / "megatron")):
+        # no_grad: the optimizer copies into views of float32 parameters, which are leaves here.
+        with _argument(args, "load", str(checkpoint / "megatron")), torch.no_grad():
             args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
                 self._stock.chunks, self._stock.optimizer, self._stock.scheduler
             )
@@ -87,6 +89,26 @@ def weights_digest(module: torch.nn.Module) -> str:
         digest.update(name.encode())
         digest.update(parameter.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _fill_adam_state(optimizer: Any) -> None:
+    """Give a fresh optimizer its state, as zeros, for the checkpoint to be read into.
+
+    Before it loads, Megatron asks the optimizer which step it is at, and with torch's Adam (no Apex
+    or Transformer Engine) asserts that there is one: an optimizer that never stepped has none.
+    """
+    for part in optimizer.chained_optimizers:
+        adam: torch.optim.Optimizer = part.optimizer
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                adam.state.setdefault(
+                    parameter,
+                    {
+                        "step": torch.zeros((), dtype=torch.float32),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    },
+                )
 
 
 def _collect_results_in_this_process() -> None:
