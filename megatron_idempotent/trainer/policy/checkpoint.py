@@ -77,6 +77,7 @@ class Checkpoints:
             args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
                 self._stock.chunks, self._stock.optimizer, self._stock.scheduler
             )
+        _separate_adam_steps(self._stock.optimizer)
         args.train_iters = args.iteration
         done: int = args.iteration // self._config.optimizer.steps_per_rollout
         return done
@@ -109,6 +110,17 @@ def _fill_adam_state(optimizer: Any) -> None:
                         "exp_avg_sq": torch.zeros_like(parameter),
                     },
                 )
+
+
+def _separate_adam_steps(optimizer: Any) -> None:
+    """Give every parameter its own step counter again.
+
+    Megatron's load hands one tensor to all of them, torch's Adam adds one to it for each parameter,
+    and the bias correction runs away: the resumed run would silently learn something else.
+    """
+    for part in optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].clone()
 
 
 def _collect_results_in_this_process() -> None:

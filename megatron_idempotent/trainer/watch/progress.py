@@ -21,7 +21,7 @@ def make_progress(config: Config, *, first_rollout: int, terminal: IO[str]) -> L
 
 
 def describe(metrics: Mapping[str, float], held_out: float) -> str:
-    """The numbers beside the bar, from the metrics of one rollout."""
+    """The numbers of one rollout, for a line of a log."""
     return (
         f"reward {metrics[REWARD]:.3f}  held-out {held_out:.3f}  loss {metrics[LOSS]:+.4f}  "
         f"grad norm {metrics[GRAD_NORM]:.2f}  {metrics[TOKENS_PER_S]:.0f} tokens/s"
@@ -34,11 +34,11 @@ class ProgressBar:
     def __init__(self, rollouts: int, first_rollout: int, terminal: IO[str]) -> None:
         self._held_out = float("nan")
         self._progress = Progress(
-            TextColumn("rollout"),
+            # Together no wider than 80 columns: rich would squeeze a column to nothing.
             MofNCompleteColumn(),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=8),
             TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True),
             console=Console(file=terminal),
             # Drawn when there is something new: a thread would take a core from the ranks.
             auto_refresh=False,
@@ -55,7 +55,11 @@ class ProgressBar:
         """Move the bar."""
         self._held_out = metrics.get(HELD_OUT, self._held_out)
         if REWARD in metrics:
-            numbers = describe(metrics, self._held_out)
+            numbers = (
+                f"reward {metrics[REWARD]:.2f} held-out {self._held_out:.2f} "
+                f"loss {metrics[LOSS]:+.2f} grad {metrics[GRAD_NORM]:.1f} "
+                f"{metrics[TOKENS_PER_S]:.0f} tok/s"
+            )
             self._progress.update(self._task, completed=rollout, numbers=numbers)
         self._progress.refresh()
 

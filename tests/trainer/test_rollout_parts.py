@@ -1,0 +1,132 @@
+"""Rewards, advantages, random numbers and packing: the pure parts of a rollout."""
+
+import math
+import statistics
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron_idempotent.trainer.policy.batch import microbatches, pack  # noqa: E402 - after the skip
+from megatron_idempotent.trainer.rollout.advantages import group_advantages  # noqa: E402
+from megatron_idempotent.trainer.rollout.records import Group, Sample, ScoredGroup  # noqa: E402
+from megatron_idempotent.trainer.rollout.uniforms import token_uniforms  # noqa: E402
+from megatron_idempotent.trainer.task.prompts import Prompt  # noqa: E402
+from megatron_idempotent.trainer.task.reward import position_reward  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("response", "finished", "reward"),
+    [
+        ("c b a", True, 1.0),
+        ("c b a", False, 0.75),  # never said that it was done
+        ("c b x", True, 0.75),
+        ("a b c", True, 0.5),  # the middle, and the end
+        ("", True, 0.0),
+        ("c", True, 0.25),
+        ("c b a a", True, 0.6),  # 3 of 5: the denominator grows with what was said
+        ("x x x x", False, 0.0),
+    ],
+)
+def test_the_reward_is_the_share_of_right_positions(response, finished, reward):
+    assert position_reward(response, "c b a", finished=finished) == reward
+
+
+def test_only_the_whole_answer_earns_everything():
+    words = ["a", "b", "c", "<pad>"]
+    for first in words:
+        for second in words:
+            text = f"{first} {second}"
+            full = position_reward(text, "a b", finished=True) == 1.0
+            assert full == (text == "a b")
+
+
+def test_advantages_are_rewards_standardised_within_the_group():
+    rewards = [0.0, 0.25, 0.25, 1.0]
+    mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
+    expected = [(reward - mean) / (std + 1e-4) for reward in rewards]
+    assert group_advantages(rewards, normalize_std=True) == pytest.approx(expected, abs=1e-15)
+    assert group_advantages(rewards, normalize_std=False) == pytest.approx(
+        [reward - mean for reward in rewards], abs=1e-15
+    )
+
+
+def test_a_group_of_equal_rewards_has_no_advantages():
+    assert group_advantages([0.3] * 3, normalize_std=True) == (0.0, 0.0, 0.0)
+
+
+def test_uniforms_belong_to_the_token_and_not_to_the_batch():
+    rows, samples = torch.arange(12) // 4, torch.arange(12) % 4
+    together = token_uniforms(seed=1, stream=7, rows_B=rows, samples_B=samples, tokens=5)
+    for number in (11, 3, 0):
+        alone = token_uniforms(
+            seed=1,
+            stream=7,
+            rows_B=rows[number : number + 1],
+            samples_B=samples[number : number + 1],
+            tokens=3,
+        )
+        assert torch.equal(alone[0], together[number, :3])
+
+
+def test_uniforms_are_uniform_and_differ_in_every_key():
+    rows, samples = torch.arange(4000) // 4, torch.arange(4000) % 4
+    base = token_uniforms(seed=1, stream=0, rows_B=rows, samples_B=samples, tokens=4)
+    assert base.min() >= 0
+    assert base.max() < 1
+    # Mean of 16,000 uniforms: standard error 1 / sqrt(12 x 16000) = 0.0023; five of them.
+    assert float(base.mean()) == pytest.approx(0.5, abs=0.012)
+    assert len(base.flatten().unique()) == base.numel()
+    for seed, stream in ((2, 0), (1, 1), (0, 1)):
+        other = token_uniforms(seed=seed, stream=stream, rows_B=rows, samples_B=samples, tokens=4)
+        assert not torch.isclose(other, base, atol=1e-9, rtol=0).any()
+
+
+def scored_groups():
+    prompt = Prompt(row=0, text="copy a", answer="a", split="train")
+    first = Sample(tokens=(5, 1), logprobs=(-0.5, -0.25), text="a", finished=True)
+    second = Sample(tokens=(6, 6, 6), logprobs=(-1.0, -2.0, -3.0), text="b b b", finished=False)
+    group = Group(prompt=prompt, prompt_tokens=(3, 4, 2), samples=(first, second))
+    return [ScoredGroup(group=group, rewards=(1.0, 0.0), advantages=(1.0, -1.0))]
+
+
+def test_packing_shifts_targets_by_one_and_masks_the_response():
+    batch = pack(scored_groups(), positions=6, pad_id=0)
+    assert batch.tokens_BT.tolist() == [[3, 4, 2, 5, 1, 0], [3, 4, 2, 6, 6, 6]]
+    assert batch.targets_BT.tolist() == [[4, 2, 5, 1, 0, 0], [4, 2, 6, 6, 6, 0]]
+    assert batch.loss_mask_BT.tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0]]
+    assert batch.old_logprobs_BT[0].tolist() == [0, 0, -0.5, -0.25, 0, 0]
+    assert batch.advantages_B.tolist() == [1.0, -1.0]
+
+
+def test_packing_into_too_few_positions_is_an_error():
+    with pytest.raises(ValueError, match="a sequence of 6 tokens, room for 5"):
+        pack(scored_groups(), positions=4, pad_id=0)
+
+
+def test_microbatches_use_every_sequence_once_in_a_seeded_order():
+    batch = pack(scored_groups() * 6, positions=5, pad_id=0)
+    marked = batch.rows(torch.arange(12))
+    marked.advantages_B.copy_(torch.arange(12.0))
+
+    def order(seed, index):
+        pieces = list(microbatches(marked, size=4, seed=seed, index=index))
+        assert [len(piece) for piece in pieces] == [4, 4, 4]
+        return [int(value) for piece in pieces for value in piece.advantages_B]
+
+    assert sorted(order(1, 0)) == list(range(12))
+    assert order(1, 0) == order(1, 0)
+    assert order(1, 0) != order(1, 1)
+    assert order(1, 0) != order(2, 0)
+
+
+def test_log_probabilities_survive_the_way_into_the_batch():
+    value = math.log(1 / 3)
+    stored = torch.tensor(value).item()  # what the sampler hands over: a float32
+    sample = Sample(tokens=(1,), logprobs=(stored,), text="", finished=True)
+    prompt = Prompt(row=0, text="a", answer="a", split="train")
+    group = Group(prompt=prompt, prompt_tokens=(3,), samples=(sample,))
+    batch = pack(
+        [ScoredGroup(group=group, rewards=(0.0,), advantages=(0.0,))], positions=1, pad_id=0
+    )
+    assert batch.old_logprobs_BT[0, 0].item() == stored
