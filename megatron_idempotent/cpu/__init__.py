@@ -11,10 +11,29 @@ neither importing this package nor the pytest plugin imports torch. What is emul
 
 """
 
-from megatron_idempotent.cpu.errors import NotEmulatedError, RankError, RankFailure, RankTimeout
-from megatron_idempotent.cpu.pool import RankPool, run_ranks
-from megatron_idempotent.cpu.runtime import disable, enable, enabled, is_enabled
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from megatron_idempotent.cpu.table import EMULATED
+
+if TYPE_CHECKING:
+    from megatron_idempotent.cpu.errors import (
+        NotEmulatedError,
+        RankError,
+        RankFailure,
+        RankTimeout,
+    )
+    from megatron_idempotent.cpu.pool import RankPool, run_ranks
+    from megatron_idempotent.cpu.runtime import disable, enable, enabled, is_enabled
+
+# Resolved at first use: every pytest run of everybody who installs us loads this package.
+_HOMES = {
+    "errors": ("NotEmulatedError", "RankError", "RankFailure", "RankTimeout"),
+    "pool": ("RankPool", "run_ranks"),
+    "runtime": ("disable", "enable", "enabled", "is_enabled"),
+}
 
 __doc__ += "\n".join(f"- {names}: {answer}" for names, answer in EMULATED)
 __doc__ += "\n\nEvery other public name of `torch.cuda` raises `NotEmulatedError`.\n"
@@ -31,3 +50,10 @@ __all__ = [
     "is_enabled",
     "run_ranks",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

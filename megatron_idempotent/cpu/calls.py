@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import os
 import pickle
 import sys
@@ -126,6 +127,30 @@ def load_arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
         load_main(call.main_file)
     args, kwargs = pickle.loads(call.arguments)
     return args, kwargs
+
+
+class _Pickler(pickle.Pickler):
+    """Keeps Megatron out of results: importing it replaces the function that storages name."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, (torch.TypedStorage, torch.UntypedStorage)):
+            _, arguments = obj.__reduce__()
+            return _load_storage, arguments
+        return NotImplemented
+
+
+def _load_storage(data: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def dump_result(result: Any) -> bytes:
+    """Pickle a rank's result so that the caller need not import Megatron to read it."""
+    out = io.BytesIO()
+    _Pickler(out).dump(result)
+    return out.getvalue()
 
 
 def _known_file(name: str) -> str | None:

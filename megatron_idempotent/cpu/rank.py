@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO
 
-from megatron_idempotent.cpu.calls import Call, load_arguments, resolve
+from megatron_idempotent.cpu.calls import Call, dump_result, load_arguments, resolve
 from megatron_idempotent.cpu.errors import RankFailure
 
 _PR_SET_PDEATHSIG = 1
@@ -55,7 +55,7 @@ def occupy(call: Call, seat: Seat) -> None:
         args, kwargs = load_arguments(call)
         if call.distributed:
             _join_default_group(call, seat)
-        reporter.payload = pickle.dumps(function(*args, **kwargs))
+        reporter.payload = dump_result(function(*args, **kwargs))
 
 
 class _Reporter:
@@ -141,7 +141,7 @@ def _settle(call: Call, seat: Seat) -> None:
 
 def _join_default_group(call: Call, seat: Seat) -> None:
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     # Longer than the deadline: a hang is the launcher's to report, with the stacks of all ranks.
     timeout = datetime.timedelta(seconds=call.timeout_s + 60.0)

@@ -42,20 +42,18 @@ class _Ledger:
 
 
 class _Active:
-    """One activation: its ledger, the import finder and the compiler's stance before it."""
+    """One activation: its ledger and the import finder for modules yet to come."""
 
     def __init__(self) -> None:
         self.ledger = _Ledger()
         self.finder: Any = None
-        self.stance: Any = None
 
     def start(self) -> None:
-        import torch
 
         from megatron_idempotent.cpu import (
             collectives,
             cuda_calls,
-            oversights,
+            late,
             placement,
             refusals,
         )
@@ -69,20 +67,15 @@ class _Active:
         ]
         for owner, name, value in planned:
             self.ledger.replace(owner, name, value)
-        # Megatron's `jit_fuser` is torch.compile, bound when it is imported; a stance reaches
-        # functions that were decorated before, and a compiler is no use for a tiny model.
-        self.stance = torch.compiler.set_stance("force_eager")
-        self.finder = oversights.Completer(self.ledger.replace)
+        self.finder = late.Completer(self.ledger.replace)
         sys.meta_path.insert(0, self.finder)
-        for module_name, complete in oversights.COMPLETE.items():
+        for module_name, complete in late.COMPLETE.items():
             if (module := sys.modules.get(module_name)) is not None:
                 complete(module, self.ledger.replace)
 
     def stop(self) -> None:
         if self.finder in sys.meta_path:
             sys.meta_path.remove(self.finder)
-        if self.stance is not None:
-            self.stance.__exit__(None, None, None)
         self.ledger.undo()
 
 

@@ -1,9 +1,8 @@
-"""What upstream needs of a full GPU installation for no reason of its own.
+"""Modules that are adapted as soon as they are loaded: torch's compiler, and upstream oversights.
 
-Each entry is one upstream oversight: a name that is used without Transformer Engine but defined
-only with it, or a build step for something that the wheel ships built. None of them changes what
-Megatron computes. A module that is imported while the runtime is on is completed as soon as it
-is loaded. Free of torch.
+An oversight is what upstream needs of a full GPU installation for no reason of its own: a name
+that is used without Transformer Engine but defined only with it, or a build step for something
+that the wheel ships built. None of them changes what Megatron computes. Free of torch.
 """
 
 from __future__ import annotations
@@ -47,7 +46,16 @@ def _datasets(module: ModuleType, replace: Complete) -> None:
         replace(module, "compile_helpers", _already_compiled)
 
 
+def _compiler(module: ModuleType, replace: Complete) -> None:
+    # What torch.compiler.set_stance("force_eager") sets, without importing the compiler for it
+    # (7 s): Megatron's `jit_fuser` is torch.compile, bound when Megatron is imported, and the
+    # stance reaches functions that were decorated before.
+    if "_stance" in vars(module):  # torch 2.6 on
+        replace(module, "_stance", module.DynamoStance("force_eager"))
+
+
 COMPLETE: dict[str, Callable[[ModuleType, Complete], None]] = {
+    "torch._dynamo.eval_frame": _compiler,
     "megatron.core.datasets.utils": _datasets,
     "megatron.core.optimizer.distrib_optimizer": _optimizer,
     "megatron.core.transformer.moe.moe_utils": _moe,
