@@ -77,7 +77,7 @@ class Checkpoints:
             args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
                 self._stock.chunks, self._stock.optimizer, self._stock.scheduler
             )
-        _separate_adam_steps(self._stock.optimizer)
+        _restore_adam_steps(self._stock.optimizer)
         args.train_iters = args.iteration
         done: int = args.iteration // self._config.optimizer.steps_per_rollout
         return done
@@ -112,15 +112,19 @@ def _fill_adam_state(optimizer: Any) -> None:
                 )
 
 
-def _separate_adam_steps(optimizer: Any) -> None:
-    """Give every parameter its own step counter again.
+def _restore_adam_steps(optimizer: Any) -> None:
+    """Set every parameter's step counter to the one that its group was saved with.
 
-    Megatron's load hands one tensor to all of them, torch's Adam adds one to it for each parameter,
-    and the bias correction runs away: the resumed run would silently learn something else.
+    Megatron's load leaves torch's Adam (no Apex or Transformer Engine) with one counter shared by
+    all parameters, which each of them then advances, and overwrites it with that of the optimizer
+    before the load. Either way the bias correction is wrong, and the resumed run would silently
+    learn something else.
     """
     for part in optimizer.chained_optimizers:
-        for state in part.optimizer.state.values():
-            state["step"] = state["step"].clone()
+        for group in part.optimizer.param_groups:
+            step = float(group.pop("step"))
+            for parameter in group["params"]:
+                part.optimizer.state[parameter]["step"] = torch.tensor(step, dtype=torch.float32)
 
 
 def _collect_results_in_this_process() -> None:
