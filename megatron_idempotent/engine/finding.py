@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from functools import cache
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 
@@ -35,7 +37,7 @@ def find(module: str) -> str | None:
         name = ".".join(parts[: depth + 1])
         parent = namespace(sys.modules.get(name))
         if "__path__" in parent:
-            search, origin = _plain(parent["__path__"]), parent.get("__file__")
+            search, origin = list(parent["__path__"]), parent.get("__file__")
             continue
         spec = _spec(name, search)
         if spec is None:
@@ -43,7 +45,7 @@ def find(module: str) -> str | None:
         if depth < len(parts) - 1 and spec.submodule_search_locations is None:
             return None
         origin = spec.origin
-        search = _plain(spec.submodule_search_locations or ())
+        search = list(spec.submodule_search_locations or ())
     return _source(origin)
 
 
@@ -53,19 +55,17 @@ def _spec(name: str, search: Sequence[str] | None) -> Any:
         if type(finder).__module__.startswith(("wrapt.", "megatron_idempotent.")):
             continue
         find_spec = getattr(finder, "find_spec", None)  # as importlib does: old ones have none
-        spec = None if find_spec is None else find_spec(name, search)
+        try:
+            spec = None if find_spec is None else find_spec(name, search)
+        except KeyError:
+            # A namespace package in one that is not imported: its parent is looked up, in vain, in
+            # sys.modules.
+            spec = ModuleSpec(name, None, is_package=True)
+            folders = [os.path.join(folder, name.rpartition(".")[2]) for folder in search or ()]
+            spec.submodule_search_locations = [f for f in folders if os.path.isdir(f)]
         if spec is not None:
             return spec
     return None
-
-
-def _plain(locations: Any) -> list[str]:
-    try:
-        return list(locations)
-    except KeyError:
-        # A namespace package inside of one that is not imported: its path object looks the parent
-        # up in sys.modules. What it was made with is right, as nothing has changed since.
-        return list(locations._path)
 
 
 def _source(path: str | None) -> str | None:

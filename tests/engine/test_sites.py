@@ -1,0 +1,202 @@
+"""One live function with layers around it: what is put there, and what is there afterwards."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+import types
+
+import pytest
+from toys import ask, shout
+
+from megatron_idempotent.engine import Target
+from megatron_idempotent.engine.sites import Conflict, Site, open_site
+
+SOURCE = """
+import contextlib
+
+def greet(name: str = "you") -> str:
+    return f"hello {name}"
+
+alias = greet
+
+class Base:
+    def inherited(self, name):
+        return f"{type(self).__name__} {name}"
+    @classmethod
+    def made(cls, name):
+        return f"{cls.__name__} {name}"
+
+class Thing(Base):
+    def method(self, name):
+        return f"{self.tag} {name}"
+    tag = "thing"
+    @staticmethod
+    def static(name):
+        return name
+    @classmethod
+    def klass(cls, name):
+        return f"{cls.__name__} {name}"
+    @contextlib.contextmanager
+    def managed(self, name):
+        yield name
+"""
+
+
+@pytest.fixture
+def module(toys):
+    toys.write("toy_sites", SOURCE)
+    import toy_sites
+
+    return toy_sites
+
+
+def site_of(qualname: str, decorators: int = 0) -> Site:
+    target = Target(address=f"toy_sites:{qualname}", wrapper=shout, relies_on=("name",))
+    return open_site(target, decorators)
+
+
+@pytest.mark.parametrize(
+    ("qualname", "decorators"),
+    [("greet", 0), ("Thing.method", 0), ("Thing.static", 1), ("Thing.klass", 1)],
+)
+def test_uninstalling_puts_the_raw_value_back(module, qualname, decorators):
+    owner = module.Thing if "." in qualname else module
+    name = qualname.rpartition(".")[2]
+    raw = vars(owner)[name]
+    call = getattr(module.Thing() if "." in qualname else module, name)
+    site = site_of(qualname, decorators)
+    site.install(())
+    site.add("shout", shout)
+    assert type(vars(owner)[name]) is type(raw)
+    assert getattr(module.Thing() if "." in qualname else module, name)("x") == call("x") + "!"
+    site.remove("shout")
+    assert site.uninstall()
+    assert vars(owner)[name] is raw
+
+
+@pytest.mark.parametrize(("name", "answer"), [("inherited", "Thing x!"), ("made", "Thing x!")])
+def test_uninstalling_deletes_what_was_inherited(module, name, answer):
+    site = site_of(f"Thing.{name}")
+    site.install(())
+    site.add("shout", shout)
+    assert getattr(module.Thing(), name)("x") == answer
+    assert getattr(module.Base(), name)("x") == "Base x"
+    assert site.uninstall()
+    assert name not in vars(module.Thing)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["a", "b", "c"])))
+def test_layers_come_and_go_in_any_order(module, order):
+    site = site_of("greet")
+    site.install(())
+    installed = module.greet
+    wrappers = {"a": shout, "b": ask, "c": shout}
+    for patch_id in order:
+        site.add(patch_id, wrappers[patch_id])
+    assert module.greet("x") == "hello x!?!"
+    for patch_id, left in zip(order, range(2, -1, -1), strict=True):
+        site.remove(patch_id)
+        assert module.greet("x").count("!") + module.greet("x").count("?") == left
+        assert module.greet is installed
+
+
+def test_the_signature_is_upstreams_for_callers_and_for_wrappers(module):
+    before = inspect.signature(module.greet)
+    seen = []
+
+    def wrapper(original, *args, **kwargs):
+        seen.append(inspect.signature(original))
+        return original(*args, **kwargs)
+
+    site = site_of("greet")
+    site.install(())
+    site.add("a", wrapper)
+    site.add("b", wrapper)
+    module.greet()
+    assert [inspect.signature(module.greet), *seen] == [before] * 3
+    assert module.greet.__name__ == "greet"
+
+
+def test_another_name_in_the_same_module_is_patched_too(module):
+    site = site_of("greet")
+    site.install(())
+    assert module.alias is module.greet
+    site.uninstall()
+    assert module.alias is module.greet is site.original
+
+
+def test_a_polite_wrapper_around_a_static_method_counts_as_in_place(module):
+    site = site_of("Thing.static", 1)
+    site.install(())
+    ours = module.Thing.static
+    wrapper = types.FunctionType(shout.__code__, globals())
+    wrapper.__wrapped__ = ours
+    module.Thing.static = staticmethod(wrapper)
+    assert site.in_place
+    assert not site.uninstall()
+
+
+def test_a_wrapper_that_upstream_did_not_put_on_a_static_method_is_a_conflict(module):
+    wrapper = types.FunctionType(shout.__code__, globals())
+    wrapper.__wrapped__ = module.Thing.static
+    module.Thing.static = staticmethod(wrapper)
+    with pytest.raises(Conflict, match=r"toy_sites:Thing\.static is shout from .*toys\.py"):
+        site_of("Thing.static", 1)
+
+
+def test_upstreams_own_decorator_is_no_conflict(module):
+    site_of("Thing.managed", 1)
+    with pytest.raises(Conflict, match=r"contextlib\.py"):
+        site_of("Thing.managed", 0)
+
+
+@pytest.mark.parametrize("qualname", ["nothing", "Nothing.method", "Thing.nothing", "greet.x.y"])
+def test_a_name_that_is_not_there_is_an_attribute_error(module, qualname):
+    with pytest.raises(AttributeError, match="toy_sites has no"):
+        site_of(qualname)
+
+
+@pytest.mark.parametrize("value", ["module.Thing", "print", "3"])
+def test_what_is_no_function_is_a_conflict_that_says_what_it_is(module, value):
+    module.greet = eval(value)
+    with pytest.raises(Conflict, match=r"toy_sites:greet is a builtins\."):
+        site_of("greet")
+
+
+def test_a_class_that_is_gone_is_not_in_place(module):
+    site = site_of("Thing.method")
+    site.install(())
+    assert site.in_place
+    del module.Thing
+    assert not site.in_place
+    sys.modules.pop("toy_sites")
+    assert not site.in_place
+
+
+def test_looking_for_early_bound_names_wakes_no_lazy_module(module, monkeypatch):
+    woken = []
+
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name: str) -> object:
+            woken.append(name)
+            return super().__getattribute__(name)
+
+    class Proxy:
+        @property
+        def __class__(self) -> type:
+            woken.append("__class__")
+            return types.ModuleType
+
+    lazy = types.ModuleType("toy_lazy")
+    lazy.__getattr__ = woken.append
+    monkeypatch.setitem(sys.modules, "toy_lazy", lazy)
+    monkeypatch.setitem(sys.modules, "toy_lazier", Lazy("toy_lazier"))
+    monkeypatch.setitem(sys.modules, "toy_proxy", Proxy())
+    monkeypatch.setitem(sys.modules, "toy_none", None)
+    woken.clear()
+    site = site_of("greet")
+    site.install(("toy_lazy", "toy_lazier", "toy_proxy"))
+    site.uninstall()
+    assert woken == []

@@ -1,0 +1,128 @@
+"""`verify()` alone and over the ranks of a group."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_idempotent import VerificationError, verify
+
+
+def test_alone_it_returns_the_report(toys):
+    toys.write("toy_up.greet", "def greet(name):\n    return name\n")
+    toys.patch("toy-a", "toy_up.greet:greet")
+    import toy_up.greet  # noqa: F401
+
+    toys.apply()
+    assert verify()["toy-a"].status == "applied"
+
+
+def test_alone_it_finds_what_was_replaced(toys):
+    toys.write("toy_up.greet", "def greet(name):\n    return name\n")
+    toys.patch("toy-a", "toy_up.greet:greet")
+    import toy_up.greet
+
+    toys.apply()
+    toy_up.greet.greet = print
+    with pytest.raises(VerificationError, match=r"no longer in place: toy-a \(its function was"):
+        verify()
+
+
+def alike() -> str:
+    """On every rank: apply, verify."""
+    import megatron_idempotent
+
+    megatron_idempotent.apply()
+    return megatron_idempotent.verify()["pipeline-seed-offset"].status
+
+
+def one_without() -> str:
+    """Rank 1 leaves one patch out."""
+    import torch
+
+    import megatron_idempotent
+
+    out = ["pipeline-seed-offset"] if torch.distributed.get_rank() == 1 else []
+    megatron_idempotent.apply(exclude=out)
+    return message_of_verify()
+
+
+def replaced_on_one() -> str:
+    """Rank 1 has lost a function; it knows before the others are asked."""
+    import megatron.core.tensor_parallel.random as module
+    import torch
+
+    import megatron_idempotent
+
+    megatron_idempotent.apply()
+    if torch.distributed.get_rank() == 1:
+        module.model_parallel_cuda_manual_seed = print
+    return message_of_verify()
+
+
+def strict_on_one() -> str:
+    """Rank 1 is strict and has a problem of its own."""
+    import megatron.core.tensor_parallel.random as module
+    import torch
+
+    import megatron_idempotent
+
+    strict = torch.distributed.get_rank() == 1
+    megatron_idempotent.apply(strict=strict)
+    if strict:
+        module.model_parallel_cuda_manual_seed = print
+    return message_of_verify()
+
+
+def message_of_verify() -> str:
+    """Type and text of what `verify()` raises."""
+    import megatron_idempotent
+
+    try:
+        megatron_idempotent.verify()
+    except (megatron_idempotent.VerificationError, megatron_idempotent.PatchError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def subgroup() -> str:
+    """A group of rank 1 alone: rank 0 has nothing to do with it."""
+    import torch
+
+    import megatron_idempotent
+
+    group = torch.distributed.new_group([1])
+    megatron_idempotent.apply(exclude=["grad-scale-func"] * torch.distributed.get_rank())
+    megatron_idempotent.verify(group)
+    return "fine"
+
+
+def test_equal_ranks_agree(megatron_ranks):
+    assert megatron_ranks(2, alike) == ["applied", "applied"]
+
+
+def test_a_rank_without_a_patch_raises_on_all_ranks_and_is_named(megatron_ranks):
+    first, second = megatron_ranks(2, one_without)
+    assert first == second
+    assert first.startswith(
+        "VerificationError: ranks are patched differently: pipeline-seed-offset: applied 0."
+    )
+    assert " on rank 0, disabled 0." in first
+    assert " on rank 1; call apply() on every rank" in first
+    assert "grad-scale-func" not in first
+
+
+@pytest.mark.parametrize(
+    ("scenario", "kind"), [(replaced_on_one, "VerificationError"), (strict_on_one, "PatchError")]
+)
+def test_a_rank_that_fails_by_itself_does_not_leave_the_others_waiting(
+    megatron_ranks, scenario, kind
+):
+    first, second = megatron_ranks(2, scenario)
+    assert first.startswith("VerificationError: rank 1: ")
+    assert second.startswith(f"{kind}: ")
+    assert "pipeline-seed-offset" in first
+    assert "pipeline-seed-offset" in second
+
+
+def test_a_rank_outside_of_the_group_is_not_asked(megatron_ranks):
+    assert megatron_ranks(2, subgroup) == ["fine", "fine"]
