@@ -1,8 +1,9 @@
 """Process groups: gloo wherever NCCL is asked for. Imports torch; loaded by `enable()` only.
 
-gloo of torch 2.13 has what Megatron calls: reduce_scatter_tensor, all_gather_into_tensor, their
+gloo of torch 2.13 can do what Megatron calls: reduce_scatter_tensor, all_gather_into_tensor, their
 coalesced forms, AVG, bf16 and fp16, uneven all_to_all_single and batch_isend_irecv. So the
-collectives are real ones, asynchronous handles included; only the choice of backend changes.
+collectives are real ones, asynchronous handles included; only the backend and
+the form of some arguments change.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -49,9 +51,31 @@ def gloo_for(backend: Any) -> Any:
     return backend
 
 
+def with_listed_splits(original: Callable[..., Any]) -> Callable[..., Any]:
+    """all_to_all_single with split sizes as lists.
+
+    Megatron's token dispatcher brings the sizes to the host as numpy arrays, but only from
+    tensors whose `is_cuda` is true; here it passes the tensors themselves.
+    """
+
+    @functools.wraps(original)
+    def all_to_all_single(output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(_listed(value) for value in args)
+        kwargs = {name: _listed(value) for name, value in kwargs.items()}
+        return original(output, input, *args, **kwargs)
+
+    return all_to_all_single
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
 def replacements() -> list[tuple[Any, str, Any]]:
     found: list[tuple[Any, str, Any]] = []
     for name in GROUP_MAKERS:
         replacement = on_gloo(getattr(dist, name))
         found += [(dist, name, replacement), (distributed_c10d, name, replacement)]
+    exchange = with_listed_splits(dist.all_to_all_single)
+    found += [(owner, "all_to_all_single", exchange) for owner in (dist, distributed_c10d)]
     return found

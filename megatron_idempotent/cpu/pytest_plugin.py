@@ -32,7 +32,8 @@ def megatron_rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     from megatron_idempotent.cpu.pool import PROGRAM_PRELOAD, RankPool
 
     max_world_size = int(request.config.getini("megatron_ranks_max"))
-    with RankPool(max_world_size, preload=PROGRAM_PRELOAD) as pool:
+    # Ranks import the test's module, and that imports pytest.
+    with RankPool(max_world_size, preload=(*PROGRAM_PRELOAD, "pytest")) as pool:
         yield pool
 
 

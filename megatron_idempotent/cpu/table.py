@@ -114,6 +114,10 @@ EMULATED: tuple[tuple[str, str], ...] = (
         "torch.distributed.new_subgroups torch.distributed.new_subgroups_by_enumeration",
         'gloo for "nccl" and for no backend; device_id and NCCL options are dropped',
     ),
+    (
+        "torch.distributed.all_to_all_single",
+        "itself, with split sizes that are tensors turned into lists",
+    ),
 )
 
 #: Private or nested names that Megatron calls and that would otherwise slip through.

@@ -1,0 +1,113 @@
+"""What the CPU runtime costs: a Megatron GPT training step with the emulation on and off.
+
+    python -m benchmarks.cpu_overhead [--rounds 15] [--json]
+
+Both sides run the very same model, built once with the runtime on: one window of microbatches
+through upstream's schedule, in one process, without an optimizer step. The "plain torch" side
+runs it with the runtime off, which is possible because the model was initialised on the CPU; the
+handful of calls that upstream makes into `torch.cuda` inside a window is answered there by bare
+constants (see `bare`), so that this side has no wrapper around any torch function. Rounds
+alternate between the sides and the medians are compared, so a busy machine slows both down.
+
+As a third side, the alternative that was not chosen: a TorchFunctionMode around every call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_idempotent import cpu
+
+MICROBATCHES = 8
+
+
+@contextlib.contextmanager
+def bare() -> Iterator[None]:
+    """The runtime off; torch.cuda's few calls inside a window answered by constants."""
+    import torch
+
+    device = torch.device("cpu")
+    stream = object()
+    answers: dict[str, Any] = {
+        "current_device": lambda: device,
+        "current_stream": lambda *_: stream,
+        "synchronize": lambda *_: None,
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+    }
+    constant = torch.zeros([], dtype=torch.int)
+    zeros = torch.zeros
+
+    def zeros_for_schedules(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        return constant.clone() if device == "cuda" else zeros(*args, device=device, **kwargs)
+
+    cpu.disable()
+    before = {name: getattr(torch.cuda, name) for name in answers}
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    torch.zeros = zeros_for_schedules
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch.zeros = zeros
+        for name, original in before.items():
+            setattr(torch.cuda, name, original)
+        cpu.enable()
+
+
+@contextlib.contextmanager
+def function_mode() -> Iterator[None]:
+    """The rejected mechanism on top of `bare`: every torch call passes a Python function."""
+    from torch.overrides import TorchFunctionMode
+
+    class OnCpu(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            kwargs = kwargs or {}
+            if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+                kwargs["device"] = "cpu"
+            return func(*args, **kwargs)
+
+    with bare(), OnCpu():
+        yield
+
+
+def measure(rounds: int) -> dict[str, float]:
+    """Median milliseconds of one window per side; runs inside a rank."""
+    from megatron_idempotent.cpu import tiny
+
+    bench = tiny.build(with_optimizer=False, overlap_grad_reduce=False)
+    sides = {"plain": bare, "runtime": contextlib.nullcontext, "function mode": function_mode}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for round_number in range(rounds + 2):
+        for name, side in sides.items():
+            with side():
+                start = time.perf_counter()
+                bench.forward_backward(MICROBATCHES, data_seed=0)
+                elapsed = time.perf_counter() - start
+            if round_number >= 2:  # the first rounds fill caches
+                seconds[name].append(elapsed)
+    return {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    [median_ms] = cpu.run_ranks(1, measure, options.rounds, timeout_s=300.0)
+    ratios = {name: value / median_ms["plain"] for name, value in median_ms.items()}
+    if options.json:
+        print(json.dumps({"median_ms": median_ms, "ratio": ratios}))
+        return
+    for name, value in median_ms.items():
+        print(f"{name:14} {value:8.2f} ms per window   {ratios[name]:.3f}x of plain torch")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Layouts and numerics on real Megatron: what must be equal is compared, not only run."""
+
+import functools
+import operator
+
+import pytest
+
+from megatron_idempotent import cpu
+
+
+def train(steps=2, num_microbatches=4, **layout):
+    """(losses of all steps, final parameters [P], gradients [G] of the last window)."""
+    from megatron_idempotent.cpu import tiny
+
+    bench = tiny.build(**layout)
+    losses = []
+    for seed in range(steps):
+        losses += bench.forward_backward(num_microbatches, data_seed=seed)
+        success, _, _ = bench.step()
+        assert success
+    if bench.chunks[0].ddp_config.overlap_param_gather:
+        for chunk in bench.chunks:
+            chunk.start_param_sync(force_sync=True)
+    return losses, bench.parameters(), bench.gradients()
+
+
+def overflow():
+    from megatron_idempotent.cpu import tiny
+
+    start = 2.0**16
+    bench = tiny.build(
+        dtype="fp16", optimizer_overrides={"initial_loss_scale": start, "hysteresis": 1}
+    )
+    before = bench.parameters()
+    bench.on_microbatch = lambda index, loss: None if loss is None else loss * 1e30
+    bench.forward_backward(1, data_seed=0)
+    skipped, _, _ = bench.step()
+    unchanged = bool((bench.parameters() == before).all())
+    halved = float(bench.optimizer.get_loss_scale())
+    bench.on_microbatch = None
+    bench.forward_backward(1, data_seed=0)
+    taken, _, _ = bench.step()
+    moved = bool((bench.parameters() != before).any())
+    return skipped, unchanged, halved / start, taken, moved
+
+
+def gradients(**config_overrides):
+    from megatron_idempotent.cpu import tiny
+
+    bench = tiny.build(config_overrides=config_overrides)
+    losses = bench.forward_backward(2, data_seed=3)
+    return losses, bench.gradients()
+
+
+def dropout_masks():
+    """Masks drawn inside and outside of the tracker's region, per tensor-parallel rank."""
+    import torch
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from megatron_idempotent.cpu import tiny
+
+    tiny.build(tp=2, with_optimizer=False)
+    outside = torch.rand(8, device="cuda")
+    with get_cuda_rng_tracker().fork():
+        inside = torch.rand(8, device="cuda")
+    return outside, inside, torch.rand(8, device="cuda")
+
+
+def refused(**layout):
+    from megatron_idempotent.cpu import tiny
+
+    tiny.build(**layout)
+
+
+def same(a, b):
+    return a[0] == b[0] and bool((a[1] == b[1]).all())
+
+
+def close(a, b):
+    return float((a - b).abs().max()) <= 2e-5 * max(1.0, float(b.abs().max()))
+
+
+def test_two_data_parallel_ranks_compute_what_one_rank_does(megatron_ranks):
+    two = megatron_ranks(2, train, num_microbatches=2, distributed_optimizer=False)
+    [one] = megatron_ranks(1, train, num_microbatches=4, distributed_optimizer=False)
+    # Rank r has every second global microbatch; gradients are averaged over both.
+    interleaved = functools.reduce(operator.iadd, zip(two[0][0], two[1][0], strict=True), [])
+    assert interleaved == pytest.approx(one[0], rel=1e-5)
+    assert close(two[0][2], one[2])
+    assert close(two[0][1], one[1])
+    assert bool((two[0][1] == two[1][1]).all())
+
+
+def test_the_distributed_optimizer_makes_the_same_step(megatron_ranks):
+    with_it = megatron_ranks(2, train)
+    without = megatron_ranks(2, train, distributed_optimizer=False)
+    assert all(a[0] == b[0] and close(a[1], b[1]) for a, b in zip(with_it, without, strict=True))
+
+
+@pytest.mark.parametrize(
+    "overlap",
+    [
+        {"overlap_grad_reduce": True},
+        {"overlap_grad_reduce": True, "overlap_param_gather": True},
+        {"overlap_grad_reduce": True, "overlap_param_gather": True, "align": True},
+    ],
+    ids=["grad_reduce", "param_gather", "align"],
+)
+@pytest.mark.parametrize("pipeline", [{}, {"pp": 2, "vpp": 2, "layers_per_stage": 1}])
+def test_overlap_changes_no_bit(megatron_ranks, overlap, pipeline):
+    plain = megatron_ranks(2, train, overlap_grad_reduce=False, **pipeline)
+    overlapped = megatron_ranks(2, train, **overlap, **pipeline)
+    assert all(same(a, b) for a, b in zip(plain, overlapped, strict=True))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_ranks_compute_what_one_rank_does(megatron_ranks, sequence_parallel):
+    two = megatron_ranks(2, train, tp=2, sequence_parallel=sequence_parallel)
+    [one] = megatron_ranks(1, train)
+    assert two[0][0] == two[1][0] == pytest.approx(one[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 2},
+        {"pp": 2, "vpp": 2, "layers_per_stage": 1},
+        {"experts": 4},
+        {"experts": 4, "ep": 2},
+    ],
+    ids=["pp", "vpp", "moe", "moe-ep"],
+)
+def test_a_layout_learns(megatron_ranks, layout):
+    losses = megatron_ranks(2, train_on_one_batch, **layout)[-1]
+    assert losses[-1] < losses[0] - 0.1
+
+
+def train_on_one_batch(**layout):
+    from megatron_idempotent.cpu import tiny
+
+    bench = tiny.build(**layout, optimizer_overrides={"lr": 3e-3})
+    losses = []
+    for _ in range(4):
+        losses += bench.forward_backward(2, data_seed=0)[:1]
+        bench.step()
+    return losses
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_follows_full_precision(megatron_ranks, dtype):
+    scale = {"loss_scale": 1024.0} if dtype == "fp16" else {}
+    half = megatron_ranks(2, train, dtype=dtype, **scale)
+    full = megatron_ranks(2, train)
+    assert half[0][0] == pytest.approx(full[0][0], abs=0.01)
+    assert half[0][0] != full[0][0]
+
+
+def test_an_fp16_overflow_skips_the_step_and_halves_the_scale(megatron_ranks):
+    assert megatron_ranks(2, overflow) == [(False, True, 0.5, True, True)] * 2
+
+
+def test_recomputation_gives_the_same_gradients_and_replays_dropout(megatron_ranks):
+    for dropout in (0.0, 0.3):
+        keep = {"hidden_dropout": dropout, "attention_dropout": dropout}
+        stored = megatron_ranks(2, gradients, **keep)
+        recomputed = megatron_ranks(
+            2,
+            gradients,
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers=1,
+            **keep,
+        )
+        assert all(same(a, b) for a, b in zip(stored, recomputed, strict=True))
+
+
+def test_dropout_changes_the_loss(megatron_ranks):
+    [without, with_it] = (
+        megatron_ranks(1, gradients, hidden_dropout=rate)[0][0] for rate in (0.0, 0.3)
+    )
+    assert without != with_it
+
+
+def test_tensor_parallel_ranks_differ_only_inside_the_rng_trackers_region(megatron_ranks):
+    first, second = megatron_ranks(2, dropout_masks)
+    assert bool((first[0] == second[0]).all())
+    assert not bool((first[1] == second[1]).any())
+    assert bool((first[2] == second[2]).all())
+
+
+def test_context_parallelism_meets_upstreams_own_refusal(megatron_ranks):
+    with pytest.raises(cpu.RankError, match="Context parallelism is only supported by TE"):
+        megatron_ranks(2, refused, cp=2)

@@ -1,0 +1,66 @@
+"""Stock megatron.training programs: the first train() works, the second fails as upstream does."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
+
+pytestmark = pytest.mark.skipif(
+    not any(
+        (Path(folder) / "training" / "training.py").exists()
+        for folder in (importlib.util.find_spec("megatron") or object()).submodule_search_locations
+    ),
+    reason="this megatron-core release does not carry megatron.training",
+)
+
+
+def train_twice(extra_args, **layout):
+    """(microbatch losses of the first call, whether parameters moved, the second's failure)."""
+    from megatron_idempotent.cpu import program
+
+    running = program.start(extra_args, **layout)
+    before = running.parameters()
+    running.train(2)
+    moved = bool((running.parameters() != before).any())
+    losses = list(running.losses)
+    failure = ""
+    try:
+        running.train(2)
+    except AssertionError as error:
+        failure = str(error)
+    return losses, moved, failure
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"pp": 2, "vpp": 2, "shared_config": True}],
+    ids=["dp", "pp", "vpp", "vpp-shared-config"],
+)
+@pytest.mark.parametrize(
+    ("extra_args", "failure"),
+    [
+        ((), "timer has already been started"),
+        (OVERLAP, "config.no_sync_func must be None"),
+    ],
+    ids=["plain", "overlap"],
+)
+def test_stock_train_runs_once_and_fails_again_as_upstream_does(
+    megatron_ranks, layout, extra_args, failure
+):
+    results = megatron_ranks(2, train_twice, extra_args, **layout)
+    assert len(results[-1][0]) == 8  # 2 iterations of 4 microbatches on the last stage
+    assert all(moved for _, moved, _ in results)
+    assert all(failure in found for _, _, found in results)
+
+
+def test_tensor_parallel_programs_run_with_sequence_parallelism(megatron_ranks):
+    results = megatron_ranks(2, train_twice, ("--sequence-parallel", *OVERLAP), tp=2)
+    assert results[0][0] == results[1][0]
+
+
+def test_overlap_changes_no_loss(megatron_ranks):
+    plain = megatron_ranks(2, train_twice, ())
+    overlapped = megatron_ranks(2, train_twice, OVERLAP)
+    assert [r[0] for r in plain] == [r[0] for r in overlapped]
