@@ -17,6 +17,14 @@ from megatron_idempotent.trainer.watch.report import (
 from megatron_idempotent.trainer.watch.rows import METRICS_FILE, read_metrics
 
 TOKENIZER_FILE = "tokenizer.json"
+# Imported once, before the ranks fork off: each would otherwise import them for itself.
+_PRELOAD = (
+    "torch",
+    "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.tokenizers.text.libraries",
+    "megatron.training.training",
+)
 
 
 def run_rank(job: Job) -> None:
@@ -26,17 +34,23 @@ def run_rank(job: Job) -> None:
     work(job)
 
 
+def start_ranks(job: Job) -> None:
+    """Run `run_rank` on all ranks. Errors: those of `cpu.RankPool.run`."""
+    run = job.config.run
+    with cpu.RankPool(run.ranks, preload=_PRELOAD) as pool:
+        pool.run(run.ranks, run_rank, job, timeout_s=run.timeout_s)
+
+
 def launch(job: Job, prompts: PromptSet) -> None:
     """Run the job on its ranks, then leave curves in its directory and a table on the terminal.
 
-    Errors: `DataError` for words that the tokenizer reserves; what `cpu.run_ranks` raises.
+    Errors: `DataError` for words that the tokenizer reserves; what `start_ranks` raises.
     """
     tokenizer = WordTokenizer.build(prompts.all)
     tokenizer.save(job.out / TOKENIZER_FILE)
     # One thread per rank: the ranks are what fills the cores, and one thread adds up in one order.
     os.environ["OMP_NUM_THREADS"] = "1"
-    run = job.config.run
-    cpu.run_ranks(run.ranks, run_rank, job, timeout_s=run.timeout_s)
+    start_ranks(job)
     rows = read_metrics(job.out / METRICS_FILE)
     draw_curves(rows, job.out / CURVES_FILE)
     if not job.quiet:

@@ -58,9 +58,9 @@ def test_an_impossible_value_is_refused_with_key_value_and_range(override, messa
 
 
 def test_values_from_toml_are_checked_by_type():
-    with pytest.raises(ConfigError, match="run.seed is '1', a str; give a int"):
+    with pytest.raises(ConfigError, match=r"run.seed is '1', a str; give a int"):
         build_config({"run": {"seed": "1"}})
-    with pytest.raises(ConfigError, match="run.rollouts is True, a bool; give a int"):
+    with pytest.raises(ConfigError, match=r"run.rollouts is True, a bool; give a int"):
         build_config({"run": {"rollouts": True}})
 
 
@@ -69,18 +69,18 @@ def test_a_file_that_is_not_a_configuration_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"mine.toml: No such file.* --config"):
         load_config(path)
     path.write_text("seed = 1\n")
-    with pytest.raises(ConfigError, match="unknown section seed"):
+    with pytest.raises(ConfigError, match=r"unknown section seed"):
         load_config(path)
     path.write_text("run = 1\n")
     with pytest.raises(ConfigError, match=r"mine.toml: run is 1; write it as a table, \[run\]"):
         load_config(path)
     path.write_text("[run\n")
-    with pytest.raises(ConfigError, match="mine.toml: not TOML"):
+    with pytest.raises(ConfigError, match=r"mine.toml: not TOML"):
         load_config(path)
 
 
 def test_sections_are_checked_when_built_and_cannot_change():
-    with pytest.raises(ConfigError, match="rollout.group_size is 1; allowed: 2 to 1024"):
+    with pytest.raises(ConfigError, match=r"rollout.group_size is 1; allowed: 2 to 1024"):
         RolloutConfig(group_size=1)
     config = Config(run=RunConfig(seed=3))
     with pytest.raises(dataclasses.FrozenInstanceError):

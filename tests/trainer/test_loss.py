@@ -115,5 +115,5 @@ def test_on_policy_the_gradient_is_the_plain_policy_gradient():
 
 def test_a_kl_coefficient_without_a_reference_is_an_error():
     logprobs, old, advantages, mask, _ = as_tensors(make_inputs())
-    with pytest.raises(ValueError, match="kl_coefficient is 0.1 and there are no reference"):
+    with pytest.raises(ValueError, match=r"kl_coefficient is 0.1 and there are no reference"):
         grpo_loss(logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.2, kl_coefficient=0.1)

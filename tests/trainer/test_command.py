@@ -1,0 +1,51 @@
+"""The command line: what it refuses before any rank starts, and what it costs to ask for help."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from megatron_idempotent.trainer.main import main
+
+
+def test_asking_for_help_imports_neither_torch_nor_megatron():
+    program = (
+        "import sys\n"
+        "from megatron_idempotent.trainer.main import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit as exit:\n    assert exit.code == 0\n"
+        "assert not {'torch', 'megatron', 'tokenizers', 'rich'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--no-apply" in done.stdout
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch", "megatron", "tokenizers")),
+    reason="the command asks for its packages first",
+)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "optimizer.lr=0"], "optimizer.lr is 0.0; allowed: above 0"),
+        (["--ranks", "none"], "run.ranks is 'none'; give a int, 1 to 64"),
+        (["--config", "nothing.toml"], "nothing.toml: No such file"),
+        (["--data", "nothing.jsonl"], "nothing.jsonl: No such file"),
+        (["--out", "/dev/null/run"], "/dev/null"),
+        (["--resume"], "runs: no run to resume"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line_before_anything_is_written(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert message in told
+    assert told.count("\n") == 1
+    assert not list(tmp_path.iterdir())

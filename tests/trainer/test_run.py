@@ -1,0 +1,210 @@
+"""Whole runs on two ranks, small: sampling, repeating, resuming, and Megatron as it is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_idempotent.cpu import RankError
+from megatron_idempotent.engine.source import locate
+from megatron_idempotent.trainer import launch, saved
+from megatron_idempotent.trainer.failures import explain_failure, hazard_of
+from megatron_idempotent.trainer.main import main
+from megatron_idempotent.trainer.output import prepare
+from megatron_idempotent.trainer.settings import load_config
+from megatron_idempotent.trainer.watch.rows import METRICS_FILE, read_metrics
+
+pytestmark = pytest.mark.skipif(
+    locate("megatron.training.training") is None,
+    reason="this release's wheel does not carry megatron.training",
+)
+
+SMALL = (
+    "model.hidden=32",
+    "model.ffn=32",
+    "rollout.prompts=8",
+    "rollout.group_size=8",
+    "evaluation.prompts=9",
+    "evaluation.every=1",
+    "run.checkpoint_every=2",
+)
+TIMEOUT_S = 120.0
+
+
+def job_for(out, *overrides, resume=False, apply=True):
+    config = load_config(overrides=[*SMALL, f"run.out={out}", *overrides])
+    return prepare(config, resume=resume, apply=apply, quiet=True)
+
+
+def reproducible(job):
+    """The metrics of a run without what the clock decides."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith("timing/")}
+        for row in read_metrics(job.out / METRICS_FILE)
+    ]
+
+
+def digest(job, rollouts):
+    return saved.verify(saved.path_for(job.out / "checkpoints", rollouts))["weights sha256"]
+
+
+def compare_sampling_with_training(job):
+    """On a rank: one update, then the sampler's log-probs against the training forward's."""
+    import torch
+
+    import megatron_idempotent
+    from megatron_idempotent.trainer.policy.batch import pack
+    from megatron_idempotent.trainer.policy.checkpoint import weights_digest
+    from megatron_idempotent.trainer.policy.forward import decoder_logits, token_logprobs
+    from megatron_idempotent.trainer.policy.megatron import MegatronPolicy
+    from megatron_idempotent.trainer.rollout.records import ScoredGroup
+    from megatron_idempotent.trainer.rollout.sampling import CachedSampler
+    from megatron_idempotent.trainer.task.prompts import Prompt
+    from megatron_idempotent.trainer.task.tokenizer import WordTokenizer
+
+    megatron_idempotent.apply()
+    # Two lengths of prompt, in mixed order: the sampler makes two batches of them.
+    texts = ["a b c d", "b a", "c c d a", "d b", "a a a b", "b c", "d d c b", "c a"]
+    prompts = [
+        Prompt(row=row, text=text, answer=text, split="train") for row, text in enumerate(texts)
+    ]
+    tokenizer = WordTokenizer.build(prompts)
+    config, positions, temperature = job.config, 9, job.config.rollout.temperature
+    policy = MegatronPolicy(config, positions=positions, vocabulary_size=tokenizer.vocabulary_size)
+    sampler = CachedSampler(
+        policy.weights, tokenizer, temperature=temperature, max_response_tokens=5, seed=1
+    )
+
+    def as_batch(groups):
+        scored = [
+            ScoredGroup(group=group, rewards=(0.0,) * 4, advantages=(1.0, -1.0, 0.5, -0.5))
+            for group in groups
+        ]
+        return pack(scored, positions=positions, pad_id=tokenizer.pad_id)
+
+    policy.train(as_batch(sampler.sample(prompts, samples=4, stream=0)), index=0)
+    groups = sampler.sample(prompts, samples=4, stream=1)
+    alone = sampler.sample(prompts[2:3], samples=4, stream=1)
+    batch = as_batch(groups)
+    with policy.weights() as module, torch.no_grad():
+        logits_BTV = decoder_logits(module, batch.tokens_BT)
+        trained_BT = token_logprobs(logits_BTV, batch.targets_BT, temperature=temperature)
+    response_BT = batch.loss_mask_BT > 0
+    return {
+        "weights": weights_digest(module),
+        "training": module.training,
+        "largest gap": float((trained_BT - batch.old_logprobs_BT)[response_BT].abs().max()),
+        "largest logit": float(logits_BTV.abs().max()),
+        "spread": float(batch.old_logprobs_BT[response_BT].std()),
+        "same alone": [s.tokens for s in alone[0].samples] == [s.tokens for s in groups[2].samples],
+        "order": [group.prompt.row for group in groups],
+    }
+
+
+def test_the_cache_gives_the_log_probabilities_of_the_training_forward(megatron_ranks, tmp_path):
+    job = job_for(
+        tmp_path / "run",
+        "rollout.temperature=0.7",
+        "rollout.group_size=4",
+        "rollout.prompts=16",
+        "model.init_std=0.4",
+    )
+    ranks = megatron_ranks(2, compare_sampling_with_training, job, timeout_s=TIMEOUT_S)
+    for seen in ranks:
+        # Both paths compute the same float32 sums in another order. A logit is a sum of 32 products
+        # behind two layers of such sums: some 200 roundings of 2^-24 relative to the largest logit,
+        # divided by the temperature, twice (the logit, and the logarithm of the sum over V).
+        bound = 2 * 200 * 2.0**-24 * max(seen["largest logit"], 1.0) / 0.7
+        assert seen["largest gap"] < bound
+        assert seen["spread"] > 0.1  # the policy is far from uniform, so the comparison says much
+        assert seen["same alone"]
+        assert seen["order"] == list(range(8))
+        assert seen["training"]
+    # No rank sampled from parameters that another one had already replaced.
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+
+
+def test_a_run_repeats_and_resumes_bit_for_bit(megatron_ranks, tmp_path):
+    def run(job):
+        megatron_ranks(2, launch.run_rank, job, timeout_s=TIMEOUT_S)
+        return job
+
+    whole = run(job_for(tmp_path / "whole", "run.rollouts=4"))
+    again = run(job_for(tmp_path / "again", "run.rollouts=4"))
+    half = run(job_for(tmp_path / "half", "run.rollouts=2"))
+    assert len(reproducible(half)) == 3
+    run(job_for(tmp_path / "half", "run.rollouts=4", resume=True))
+
+    assert len(reproducible(whole)) == 5
+    assert reproducible(whole) == reproducible(again)
+    assert digest(whole, 4) == digest(again, 4) != digest(whole, 2)
+    assert reproducible(whole) == reproducible(half)
+    assert digest(whole, 4) == digest(half, 4)
+
+
+def test_another_seed_is_another_run(megatron_ranks, tmp_path):
+    jobs = [
+        job_for(tmp_path / seed, "run.rollouts=1", "run.checkpoint_every=1", f"run.seed={seed}")
+        for seed in ("1", "2")
+    ]
+    for job in jobs:
+        megatron_ranks(2, launch.run_rank, job, timeout_s=TIMEOUT_S)
+    assert digest(jobs[0], 1) != digest(jobs[1], 1)
+
+
+def test_without_apply_the_second_train_call_fails_and_the_hazard_is_named(
+    megatron_ranks, tmp_path, monkeypatch, capsys
+):
+    def start_ranks(job):
+        megatron_ranks(job.config.run.ranks, launch.run_rank, job, timeout_s=TIMEOUT_S)
+
+    monkeypatch.setattr(launch, "start_ranks", start_ranks)
+    out = tmp_path / "run"
+    overrides = [word for setting in SMALL for word in ("--set", setting)]
+    code = main([*overrides, "--no-apply", "--rollouts", "3", "--out", str(out), "--quiet"])
+    assert code == 1
+    told = capsys.readouterr().err
+    assert "When overlap_grad_reduce is True, config.no_sync_func must be None" in told
+    assert "megatron/training/training.py" in told
+    assert "megatron-idempotent explain no-sync-func-reentry" in told
+    # The first call went through: what fails is calling again.
+    assert [row["rollout"] for row in read_metrics(out / METRICS_FILE)] == [0, 1]
+
+
+def fail_in_the_data(job):
+    raise ValueError("a bug of mine")
+
+
+def test_an_error_that_is_no_hazard_comes_with_its_traceback(megatron_ranks, tmp_path):
+    job = job_for(tmp_path / "run")
+    with pytest.raises(RankError) as error:
+        megatron_ranks(1, fail_in_the_data, job, timeout_s=TIMEOUT_S)
+    assert hazard_of(error.value) is None
+    told = explain_failure(error.value, job)
+    assert "ValueError: a bug of mine" in told
+    assert "in fail_in_the_data" in told
+    assert "rank-0.log" in told
+
+
+def test_the_command_writes_logs_curves_and_a_table(megatron_ranks, tmp_path, monkeypatch, capsys):
+    def start_ranks(job):
+        megatron_ranks(job.config.run.ranks, launch.run_rank, job, timeout_s=TIMEOUT_S)
+
+    monkeypatch.setattr(launch, "start_ranks", start_ranks)
+    data = tmp_path / "mine.jsonl"
+    rows = [
+        {"prompt": f"say {a} {b}", "answer": b, "split": split}
+        for split, letters in (("train", "abcdefgh"), ("held_out", "xy"))
+        for a in letters
+        for b in letters
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "run"
+    overrides = [word for setting in SMALL for word in ("--set", setting)]
+    code = main([*overrides, "--data", str(data), "--rollouts", "1", "--out", str(out)])
+    assert code == 0
+    assert "held-out reward at the end" in capsys.readouterr().out
+    for name in ("curves.png", "tokenizer.json", "config.toml", "logs/rank-1.log"):
+        assert (out / name).stat().st_size > 0
+    assert list((out / "tensorboard").glob("events.*"))
