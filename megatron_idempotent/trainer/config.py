@@ -36,10 +36,12 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
-    """The prompts. Example: `TaskConfig(data="my_task.jsonl")`."""
+    """Prompts and their verifier. Example: `TaskConfig(data="my_task.jsonl")`."""
 
     data: str = setting("")
     """JSONL file with `prompt`, `answer` and `split` in each row; empty for the shipped one."""
+    reward: str = setting("megatron_idempotent.trainer.task.reward:position_reward")
+    """The verifier, as `package.module:function`; it is imported on every rank."""
 
     def __post_init__(self) -> None:
         check_section(self, "task")

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_idempotent.trainer import ranks
 from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.metrics import Stopwatch, evaluation_metrics, rollout_metrics
-from megatron_idempotent.trainer.parts import Logger, Policy, Reward, Sampler
+from megatron_idempotent.trainer.parts import Logger, Policy, Sampler
 from megatron_idempotent.trainer.policy.batch import pack
 from megatron_idempotent.trainer.rollout.advantages import group_advantages
 from megatron_idempotent.trainer.rollout.records import Group, ScoredGroup
 from megatron_idempotent.trainer.task.prompts import Prompt, PromptSet, rollout_prompts
+from megatron_idempotent.trainer.task.reward import Reward
 
 # Evaluation draws from streams that no rollout uses: a rollout's stream is its index.
 _EVALUATION_STREAM = 1 << 40

@@ -53,7 +53,8 @@ def _run(options: argparse.Namespace) -> int:
     from megatron_idempotent.trainer.job import data_path
     from megatron_idempotent.trainer.launch import launch
     from megatron_idempotent.trainer.output import prepare
-    from megatron_idempotent.trainer.task.prompts import read_prompts
+    from megatron_idempotent.trainer.task.prompts import check_answers_fit, read_prompts
+    from megatron_idempotent.trainer.task.reward import load_reward
 
     overrides = list(options.set)
     for name, path in _NAMED.items():
@@ -62,6 +63,8 @@ def _run(options: argparse.Namespace) -> int:
             overrides.append(f"{path}={value}")
     config = load_config(options.config, overrides)
     prompts = read_prompts(data_path(config))
+    check_answers_fit(prompts, max_response_tokens=config.rollout.max_response_tokens)
+    load_reward(config.task.reward)  # the ranks load it again; a mistake is told here
     job = prepare(config, resume=options.resume, apply=options.apply, quiet=options.quiet)
     try:
         launch(job, prompts)

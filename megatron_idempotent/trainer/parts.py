@@ -45,14 +45,6 @@ class Sampler(Protocol):
         ...
 
 
-class Reward(Protocol):
-    """Judges a response; `position_reward` is one. Pure, and from 0 to 1."""
-
-    def __call__(self, response: str, answer: str, *, finished: bool) -> float:
-        """The reward. `finished` says that the response ended by itself."""
-        ...
-
-
 class Policy(Protocol):
     """Learns from a batch."""
 

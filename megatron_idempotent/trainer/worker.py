@@ -18,7 +18,7 @@ from megatron_idempotent.trainer.policy.checkpoint import Checkpoints
 from megatron_idempotent.trainer.policy.megatron import MegatronPolicy
 from megatron_idempotent.trainer.rollout.sampling import CachedSampler
 from megatron_idempotent.trainer.task.prompts import PromptSet, read_prompts
-from megatron_idempotent.trainer.task.reward import position_reward
+from megatron_idempotent.trainer.task.reward import load_reward
 from megatron_idempotent.trainer.task.tokenizer import WordTokenizer
 from megatron_idempotent.trainer.watch.loggers import Loggers, make_loggers
 
@@ -46,7 +46,7 @@ def work(job: Job) -> None:
                     max_response_tokens=job.config.rollout.max_response_tokens,
                     seed=job.config.run.seed,
                 ),
-                reward=position_reward,
+                reward=load_reward(job.config.task.reward),
                 policy=policy,
                 logger=logger,
                 save=checkpoints.save,

@@ -36,6 +36,10 @@ def test_asking_for_help_imports_neither_torch_nor_megatron():
         (["--config", "nothing.toml"], "nothing.toml: No such file"),
         (["--data", "nothing.jsonl"], "nothing.jsonl: No such file"),
         (["--out", "/dev/null/run"], "/dev/null"),
+        (["--set", "rollout.max_response_tokens=3"], "allowed: 4 or more, for the answer"),
+        (["--set", "task.reward=nothing"], "write it as package.module:function"),
+        (["--set", "task.reward=nowhere:f"], "No module named 'nowhere'"),
+        (["--set", "task.reward=json:f"], "json has no function 'f'"),
         (["--resume"], "runs: no run to resume"),
     ],
 )

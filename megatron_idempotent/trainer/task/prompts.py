@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from megatron_idempotent.trainer.errors import DataError
+from megatron_idempotent.trainer.errors import ConfigError, DataError
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
@@ -72,6 +72,20 @@ def read_prompts(path: Path) -> PromptSet:
     return PromptSet(
         train=_split(prompts, "train", path), held_out=_split(prompts, "held_out", path)
     )
+
+
+def check_answers_fit(prompts: PromptSet, *, max_response_tokens: int) -> None:
+    """Every answer must fit into a response, with the end token behind it.
+
+    Errors: `ConfigError` naming the setting and the value that it needs.
+    """
+    longest = max(prompts.all, key=lambda prompt: len(prompt.answer.split()))
+    needed = len(longest.answer.split()) + 1
+    if needed > max_response_tokens:
+        raise ConfigError(
+            f"rollout.max_response_tokens is {max_response_tokens}; allowed: {needed} or more, for "
+            f"the answer {longest.answer!r} and its end token"
+        )
 
 
 def rollout_prompts(

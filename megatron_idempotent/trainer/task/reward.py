@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
+from typing import Protocol, cast
+
+from megatron_idempotent.trainer.errors import ConfigError
+
+
+class Reward(Protocol):
+    """Judges a response; `position_reward` is one. Pure, and from 0 to 1."""
+
+    def __call__(self, response: str, answer: str, *, finished: bool) -> float:
+        """The reward. `finished` says that the response ended by itself."""
+        ...
+
 
 def position_reward(response: str, answer: str, *, finished: bool) -> float:
     """Share of positions that are right, the end of the response counting as one more position.
@@ -16,3 +31,23 @@ def position_reward(response: str, answer: str, *, finished: bool) -> float:
     right = sum(a == b for a, b in zip(given, wanted, strict=False))
     ended = finished and len(given) == len(wanted)
     return (right + ended) / (max(len(given), len(wanted)) + 1)
+
+
+def load_reward(path: str) -> Reward:
+    """The function at `"package.module:name"`; modules in the current directory count.
+
+    Errors: `ConfigError` where there is no such module or no such function in it.
+    """
+    module_name, colon, name = path.partition(":")
+    if not colon:
+        raise ConfigError(f"task.reward is {path!r}; write it as package.module:function")
+    if str(Path.cwd()) not in sys.path:  # a console script does not look there
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"task.reward is {path!r}; {error}") from error
+    reward = getattr(module, name, None)
+    if not callable(reward):
+        raise ConfigError(f"task.reward is {path!r}; {module_name} has no function {name!r}")
+    return cast("Reward", reward)
