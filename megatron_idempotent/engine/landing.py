@@ -45,7 +45,7 @@ def _before_fork() -> None:
     # A child forked in the middle of an installation would inherit half of it. Not for ever: the
     # thread that installs may itself wait for an import lock that this one holds.
     global _held_over_fork
-    _held_over_fork = lock.acquire(timeout=5)
+    _held_over_fork = lock.acquire(timeout=1)
 
 
 def _after_fork_in_parent() -> None:

@@ -98,9 +98,8 @@ def _parse_definition(
     )
     if len(starts) == 1 and not starts[0].group().startswith((" ", "\t")):
         start, stop = starts[0].span()
-        statement = max(0, *(m.start() for m in re.finditer(r"^\w", text[:start], re.MULTILINE)), 0)
         end = re.search(r"^[\w@]", text[stop:], re.MULTILINE)
-        if not re.search(r"^@", text[statement:start], re.MULTILINE):
+        if not _may_be_decorated(text[:start]):
             try:
                 tree = ast.parse(text[start : stop + end.start()] if end else text[start:])
             except SyntaxError:
@@ -108,6 +107,11 @@ def _parse_definition(
             else:
                 return _definition(tree.body, name)
     return _definition(ast.parse(text).body, name)
+
+
+def _may_be_decorated(before: str) -> bool:
+    at = f"\n{before}".rfind("\n@")
+    return at >= 0 and not re.search(r"^(?:async def|def|class)\b", before[at:], re.MULTILINE)
 
 
 def _definition(
@@ -134,6 +138,9 @@ def canonical(node: object) -> str:
                 continue
             if name == "body" and isinstance(node, _Definition):
                 value = _without_docstring(value)
+            if isinstance(node, ast.JoinedStr):
+                # Python 3.12 puts an empty text behind some nested format specifications.
+                value = [v for v in value if not (isinstance(v, ast.Constant) and v.value == "")]
             fields.append(f"{name}={canonical(value)}")
         return f"{type(node).__name__}({','.join(fields)})"
     if isinstance(node, list):

@@ -31,8 +31,8 @@ def test_a_forked_child_inherits_the_patches_and_can_change_its_own(warm, hold_t
     assert result["parent"] == [False] * 4
 
 
-def test_a_spawned_child_has_no_patches_until_it_applies_them(cold):
-    came, without, patched = cold.run("spawned", timeout_s=300)
+def test_a_spawned_child_has_no_patches_until_it_applies_them(warm):
+    came, without, patched = warm.run("spawned", imported=True, timeout_s=300)
     assert came == ["apply() was not called"]
     assert without == [True] * 4
     assert patched == [False] * 4
