@@ -115,7 +115,7 @@ def load_main(file: str | None) -> ModuleType:
             "into a module"
         )
     module = sys.modules.get(MAIN_IN_RANK)
-    if getattr(module, "__file__", None) != file:
+    if module is None or getattr(module, "__file__", None) != file:
         module = _load_file(MAIN_IN_RANK, file)
         sys.modules["__main__"] = module
     return module

@@ -7,6 +7,7 @@ that the wheel ships built. None of them changes what Megatron computes. Free of
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -17,10 +18,6 @@ from types import ModuleType
 from typing import Any
 
 
-def _no_quantized_shards(*_args: Any, **_kwargs: Any) -> None:
-    """Without Transformer Engine no parameter is quantized, so there is nothing to write back."""
-
-
 def _already_compiled() -> None:
     """`initialize_megatron` runs make for a library that the wheel ships built."""
 
@@ -29,9 +26,18 @@ Complete = Callable[[ModuleType, str, Any], None]
 
 
 def _optimizer(module: ModuleType, replace: Complete) -> None:
-    # 0.12 calls it after each step of the distributed optimizer, unguarded.
-    if "quantize_param_shard" not in vars(module):
-        replace(module, "quantize_param_shard", _no_quantized_shards)
+    # Called after each step of the distributed optimizer with the list of quantized parameters.
+    # Without Transformer Engine that list is empty, and 0.12 raises before it looks.
+    original = vars(module).get("quantize_param_shard")
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def quantize_param_shard(model_params: Any, *args: Any, **kwargs: Any) -> None:
+        if model_params:
+            original(model_params, *args, **kwargs)
+
+    replace(module, "quantize_param_shard", quantize_param_shard)
 
 
 def _moe(module: ModuleType, replace: Complete) -> None:
