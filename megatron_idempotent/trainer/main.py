@@ -52,7 +52,7 @@ def _run(options: argparse.Namespace) -> int:
     from megatron_idempotent import cpu
     from megatron_idempotent.trainer.job import data_path
     from megatron_idempotent.trainer.launch import launch
-    from megatron_idempotent.trainer.output import prepare
+    from megatron_idempotent.trainer.output import CONFIG_FILE, prepare, run_to_resume
     from megatron_idempotent.trainer.task.prompts import check_answers_fit, read_prompts
     from megatron_idempotent.trainer.task.reward import load_reward
 
@@ -61,7 +61,14 @@ def _run(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if value is not None:
             overrides.append(f"{path}={value}")
-    config = load_config(options.config, overrides)
+    config_file = options.config or DEFAULT_FILE
+    if options.resume:
+        # A run is continued with the settings that it left behind, wherever it is started from.
+        out = run_to_resume(_setting(overrides, "run.out"))
+        overrides.append(f"run.out={out}")
+        if options.config is None and (out / CONFIG_FILE).is_file():
+            config_file = out / CONFIG_FILE
+    config = load_config(config_file, overrides)
     prompts = read_prompts(data_path(config))
     check_answers_fit(prompts, max_response_tokens=config.rollout.max_response_tokens)
     load_reward(config.task.reward)  # the ranks load it again; a mistake is told here
@@ -88,6 +95,12 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _setting(overrides: Sequence[str], path: str) -> str:
+    """What the last override of a setting says, or nothing."""
+    values = [text.partition("=")[2] for text in overrides if text.startswith(f"{path}=")]
+    return values[-1].strip() if values else ""
+
+
 def _restore_cursor() -> None:
     """Rank 0 hid it for its bar, and was ended before it could show it again."""
     if sys.stderr.isatty():
@@ -101,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         "ranks, one call of its train() per rollout.",
     )
     parser.add_argument(
-        "--config", type=Path, default=DEFAULT_FILE, metavar="FILE", help="settings in TOML"
+        "--config", type=Path, metavar="FILE", help="settings in TOML, instead of the shipped ones"
     )
     parser.add_argument(
         "--set",

@@ -38,7 +38,7 @@ def prepare(config: Config, *, resume: bool, apply: bool, quiet: bool) -> Job:
     Errors: `OutputError` where it cannot be written or holds another run; `CheckpointError` where
     there is nothing to resume from, or it is damaged, or was written with other settings.
     """
-    out = _existing(config) if resume else _fresh(config)
+    out = run_to_resume(config.run.out) if resume else _fresh(config)
     try:
         (out / "logs").mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -48,13 +48,12 @@ def prepare(config: Config, *, resume: bool, apply: bool, quiet: bool) -> Job:
             f"{error.filename or out}: {error.strerror}; choose a directory that can be written "
             "with --out"
         ) from error
-    job = Job(config=config, out=out, apply=apply, quiet=quiet)
-    if not resume:
-        (out / CONFIG_FILE).write_text(as_toml(config), encoding="utf-8")
-        return job
-    checkpoint = newest_checkpoint(out)
-    _same_settings(saved.verify(checkpoint)["config"], resume_state(config), checkpoint)
-    return dataclasses.replace(job, resume_from=checkpoint)
+    checkpoint = None
+    if resume:
+        checkpoint = newest_checkpoint(out)
+        _same_settings(saved.verify(checkpoint)["config"], resume_state(config), checkpoint)
+    (out / CONFIG_FILE).write_text(as_toml(config), encoding="utf-8")
+    return Job(config=config, out=out, resume_from=checkpoint, apply=apply, quiet=quiet)
 
 
 def newest_checkpoint(out: Path) -> Path:
@@ -103,14 +102,18 @@ def _fresh(config: Config) -> Path:
     return out
 
 
-def _existing(config: Config) -> Path:
-    if config.run.out:
-        out = Path(config.run.out)
+def run_to_resume(out: str) -> Path:
+    """The directory `out` or, where it is empty, the last numbered run.
+
+    Errors: `OutputError` where there is no such directory.
+    """
+    if out:
+        path = Path(out)
     else:
         runs = sorted(path for path in RUNS.glob("train-*") if path.is_dir())
         if not runs:
             raise OutputError(f"{RUNS}: no run to resume; name its directory with --out")
-        out = runs[-1]
-    if not out.is_dir():
-        raise OutputError(f"{out}: no such directory; nothing to resume there")
-    return out
+        path = runs[-1]
+    if not path.is_dir():
+        raise OutputError(f"{path}: no such directory; nothing to resume there")
+    return path

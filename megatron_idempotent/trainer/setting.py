@@ -27,12 +27,12 @@ class Allowed:
         if self.choices:
             return " or ".join(self.choices)
         if self.low is not None and self.high is not None:
-            return f"{self.low:g} to {self.high:g}"
+            return f"{self.low:.10g} to {self.high:.10g}"
         if self.above is not None and self.high is not None:
-            return f"above {self.above:g}, up to {self.high:g}"
+            return f"above {self.above:.10g}, up to {self.high:.10g}"
         if self.above is not None:
-            return f"above {self.above:g}"
-        return "any" if self.low is None else f"{self.low:g} or more"
+            return f"above {self.above:.10g}"
+        return "any" if self.low is None else f"{self.low:.10g} or more"
 
     def admits(self, value: object) -> bool:
         """Whether a value of the right type lies in the range."""

@@ -142,15 +142,8 @@ def test_a_run_repeats_and_resumes_bit_for_bit(megatron_ranks, tmp_path):
     assert reproducible(whole) == reproducible(half)
     assert digest(whole, 4) == digest(half, 4)
 
-
-def test_another_seed_is_another_run(megatron_ranks, tmp_path):
-    jobs = [
-        job_for(tmp_path / seed, "run.rollouts=1", "run.checkpoint_every=1", f"run.seed={seed}")
-        for seed in ("1", "2")
-    ]
-    for job in jobs:
-        megatron_ranks(2, launch.run_rank, job, timeout_s=TIMEOUT_S)
-    assert digest(jobs[0], 1) != digest(jobs[1], 1)
+    other = run(job_for(tmp_path / "other", "run.rollouts=2", "run.seed=2"))
+    assert digest(other, 2) != digest(whole, 2)  # or the digest would say nothing
 
 
 def test_without_apply_the_second_train_call_fails_and_the_hazard_is_named(
@@ -187,7 +180,9 @@ def test_an_error_that_is_no_hazard_comes_with_its_traceback(megatron_ranks, tmp
     assert "rank-0.log" in told
 
 
-def test_the_command_writes_logs_curves_and_a_table(megatron_ranks, tmp_path, monkeypatch, capsys):
+def test_the_command_writes_logs_curves_and_a_table_and_resumes_by_name(
+    megatron_ranks, tmp_path, monkeypatch, capsys
+):
     def start_ranks(job):
         megatron_ranks(job.config.run.ranks, launch.run_rank, job, timeout_s=TIMEOUT_S)
 
@@ -208,3 +203,8 @@ def test_the_command_writes_logs_curves_and_a_table(megatron_ranks, tmp_path, mo
     for name in ("curves.png", "tokenizer.json", "config.toml", "logs/rank-1.log"):
         assert (out / name).stat().st_size > 0
     assert list((out / "tensorboard").glob("events.*"))
+
+    # Resumed with nothing but its name: prompts and settings are those that it left behind.
+    checkpoint = ["--set", "run.checkpoint_every=1"]
+    assert main([*checkpoint, "--resume", "--out", str(out), "--rollouts", "2", "--quiet"]) == 0
+    assert [row["rollout"] for row in read_metrics(out / METRICS_FILE)] == [0, 1, 2]
