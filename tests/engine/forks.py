@@ -41,10 +41,10 @@ class Forks:
     def run(
         self, scenario: str, *, imported: bool = False, timeout_s: float = 120, **arguments: Any
     ) -> Any:
-        """Call `scenarios.<scenario>(**arguments)` in a child; its result, by way of JSON.
+        """Call a function in a child; its result, by way of JSON.
 
         Args:
-            scenario: name of the function.
+            scenario: name of the function, with its module where that is not `scenarios`.
             imported: leave Megatron imported where the process is warm.
             timeout_s: after that, the stacks of all threads go to stderr and the child ends.
             arguments: of the function.
@@ -88,8 +88,9 @@ def _in_child(scenario: str, arguments: dict[str, Any], imported: bool, timeout_
         if not imported:
             _forget("megatron")
         try:
-            scenarios = importlib.import_module("scenarios")
-            answer = {"value": getattr(scenarios, scenario)(**arguments)}
+            module, _, name = scenario.rpartition(".")
+            function = getattr(importlib.import_module(module or "scenarios"), name)
+            answer = {"value": function(**arguments)}
         except BaseException:  # noqa: BLE001 - the parent's test fails with it
             answer = {"error": traceback.format_exc()}
         with os.fdopen(send, "w") as pipe:

@@ -58,7 +58,7 @@ def test_a_drifted_copy_that_really_is_imported_is_left_alone(warm, megatron_cop
 
 
 def test_a_wrapper_on_top_of_ours_is_fine_and_keeps_an_inert_layer_after_revert(warm):
-    result = warm.run("wrapped_on_top", imported=True)
+    result = warm.run("on_megatron.wrapped_on_top", imported=True)
     assert result["status"] == "applied"
     assert result["again"] == "already_applied"
     assert result["reverted"]["status"] == "conflict"
@@ -72,9 +72,15 @@ def test_a_wrapper_on_top_of_ours_is_fine_and_keeps_an_inert_layer_after_revert(
 
 
 def test_a_replaced_function_is_found_by_verify_and_by_the_next_apply(warm):
-    result = warm.run("replaced_after", imported=True)
+    result = warm.run("on_megatron.replaced_after", imported=True)
     assert result["message"].startswith(f"no longer in place: {SEED} (")
     assert "call apply() after whatever replaced them" in result["message"]
     assert result["again"]["status"] == "conflict"
     assert result["untouched"] is True
     assert (result["fixed"], result["same"]) == ("applied", True)
+
+
+def test_upstreams_own_refusals_stay_and_leave_nothing_behind(warm):
+    result = warm.run("on_megatron.hooks_without_overlap", imported=True)
+    assert result["raised"] == ["disable_forward_pre_hook", "enable_forward_pre_hook"]
+    assert result["handles"] == 0

@@ -33,7 +33,7 @@ def test_the_last_of_apply_and_revert_decides_whenever_megatron_is_imported(warm
 
 
 def test_names_bound_early_are_rebound_in_megatron_and_reported_elsewhere(warm):
-    result = warm.run("early_bound", imported=True, rebind=None)
+    result = warm.run("on_megatron.early_bound", imported=True, rebind=None)
     assert result["inside"] is True
     assert result["user"] is False
     assert "bound before us and left alone: user_program.build" in result["reason"]
@@ -43,14 +43,14 @@ def test_names_bound_early_are_rebound_in_megatron_and_reported_elsewhere(warm):
 
 @pytest.mark.parametrize("rebind", ["user_program", "other, user_program"])
 def test_names_bound_early_in_a_package_that_asked_for_it_are_rebound(warm, rebind):
-    result = warm.run("early_bound", imported=True, rebind=rebind)
+    result = warm.run("on_megatron.early_bound", imported=True, rebind=rebind)
     assert result["user"] is True
     assert "left alone" not in result["reason"]
     assert result["user after"] is True
 
 
 def test_a_reloaded_module_is_said_to_be_unpatched_and_patched_again_by_apply(warm):
-    result = warm.run("reloaded", imported=True)
+    result = warm.run("on_megatron.reloaded", imported=True)
     assert result == {
         "after reload": "conflict",
         "reloaded is stock": True,
@@ -62,7 +62,7 @@ def test_a_reloaded_module_is_said_to_be_unpatched_and_patched_again_by_apply(wa
 
 
 def test_patched_functions_can_be_copied_pickled_and_inspected_like_upstreams(warm):
-    result = warm.run("copies", imported=True)
+    result = warm.run("on_megatron.copies", imported=True)
     assert set(result["pickled"]) == {True}
     assert set(result["copied"]) == {True}
     assert set(result["signatures"].values()) == {True}

@@ -8,7 +8,10 @@ import pytest
 @pytest.mark.parametrize("while_importing", [False, True])
 def test_apply_from_many_threads_installs_once(warm, while_importing):
     result = warm.run(
-        "many_threads", imported=not while_importing, while_importing=while_importing, timeout_s=60
+        "with_processes.many_threads",
+        imported=not while_importing,
+        while_importing=while_importing,
+        timeout_s=60,
     )
     assert result["failures"] == []
     assert result["stock"] == [False] * 4
@@ -26,13 +29,15 @@ def test_apply_from_many_threads_installs_once(warm, while_importing):
 @pytest.mark.parametrize("hold_the_lock", [False, True])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_inherits_the_patches_and_can_change_its_own(warm, hold_the_lock):
-    result = warm.run("forked", imported=True, hold_the_lock=hold_the_lock, timeout_s=60)
+    result = warm.run(
+        "with_processes.forked", imported=True, hold_the_lock=hold_the_lock, timeout_s=60
+    )
     assert result["child"] == "True disabled True"
     assert result["parent"] == [False] * 4
 
 
 def test_a_spawned_child_has_no_patches_until_it_applies_them(warm):
-    came, without, patched = warm.run("spawned", imported=True, timeout_s=300)
+    came, without, patched = warm.run("with_processes.spawned", imported=True, timeout_s=300)
     assert came == ["apply() was not called"]
     assert without == [True] * 4
     assert patched == [False] * 4
@@ -51,6 +56,6 @@ def test_the_package_and_apply_pull_in_next_to_nothing(cold):
 
 
 def test_the_loss_scale_survives_copies_and_leaves_the_optimizer_behind(warm):
-    result = warm.run("loss_scale", imported=True)
+    result = warm.run("on_megatron.loss_scale", imported=True)
     assert (result["scaled"], result["pickled"]) == (16.0, None)
     assert "belongs to an optimizer that no longer exists" in result["message"]
