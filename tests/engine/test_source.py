@@ -168,6 +168,6 @@ def test_what_is_not_a_function_is_not_found(tmp_path):
 def test_cutting_a_definition_out_of_a_file_gives_what_parsing_the_file_gives(cold):
     result = cold.run("source_properties")
     assert result["wrong"] == []
-    assert result["checked"] > 1000
+    assert result["checked"] > 500
     # Most of them really were cut out: their line numbers start anew.
     assert result["cut"] > result["checked"] / 2
