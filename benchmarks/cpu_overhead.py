@@ -2,12 +2,12 @@
 
     python -m benchmarks.cpu_overhead [--rounds 15] [--json]
 
-Both sides run the very same model, built once with the runtime on: one window of microbatches
-through upstream's schedule, in one process, without an optimizer step. The "plain torch" side
-runs it with the runtime off, which is possible because the model was initialised on the CPU; the
-handful of calls that upstream makes into `torch.cuda` inside a window is answered there by bare
-constants (see `bare`), so that this side has no wrapper around any torch function. Rounds
-alternate between the sides and the medians are compared, so a busy machine slows both down.
+Both sides run the very same model in one process: one window of microbatches through upstream's
+schedule, without an optimizer step. On the "plain torch" side every function that can be given a
+device is torch's own again, so that nothing stands between Megatron and torch; only the calls
+into `torch.cuda`, which no CPU can run without an answer, stay answered, and the one tensor that
+the schedule asks for on "cuda" is made by a function that knows nothing else. Rounds alternate
+between the sides and the medians are compared, so a busy machine slows both down.
 
 As a third side, the alternative that was not chosen: a TorchFunctionMode around every call.
 """
@@ -29,36 +29,30 @@ MICROBATCHES = 8
 
 @contextlib.contextmanager
 def bare() -> Iterator[None]:
-    """The runtime off; torch.cuda's few calls inside a window answered by constants."""
+    """Every function of `placement` as torch has it; torch.cuda's answers stay."""
     import torch
 
-    device = torch.device("cpu")
-    stream = object()
-    answers: dict[str, Any] = {
-        "current_device": lambda: device,
-        "current_stream": lambda *_: stream,
-        "synchronize": lambda *_: None,
-        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
-    }
-    constant = torch.zeros([], dtype=torch.int)
-    zeros = torch.zeros
+    from megatron_idempotent.cpu import placement
+
+    wrapped = [(torch, name) for name in placement.FACTORIES]
+    wrapped += [(torch.Tensor, name) for name in (*placement.NEW_METHODS, "to")]
+    before = [(owner, name, vars(owner)[name]) for owner, name in wrapped]
+    for owner, name, wrapper in before:
+        setattr(owner, name, wrapper.__wrapped__)
+    zeros, current_device = torch.zeros, torch.cuda.current_device
+    cpu_device = torch.device("cpu")
 
     def zeros_for_schedules(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        return constant.clone() if device == "cuda" else zeros(*args, device=device, **kwargs)
+        return zeros(*args, device=None if device == "cuda" else device, **kwargs)
 
-    cpu.disable()
-    before = {name: getattr(torch.cuda, name) for name in answers}
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
     torch.zeros = zeros_for_schedules
+    torch.cuda.current_device = lambda: cpu_device
     try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
-        torch.zeros = zeros
-        for name, original in before.items():
-            setattr(torch.cuda, name, original)
-        cpu.enable()
+        torch.cuda.current_device = current_device
+        for owner, name, wrapper in before:
+            setattr(owner, name, wrapper)
 
 
 @contextlib.contextmanager
