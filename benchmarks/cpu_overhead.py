@@ -5,8 +5,8 @@
 Both sides run the very same model in one process: one window of microbatches through upstream's
 schedule, without an optimizer step. On the "plain torch" side every function that can be given a
 device is torch's own again, so that nothing stands between Megatron and torch; only the calls
-into `torch.cuda`, which no CPU can run without an answer, stay answered, and the one tensor that
-the schedule asks for on "cuda" is made by a function that knows nothing else. Rounds alternate
+into `torch.cuda`, which no CPU can run without an answer, stay answered, and torch.zeros and
+torch.empty, which upstream calls with a CUDA device, drop it. Rounds alternate
 between the sides and the medians are compared, so a busy machine slows both down.
 
 As a third side, the alternative that was not chosen: a TorchFunctionMode around every call.
@@ -39,20 +39,20 @@ def bare() -> Iterator[None]:
     before = [(owner, name, vars(owner)[name]) for owner, name in wrapped]
     for owner, name, wrapper in before:
         setattr(owner, name, wrapper.__wrapped__)
-    zeros, current_device = torch.zeros, torch.cuda.current_device
-    cpu_device = torch.device("cpu")
-
-    def zeros_for_schedules(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        return zeros(*args, device=None if device == "cuda" else device, **kwargs)
-
-    torch.zeros = zeros_for_schedules
-    torch.cuda.current_device = lambda: cpu_device
+    # What upstream's schedule and layers make on the device: one counter, and gather buffers.
+    torch.zeros, torch.empty = _without_device(torch.zeros), _without_device(torch.empty)
     try:
         yield
     finally:
-        torch.cuda.current_device = current_device
         for owner, name, wrapper in before:
             setattr(owner, name, wrapper)
+
+
+def _without_device(original: Any) -> Any:
+    def make(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    return make
 
 
 @contextlib.contextmanager
