@@ -6,6 +6,9 @@ TORCH ?= 2.13.0
 VENV ?= .venv
 ARGS ?=
 
+# Compiling torch and Megatron anew in every process would cost each of them ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(MEGATRON)-$(TORCH)
 

@@ -50,11 +50,12 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """A `train()` that has no iteration left to run; align_param_gather is on with vpp."""
+    """A `train()` that has no iteration left to run, with a function of the caller's own."""
     from megatron_idempotent.cpu import program
 
-    options = ["--overlap-grad-reduce", "--overlap-param-gather"]
-    running = program.start(options, pp=2, vpp=2)
+    running = program.start(["--overlap-grad-reduce", "--overlap-param-gather"])
+    (chunk,) = running.chunks
+    running.config.param_sync_func = chunk.start_param_sync
     running.train(0)
     if running.config.param_sync_func is None:
         raise RuntimeError("config.param_sync_func is None after train()")

@@ -221,7 +221,12 @@ class _Provider:
             pre_process=pre_process,
             post_process=post_process,
             share_embeddings_and_output_weights=not self._args.untie_embeddings_and_output_weights,
-            vp_stage=vp_stage,
+            # Before 0.13 the stage is a global, which upstream's get_model sets.
+            **(
+                {"vp_stage": vp_stage}
+                if "vp_stage" in inspect.signature(GPTModel.__init__).parameters
+                else {}
+            ),
         )
 
 
