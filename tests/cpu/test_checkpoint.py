@@ -16,7 +16,7 @@ def unshare_step_counters(optimizer):
             state["step"] = state["step"].clone()
 
 
-def save_and_load(folder, **layout):
+def save_and_load(folder):
     """Train, save, train on; then load into another model and train on: equal to the bit?"""
     import inspect
 
@@ -43,10 +43,10 @@ def save_and_load(folder, **layout):
         bench.step()
         return losses
 
-    saved = tiny.build(**layout, seed=1)
+    saved = tiny.build(seed=1)
     advance(saved, 0)
     dist_checkpointing.save(sharded(saved, False), folder)
-    loaded = tiny.build(**layout, seed=2)
+    loaded = tiny.build(seed=2)
     # torch's Adam has no state before its first step, and upstream asserts that there is one.
     advance(loaded, 9)
     different = not torch.equal(saved.parameters(), loaded.parameters())
@@ -65,7 +65,6 @@ def save_and_load(folder, **layout):
     )
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["dp", "tp"])
-def test_a_checkpoint_continues_to_the_bit(megatron_ranks, tmp_path, layout):
-    results = megatron_ranks(2, save_and_load, str(tmp_path), **layout)
-    assert results == [(True, True, True, True)] * 2
+def test_a_checkpoint_continues_to_the_bit(megatron_ranks, tmp_path):
+    # One layout only: upstream's writer starts a process that imports Megatron, some ten seconds.
+    assert megatron_ranks(2, save_and_load, str(tmp_path)) == [(True, True, True, True)] * 2
