@@ -71,11 +71,28 @@ def _listed(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
+def holding_the_storage(original: Callable[..., Any]) -> Callable[..., Any]:
+    """isend of an alias, so that the memory lives until the message has left.
+
+    The interleaved schedule frees a stage's output (`deallocate_output_tensor`) while its send is
+    in flight. NCCL keeps the storage; gloo keeps the tensor object only, and would send whatever
+    the memory holds by then.
+    """
+
+    @functools.wraps(original)
+    def isend(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(tensor.detach(), *args, **kwargs)
+
+    return isend
+
+
 def replacements() -> list[tuple[Any, str, Any]]:
     found: list[tuple[Any, str, Any]] = []
     for name in GROUP_MAKERS:
         replacement = on_gloo(getattr(dist, name))
         found += [(dist, name, replacement), (distributed_c10d, name, replacement)]
     exchange = with_listed_splits(dist.all_to_all_single)
-    found += [(owner, "all_to_all_single", exchange) for owner in (dist, distributed_c10d)]
+    send = holding_the_storage(dist.isend)
+    for owner in (dist, distributed_c10d):
+        found += [(owner, "all_to_all_single", exchange), (owner, "isend", send)]
     return found

@@ -118,6 +118,10 @@ EMULATED: tuple[tuple[str, str], ...] = (
         "torch.distributed.all_to_all_single",
         "itself, with split sizes that are tensors turned into lists",
     ),
+    (
+        "torch.distributed.isend",
+        "itself, with the memory kept until the message has left, as NCCL keeps it",
+    ),
 )
 
 #: Private or nested names that Megatron calls and that would otherwise slip through.

@@ -64,3 +64,8 @@ def test_overlap_changes_no_loss(megatron_ranks):
     plain = megatron_ranks(2, train_twice, ())
     overlapped = megatron_ranks(2, train_twice, OVERLAP)
     assert [r[0] for r in plain] == [r[0] for r in overlapped]
+
+
+def test_an_interleaved_program_is_repeatable(megatron_ranks):
+    runs = [megatron_ranks(2, train_twice, OVERLAP, pp=2, vpp=2)[-1][0] for _ in range(3)]
+    assert runs[0] == runs[1] == runs[2]

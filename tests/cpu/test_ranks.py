@@ -97,6 +97,28 @@ def rendezvous_by_environment():
     return dist.get_backend(), dist.get_world_size()
 
 
+def send_and_free(batched):
+    """What arrives of a tensor whose memory is released while it is being sent."""
+    import torch
+    import torch.distributed as dist
+
+    megabytes = 16
+    tensor = torch.full((megabytes << 18,), 7.0)
+    if dist.get_rank() == 1:
+        tensor.zero_()
+        time.sleep(0.3)  # so that the other side has freed its memory before we read
+        dist.recv(tensor, 0)
+        return bool((tensor == 7.0).all())
+    if batched:
+        [handle] = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 1)])
+    else:
+        handle = dist.isend(tensor, dst=1)
+    tensor.data = torch.empty(1)  # as deallocate_output_tensor does
+    overwritten = [torch.zeros(megabytes << 18) for _ in range(4)]
+    handle.wait()
+    return len(overwritten) == 4
+
+
 def unpicklable():
     return lambda: None
 
@@ -178,6 +200,11 @@ def test_the_callers_present_environment_is_the_ranks(megatron_ranks, monkeypatc
     assert megatron_ranks(1, seen_variable) == ["yes"]
     monkeypatch.delenv("SEEN_VARIABLE")
     assert megatron_ranks(1, seen_variable) == [None]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_tensor_may_be_freed_while_it_is_being_sent(megatron_ranks, batched):
+    assert megatron_ranks(2, send_and_free, batched) == [True, True]
 
 
 def test_a_program_may_initialise_torch_distributed_itself(megatron_ranks):
