@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .cpu import RankError, RankPool, RankTimeout
+from .cpu.pool import PROGRAM_PRELOAD
 from .engine.catalogue import patches
 from .engine.control import apply
 from .engine.record import Patch
 from .engine.report import COVERED
 from .engine.settings import check_ids
 
-Verdict = Literal["proven", "not_affected", "stock_runs", "other_error", "not_repaired"]
+Verdict = Literal["proven", "not_applicable", "stock_runs", "other_error", "not_repaired"]
 
 DEADLINE_S = 120.0
 """For one reproduction on one set of ranks. They take about a second; a hang is an outcome."""
@@ -37,8 +38,9 @@ class Finding:
 
     id: str
     verdict: Verdict
-    """`proven`; `not_affected` (the installed release has no such code); and three failures: stock
-    ran without error, stock failed otherwise than the case file says, patched failed too."""
+    """`proven`; `not_applicable` (what is installed lacks the code, or is out of range); and three
+    failures: stock ran without error, stock failed otherwise than the case file says, patched
+    failed too."""
     stock: str
     """`ok` or `Type: message` of the first rank that failed."""
     patched: str
@@ -48,7 +50,7 @@ class Finding:
     @property
     def failed(self) -> bool:
         """Whether case file and release disagree."""
-        return self.verdict not in ("proven", "not_affected")
+        return self.verdict not in ("proven", "not_applicable")
 
 
 def prove(ids: Iterable[str] | None = None, *, pool: RankPool | None = None) -> Iterator[Finding]:
@@ -67,14 +69,15 @@ def prove(ids: Iterable[str] | None = None, *, pool: RankPool | None = None) -> 
     affected = [patch for patch in wanted if decided[patch.id].status in COVERED]
     own = None
     if pool is None and affected:
-        pool = own = RankPool(max(patch.reproduction.ranks for patch in affected))
+        ranks = max(patch.reproduction.ranks for patch in affected)
+        pool = own = RankPool(ranks, preload=PROGRAM_PRELOAD)
     try:
         for patch in wanted:
             if pool is None or patch not in affected:
                 row = decided[patch.id]
                 why = f"{row.status}: {row.reason}"
                 yield Finding(
-                    id=patch.id, verdict="not_affected", stock=why, patched="-", seconds=0.0
+                    id=patch.id, verdict="not_applicable", stock=why, patched="-", seconds=0.0
                 )
             else:
                 yield _examine(patch, pool)

@@ -167,6 +167,9 @@ class _Launcher:
         environ = dict(os.environ, CUDA_VISIBLE_DEVICES="")
         # Ranks share few cores, and OpenMP threads of the launcher would not survive a fork.
         environ.setdefault("OMP_NUM_THREADS", "1")
+        # 0.15 builds an allocator while it is imported, and where there is a CUDA compiler but no
+        # device torch fails to choose an architecture for it. Nothing here calls what it builds.
+        environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0")
         # What upstream warns about while it is imported concerns GPUs; a caller who has set
         # PYTHONWARNINGS=error would not get past it.
         environ["PYTHONWARNINGS"] = "ignore"

@@ -84,9 +84,9 @@ def test_an_unknown_id_is_refused_with_the_nearest_known_one(command):
     assert "Traceback" not in result.stderr
 
 
-def test_prove_says_that_a_release_without_the_code_is_not_affected(checkout):
+def test_prove_says_that_a_release_without_the_code_is_not_applicable(checkout):
     result = run("prove", "train-interval-timer", "--json", path=checkout)
     (finding,) = json.loads(result.stdout)
-    assert finding["verdict"] == "not_affected"
+    assert finding["verdict"] == "not_applicable"
     assert "megatron.training.training is not on the path" in finding["stock"]
     assert result.returncode == 0

@@ -39,5 +39,5 @@ def test_prove_fails_where_release_and_case_file_disagree(stock, patched, verdic
 
 
 def test_a_finding_that_does_not_concern_the_release_is_no_failure():
-    finding = Finding(id="x", verdict="not_affected", stock="-", patched="-", seconds=0.0)
+    finding = Finding(id="x", verdict="not_applicable", stock="-", patched="-", seconds=0.0)
     assert not finding.failed
