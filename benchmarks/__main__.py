@@ -16,4 +16,5 @@ if unknown:
     sys.exit(f"no benchmark {', '.join(unknown)}: known are {', '.join(known)}")
 for name in names:
     print(f"# {name}")
+    sys.argv = [name]  # options are for `python -m benchmarks.NAME`
     importlib.import_module(f"benchmarks.{name}").main()

@@ -159,3 +159,6 @@ def _join_default_group(call: Call, seat: Seat) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=seat.rank, world_size=call.world_size, timeout=timeout
     )
+    # Rank 0 holds the store: if it raised and left while another rank still joins, that rank would
+    # report a broken connection in place of its own error.
+    dist.barrier()

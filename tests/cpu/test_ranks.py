@@ -131,16 +131,6 @@ def test_results_come_in_order_of_rank_and_collectives_are_real(megatron_ranks):
     ]
 
 
-def test_a_call_after_the_first_costs_well_under_a_second(megatron_ranks):
-    megatron_ranks(2, rank_and_sum, 0)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        megatron_ranks(2, rank_and_sum, 0)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.7
-
-
 def test_an_exception_names_its_rank_type_message_and_line(megatron_ranks):
     with pytest.raises(cpu.RankError, match="rank 1: ValueError: bad sample on 1") as caught:
         megatron_ranks(2, fail_on, 1)

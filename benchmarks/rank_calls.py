@@ -1,0 +1,40 @@
+"""What a call on warm ranks costs, against the first call, which starts the pool.
+
+Two ranks that all-reduce one number, so that what is measured is forking, joining the process
+group, carrying the result and ending. The first call imports torch and Megatron.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from megatron_idempotent.cpu import RankPool
+
+CALLS = 10
+
+
+def rank_sum() -> float:
+    """On a rank: the sum over the ranks of their numbers."""
+    import torch
+
+    number = torch.tensor([float(torch.distributed.get_rank())])
+    torch.distributed.all_reduce(number)
+    return float(number)
+
+
+def main() -> None:
+    """Print the first call's time, the median of the later ones, and their ratio."""
+    seconds = []
+    with RankPool(2) as pool:
+        for _ in range(CALLS + 1):
+            started = time.perf_counter()
+            assert pool.run(2, rank_sum) == [1.0, 1.0]
+            seconds.append(time.perf_counter() - started)
+    first, later = seconds[0], statistics.median(seconds[1:])
+    print(f"first call {first:.2f} s, later calls {later:.3f} s (median of {CALLS})")
+    print(f"ratio {later / first:.4f}")
+
+
+if __name__ == "__main__":
+    main()
