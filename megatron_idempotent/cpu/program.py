@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -105,6 +104,7 @@ def start(
         ModuleNotFoundError: the installed release does not carry `megatron.training`.
     """
     import torch
+    from megatron.core import parallel_state
     from megatron.core.enums import ModelType
     from megatron.core.rerun_state_machine import RerunDataIterator
     from megatron.training import arguments, get_args, initialize, training
@@ -159,7 +159,7 @@ def start(
         )
     args.train_iters = 0
     args.do_train, args.do_valid, args.do_test = True, False, False
-    data_parallel_rank = _data_parallel_rank()
+    data_parallel_rank = parallel_state.get_data_parallel_rank()
     data = [
         RerunDataIterator(_batches(data_seed + 1000 * data_parallel_rank, args.micro_batch_size))
         for _ in chunks
@@ -193,40 +193,22 @@ class _Provider:
         config: Any = None,
         pg_collection: Any = None,
     ) -> Any:
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.training.arguments import core_transformer_config_from_args
 
-        from megatron_idempotent.cpu.norm import with_marked_norm
+        from megatron_idempotent.cpu.stage import gpt_stage
 
         if config is None:
             config = self._config or core_transformer_config_from_args(self._args)
         if self._shared_config:
             self._config = config
-        local_spec = get_gpt_layer_local_spec
-        # Without it, the spec of 0.16 on asks for Transformer Engine's fused RMSNorm.
-        named = (
-            {"normalization": config.normalization}
-            if "normalization" in inspect.signature(local_spec).parameters
-            else {}
-        )
-        spec = local_spec(**named)
-        if config.sequence_parallel:
-            spec = with_marked_norm(spec, config, vp_stage)
-        return GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
+        return gpt_stage(
+            config,
+            vp_stage=vp_stage,
             vocab_size=self._args.padded_vocab_size,
             max_sequence_length=self._args.max_position_embeddings,
             pre_process=pre_process,
             post_process=post_process,
             share_embeddings_and_output_weights=not self._args.untie_embeddings_and_output_weights,
-            # Before 0.13 the stage is a global, which upstream's get_model sets.
-            **(
-                {"vp_stage": vp_stage}
-                if "vp_stage" in inspect.signature(GPTModel.__init__).parameters
-                else {}
-            ),
         )
 
 
@@ -240,13 +222,6 @@ def _batches(seed: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor,
     while True:
         tokens_BT = torch.randint(0, VOCABULARY, (size, SEQUENCE), generator=generator)
         yield tokens_BT, positions_BT, hidden
-
-
-def _data_parallel_rank() -> int:
-    from megatron.core import parallel_state
-
-    rank: int = parallel_state.get_data_parallel_rank()
-    return rank
 
 
 def _options(**values: Any) -> list[str]:

@@ -1,129 +1,26 @@
 """A tiny real GPT on a rank, wired as an ordinary framework wires it: the shared test bench.
 
-Runs on megatron-core 0.11 to 0.19. What differs between releases is probed by signature, so that
-a release in between, or a patched one, needs no entry. Legend: B batch, T tokens.
+Runs on megatron-core 0.11 to 0.19.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_idempotent.cpu.bench import BATCH, SEQUENCE, VOCABULARY, Tiny, microbatches
 
 if TYPE_CHECKING:
     import torch
 
-HIDDEN, HEADS, VOCABULARY, SEQUENCE, BATCH = 64, 4, 128, 32, 2
+__all__ = ["BATCH", "SEQUENCE", "VOCABULARY", "Dtype", "Tiny", "build", "microbatches"]
+
+HIDDEN, HEADS = 64, 4
 #: In elements: small enough for several buckets per chunk, so that overlap has an order to keep.
 BUCKET_SIZE = 20_000
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-
-
-@dataclass(kw_only=True)
-class Tiny:
-    """Model chunks in Megatron's DDP, their optimizer and their pipeline schedule."""
-
-    config: Any
-    chunks: list[Any]
-    #: None where built with `with_optimizer=False`.
-    optimizer: Any
-    #: Called as (microbatch index on this rank, loss tensor or None before the forward).
-    on_microbatch: Callable[[int, Any], Any] | None = None
-
-    def forward_backward(
-        self, num_microbatches: int, *, data_seed: int, forward_only: bool = False
-    ) -> list[float]:
-        """One window through upstream's schedule; the microbatches' losses on the last stage.
-
-        Zeroes the gradients first, unless forward-only. All ranks take part. Global microbatch
-        g = i * DP size + DP rank has the same data in every layout, so that two ranks with n
-        microbatches and one rank with 2n compute the same gradient.
-        """
-        import torch
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        if not forward_only:
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            if self.optimizer is not None:
-                self.optimizer.zero_grad()
-        data = [microbatches(data_seed) for _ in self.chunks]
-        losses: list[float] = []
-        with torch.no_grad() if forward_only else contextlib.nullcontext():
-            get_forward_backward_func()(
-                forward_step_func=self._forward_step(losses),
-                data_iterator=data if len(data) > 1 else data[0],
-                model=self.chunks,
-                num_microbatches=num_microbatches,
-                seq_length=SEQUENCE,
-                micro_batch_size=BATCH,
-                forward_only=forward_only,
-            )
-        return losses
-
-    def step(self) -> tuple[bool, Any, Any]:
-        """Upstream's (success, gradient norm, number of zeros)."""
-        result: tuple[bool, Any, Any] = self.optimizer.step()
-        return result
-
-    def gradients(self) -> torch.Tensor:
-        """All gradient buffers of this rank as one vector, a copy.
-
-        With the distributed optimizer only this rank's shards are reduced.
-        """
-        import torch
-
-        buffers = [
-            buffer
-            for chunk in self.chunks
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ]
-        return torch.cat([buffer.grad_data.float().flatten() for buffer in buffers])
-
-    def parameters(self) -> torch.Tensor:
-        """All parameters of this rank as one float32 vector, a copy.
-
-        Under `overlap_param_gather` those of other ranks are as old as the last gather.
-        """
-        import torch
-
-        return torch.cat(
-            [
-                p.detach().float().flatten()
-                for chunk in self.chunks
-                for p in chunk.module.parameters()
-            ]
-        )
-
-    def _forward_step(self, losses: list[float]) -> Callable[..., Any]:
-        import torch
-
-        positions_BT = torch.arange(SEQUENCE).expand(BATCH, -1)
-        hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
-        count = iter(range(1 << 30))
-
-        def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
-            tokens_BT = next(data_iterator)
-            index = next(count)
-            if self.on_microbatch is not None:
-                self.on_microbatch(index, None)
-            output = model(tokens_BT, positions_BT, hidden, labels=tokens_BT)
-
-            def loss_func(loss_BT: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-                loss = loss_BT.float().mean()
-                if self.on_microbatch is not None:
-                    replaced = self.on_microbatch(index, loss)
-                    loss = loss if replaced is None else replaced
-                losses.append(float(loss))
-                # A clone: upstream divides the loss in place by the number of microbatches.
-                return loss, {"loss": loss.detach().clone()}
-
-            return output, loss_func
-
-        return forward_step
 
 
 def build(
@@ -244,18 +141,6 @@ def build(
     return Tiny(config=config, chunks=chunks, optimizer=optimizer)
 
 
-def microbatches(data_seed: int) -> Iterator[torch.Tensor]:
-    """This data-parallel rank's token ids [B, T], without end."""
-    import torch
-    from megatron.core import parallel_state
-
-    index = parallel_state.get_data_parallel_rank()
-    while True:
-        generator = torch.Generator().manual_seed(data_seed * 10_007 + index)
-        yield torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
-        index += parallel_state.get_data_parallel_world_size()
-
-
 def _wire(config: Any, chunks: list[Any], optimizer: Any, align: bool) -> None:
     from megatron.core.distributed import finalize_model_grads
 
@@ -277,37 +162,24 @@ def _wire(config: Any, chunks: list[Any], optimizer: Any, align: bool) -> None:
 def _model(config: Any, vp_stage: int | None, half: bool) -> Any:
     """One pipeline stage: a GPTModel, in Float16Module where its weights are half precision."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.module import Float16Module
 
-    from megatron_idempotent.cpu.norm import with_marked_norm
+    from megatron_idempotent.cpu.stage import gpt_stage, takes
 
     where: dict[str, Any] = {"ignore_virtual": False}
     if vp_stage is not None:
         # Before 0.13 the stage is a global; later it is an argument.
         parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
-        if _takes(parallel_state.is_pipeline_first_stage, "vp_stage"):
+        if takes(parallel_state.is_pipeline_first_stage, "vp_stage"):
             where["vp_stage"] = vp_stage
-    about_spec = {
-        "normalization": config.normalization,
-        "num_experts": config.num_moe_experts,
-        "moe_grouped_gemm": False,
-    }
-    spec = get_gpt_layer_local_spec(
-        **{k: v for k, v in about_spec.items() if _takes(get_gpt_layer_local_spec, k)}
-    )
-    if config.sequence_parallel:
-        spec = with_marked_norm(spec, config, vp_stage)
-    model = GPTModel(
+    model = gpt_stage(
         config,
-        spec,
+        vp_stage=vp_stage,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=False,
-        **({"vp_stage": vp_stage} if _takes(GPTModel.__init__, "vp_stage") else {}),
     )
     return Float16Module(config=config, module=model) if half else model
 
@@ -323,10 +195,6 @@ def _precision(dtype: Dtype) -> tuple[dict[str, bool], torch.dtype]:
     if dtype not in kinds:
         raise ValueError(f"dtype must be one of {', '.join(kinds)}, found {dtype!r}")
     return kinds[dtype]
-
-
-def _takes(function: Callable[..., Any], parameter: str) -> bool:
-    return parameter in inspect.signature(function).parameters
 
 
 def _fields_of(record: type, values: Mapping[str, Any]) -> dict[str, Any]:

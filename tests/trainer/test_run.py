@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+pytest.importorskip("tokenizers")  # comes with the extra `trainer`
+
 from megatron_idempotent.cpu import RankError
 from megatron_idempotent.engine.source import locate
 from megatron_idempotent.trainer import launch, saved
