@@ -9,7 +9,7 @@ pytest.importorskip("psutil", reason="megatron.core.dist_checkpointing needs psu
 MEGATRON = installed("megatron-core")
 
 
-# 0.12's writer calls a private function of torch that has one more parameter since torch 2.7; 0.15
+# 0.12's writer calls a private function of torch that takes one more argument today; 0.15
 # asserts that the step counter of torch's Adam has a parameter's shape.
 @pytest.fixture(autouse=True)
 def _saves_what_torch_has():
