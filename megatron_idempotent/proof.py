@@ -72,6 +72,8 @@ def prove(ids: Iterable[str] | None = None, *, pool: RankPool | None = None) -> 
         ranks = max(patch.reproduction.ranks for patch in affected)
         pool = own = RankPool(ranks, preload=PROGRAM_PRELOAD)
     try:
+        if own is not None:
+            own.run(1, _ready, distributed=False)  # or the first hazard would pay for the imports
         for patch in wanted:
             if pool is None or patch not in affected:
                 row = decided[patch.id]
@@ -120,6 +122,10 @@ def _examine(patch: Patch, pool: RankPool) -> Finding:
         patched=patched,
         seconds=time.perf_counter() - started,
     )
+
+
+def _ready() -> None:
+    """On a rank: nothing; the pool has imported torch and Megatron by then."""
 
 
 def _reproduce(patch_id: str, applied: tuple[str, ...]) -> None:
