@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+from megatron_idempotent.engine import Patch, Reproduction, arguments
 
 from . import _train
 
@@ -65,14 +65,10 @@ PATCH = Patch(
     since="0.12",
     before="0.20",
     targets=(
-        Target(
-            address=_train.ADDRESS,
-            wrapper=train,
-            reviewed=_train.REVIEWED,
-            relies_on=(
-                "config.no_sync_func is None",
-                "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
-            ),
+        _train.target(
+            train,
+            "config.no_sync_func is None",
+            "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
         ),
     ),
     fixed_when=lambda bodies: not any(b.contains("config.no_sync_func") for b in bodies.values()),
@@ -81,6 +77,5 @@ PATCH = Patch(
         run=reproduce,
         ranks=2,
         stock_error=r"AssertionError: .*config\.no_sync_func must be None",
-        needs=_train.NEEDS,
     ),
 )

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+from megatron_idempotent.engine import Patch, Reproduction, arguments
 
 from . import _train
 
@@ -67,15 +67,11 @@ PATCH = Patch(
     since="0.12",
     before="0.20",
     targets=(
-        Target(
-            address=_train.ADDRESS,
-            wrapper=train,
-            reviewed=_train.REVIEWED,
-            relies_on=(
-                "config.param_sync_func = None",
-                "config.param_sync_func = param_sync_func",
-                "config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]",
-            ),
+        _train.target(
+            train,
+            "config.param_sync_func = None",
+            "config.param_sync_func = param_sync_func",
+            "config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]",
         ),
     ),
     fixed_when=lambda bodies: (
@@ -86,6 +82,5 @@ PATCH = Patch(
         run=reproduce,
         ranks=2,
         stock_error=r"RuntimeError: config\.param_sync_func is None after train\(\)",
-        needs=_train.NEEDS,
     ),
 )

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import Patch, Reproduction
 
 from . import _train
 
@@ -58,14 +58,7 @@ PATCH = Patch(
     summary='a second train() fails with "timer has already been started"',
     since="0.12",
     before="0.20",
-    targets=(
-        Target(
-            address=_train.ADDRESS,
-            wrapper=train,
-            reviewed=_train.REVIEWED,
-            relies_on=(f"timers('{_TIMER}', log_level=0).start(barrier=True)",),
-        ),
-    ),
+    targets=(_train.target(train, f"timers('{_TIMER}', log_level=0).start(barrier=True)"),),
     # The loop stops and restarts the timer around evaluation; only a stop behind it is a repair.
     fixed_when=lambda bodies: any(
         body.contains(f"timers('{_TIMER}').stop()", outside_loops=True) for body in bodies.values()
@@ -75,6 +68,5 @@ PATCH = Patch(
         run=reproduce,
         ranks=2,
         stock_error=r"AssertionError: timer has already been started",
-        needs=_train.NEEDS,
     ),
 )

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import Patch, Reproduction
 
 from . import _train
 
@@ -66,15 +66,11 @@ PATCH = Patch(
     since="0.12",
     before="0.20",
     targets=(
-        Target(
-            address=_train.ADDRESS,
-            wrapper=train,
-            reviewed=_train.REVIEWED,
-            relies_on=(
-                "iteration = args.iteration",
-                "args.curr_iteration = iteration",
-                "return iteration, num_floating_point_operations_so_far",
-            ),
+        _train.target(
+            train,
+            "iteration = args.iteration",
+            "args.curr_iteration = iteration",
+            "return iteration, num_floating_point_operations_so_far",
         ),
     ),
     fixed_when=lambda bodies: any(
@@ -85,6 +81,5 @@ PATCH = Patch(
         run=reproduce,
         ranks=2,
         stock_error=r"RuntimeError: args\.iteration is 0 after one iteration",
-        needs=_train.NEEDS,
     ),
 )

@@ -70,9 +70,6 @@ class Reproduction(Record):
     stock_error: str
     """Regular expression that the error on stock Megatron must match, `Type: message`."""
 
-    needs: tuple[str, ...] = ()
-    """Modules without which this release cannot show the hazard, such as `megatron.training`."""
-
 
 class Patch(Record):
     """One hazard and its repair. The docstring of the declaring module is the case file."""
