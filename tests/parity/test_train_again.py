@@ -128,30 +128,32 @@ def test_a_custom_no_sync_func_still_meets_upstreams_assertion(megatron_ranks):
         megatron_ranks(2, train_with_a_custom_no_sync)
 
 
-def train_interrupted() -> tuple[bool, int]:
-    """On a rank: an exception in the second call's first iteration."""
+def train_interrupted(completed: int) -> tuple[bool, int]:
+    """On a rank: one call whose optimizer raises after `completed` iterations."""
     import megatron_idempotent
     from megatron_idempotent.cpu import program
 
     megatron_idempotent.apply(strict=True)
     running = program.start(OVERLAP, pp=2, vpp=2)
-    running.train(2)
-
-    def fail() -> None:
-        raise ValueError("out of memory")
-
     step = running.optimizer.step
+    steps = iter(range(completed))
+
+    def step_or_fail():
+        if next(steps, None) is None:
+            raise ValueError("out of memory")
+        return step()
+
     # At a point that all ranks reach: a stage that fails alone leaves the others waiting for it.
-    running.optimizer.step = fail
-    try:
-        running.train(2)
-    except ValueError:
-        interrupted_at = running.args.iteration
-    running.optimizer.step = step
-    return running.config.param_sync_func is not None, interrupted_at
+    running.optimizer.step = step_or_fail
+    with pytest.raises(ValueError, match="out of memory"):
+        running.train(4)
+    return running.config.param_sync_func is not None, running.args.iteration
 
 
-def test_an_exception_leaves_param_sync_func_and_the_interrupted_iteration(megatron_ranks):
-    for has_param_sync_func, interrupted_at in megatron_ranks(2, train_interrupted):
+@pytest.mark.parametrize("completed", [0, 3])
+def test_an_exception_leaves_param_sync_func_and_the_interrupted_iteration(
+    completed, megatron_ranks
+):
+    for has_param_sync_func, iteration in megatron_ranks(2, train_interrupted, completed):
         assert has_param_sync_func
-        assert interrupted_at == 2
+        assert iteration == completed
