@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .cpu import RankError, RankPool, RankTimeout
-from .cpu.pool import PROGRAM_PRELOAD
+from .cpu import PROGRAM_PRELOAD, RankError, RankPool, RankTimeout
 from .engine.catalogue import patches
 from .engine.control import apply
 from .engine.record import Patch

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
         RankFailure,
         RankTimeout,
     )
-    from megatron_idempotent.cpu.pool import RankPool, run_ranks
+    from megatron_idempotent.cpu.pool import PROGRAM_PRELOAD, RankPool, run_ranks
     from megatron_idempotent.cpu.runtime import disable, enable, enabled, is_enabled
 
 # Resolved at first use: every pytest run of everybody who installs us loads this package.
 _HOMES = {
     "errors": ("NotEmulatedError", "RankError", "RankFailure", "RankTimeout"),
-    "pool": ("RankPool", "run_ranks"),
+    "pool": ("PROGRAM_PRELOAD", "RankPool", "run_ranks"),
     "runtime": ("disable", "enable", "enabled", "is_enabled"),
 }
 
@@ -39,6 +39,7 @@ __doc__ += "\n".join(f"- {names}: {answer}" for names, answer in EMULATED)
 __doc__ += "\n\nEvery other public name of `torch.cuda` raises `NotEmulatedError`.\n"
 
 __all__ = [
+    "PROGRAM_PRELOAD",
     "NotEmulatedError",
     "RankError",
     "RankFailure",

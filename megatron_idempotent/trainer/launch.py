@@ -17,14 +17,6 @@ from megatron_idempotent.trainer.watch.report import (
 from megatron_idempotent.trainer.watch.rows import METRICS_FILE, read_metrics
 
 TOKENIZER_FILE = "tokenizer.json"
-# Imported once, before the ranks fork off: each would otherwise import them for itself.
-_PRELOAD = (
-    "torch",
-    "megatron.core.models.gpt",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.tokenizers.text.libraries",
-    "megatron.training.training",
-)
 
 
 def run_rank(job: Job) -> None:
@@ -37,7 +29,7 @@ def run_rank(job: Job) -> None:
 def start_ranks(job: Job) -> None:
     """Run `run_rank` on all ranks. Errors: those of `cpu.RankPool.run`."""
     run = job.config.run
-    with cpu.RankPool(run.ranks, preload=_PRELOAD) as pool:
+    with cpu.RankPool(run.ranks, preload=cpu.PROGRAM_PRELOAD) as pool:
         pool.run(run.ranks, run_rank, job, timeout_s=run.timeout_s)
 
 
