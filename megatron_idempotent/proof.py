@@ -1,7 +1,8 @@
 """Run each hazard's reproduction on CPU ranks against the installed Megatron, stock and patched.
 
 A hazard is proven where stock Megatron fails with the error that its case file names, and the same
-code runs with the patches applied.
+code runs with the patches applied; or, for a hazard that only the caller can avoid, the code that
+calls the helper.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .cpu import PROGRAM_PRELOAD, RankError, RankPool, RankTimeout
-from .engine.catalogue import patches
+from .engine.catalogue import hazards, patches
 from .engine.control import apply
-from .engine.record import Patch
-from .engine.report import COVERED
+from .engine.decide import check_version, version_of
+from .engine.record import Hazard, Limit, Patch
+from .engine.report import COVERED, Report
 from .engine.settings import check_ids
 
-Verdict = Literal["proven", "not_applicable", "stock_runs", "other_error", "not_repaired"]
+Verdict = Literal[
+    "proven", "documented", "not_applicable", "stock_runs", "other_error", "not_repaired"
+]
 
 DEADLINE_S = 120.0
 """For one reproduction on one set of ranks. They take about a second; a hang is an outcome."""
@@ -37,9 +41,9 @@ class Finding:
 
     id: str
     verdict: Verdict
-    """`proven`; `not_applicable` (what is installed lacks the code, or is out of range); and three
-    failures: stock ran without error, stock failed otherwise than the case file says, patched
-    failed too."""
+    """`proven`; `documented` (a limit: stock fails as the case file says, and nothing repairs it);
+    `not_applicable` (what is installed lacks the code, or is out of range); and three failures:
+    stock ran without error, stock failed otherwise than the case file says, patched failed too."""
     stock: str
     """`ok` or `Type: message` of the first rank that failed."""
     patched: str
@@ -49,7 +53,7 @@ class Finding:
     @property
     def failed(self) -> bool:
         """Whether case file and release disagree."""
-        return self.verdict not in ("proven", "not_applicable")
+        return self.verdict not in ("proven", "documented", "not_applicable")
 
 
 def prove(ids: Iterable[str] | None = None, *, pool: RankPool | None = None) -> Iterator[Finding]:
@@ -62,40 +66,62 @@ def prove(ids: Iterable[str] | None = None, *, pool: RankPool | None = None) -> 
     Raises:
         UnknownPatchError: an id that no case file has.
     """
-    chosen = patches() if ids is None else check_ids(ids, "prove", patches())
+    chosen = hazards() if ids is None else check_ids(ids, "prove", hazards())
+    wanted = [hazard for hazard in hazards().values() if hazard.id in chosen]
     decided = apply(dry_run=True)
-    wanted = [patch for patch in patches().values() if patch.id in chosen]
-    affected = [patch for patch in wanted if decided[patch.id].status in COVERED]
+    why_not = {hazard.id: _why_not(hazard, decided) for hazard in wanted}
+    affected = [hazard for hazard in wanted if why_not[hazard.id] is None]
     own = None
     if pool is None and affected:
-        ranks = max(patch.reproduction.ranks for patch in affected)
+        ranks = max(hazard.reproduction.ranks for hazard in affected)
         pool = own = RankPool(ranks, preload=PROGRAM_PRELOAD)
     try:
         if own is not None:
             own.run(1, _ready, distributed=False)  # or the first hazard would pay for the imports
-        for patch in wanted:
-            if pool is None or patch not in affected:
-                row = decided[patch.id]
-                why = f"{row.status}: {row.reason}"
+        for hazard in wanted:
+            why = why_not[hazard.id]
+            if why is not None:
                 yield Finding(
-                    id=patch.id, verdict="not_applicable", stock=why, patched="-", seconds=0.0
+                    id=hazard.id, verdict="not_applicable", stock=why, patched="-", seconds=0.0
                 )
             else:
-                yield _examine(patch, pool)
+                assert pool is not None
+                yield _examine(hazard, pool)
     finally:
         if own is not None:
             own.close()
 
 
-def outcome(run: Callable[..., list[Any]], patch_id: str, *, applied: Iterable[str]) -> str:
+def affected() -> list[str]:
+    """Ids of the hazards that the installed Megatron has, by version and by what it contains."""
+    decided = apply(dry_run=True)
+    return [h.id for h in hazards().values() if _why_not(h, decided) is None]
+
+
+def _why_not(hazard: Hazard, decided: Report) -> str | None:
+    if isinstance(hazard, Patch):
+        row = decided[hazard.id]
+        return None if row.status in COVERED else f"{row.status}: {row.reason}"
+    verdict = check_version(hazard, version_of(hazard))
+    return None if verdict.status is None else f"{verdict.status}: {verdict.reason}"
+
+
+def outcome(
+    run: Callable[..., list[Any]],
+    hazard_id: str,
+    *,
+    applied: Iterable[str],
+    repaired: bool = False,
+) -> str:
     """Run one reproduction with the patches `applied` and no others: `ok` or `Type: message`.
 
     Args:
         run: `RankPool.run`, or the pytest fixture `megatron_ranks`.
+        repaired: run the code that calls the helper, where the hazard has one.
     """
-    ranks = patches()[patch_id].reproduction.ranks
+    ranks = hazards()[hazard_id].reproduction.ranks
     try:
-        run(ranks, _reproduce, patch_id, tuple(applied), timeout_s=DEADLINE_S)
+        run(ranks, _reproduce, hazard_id, tuple(applied), repaired, timeout_s=DEADLINE_S)
     except RankError as error:
         return f"{error.exception_type}: {error.message}".strip()
     except RankTimeout as error:
@@ -103,19 +129,20 @@ def outcome(run: Callable[..., list[Any]], patch_id: str, *, applied: Iterable[s
     return "ok"
 
 
-def _examine(patch: Patch, pool: RankPool) -> Finding:
+def _examine(hazard: Hazard, pool: RankPool) -> Finding:
     started = time.perf_counter()
-    stock = outcome(pool.run, patch.id, applied=())
-    patched = outcome(pool.run, patch.id, applied=patches())
-    verdict: Verdict = "proven"
+    stock = outcome(pool.run, hazard.id, applied=())
+    limit = isinstance(hazard, Limit)
+    patched = "-" if limit else outcome(pool.run, hazard.id, applied=patches(), repaired=True)
+    verdict: Verdict = "documented" if limit else "proven"
     if stock == "ok":
         verdict = "stock_runs"
-    elif not re.search(patch.reproduction.stock_error, stock):
+    elif not re.search(hazard.reproduction.stock_error, stock):
         verdict = "other_error"
-    elif patched != "ok":
+    elif not limit and patched != "ok":
         verdict = "not_repaired"
     return Finding(
-        id=patch.id,
+        id=hazard.id,
         verdict=verdict,
         stock=stock,
         patched=patched,
@@ -127,9 +154,13 @@ def _ready() -> None:
     """On a rank: nothing; the pool has imported torch and Megatron by then."""
 
 
-def _reproduce(patch_id: str, applied: tuple[str, ...]) -> None:
+def _reproduce(hazard_id: str, applied: tuple[str, ...], repaired: bool) -> None:
     # What upstream logs on every rank would bury the table of findings.
     logging.disable(logging.WARNING)
     # Ranks are forked afresh for every run, so nothing has to be reverted.
     apply(exclude=set(patches()) - set(applied))
-    patches()[patch_id].reproduction.run()
+    reproduction = hazards()[hazard_id].reproduction
+    if repaired and reproduction.repaired is not None:
+        reproduction.repaired()
+    else:
+        reproduction.run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_idempotent.casebook import case_text
-from megatron_idempotent.engine.catalogue import patches
+from megatron_idempotent.engine.catalogue import hazards
 from megatron_idempotent.engine.settings import check_ids
 
 
@@ -13,6 +13,6 @@ def explain(patch_id: str) -> int:
     Raises:
         UnknownPatchError: no case file has that id.
     """
-    check_ids([patch_id], "explain", patches())
-    print(case_text(patches()[patch_id]))
+    check_ids([patch_id], "explain", hazards())
+    print(case_text(hazards()[patch_id]))
     return 0

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from megatron_idempotent.engine.catalogue import patches
+from megatron_idempotent.engine.catalogue import hazards
 from megatron_idempotent.engine.table import render
 from megatron_idempotent.proof import Finding
 from megatron_idempotent.proof import prove as findings_of
@@ -19,7 +19,7 @@ def prove(ids: Sequence[str] | None, *, as_json: bool) -> int:
     Raises:
         UnknownPatchError: an id that no case file has.
     """
-    total = len(patches() if ids is None else set(ids))
+    total = len(hazards() if ids is None else set(ids))
     findings: list[Finding] = []
     for finding in findings_of(ids):
         findings.append(finding)

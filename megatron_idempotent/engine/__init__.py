@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from .calls import arguments
 from .errors import PatchError, UnknownPatchError, VerificationError
-from .record import Patch, Reproduction, Target
+from .record import OPEN, Helper, Limit, Patch, Reproduction, Target
 
 if TYPE_CHECKING:
     from .source import Body
 
 __all__ = [
+    "OPEN",
     "Body",
+    "Helper",
+    "Limit",
     "Patch",
     "PatchError",
     "Reproduction",

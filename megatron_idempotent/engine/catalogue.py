@@ -1,4 +1,7 @@
-"""Find the case files: every module of `megatron_idempotent.patches` declares one `PATCH`."""
+"""Find the case files: every module of `megatron_idempotent.patches` declares one hazard.
+
+As `PATCH`, `HELPER` or `LIMIT`, after what answers it.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,40 @@ import os
 from collections.abc import Iterable
 from functools import cache
 
-from .record import Patch
+from .record import Hazard, Patch
 
 PACKAGE = "megatron_idempotent.patches"
+_KINDS = ("PATCH", "HELPER", "LIMIT")
+
+
+@cache
+def hazards() -> dict[str, Hazard]:
+    """All known hazards by id, in order of id.
+
+    Raises:
+        TypeError: a module there declares no hazard, or more than one.
+        ValueError: a hazard whose id is not its file's name.
+    """
+    package = importlib.import_module(PACKAGE)
+    found: dict[str, Hazard] = {}
+    for name in _modules(package.__path__):
+        if name.startswith("_"):
+            continue
+        module = importlib.import_module(f"{PACKAGE}.{name}")
+        declared = [value for kind in _KINDS if (value := getattr(module, kind, None)) is not None]
+        if len(declared) != 1 or not isinstance(declared[0], Hazard):
+            raise TypeError(f"{PACKAGE}.{name} declares {len(declared)} of {', '.join(_KINDS)}")
+        (hazard,) = declared
+        if hazard.id.replace("-", "_") != name:
+            raise ValueError(f"patch {hazard.id!r} is declared in {name}.py: names must agree")
+        found[hazard.id] = hazard
+    return dict(sorted(found.items()))
 
 
 @cache
 def patches() -> dict[str, Patch]:
-    """All known patches by id, in order of id.
-
-    Raises:
-        TypeError: a module there declares no `PATCH`.
-        ValueError: a patch whose id is not its file's name.
-    """
-    package = importlib.import_module(PACKAGE)
-    found: dict[str, Patch] = {}
-    for name in _modules(package.__path__):
-        if name.startswith("_"):
-            continue
-        patch = getattr(importlib.import_module(f"{PACKAGE}.{name}"), "PATCH", None)
-        if not isinstance(patch, Patch):
-            raise TypeError(f"{PACKAGE}.{name} declares no PATCH")
-        if patch.id.replace("-", "_") != name:
-            raise ValueError(f"patch {patch.id!r} is declared in {name}.py: names must agree")
-        found[patch.id] = patch
-    return dict(sorted(found.items()))
+    """Those of the hazards that a patch repairs, by id, in order of id. Raises as `hazards()`."""
+    return {name: hazard for name, hazard in hazards().items() if isinstance(hazard, Patch)}
 
 
 def _modules(path: Iterable[str]) -> list[str]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from . import decide, finding, landing, late, settings, versions
+from . import decide, finding, landing, late, settings
 from .catalogue import patches
 from .errors import PatchError
 from .landing import state
@@ -148,12 +148,12 @@ def _select(
 def _plan(patch: Patch, selection: decide.Selection, *, full: bool) -> Row:
     if landing.landed(patch):
         return landing.row(patch, "already_applied", state.rows[patch.id].reason)
-    verdict = selection.gate(patch.id)
+    verdict = selection.gate(patch)
     if verdict.status is not None:
         if patch.id in state.wanted:
             return state.rows[patch.id]  # an earlier call asked for it, and it still waits
         return landing.row(patch, verdict.status, verdict.reason)
-    verdict = decide.check_version(patch, versions.installed(patch.distribution))
+    verdict = decide.check_version(patch, decide.version_of(patch))
     if verdict.status is None:
         # Reading bodies takes tens of milliseconds, so it waits for the import unless the caller
         # wants the answer now.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from . import versions
 from .finding import find
 from .frozen import Record
-from .record import Patch, Target
+from .record import Hazard, Patch, Target
 from .report import Status
 from .settings import SWITCH, Settings
 
@@ -32,6 +32,7 @@ class Verdict(Record):
 
 
 GO = Verdict(status=None, reason="")
+MEGATRON = "megatron-core"
 
 
 class Selection(Record):
@@ -46,29 +47,54 @@ class Selection(Record):
         """Whether the caller asked for this patch by name, and so wants to know if it fails."""
         return self.only is not None and patch_id in self.only
 
-    def gate(self, patch_id: str) -> Verdict:
+    def gate(self, patch: Patch) -> Verdict:
         """Step 1: arguments and environment."""
-        settings = self.settings
+        settings, patch_id = self.settings, patch.id
+        asked = self.named(patch_id) or patch_id in (settings.only or settings.debug)
         for off, reason in (
             (not settings.enabled, f"{SWITCH}=0"),
             (patch_id in settings.disable, f"named in {SWITCH}_DISABLE"),
             (settings.only is not None and patch_id not in settings.only, f"not in {SWITCH}_ONLY"),
             (patch_id in self.exclude, "named in exclude="),
             (self.only is not None and patch_id not in self.only, "not in only="),
+            (not patch.default and not asked, "off by default: name it in only= to apply it"),
         ):
             if off:
                 return Verdict(status="disabled", reason=reason)
         return GO
 
 
-def check_version(patch: Patch, version: versions.Installed | None) -> Verdict:
-    """Step 2: is the distribution there, and in the patch's range."""
+def version_of(hazard: Hazard) -> versions.Installed | None:
+    """What is installed of the hazard's distribution.
+
+    For a framework's copy of Megatron's code that is not on the path, found out without reading
+    metadata, which would take longer than all else that `apply()` does; and one that is there
+    without metadata has a version that is `UNKNOWN`.
+    """
+    if hazard.distribution == MEGATRON or not isinstance(hazard, Patch):
+        return versions.installed(hazard.distribution)
+    if not any(find(package_of(target.module)) for target in hazard.targets):
+        return None
+    return versions.installed(hazard.distribution) or versions.UNKNOWN
+
+
+def package_of(module: str) -> str:
+    """The package of a distribution that holds the module, such as `slime`."""
+    # megatron itself is a namespace that several distributions share.
+    parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] == "megatron" else 1])
+
+
+def check_version(hazard: Hazard, version: versions.Installed | None) -> Verdict:
+    """Step 2: is the distribution there, and in the hazard's range."""
     if version is None:
-        return Verdict(status="not_installed", reason=versions.absence(patch.distribution))
-    if not versions.supported(version, patch.since, patch.before):
+        return Verdict(status="not_installed", reason=versions.absence(hazard.distribution))
+    if version is versions.UNKNOWN:
+        return GO  # the bodies decide
+    if not versions.supported(version, hazard.since, hazard.before):
         return Verdict(
             status="unsupported_version",
-            reason=f"affects {patch.distribution} {patch.versions}, found {version.text}",
+            reason=f"affects {hazard.distribution} {hazard.versions}, found {version.text}",
         )
     return GO
 
@@ -93,15 +119,23 @@ def check_bodies(patch: Patch, *, named: bool) -> Verdict:
 
     from .source import read_body
 
-    bodies: dict[str, Body] = {}
+    bodies: dict[str, Body | None] = {}
     for target in patch.targets:
         path = find(target.module)
         if path is None:
             return check_modules(patch)
         try:
-            body = read_body(Path(path), target.qualname)
+            bodies[target.address] = read_body(Path(path), target.qualname)
         except (SyntaxError, UnicodeDecodeError, OSError) as error:
             return Verdict(status="failed", reason=f"cannot read {target.module}: {error}")
+    return judge(patch, bodies, named=named)
+
+
+def judge(patch: Patch, found: Mapping[str, Body | None], *, named: bool) -> Verdict:
+    """Steps 3 to 5 on bodies that were read: by target address, None where there is none."""
+    bodies: dict[str, Body] = {}
+    for target in patch.targets:
+        body = found[target.address]
         if body is None:
             reason = f"{target.module} defines no {target.qualname}"
             return Verdict(status="missing_target", reason=reason)
@@ -112,7 +146,7 @@ def check_bodies(patch: Patch, *, named: bool) -> Verdict:
     reasons = []
     drifted = False
     for target in patch.targets:
-        known, reason = _review(target, bodies[target.address])
+        known, reason = review(target, bodies[target.address])
         drifted = drifted or not known
         if reason not in reasons:
             reasons.append(reason)
@@ -122,7 +156,8 @@ def check_bodies(patch: Patch, *, named: bool) -> Verdict:
     return Verdict(status="drifted" if drifted else None, reason=reason, bodies=bodies)
 
 
-def _review(target: Target, body: Body) -> tuple[bool, str]:
+def review(target: Target, body: Body) -> tuple[bool, str]:
+    """Whether the target's wrapper is right for this body, and why."""
     if body.hash in target.reviewed:
         return True, f"body reviewed on {target.reviewed[body.hash]}"
     if not target.relies_on:

@@ -22,6 +22,7 @@ def namespace(module: object) -> dict[str, Any]:
 def forget() -> None:
     """Forget where modules were found: `sys.path` may have changed since the last public call."""
     find.cache_clear()
+    _package.cache_clear()
 
 
 @cache
@@ -30,23 +31,30 @@ def find(module: str) -> str | None:
     loaded = sys.modules.get(module)
     if loaded is not None and namespace(loaded).get("__file__"):
         return _source(str(namespace(loaded)["__file__"]))
-    search: Sequence[str] | None = None
-    origin: str | None = None
-    parts = module.split(".")
-    for depth in range(len(parts)):
-        name = ".".join(parts[: depth + 1])
-        parent = namespace(sys.modules.get(name))
-        if "__path__" in parent:
-            search, origin = list(parent["__path__"]), parent.get("__file__")
-            continue
-        spec = _spec(name, search)
-        if spec is None:
-            return None
-        if depth < len(parts) - 1 and spec.submodule_search_locations is None:
-            return None
-        origin = spec.origin
-        search = list(spec.submodule_search_locations or ())
-    return _source(origin)
+    parent = module.rpartition(".")[0]
+    search = _package(parent) if parent else None
+    if parent and search is None:
+        return None
+    if "__path__" in namespace(loaded):
+        return _source(namespace(loaded).get("__file__"))
+    spec = _spec(module, search)
+    return None if spec is None else _source(spec.origin)
+
+
+@cache
+def _package(name: str) -> list[str] | None:
+    """Where to look for what is in a package, or None where it is none."""
+    loaded = namespace(sys.modules.get(name))
+    if "__path__" in loaded:
+        return list(loaded["__path__"])
+    parent = name.rpartition(".")[0]
+    search = _package(parent) if parent else None
+    if parent and search is None:
+        return None
+    spec = _spec(name, search)
+    if spec is None or spec.submodule_search_locations is None:
+        return None
+    return list(spec.submodule_search_locations)
 
 
 def _spec(name: str, search: Sequence[str] | None) -> Any:

@@ -11,7 +11,7 @@ from _thread import RLock
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from . import decide, late, versions
+from . import decide, late
 from .catalogue import patches
 from .record import Patch, Target
 from .report import COVERED, Row, Status
@@ -94,7 +94,7 @@ def _land(patch: Patch) -> Row:
         if not site.in_place:
             state.sites[target.address] = site
             site.body = verdict.bodies[target.address].hash
-            site.install(_prefixes())
+            site.install(_prefixes(target))
         site.add(patch.id, target.wrapper)
     reasons = [verdict.reason]
     left = [name for target in patch.targets for name in _left(target)]
@@ -128,8 +128,10 @@ def prepare(patch: Patch, bodies: Mapping[str, Body]) -> list[tuple[Target, Site
     return prepared
 
 
-def _prefixes() -> set[str]:
-    return {"megatron", *(state.selection.settings.rebind if state.selection else ())}
+def _prefixes(target: Target) -> set[str]:
+    # What a package binds of its own functions, it calls as its own.
+    own = target.module.partition(".")[0]
+    return {"megatron", own, *(state.selection.settings.rebind if state.selection else ())}
 
 
 def _left(target: Target) -> list[str]:
@@ -181,7 +183,7 @@ def current(patch: Patch) -> Row:
 
 def row(patch: Patch, status: Status, reason: str) -> Row:
     """A row about `patch` with the version that is installed."""
-    version = versions.installed(patch.distribution)
+    version = decide.version_of(patch)
     return Row(
         id=patch.id,
         status=status,

@@ -1,4 +1,8 @@
-"""The record that a case file in `patches/` declares: what to patch, where, on which releases."""
+"""What a case file in `patches/` declares: a hazard, on which releases, and what answers it.
+
+A `Patch` repairs it from outside; a `Helper` names the function that the caller has to use instead,
+where no wrapper can know enough; a `Limit` only says what to keep away from.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,9 @@ from .frozen import Record
 
 if TYPE_CHECKING:
     from .source import Body
+
+OPEN = "1000"
+"""For `before`, where statements alone decide: nobody has to read each release of a framework."""
 
 SECTIONS = ("Symptom", "Cause", "Affects", "Upstream", "Remove when")
 
@@ -64,6 +71,9 @@ class Reproduction(Record):
     run: Callable[[], None]
     """Module-level function, called on every rank; returns where all is well, raises where not."""
 
+    repaired: Callable[[], None] | None = None
+    """The same with the helper's remedy in use; None where the patches alone repair `run`."""
+
     ranks: int
     """Number of ranks that `run` is called on."""
 
@@ -71,8 +81,8 @@ class Reproduction(Record):
     """Regular expression that the error on stock Megatron must match, `Type: message`."""
 
 
-class Patch(Record):
-    """One hazard and its repair. The docstring of the declaring module is the case file."""
+class Hazard(Record):
+    """One thing that goes wrong. The docstring of the declaring module is the case file."""
 
     id: str
     """Kebab-case, named for the symptom; the file has the same name with underscores."""
@@ -86,9 +96,6 @@ class Patch(Record):
     before: str
     """First release that nobody looked at. The range only selects; the body decides."""
 
-    targets: tuple[Target, ...]
-    """What is wrapped: all of it or nothing."""
-
     upstream: str
     """Public link to the upstream code, issue or pull request that shows the hazard."""
 
@@ -98,14 +105,9 @@ class Patch(Record):
     distribution: str = "megatron-core"
     """The package whose releases `since` and `before` speak of."""
 
-    fixed_when: Callable[[Mapping[str, Body]], bool] | None = None
-    """Probe over the bodies by target address: True where upstream no longer needs the patch."""
-
     def __post_init__(self) -> None:
         if not _is_kebab(self.id):
             raise ValueError(f"patch id {self.id!r} is not kebab-case")
-        if not self.targets:
-            raise ValueError(f"patch {self.id} has no target")
         if not self.upstream.startswith("https://"):
             raise ValueError(f"patch {self.id} links nothing upstream: {self.upstream!r}")
         for bound in (self.since, self.before):
@@ -115,19 +117,80 @@ class Patch(Record):
     @property
     def versions(self) -> str:
         """The range as a version specifier."""
-        return f">={self.since},<{self.before}"
+        bound = "" if self.before == OPEN else f",<{self.before}"
+        return f">={self.since}{bound}"
+
+    @property
+    def answer(self) -> str:
+        """What answers the hazard, for the tables."""
+        raise NotImplementedError
 
     @property
     def case_file(self) -> dict[str, str]:
         """The sections of the declaring module's docstring, headline under the empty name."""
         import re
 
-        doc = sys.modules[self.targets[0].wrapper.__module__].__doc__ or ""
+        doc = sys.modules[self._declared_by().__module__].__doc__ or ""
         parts = re.split(rf"^({'|'.join(SECTIONS)}):", doc, flags=re.MULTILINE)
         sections = {"": parts[0].strip()}
         for name, text in zip(parts[1::2], parts[2::2], strict=True):
             sections[name] = "\n".join(line.strip() for line in text.strip().splitlines())
         return sections
+
+    def _declared_by(self) -> Callable[..., Any]:
+        return self.reproduction.run
+
+
+class Patch(Hazard):
+    """A hazard that wrappers around Megatron's functions repair."""
+
+    targets: tuple[Target, ...]
+    """What is wrapped: all of it or nothing."""
+
+    fixed_when: Callable[[Mapping[str, Body]], bool] | None = None
+    """Probe over the bodies by target address: True where upstream no longer needs the patch."""
+
+    default: bool = True
+    """False where it was never run, for want of the hardware: applied only where it is named."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.targets:
+            raise ValueError(f"patch {self.id} has no target")
+
+    @property
+    def answer(self) -> str:
+        """How it is switched on."""
+        return "patch" if self.default else "patch, off by default"
+
+    def _declared_by(self) -> Callable[..., Any]:
+        return self.targets[0].wrapper
+
+
+class Helper(Hazard):
+    """A hazard that only the caller can avoid, by calling a function of this package."""
+
+    call: str
+    """Name of the function in `megatron_idempotent`, such as `ensure_params_synced`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reproduction.repaired is None:
+            raise ValueError(f"helper {self.id} does not show its remedy: give repaired=")
+
+    @property
+    def answer(self) -> str:
+        """What to call."""
+        return f"`{self.call}`"
+
+
+class Limit(Hazard):
+    """A hazard that nothing here repairs: its case file says what to keep away from."""
+
+    @property
+    def answer(self) -> str:
+        """Nothing to call."""
+        return "documented limit"
 
 
 def _is_address(text: str) -> bool:

@@ -8,10 +8,11 @@ Imported when the first body is read: `apply()` before Megatron's import needs n
 from __future__ import annotations
 
 import ast
+import copy
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from .finding import find
@@ -51,6 +52,13 @@ class Body:
             a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
         )
 
+    @property
+    def text(self) -> str:
+        """The code as Python would format it: without comments, docstring and line breaks."""
+        bare = copy.copy(self.tree)
+        bare.body = _without_docstring(bare.body) or bare.body
+        return ast.unparse(bare)
+
     def contains(self, fragment: str, *, outside_loops: bool = False) -> bool:
         """Whether an expression or statement that is the same code as `fragment`, formatting
         aside, stands in the body; with `outside_loops`, in no `for` or `while` of it."""
@@ -70,7 +78,22 @@ def read_body(path: Path, qualname: str) -> Body | None:
         SyntaxError: this Python cannot parse the file.
         OSError: the file cannot be read.
     """
-    text = path.read_text(encoding="utf-8")
+    status = path.stat()
+    return _read_body(path, (status.st_mtime_ns, status.st_size), qualname)
+
+
+# A dozen patches stand around the same few functions, and training.py is long.
+@lru_cache(maxsize=128)
+def _read_body(path: Path, state: tuple[int, int], qualname: str) -> Body | None:
+    return parse_body(path.read_text(encoding="utf-8"), qualname)
+
+
+def parse_body(text: str, qualname: str) -> Body | None:
+    """The body of `qualname` in a module's source, or None where that does not define it.
+
+    Raises:
+        SyntaxError: this Python cannot parse the source.
+    """
     first, *rest = qualname.split(".")
     node = _parse_definition(text, first)
     for name in rest:
@@ -87,6 +110,7 @@ def _walk(node: ast.AST, outside_loops: bool) -> Iterator[ast.AST]:
             yield from _walk(child, outside_loops)
 
 
+@lru_cache(maxsize=8)  # the methods of one class are asked for one after the other
 def _parse_definition(
     text: str, name: str
 ) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:

@@ -7,6 +7,7 @@ compared as numbers, and it is imported only for other distributions.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import cache
 
 from .finding import find
@@ -41,6 +42,10 @@ def installed(distribution: str) -> Installed | None:
         return None
 
 
+UNKNOWN = Installed(text="unknown", release=())
+"""Of a package that is on the path without metadata, such as a checkout on `PYTHONPATH`."""
+
+
 def absence(distribution: str) -> str:
     """Why `installed` says None."""
     info = _PACKAGE_INFO.get(distribution)
@@ -71,13 +76,18 @@ def _significant(release: tuple[int, ...]) -> tuple[int, ...]:
 
 @cache
 def _from_package_info(path: str, mtime_ns: int) -> Installed | None:
+    with open(path, encoding="utf-8") as file:
+        return from_package_info(file)
+
+
+def from_package_info(lines: Iterable[str]) -> Installed | None:
+    """The version that the lines of a `package_info.py` say, or None."""
     # Line by line, because these are plain assignments and `ast` takes longer to import than the
     # rest of this file to run.
     constants: dict[str, str] = {}
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            name, _, value = line.partition("=")
-            constants[name.rstrip()] = value.partition("#")[0].strip()
+    for line in lines:
+        name, _, value = line.partition("=")
+        constants[name.rstrip()] = value.partition("#")[0].strip()
     release = [constants.get(part, "") for part in ("MAJOR", "MINOR", "PATCH")]
     if not all(number.isdecimal() for number in release):
         return None
@@ -85,13 +95,32 @@ def _from_package_info(path: str, mtime_ns: int) -> Installed | None:
     return Installed(text=text, release=tuple(map(int, release)))
 
 
+def from_metadata_text(text: str, distribution: str) -> Installed | None:
+    """The version that a wheel's METADATA says, or None where it is of another distribution."""
+    from email import message_from_string
+
+    from packaging.utils import canonicalize_name
+
+    said = message_from_string(text)
+    if canonicalize_name(said["Name"] or "") != canonicalize_name(distribution):
+        return None
+    return _parsed(said["Version"] or "")
+
+
 def _from_metadata(distribution: str) -> Installed | None:
     from importlib import metadata
 
+    try:
+        return _parsed(metadata.version(distribution))
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _parsed(text: str) -> Installed | None:
     from packaging.version import InvalidVersion, Version
 
     try:
-        version = Version(metadata.version(distribution))
-    except (metadata.PackageNotFoundError, InvalidVersion):
+        version = Version(text)
+    except InvalidVersion:
         return None
     return Installed(text=str(version), release=version.release)

@@ -29,7 +29,7 @@ def test_prove_shows_a_hazard_on_stock_and_its_absence_when_patched(capsys):
     ],
 )
 def test_prove_fails_where_release_and_case_file_disagree(stock, patched, verdict, capsys, mocker):
-    def outcome(run, patch_id, *, applied):
+    def outcome(run, patch_id, *, applied, repaired=False):
         return patched if list(applied) else stock
 
     mocker.patch.object(proof, "outcome", outcome)

@@ -10,6 +10,15 @@ from typing import Any
 from scenarios import DDP, SEED, import_megatron, live, stock
 
 
+def neighbours() -> list[str]:
+    """Ids of the other patches around the function that `pipeline-seed-offset` wraps."""
+    from megatron_idempotent.engine.catalogue import patches
+
+    address = f"{SEED}:model_parallel_cuda_manual_seed"
+    around = [p.id for p in patches().values() if address in [t.address for t in p.targets]]
+    return [patch_id for patch_id in around if patch_id != "pipeline-seed-offset"]
+
+
 def wrapped_on_top() -> dict[str, Any]:
     """Apply, let someone wrap, verify, revert, apply again."""
     import_megatron()
@@ -20,20 +29,22 @@ def wrapped_on_top() -> dict[str, Any]:
 
     module = sys.modules[SEED]
     upstream = module.model_parallel_cuda_manual_seed
-    megatron_idempotent.apply()
+    megatron_idempotent.apply(exclude=neighbours())
     ours = module.model_parallel_cuda_manual_seed
     alterations.polite(module)
     theirs = module.model_parallel_cuda_manual_seed
     megatron_idempotent.verify()
     result: dict[str, Any] = {
         "status": megatron_idempotent.report()["pipeline-seed-offset"].status,
-        "again": megatron_idempotent.apply()["pipeline-seed-offset"].status,
+        "again": megatron_idempotent.apply(exclude=neighbours())["pipeline-seed-offset"].status,
         "reverted": megatron_idempotent.revert()["pipeline-seed-offset"].as_dict(),
         "theirs stays": module.model_parallel_cuda_manual_seed is theirs,
     }
     site = landing.state.sites[f"{SEED}:model_parallel_cuda_manual_seed"]
     result["inert"] = site.layers == {} and site._call is upstream
-    result["applied again"] = megatron_idempotent.apply()["pipeline-seed-offset"].status
+    result["applied again"] = megatron_idempotent.apply(exclude=neighbours())[
+        "pipeline-seed-offset"
+    ].status
     result["same object"] = theirs.__wrapped__ is ours
     result["live again"] = list(site.layers)
     module.model_parallel_cuda_manual_seed = ours
@@ -49,7 +60,7 @@ def replaced_after() -> dict[str, Any]:
 
     import megatron_idempotent
 
-    megatron_idempotent.apply()
+    megatron_idempotent.apply(exclude=neighbours())
     module = sys.modules[SEED]
     ours = module.model_parallel_cuda_manual_seed
     alterations.replacement(module)
@@ -59,10 +70,10 @@ def replaced_after() -> dict[str, Any]:
         message = ""
     except megatron_idempotent.VerificationError as error:
         message = str(error)
-    again = megatron_idempotent.apply()["pipeline-seed-offset"].as_dict()
+    again = megatron_idempotent.apply(exclude=neighbours())["pipeline-seed-offset"].as_dict()
     untouched = module.model_parallel_cuda_manual_seed is theirs
     module.model_parallel_cuda_manual_seed = ours.__wrapped__
-    fixed = megatron_idempotent.apply()["pipeline-seed-offset"].status
+    fixed = megatron_idempotent.apply(exclude=neighbours())["pipeline-seed-offset"].status
     megatron_idempotent.verify()
     same = module.model_parallel_cuda_manual_seed is ours
     return {

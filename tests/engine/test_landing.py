@@ -9,7 +9,7 @@ import sys
 import pytest
 from toys import ask, shout
 
-from megatron_idempotent import PatchError, patched, report, revert, verify
+from megatron_idempotent import PatchError, apply, patched, report, revert, verify
 from megatron_idempotent.engine import landing
 from megatron_idempotent.engine.catalogue import patches
 
@@ -33,14 +33,26 @@ def greet(toys):
 def test_a_distribution_other_than_megatron_is_read_from_its_metadata(toys, greet):
     toys.patch("toy-old", "toy_up.greet:greet", before="1.2")
     toys.patch("toy-new", "toy_up.greet:greet", since="1.2.0")
-    toys.patch("toy-gone", "toy_up.greet:greet", distribution="toy-absent")
+    toys.patch("toy-gone", "toy_away.greet:greet", distribution="toy-absent")
     rows = toys.apply()
     assert (rows["toy-old"].status, rows["toy-new"].status) == (
         "unsupported_version",
         "pending_import",
     )
     assert rows["toy-old"].reason == "affects toy-upstream >=1,<1.2, found 1.2"
+    assert rows["toy-gone"].status == "not_installed"
     assert rows["toy-gone"].reason == "toy-absent is not installed"
+
+
+def test_a_package_on_the_path_without_metadata_goes_by_its_bodies(toys, greet):
+    toys.patch("toy-fits", "toy_up.greet:greet", distribution="toy-absent")
+    toys.patch("toy-not", "toy_up.greet:greet", distribution="toy-absent", relies_on="nowhere")
+    toys.patch("toy-else", "toy_up.other:greet", distribution="toy-absent")
+    greet()
+    rows = toys.apply()
+    assert (rows["toy-fits"].status, rows["toy-fits"].version) == ("applied", "unknown")
+    assert rows["toy-not"].status == "drifted"
+    assert rows["toy-else"].status == "missing_target"
 
 
 def test_a_patch_with_two_targets_in_one_module_is_all_or_nothing(toys, greet):
@@ -239,3 +251,15 @@ def test_apply_is_safe_while_the_module_is_being_loaded_again(toys, greet):
 
 def test_every_patch_of_the_catalogue_has_a_row(toys):
     assert [row.id for row in report()] == list(patches())
+
+
+def test_a_patch_that_is_off_by_default_is_applied_where_it_is_named(toys, greet, monkeypatch):
+    toys.patch("toy-rare", "toy_up.greet:greet", default=False)
+    module = greet()
+    row = toys.apply("toy-rare")["toy-rare"]
+    assert (row.status, row.reason) == ("disabled", "off by default: name it in only= to apply it")
+    assert apply(only=["toy-rare"])["toy-rare"].status == "applied"
+    assert module.greet("x") == "hello x!"
+    revert()
+    monkeypatch.setenv("MEGATRON_IDEMPOTENT_ONLY", "toy-rare")
+    assert toys.apply("toy-rare")["toy-rare"].status == "applied"

@@ -10,7 +10,8 @@ ORDERS = ["ia", "ai", "iaa", "aai", "iar", "air", "ari", "ria", "iara", "aira", 
 
 def test_a_fresh_interpreter_gets_the_patches_with_the_import_and_loses_them_with_revert(warm):
     first = warm.first
-    assert set(first["before"].values()) <= {"pending_import", "missing_target"}
+    elsewhere = {"unsupported_version", "not_installed", "disabled", "missing_target"}
+    assert set(first["before"].values()) <= {"pending_import"} | elsewhere
     assert first["after"]["pipeline-seed-offset"] == "applied"
     assert first["after"]["grad-scale-func"] == "applied"
     assert first["after"]["forward-pre-hook-reentry"] == "applied"

@@ -23,6 +23,9 @@ def test_apply_from_many_threads_installs_once(warm, while_importing):
         "already_applied",
         "pending_import",
         "missing_target",
+        "unsupported_version",
+        "not_installed",
+        "disabled",
     }
 
 

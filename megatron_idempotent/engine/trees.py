@@ -1,0 +1,103 @@
+"""Source somewhere else than on the path: a checkout, an unpacked wheel, a wheel.
+
+Of Megatron, or of a framework that carries copies of its code. Nothing is imported, installed or
+unpacked.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+from . import versions
+from .decide import MEGATRON, package_of
+from .record import Patch
+from .source import Body, parse_body
+
+_INFO = "megatron.core.package_info"
+
+
+class SourceTree:
+    """The modules of one Megatron or framework, read from a folder or a wheel.
+
+    Args:
+        path: a folder that holds `megatron/`, `slime/` or the like, or a `.whl` file.
+        patches: those that may have targets in it.
+
+    Raises:
+        ValueError: no patch has a target in it, or Megatron's version cannot be read.
+
+    Example:
+        SourceTree(Path("Megatron-LM"), patches()).body("megatron.training.training", "train")
+    """
+
+    def __init__(self, path: Path, patches: Mapping[str, Patch]) -> None:
+        self.path = path
+        self._wheel = None
+        if path.is_file():
+            try:
+                self._wheel = zipfile.ZipFile(path)
+            except zipfile.BadZipFile as error:
+                raise ValueError(f"{path} is no wheel: {error}; give a .whl or a folder") from None
+        elif not path.is_dir():
+            raise ValueError(f"{path} is not there: give a .whl or a folder that holds megatron/")
+        packages: dict[str, set[str]] = {}
+        for patch in patches.values():
+            names = {package_of(target.module) for target in patch.targets}
+            packages.setdefault(patch.distribution, set()).update(names)
+        packages[MEGATRON] = {_INFO}
+        self.versions: dict[str, versions.Installed] = {
+            distribution: self._version(distribution)
+            for distribution, names in sorted(packages.items())
+            if any(self.text(name) is not None for name in names)
+        }
+        """What is in the tree, by distribution; `UNKNOWN` in a checkout that does not say."""
+        if not self.versions:
+            wanted = sorted(name for names in packages.values() for name in names)
+            raise ValueError(
+                f"{path} holds none of {', '.join(wanted)}: give a .whl or the folder above one"
+            )
+
+    def text(self, module: str) -> str | None:
+        """The module's source, or None where it is not in the tree."""
+        stem = module.replace(".", "/")
+        for name in (f"{stem}.py", f"{stem}/__init__.py"):
+            if self._wheel is not None:
+                if name in self._files:
+                    return self._wheel.read(name).decode("utf-8")
+            elif (self.path / name).is_file():
+                return (self.path / name).read_text(encoding="utf-8")
+        return None
+
+    def body(self, module: str, qualname: str) -> Body | None:
+        """The body of a function, or None where the tree lacks it.
+
+        Raises:
+            SyntaxError: this Python cannot parse the module.
+        """
+        text = self.text(module)
+        return None if text is None else parse_body(text, qualname)
+
+    @cached_property
+    def _files(self) -> frozenset[str]:
+        return frozenset() if self._wheel is None else frozenset(self._wheel.namelist())
+
+    def _version(self, distribution: str) -> versions.Installed:
+        if distribution != MEGATRON:
+            said = (versions.from_metadata_text(text, distribution) for text in self._metadata)
+            return next((version for version in said if version is not None), versions.UNKNOWN)
+        info = self.text(_INFO)
+        version = None if info is None else versions.from_package_info(info.splitlines())
+        if version is None:
+            raise ValueError(f"{self.path} says no version in {_INFO}: is it Megatron's?")
+        return version
+
+    @cached_property
+    def _metadata(self) -> list[str]:
+        if self._wheel is not None:
+            names = [name for name in self._files if name.endswith(".dist-info/METADATA")]
+            return [self._wheel.read(name).decode("utf-8") for name in names]
+        files = [*self.path.glob("*.dist-info/METADATA"), *self.path.glob("*.egg-info/PKG-INFO")]
+        return [file.read_text(encoding="utf-8") for file in files]
