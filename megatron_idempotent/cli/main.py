@@ -32,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .explain import explain
 
             return explain(arguments.id)
+        if arguments.command == "drift":
+            from .drift import drift
+
+            return drift(arguments.paths, as_json=arguments.json, with_diff=arguments.diff)
         from .prove import prove
 
         return prove(arguments.ids or None, as_json=arguments.json)
@@ -67,6 +71,17 @@ def _parser() -> argparse.ArgumentParser:
     prove.add_argument("ids", nargs="*", metavar="ID", help="which hazards; default: all")
     prove.add_argument("--json", action="store_true", help="print the findings as JSON")
 
+    drift = commands.add_parser(
+        "drift",
+        help="patches against wheels or checkouts that are not installed",
+        description=_DRIFT,
+    )
+    drift.add_argument(
+        "paths", nargs="+", metavar="PATH", help="a wheel, a folder of wheels, or a source tree"
+    )
+    drift.add_argument("--diff", action="store_true", help="show how drifted bodies differ")
+    drift.add_argument("--json", action="store_true", help="print the rows as JSON, with diffs")
+
     commands.add_parser("train", help="the reference RL trainer (see `train --help`)")
     return parser
 
@@ -74,6 +89,10 @@ def _parser() -> argparse.ArgumentParser:
 _DOCTOR = (
     "Decides every patch against the Megatron on the path, without importing it. Exit code 1 where "
     "one is failed, drifted or in conflict."
+)
+_DRIFT = (
+    "Reads what each patch wraps in every Megatron or framework given, importing none, and says "
+    "whether a person has reviewed it. Exit code 1 where a body drifted."
 )
 _PROVE = (
     "Runs each hazard's reproduction with the installed Megatron on gloo ranks of this machine, "

@@ -1,0 +1,165 @@
+"""Compare case files with what is not installed: wheels, or a checkout of main.
+
+Of Megatron, and of the frameworks that carry copies of its code. For each patch and tree: are the
+bodies that it wraps reviewed, repaired upstream, or new; and what is new in them. Reads source
+only, so all releases take seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .engine.catalogue import patches
+from .engine.decide import judge, review
+from .engine.record import Patch, Target
+from .engine.source import Body
+from .engine.trees import SourceTree
+from .engine.versions import UNKNOWN, supported
+
+Standing = Literal["reviewed", "holds", "fixed_upstream", "missing", "drifted", "not_affected"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drift:
+    """How one patch stands towards one tree.
+
+    Example:
+        Drift(id="train-interval-timer", path="Megatron-LM", distribution="megatron-core",
+              version="0.20.0rc0", standing="drifted", in_range=False,
+              reason="train (body …) no longer …", diff="--- …")
+    """
+
+    id: str
+    path: str
+    distribution: str
+    version: str
+    """Of the distribution; `unknown` in a checkout of a framework, whose bodies decide."""
+    standing: Standing
+    """`reviewed`: a person read every body; `holds`: not all, but they hold the fragments that the
+    patch relies on; `fixed_upstream`; `missing`: a target is not in the tree (wheels before 0.17
+    lack `megatron.training`); `drifted`: a body is new and the patch would be refused;
+    `not_affected`: the release is older than the hazard."""
+    in_range: bool
+    """Whether the release is in the patch's range. Beyond it `apply()` refuses the patch, whatever
+    the bodies say: widening the range is for a person."""
+    reason: str
+    diff: str
+    """Unified diff of the drifted bodies against the newest accepted ones among the trees."""
+
+
+def open_trees(paths: Iterable[Path]) -> list[SourceTree]:
+    """The trees at these paths, oldest release first; a folder of wheels stands for all of them.
+
+    Raises:
+        ValueError: a path that holds nothing that a patch is for.
+    """
+    trees = []
+    for path in paths:
+        wheels = sorted(path.glob("*.whl")) if path.is_dir() else []
+        trees += [SourceTree(wheel, patches()) for wheel in wheels or [path]]
+    return sorted(trees, key=lambda t: [(name, v.release) for name, v in t.versions.items()])
+
+
+def compare(trees: Iterable[SourceTree]) -> list[Drift]:
+    """A row per patch and tree that holds the patch's distribution."""
+    trees = list(trees)
+    rows = []
+    for patch in patches().values():
+        references: dict[str, _Reference] = {}
+        found = [
+            (tree, {t.address: tree.body(t.module, t.qualname) for t in patch.targets})
+            for tree in trees
+            if patch.distribution in tree.versions
+        ]
+        for tree, bodies in found:
+            for target in patch.targets:
+                _refer(references, target, bodies[target.address], _label(tree, patch))
+        rows += [_row(patch, tree, bodies, references) for tree, bodies in found]
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reference:
+    """What a drifted body is compared with."""
+
+    label: str
+    reviewed: bool
+    body: Body
+
+
+def _label(tree: SourceTree, patch: Patch) -> str:
+    version = tree.versions[patch.distribution]
+    return str(tree.path) if version is UNKNOWN else version.text
+
+
+def _refer(
+    references: dict[str, _Reference], target: Target, body: Body | None, label: str
+) -> None:
+    if body is None or not review(target, body)[0]:
+        return
+    reviewed = body.hash in target.reviewed
+    known = references.get(target.address)
+    if reviewed or known is None or not known.reviewed:
+        references[target.address] = _Reference(label=label, reviewed=reviewed, body=body)
+
+
+def _row(
+    patch: Patch,
+    tree: SourceTree,
+    bodies: Mapping[str, Body | None],
+    references: Mapping[str, _Reference],
+) -> Drift:
+    version = tree.versions[patch.distribution]
+    standing, reason, diff = _stand(patch, tree, bodies, references)
+    return Drift(
+        id=patch.id,
+        path=str(tree.path),
+        distribution=patch.distribution,
+        version=version.text,
+        standing=standing,
+        in_range=version is UNKNOWN or supported(version, patch.since, patch.before),
+        reason=reason,
+        diff=diff,
+    )
+
+
+def _stand(
+    patch: Patch,
+    tree: SourceTree,
+    bodies: Mapping[str, Body | None],
+    references: Mapping[str, _Reference],
+) -> tuple[Standing, str, str]:
+    version = tree.versions[patch.distribution]
+    if version is not UNKNOWN and not supported(version, patch.since, f"{version.release[0] + 1}"):
+        return "not_affected", f"affects {patch.distribution} {patch.versions}", ""
+    verdict = judge(patch, bodies, named=False)
+    if verdict.status == "missing_target":
+        return "missing", verdict.reason, ""
+    if verdict.status == "fixed_upstream":
+        return "fixed_upstream", verdict.reason, ""
+    if verdict.status is None:
+        known = all(verdict.bodies[t.address].hash in t.reviewed for t in patch.targets)
+        return ("reviewed" if known else "holds"), verdict.reason, ""
+    drifted = [t for t in patch.targets if not review(t, verdict.bodies[t.address])[0]]
+    diffs = [_diff(t, _label(tree, patch), verdict.bodies[t.address], references) for t in drifted]
+    return "drifted", verdict.reason, "\n".join(diffs)
+
+
+def _diff(target: Target, label: str, body: Body, references: Mapping[str, _Reference]) -> str:
+    reference = references.get(target.address)
+    if reference is None:
+        return f"{target.address}: none of the trees holds an accepted body to compare with"
+    accepted = "reviewed" if reference.reviewed else "which holds what the patch relies on"
+    return "\n".join(
+        difflib.unified_diff(
+            reference.body.text.splitlines(),
+            body.text.splitlines(),
+            fromfile=f"{target.address} in {reference.label}, {accepted}",
+            tofile=f"{target.address} in {label}",
+            lineterm="",
+        )
+    )

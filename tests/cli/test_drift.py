@@ -1,0 +1,224 @@
+"""`drift`: case files against Megatrons that are not installed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from megatron_idempotent.cli import main
+from megatron_idempotent.engine.catalogue import patches
+from megatron_idempotent.engine.source import locate
+
+INFO = "megatron.core.package_info"
+RANDOM = "megatron.core.tensor_parallel.random"
+PATCH = "pipeline-seed-offset"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A checkout with the files of the installed Megatron that patches wrap."""
+    root = tmp_path / "checkout"
+    modules = {INFO} | {t.module for patch in patches().values() for t in patch.targets}
+    for module in modules:
+        source = locate(module)
+        if source is None:
+            continue  # wheels before 0.17 lack megatron.training
+        stem = root / module.replace(".", "/")
+        package = source.name == "__init__.py"
+        copy = stem / "__init__.py" if package else stem.with_suffix(".py")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, copy)
+    return root
+
+
+def rows(capsys: pytest.CaptureFixture[str], *paths: Path) -> tuple[int, list[dict]]:
+    code = main(["drift", "--json", *map(str, paths)])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def framework(root: Path, module: str, body: str, metadata: str | None = None) -> Path:
+    """A checkout of a framework with one module, which defines `train`, or what a body says."""
+    file = root / f"{module.replace('.', '/')}.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(body)
+    if module.split(".")[1] != "core":
+        (root / module.split(".")[0] / "__init__.py").touch()
+    if metadata is not None:
+        (root / "it.dist-info").mkdir()
+        (root / "it.dist-info" / "METADATA").write_text(metadata)
+    return root
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_the_installed_release_is_reviewed_in_every_body(tree, capsys):
+    code, found = rows(capsys, tree)
+    assert code == 0
+    assert {row["id"] for row in found} == {
+        patch.id for patch in patches().values() if patch.distribution == "megatron-core"
+    }
+    assert {row["standing"] for row in found} <= {
+        "reviewed",
+        "missing",
+        "fixed_upstream",
+        "not_affected",
+    }
+
+
+def test_a_changed_body_drifts_and_the_diff_shows_the_change(tree, tmp_path, capsys):
+    changed = tmp_path / "changed"
+    shutil.copytree(tree, changed)
+    edit(changed / f"{RANDOM.replace('.', '/')}.py", "offset = seed + 2718", "offset = seed + 3")
+    code, found = rows(capsys, tree, changed)
+    assert code == 1
+    (row,) = (row for row in found if row["standing"] == "drifted")
+    assert (row["id"], row["path"]) == (PATCH, str(changed))
+    assert "-    offset = seed + 2718" in row["diff"]
+    assert "+    offset = seed + 3" in row["diff"]
+    assert main(["drift", str(changed)]) == 1
+    printed = capsys.readouterr().out
+    assert "DRIFT" in printed
+    assert "seed + 2718" in printed, "the reason names the fragment that is gone"
+    assert "+++" not in printed, "diffs are printed on request"
+
+
+def test_a_new_body_that_holds_what_the_patch_relies_on_is_no_drift(tree, capsys):
+    edit(tree / f"{RANDOM.replace('.', '/')}.py", "offset = seed + 2718", "offset = seed + 2718; 1")
+    code, found = rows(capsys, tree)
+    assert code == 0
+    assert PATCH in [row["id"] for row in found if row["standing"] == "holds"]
+
+
+def test_a_wheel_is_read_without_unpacking_it(tree, tmp_path, capsys):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "megatron_core-0-py3-none-any.whl", "w") as wheel:
+        for file in tree.rglob("*.py"):
+            wheel.write(file, file.relative_to(tree))
+    _, from_folder = rows(capsys, tree)
+    _, from_wheel = rows(capsys, wheels)
+    assert [r["standing"] for r in from_wheel] == [r["standing"] for r in from_folder]
+
+
+def test_a_release_beyond_the_range_is_judged_all_the_same_and_marked(tree, capsys):
+    info = tree / "megatron/core/package_info.py"
+    info.write_text("MAJOR = 0\nMINOR = 99\nPATCH = 0\nPRE_RELEASE = 'rc0'\n")
+    _, found = rows(capsys, tree)
+    assert {(row["version"], row["in_range"]) for row in found} == {("0.99.0rc0", False)}
+    assert any(row["standing"] == "reviewed" for row in found)
+    main(["drift", str(tree)])
+    assert "ok*" in capsys.readouterr().out
+
+
+def test_a_release_older_than_a_hazard_is_not_affected(tree, capsys):
+    info = tree / "megatron/core/package_info.py"
+    info.write_text("MAJOR = 0\nMINOR = 1\nPATCH = 0\nPRE_RELEASE = ''\n")
+    _, found = rows(capsys, tree)
+    assert {row["standing"] for row in found} == {"not_affected"}
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: None, "is not there"),
+        (lambda path: path.mkdir(), "holds none of"),
+        (lambda path: path.write_text("no zip"), "is no wheel"),
+        (lambda path: framework(path, "megatron.core.package_info", ""), "says no version"),
+    ],
+)
+def test_what_holds_no_megatron_is_an_error_that_says_so(make, says, tmp_path, capsys):
+    make(tmp_path / "given")
+    assert main(["drift", str(tmp_path / "given")]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_drift_imports_neither_torch_nor_megatron(tree):
+    probe = (
+        "import sys; from megatron_idempotent.cli import main; main(sys.argv[1:]); "
+        "sys.exit(str({'torch', 'megatron'} & set(sys.modules) or 0))"
+    )
+    command = [sys.executable, "-c", probe, "drift", str(tree)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.stderr.strip() in ("", "0")
+
+
+SLIME = "slime.backends.megatron_utils.model"
+LOOP = """
+def train(model):
+    config = get_model_config(model[0])
+    assert config.no_sync_func is None
+    config.no_sync_func = [model_chunk.no_sync for model_chunk in model]
+    config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]
+    config.param_sync_func = None
+"""
+
+
+def test_a_checkout_of_a_framework_is_compared_with_the_patches_for_it_alone(tmp_path, capsys):
+    code, found = rows(capsys, framework(tmp_path / "checkout", SLIME, LOOP))
+    assert code == 0
+    (row,) = found
+    assert (row["id"], row["distribution"], row["version"]) == (
+        "slime-train-reentry",
+        "slime",
+        "unknown",
+    )
+    assert (row["standing"], row["in_range"]) == ("holds", True)
+
+
+def test_a_frameworks_checkout_that_lost_a_statement_drifts_from_one_that_holds_it(
+    tmp_path, capsys
+):
+    fits = framework(tmp_path / "fits", SLIME, LOOP)
+    lost = framework(tmp_path / "lost", SLIME, LOOP.replace("config.param_sync_func = None", "..."))
+    code, found = rows(capsys, fits, lost)
+    assert code == 1
+    assert [row["standing"] for row in found] == ["holds", "drifted"]
+    assert "-    config.param_sync_func = None" in found[1]["diff"]
+    assert main(["drift", str(fits), str(lost)]) == 1
+    printed = capsys.readouterr().out
+    assert "slime fits" in printed
+    assert "slime lost" in printed, "checkouts without a version go by their folder's name"
+
+
+def test_a_frameworks_metadata_says_its_version_and_its_range_counts(tmp_path, capsys):
+    said = "Metadata-Version: 2.1\nName: Slime\nVersion: 0.3.1\n"
+    within = framework(tmp_path / "within", SLIME, LOOP, said)
+    beyond = framework(tmp_path / "beyond", SLIME, LOOP, said.replace("0.3.1", "0.0.9"))
+    other = framework(tmp_path / "other", SLIME, LOOP, said.replace("Slime", "snail"))
+    _, found = rows(capsys, within, beyond, other)
+    by_folder = {Path(row["path"]).name: (row["version"], row["standing"]) for row in found}
+    assert by_folder == {
+        "within": ("0.3.1", "holds"),
+        "beyond": ("0.0.9", "not_affected"),
+        "other": ("unknown", "holds"),
+    }
+
+
+def test_a_frameworks_wheel_says_its_version_too(tmp_path, capsys):
+    said = "Metadata-Version: 2.1\nName: slime\nVersion: 0.3.1\n"
+    unpacked = framework(tmp_path / "unpacked", SLIME, LOOP, said)
+    with zipfile.ZipFile(tmp_path / "slime-0.3.1-py3-none-any.whl", "w") as wheel:
+        for file in filter(Path.is_file, unpacked.rglob("*")):
+            wheel.write(file, file.relative_to(unpacked))
+    _, (row,) = rows(capsys, tmp_path / "slime-0.3.1-py3-none-any.whl")
+    assert (row["version"], row["standing"]) == ("0.3.1", "holds")
+
+
+def test_frameworks_and_megatron_share_a_grid_with_empty_cells(tree, tmp_path, capsys):
+    slime = framework(tmp_path / "slime", SLIME, LOOP)
+    _, found = rows(capsys, tree, slime)
+    of_slime = [row for row in found if row["path"] == str(slime)]
+    assert [row["id"] for row in of_slime] == ["slime-train-reentry"]
+    assert len(found) > len(of_slime) + 1
+    assert main(["drift", str(tree), str(slime)]) == 0
+    assert "slime-train-reentry" in capsys.readouterr().out
