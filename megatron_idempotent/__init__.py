@@ -18,18 +18,36 @@ from .engine.report import Report, Row
 from .engine.verify import verify
 
 if TYPE_CHECKING:
+    from .window.abort import abort_window
+    from .window.accumulation import accumulation_window
+    from .window.agreement import SessionPoisoned, WindowAborted, agree
+    from .window.check import ReplicaMismatchError
+    from .window.guard import guarded_window
+    from .window.params import ensure_params_synced
+    from .window.rebuild import rebuild_process_groups
+    from .window.setup import ensure_initialized
     from .wiring import seed_all, wire_train_config
 
 __version__ = "0.1.0"
 
 __all__ = [
     "PatchError",
+    "ReplicaMismatchError",
     "Report",
     "Row",
+    "SessionPoisoned",
     "UnknownPatchError",
     "VerificationError",
+    "WindowAborted",
+    "abort_window",
+    "accumulation_window",
+    "agree",
     "apply",
+    "ensure_initialized",
+    "ensure_params_synced",
+    "guarded_window",
     "patched",
+    "rebuild_process_groups",
     "report",
     "revert",
     "seed_all",
@@ -38,7 +56,20 @@ __all__ = [
 ]
 
 # Loaded on first use, because they belong to programs that have torch and Megatron anyway.
-_LAZY = {"seed_all": "wiring", "wire_train_config": "wiring"}
+_LAZY = {
+    "ReplicaMismatchError": "window.check",
+    "SessionPoisoned": "window.agreement",
+    "WindowAborted": "window.agreement",
+    "abort_window": "window.abort",
+    "accumulation_window": "window.accumulation",
+    "agree": "window.agreement",
+    "ensure_initialized": "window.setup",
+    "ensure_params_synced": "window.params",
+    "guarded_window": "window.guard",
+    "rebuild_process_groups": "window.rebuild",
+    "seed_all": "wiring",
+    "wire_train_config": "wiring",
+}
 
 
 def __getattr__(name: str) -> Any:

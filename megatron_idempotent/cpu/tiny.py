@@ -95,6 +95,10 @@ def build(
             "tensor_model_parallel_size": tp,
             "pipeline_model_parallel_size": pp,
             "virtual_pipeline_model_parallel_size": vpp,
+            # As upstream's arguments have it: with two stages the next is the previous one, and
+            # batched messages of an interleaved schedule come mixed up, silently.
+            "overlap_p2p_comm": vpp is not None,
+            "batch_p2p_comm": vpp is None,
             "context_parallel_size": cp,
             "expert_model_parallel_size": ep,
             "sequence_parallel": sequence_parallel,

@@ -1,0 +1,211 @@
+"""Leaving a window that failed so that the next one is right."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random
+from megatron.core.utils import get_model_config
+
+from megatron_idempotent.patches import _gather
+from megatron_idempotent.patches._ddp import bucket_groups
+from megatron_idempotent.patches.first_window_aborted import forget
+from megatron_idempotent.patches.moe_tokens_of_aborted_window import forget_tokens
+from megatron_idempotent.patches.reduction_outlives_its_window import drain
+from megatron_idempotent.patches.rerun_state_after_exception import abandon, live_machine
+from megatron_idempotent.patches.shared_experts_wedged import start_over
+
+# What Megatron times between the start of a window and the end of its step. Timers of the caller's,
+# around several windows, run on.
+WINDOW_TIMERS = frozenset(
+    {
+        "all-grads-sync",
+        "backward-compute",
+        "backward-recv",
+        "backward-send",
+        "backward-send-backward-recv",
+        "backward-send-forward-recv",
+        "batch-generator",
+        "conditional-embedder-grads-all-reduce",
+        "embedding-grads-all-reduce",
+        "forward-backward",
+        "forward-backward-send-forward-backward-recv",
+        "forward-compute",
+        "forward-recv",
+        "forward-send",
+        "forward-send-backward-recv",
+        "forward-send-forward-recv",
+        "layernorm-grads-all-reduce",
+        "non-tensor-parallel-grads-all-reduce",
+        "optimizer",
+        "optimizer-clip-main-grad",
+        "optimizer-copy-main-to-model-params",
+        "optimizer-copy-to-main-grad",
+        "optimizer-count-zeros",
+        "optimizer-inner-step",
+        "optimizer-unscale-and-check-inf",
+        "params-all-gather",
+    }
+)
+
+_LOSS_LOGS = {
+    "megatron.core.transformer.multi_token_prediction": "MTPLossLoggingHelper",
+    "megatron.core.transformer.experimental_attention_variant.dsa": "DSAIndexerLossLoggingHelper",
+}
+
+
+def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
+    """Drop a window that raised, so that the next one computes what it would have without it.
+
+    Call it after any exception, a keyboard interrupt included, between the start of a window's
+    forward and the end of `optimizer.step()`; on every rank that holds the model, with or without
+    patches applied. Safe to repeat; on a model between two steps it changes no value.
+
+    It works on this rank alone: no collective is started, those in flight are waited for. So it is
+    for failures that all ranks have at the same place. After one on some ranks only, the others
+    wait in a collective for ever, or have sent what nobody reads: agree between ranks first.
+
+    What is put back: reductions in flight have ended and gradients are zero, in the buffers, in
+    `param.grad` and in the optimizer; gathers in flight have ended; `no_sync` is left, also where a
+    traceback still holds it; a first window's counts are dropped; MoE token counts, auxiliary
+    losses kept for logging, router replay, overlapped shared experts and deferred embedding
+    gradients are empty; Megatron's timers of a window are stopped; the rerun state machine waits
+    for a step, and no recomputation is under way. Config, training mode, hooks, random states and
+    loss scale stay.
+
+    What cannot be put back: an update that has begun. If `optimizer.step()` raised before its
+    inner optimizer ran, parameters are as they were; else its step count, `state["step"]`, is one
+    higher, and this rank's shards are updated: wholly, if that optimizer returned. The rest of the
+    step can then be made up for, by all ranks: `_copy_main_params_to_model_params()` of an
+    optimizer that keeps float32 copies, and `chunk.start_param_sync(force_sync=True)`, or with
+    overlap_param_gather the next forward. If it raised inside, or in one optimizer of several, load
+    a checkpoint. A dynamic loss scale has counted the window once `prepare_grads` is through.
+
+    Not covered: tensors on their way between pipeline stages, CUDA graphs, Transformer Engine's
+    FP8 state, fine-grained activation offloading, Megatron-FSDP.
+
+    Args:
+        model_chunks: this rank's chunks, wrapped in Megatron's `DistributedDataParallel`.
+        optimizer: what `get_megatron_optimizer` returned for them, if they have one.
+
+    Raises:
+        ValueError: no chunk, one that is not wrapped in Megatron's DDP, or no such optimizer.
+
+    Example:
+        try:
+            forward_backward(model=chunks, ...)
+            optimizer.step()
+        except BadSample:
+            abort_window(chunks, optimizer)
+    """
+    chunks = _checked(model_chunks, optimizer)
+    _leave_no_sync(chunks)
+    for chunk in chunks:
+        for group in bucket_groups(chunk):
+            # First, because gathers and reductions may write into the gradients.
+            _gather.wait(group)
+            drain(group)
+            if hasattr(group, "is_first_batch"):  # from 0.16 on
+                forget(group)
+        chunk.zero_grad_buffer()
+        for param in chunk.parameters():
+            param.grad = None
+        forget_tokens(chunk)
+        _forget_activations(chunk)
+    if optimizer is not None:
+        optimizer.zero_grad()
+    _clear_logs()
+    _stop_timers(_timers_of(chunks, optimizer))
+    if hasattr(random, "_unset_checkpointing"):  # from 0.16 on
+        random._unset_checkpointing()
+    machine = live_machine()
+    if machine is not None:
+        abandon(machine)
+
+
+def _checked(model_chunks: Any, optimizer: Any) -> list[Any]:
+    """All of it before anything is changed: half of a model aborted is worse than none."""
+    if isinstance(model_chunks, torch.nn.Module) or not isinstance(model_chunks, Iterable):
+        raise ValueError(
+            f"abort_window() got a {type(model_chunks).__name__}: pass the list of this rank's "
+            "chunks, also where it is one"
+        )
+    chunks = list(model_chunks)
+    if not chunks:
+        raise ValueError("abort_window() got no model chunk: pass the list that DDP wrapped")
+    for chunk in chunks:
+        if not hasattr(chunk, "bucket_groups") or not hasattr(chunk, "zero_grad_buffer"):
+            raise ValueError(
+                f"abort_window() got a {type(chunk).__name__}, which has no bucket groups: pass "
+                "the chunks wrapped in megatron.core.distributed.DistributedDataParallel, not what "
+                "is inside of them"
+            )
+    if optimizer is not None and not hasattr(optimizer, "step_with_ready_grads"):
+        raise ValueError(
+            f"abort_window() got a {type(optimizer).__name__} as optimizer, which has no "
+            "step_with_ready_grads: pass what get_megatron_optimizer() returned, or None"
+        )
+    return chunks
+
+
+def _leave_no_sync(chunks: list[Any]) -> None:
+    """Close upstream's generators that a traceback keeps suspended inside `no_sync`.
+
+    When the traceback is freed they would turn synchronisation on, in the middle of some window.
+    """
+    for found in gc.get_objects():
+        if type(found) is types.GeneratorType and found.__name__ == "no_sync":
+            frame = found.gi_frame
+            if frame is not None and any(frame.f_locals.get("self") is chunk for chunk in chunks):
+                found.close()
+
+
+def _forget_activations(chunk: Any) -> None:
+    """What modules keep for a later piece of the same window."""
+    for module in chunk.modules():
+        if hasattr(module, "pre_forward_comm"):
+            start_over(module)
+        for name in ("embedding_activation_buffer", "grad_output_buffer"):
+            deferred = getattr(module, name, None)
+            if deferred is not None:
+                deferred.clear()
+        replay = getattr(module, "router_replay", None)
+        if replay is not None:  # routings that a recomputation would have used up
+            replay.replay_backward_list = []
+
+
+def _clear_logs() -> None:
+    """What was added up for logging; a caller that logs less often loses earlier windows too."""
+    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    if logging is not None:  # from 0.18 on
+        logging.get_moe_metrics_tracker().clear()
+    elif moe_utils is not None:
+        moe_utils.clear_aux_losses_tracker()
+    for module, helper in _LOSS_LOGS.items():
+        tracker = getattr(getattr(sys.modules.get(module), helper, None), "tracker", {})
+        for value in tracker.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+
+
+def _timers_of(chunks: list[Any], optimizer: Any) -> list[Any]:
+    training = sys.modules.get("megatron.training.global_vars")
+    return [
+        *(get_model_config(chunk).timers for chunk in chunks),
+        getattr(getattr(optimizer, "config", None), "timers", None),
+        getattr(training, "_GLOBAL_TIMERS", None),
+    ]
+
+
+def _stop_timers(of: list[Any]) -> None:
+    for timers in of:
+        for name, timer in getattr(timers, "_timers", {}).items():
+            if name in WINDOW_TIMERS:
+                # Not stop(), which would count the broken window; what was measured before stays.
+                timer._started = False

@@ -1,0 +1,245 @@
+"""One optimizer step out of several calls of a pipeline schedule, with the gradient of one call.
+
+A schedule divides the loss, and weighs the auxiliary losses, by the number of microbatches of that
+call, and reduces and finalizes the gradients at its end. Called in pieces it therefore gives
+another gradient than called once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from megatron.core.utils import get_model_config
+
+from megatron_idempotent.engine.catalogue import patches
+from megatron_idempotent.engine.landing import landed
+from megatron_idempotent.patches._windows import open_windows
+
+from .divisor import dividing_by
+
+_HOOK = "aux-loss-scale-left-set"
+
+
+class AccumulationWindow:
+    """The calls of one optimizer step. Made by `accumulation_window()`."""
+
+    def __init__(self, chunks: list[Any], total: int | None, expected: int | None) -> None:
+        self._chunks = chunks
+        self._configs = list({id(c): c for c in map(get_model_config, chunks)}.values())
+        self.total: int | None = total
+        """Microbatches of the step on this rank; None while it is not known."""
+        self.done = 0
+        """Microbatches that have run forward and backward so far."""
+        self.divisor: int = total or expected or 1
+        """What the losses of the next call are divided by."""
+        self.num_tokens: Any = None
+        """Sum of the token counts that finalizing gets, where `calculate_per_token_loss` is on."""
+        self._finalize_call: tuple[Any, dict[str, Any]] = (chunks, {})
+        self._finalized = False
+        self._broken = False
+
+    def holds(self, chunk: Any) -> bool:
+        """Whether the chunk is one of this window's."""
+        return any(chunk is mine for mine in self._chunks)
+
+    def set_total(self, total: int) -> None:
+        """Say how many microbatches the step has, once that is known.
+
+        What has been accumulated is rescaled from the old divisor to `total`, exactly if their
+        ratio is a power of two. The call that completes the total overlaps its reductions again.
+
+        Raises:
+            ValueError: not a positive integer, or fewer than have run.
+            RuntimeError: the gradients are finalized already.
+        """
+        _check("set_total()", total=total)
+        if total < self.done:
+            raise ValueError(
+                f"set_total({total}): {self.done} microbatches of this step have run already"
+            )
+        if self._finalized and total != self.total:
+            raise RuntimeError(
+                f"set_total({total}): the step was finalized with {self.total} microbatches; "
+                "open a new accumulation_window() for the next one"
+            )
+        if self.done and total != self.divisor and not self._per_token:
+            for chunk in self._chunks:
+                chunk.scale_gradients(self.divisor / total)
+        self.total = self.divisor = total
+
+    def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
+        """One call of a schedule; the patched schedules come here by themselves."""
+        if call.get("forward_only", False):
+            return schedule(**call)
+        after = self.done + call["num_microbatches"]
+        if self._broken:
+            raise RuntimeError(
+                "an earlier schedule call of this accumulation_window() raised, so the gradients "
+                "are partial: leave the window, drop them and begin the step again"
+            )
+        if self.total is not None and after > self.total:
+            raise ValueError(
+                f"accumulation_window() has {self.total} microbatches, {self.done} have run, and "
+                f"this call brings {call['num_microbatches']}: pass the true total"
+            )
+        self._broken = True
+        with ExitStack() as stack:
+            if self.divisor != call["num_microbatches"]:
+                stack.enter_context(dividing_by(self.divisor))
+            if after == self.total:
+                self._let_finalize(stack)
+            else:
+                self._hold_back(stack)
+            result = schedule(**call)
+        self.done = after
+        self._finalized = after == self.total
+        self._broken = False
+        return result
+
+    def finish(self) -> None:
+        """Reduce and finalize, unless the last call did; `accumulation_window()` does it at exit.
+
+        Raises:
+            RuntimeError: fewer microbatches ran than the total says, or none at all.
+        """
+        if self.total is None and self.done:
+            self.set_total(self.done)
+        if self.done != self.total:
+            raise RuntimeError(
+                f"accumulation_window() ends after {self.done} of {self.total or 'its'} "
+                "microbatches: gradients are neither reduced nor finalized. Run the rest, or call "
+                "set_total(); schedule calls under a full-iteration CUDA graph cannot be seen"
+            )
+        if self._finalized:
+            return
+        self._finalized = True
+        for chunk in self._chunks:
+            if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
+                chunk.start_grad_sync()  # no backward was left that would have done it
+        finalize = self._configs[0].finalize_model_grads_func
+        if finalize is not None:
+            model, options = self._finalize_call
+            finalize(model, self.num_tokens, **options)
+
+    @property
+    def _per_token(self) -> bool:
+        return bool(self._configs[0].calculate_per_token_loss)
+
+    def _hold_back(self, stack: ExitStack) -> None:
+        """Let nothing be reduced or finalized in this call."""
+        for config in self._configs:
+            functions = config.no_sync_func
+            if functions is None:
+                functions = [chunk.no_sync for chunk in self._chunks if hasattr(chunk, "no_sync")]
+            for function in functions if isinstance(functions, list) else [functions]:
+                stack.enter_context(function())
+            # The schedule leaves its own no_sync context for the last microbatch.
+            _set(stack, config, "no_sync_func", nullcontext)
+            _set(stack, config, "grad_sync_func", None)
+            # Not None: the schedules would leave out the deferred embedding gradient with it.
+            _set(stack, config, "finalize_model_grads_func", self._count_tokens)
+
+    def _let_finalize(self, stack: ExitStack) -> None:
+        """Give the caller's function the tokens of all calls."""
+        for config in self._configs:
+            finalize = config.finalize_model_grads_func
+
+            def with_all_tokens(
+                model: Any,
+                num_tokens: Any = None,
+                *,
+                finalize: Any = finalize,
+                **options: Any,
+            ) -> None:
+                self._count_tokens(model, num_tokens, **options)
+                if finalize is not None:
+                    finalize(model, self.num_tokens, **options)
+
+            _set(stack, config, "finalize_model_grads_func", with_all_tokens)
+
+    def _count_tokens(self, model: Any, num_tokens: Any = None, **options: Any) -> None:
+        self._finalize_call = model, options
+        if num_tokens is not None:
+            both = self.num_tokens is not None
+            self.num_tokens = self.num_tokens + num_tokens if both else num_tokens
+
+
+@contextmanager
+def accumulation_window(
+    model_chunks: Any,
+    total_microbatches: int | None = None,
+    *,
+    expected_microbatches: int | None = None,
+) -> Iterator[AccumulationWindow]:
+    """Make the schedule calls inside one optimizer step: their gradient is that of one call.
+
+    Inside, every division by the number of microbatches in Megatron's schedules (the loss, the MoE
+    auxiliary and z-loss, MTP) uses the step's total instead of that call's number. Only the call
+    that completes the total reduces and finalizes the gradients; it overlaps as usual. With
+    `calculate_per_token_loss` the tokens of all calls are added up. The same microbatches in the
+    same order give the same bits in any number of calls. Forward-only calls pass through, and so do
+    calls for other models. The config's functions are those of the caller again after each call.
+
+    A loss function that undoes Megatron's division, by multiplying with the number of microbatches
+    of its call, must multiply with `window.divisor` instead.
+
+    Without a total, all calls are held back and the gradients are reduced at the end of the block,
+    without overlap. The divisor is then `expected_microbatches`, or 1, and what was accumulated is
+    rescaled as soon as the total is known: exact if their ratio is a power of two, else to
+    rounding. All ranks enter with the same numbers. Zero the gradient buffers before, step after.
+
+    Args:
+        model_chunks: this rank's chunks as the schedule gets them, or the only chunk.
+        total_microbatches: of the whole step, on this data-parallel rank.
+        expected_microbatches: a guess, where the total is not known yet.
+
+    Raises:
+        ValueError: no chunk, no positive number, or more microbatches than the total.
+        RuntimeError: another window holds one of the chunks; `apply()` has not been called; or the
+            block ends, without an exception, before the total.
+
+    Example:
+        with accumulation_window(chunks, total_microbatches=8):
+            for batch in stream:
+                forward_backward(model=chunks, num_microbatches=len(batch), ...)
+        optimizer.step()
+    """
+    chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
+    if not chunks:
+        raise ValueError("accumulation_window() got no model chunk: pass what the schedule gets")
+    _check("accumulation_window()", total_microbatches=total_microbatches)
+    _check("accumulation_window()", expected_microbatches=expected_microbatches)
+    if total_microbatches is not None and expected_microbatches is not None:
+        raise ValueError(
+            f"accumulation_window() got both a total ({total_microbatches}) and a guess "
+            f"({expected_microbatches}): pass the total only"
+        )
+    if not landed(patches()[_HOOK]):
+        raise RuntimeError(
+            f"accumulation_window() reaches Megatron's schedules through the patch {_HOOK}, which "
+            "is not applied: call megatron_idempotent.apply() and see its report"
+        )
+    window = AccumulationWindow(chunks, total_microbatches, expected_microbatches)
+    if any(other.holds(chunk) for other in open_windows for chunk in chunks):
+        raise RuntimeError(
+            "accumulation_window() is open for these chunks already: a step has one window"
+        )
+    open_windows.append(window)
+    try:
+        yield window
+        window.finish()
+    finally:
+        open_windows.remove(window)
+
+
+def _set(stack: ExitStack, config: Any, name: str, value: Any) -> None:
+    stack.callback(setattr, config, name, getattr(config, name))
+    setattr(config, name, value)
+
+
+def _check(what: str, **numbers: Any) -> None:
+    for name, value in numbers.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{what} takes a positive int as {name}, got {value!r}")

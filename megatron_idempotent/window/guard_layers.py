@@ -1,0 +1,65 @@
+"""Whether other ranks may wait for this one in the middle of a layer."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from .agreement import compare, describe, lockstep_group, poison
+
+
+class Layers:
+    """Which ranks meet inside of the model, besides those of other stages and replicas.
+
+    Where tensor or context parallel ranks exist, the first one is a collective over all ranks: it
+    makes their group.
+    """
+
+    def __init__(self, config: Any, arguments: Mapping[str, Any]) -> None:
+        self._shared, in_lockstep = _shared(config, arguments)
+        self._lockstep = lockstep_group() if in_lockstep else None
+
+    def require_that_nobody_waits(self, error: Exception, where: str) -> None:
+        """End the session unless all ranks that share the layers raised this at this place.
+
+        A failure is not carried where it is of one such rank only: it left a layer that the others
+        are still in.
+        """
+        if self._shared is None:
+            return
+        headline, told = f"{where}: {describe(error)}", []
+        if self._lockstep is not None:
+            frames = traceback.extract_tb(error.__traceback__)
+            place = [f"{frame.filename}:{frame.lineno}" for frame in frames]
+            told = compare("\n".join((headline, *place)), self._lockstep)
+            if told and len(set(told)) == 1:
+                return
+        heads = [text.partition("\n")[0] for text in told]
+        others = "".join(f" ({head})" for head in heads if head != headline)
+        raise poison(
+            f"{headline}; it cannot be carried with {self._shared}, whose other ranks{others} did "
+            "not fail at the same place and may wait inside a layer"
+        ) from error
+
+
+def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """Why ranks meet in the middle of a layer, if they do, and whether only in lockstep.
+
+    Tensor and context parallel ranks run the same code over one batch. The others have batches of
+    their own, so that one of them fails alone.
+    """
+    if type(arguments.get("p2p_communicator")).__name__ == "MultiModulePipelineCommunicator":
+        return "a multi-module pipeline", False
+    if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
+        return "moe_router_load_balancing_type=global_aux_loss", False
+    alone = ("expert_model_parallel_size", "expert_tensor_parallel_size", "gtp_weight_remat_size")
+    for name in (*alone, "tensor_model_parallel_size", "context_parallel_size"):
+        size = getattr(config, name, None) or 1
+        if size > 1 and (name != "expert_tensor_parallel_size" or _has_experts(config)):
+            return f"{name}={size}", name not in alone
+    return None, False
+
+
+def _has_experts(config: Any) -> bool:
+    return getattr(config, "num_moe_experts", None) is not None

@@ -1,0 +1,170 @@
+"""The collectives that a rank which stopped computing still owes its data-parallel peers.
+
+Peers start them from hooks: parameter gathers before a module's first forward, reductions behind
+the last gradient of a bucket group. A rank whose forward or backward did not run has to start them
+itself, in the peers' order, for a group's collectives pair up by order alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Chunk → indices of its bucket groups in the order in which backward hooks started them last.
+_learned: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+
+
+class Debts:
+    """Which bucket groups of the chunks have been reduced in this window."""
+
+    def __init__(self, chunks: list[Any]) -> None:
+        self._chunks = chunks
+        self._started: dict[int, list[int]] = {index: [] for index in range(len(chunks))}
+        # Per chunk, its groups by when their last gradient became ready in this backward (an
+        # ordered set), and the same of the last whole backward.
+        self._ready: list[dict[int, None]] = [{} for _ in chunks]
+        self._order: list[list[int]] = [[] for _ in chunks]
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note each bucket group's reduction as it starts, by an attribute of the instance.
+
+        Until the order of a chunk is known, also when gradients become ready: every backward shows
+        it, while reductions start in the last one only.
+        """
+        noted = []
+        both = zip(self._chunks, self._started.values(), self._ready, strict=True)
+        for chunk, started, ready in both:
+            for number, group in enumerate(bucket_groups(chunk)):
+                if chunk not in _learned:
+                    group.register_grad_ready = functools.partial(
+                        _note_ready, group.register_grad_ready, ready, number
+                    )
+                group.start_grad_sync = functools.partial(
+                    _note, group.start_grad_sync, started, number
+                )
+                noted.append(group)
+        try:
+            yield
+        finally:
+            for group in noted:
+                vars(group).pop("start_grad_sync", None)
+                vars(group).pop("register_grad_ready", None)
+                vars(group).pop("check_grads", None)
+
+    def gather(self, chunk: Any) -> None:
+        """Start the parameter gathers that the peers' forward pre-hooks start, then wait."""
+        if not getattr(chunk, "remove_forward_pre_hook_handles", None):
+            return
+        chain = [
+            *reversed(chunk.bucket_groups),
+            *reversed(chunk.expert_parallel_bucket_groups),
+        ]
+        # All are started before any is waited for: dense and expert parameters alternate on the
+        # peers, and waiting in another order than theirs would be a deadlock.
+        for group in chain:
+            if not group.param_gather_dispatched:
+                group.start_param_sync()
+        for group in chain:
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    def reduce(self, chunk: Any) -> None:
+        """Start the reductions that the peers' hooks start in this backward, over zeros."""
+        groups = bucket_groups(chunk)
+        place = self._chunks.index(chunk)
+        started = self._started[place]
+        # Before any backward has shown the order, it is taken to be that of the buckets.
+        for number in _learned.get(chunk) or self._order[place] or range(len(groups)):
+            group = groups[number]
+            if number in started or not _starts_from_hooks(group):
+                continue
+            for bucket in group.buckets:
+                bucket.grad_data.zero_()
+            # What failed may be this very check; over zeros it has nothing to find.
+            group.check_grads = _no_check
+            if getattr(chunk, "force_all_reduce", False):
+                group.start_grad_sync(force_all_reduce=True)
+            else:
+                group.start_grad_sync()
+
+    def check(self) -> None:
+        """Run the gradient checks now that finalizing would run, and not again.
+
+        They raise on the rank that has the NaN, while its peers enter the reduction.
+        """
+        for chunk, started in zip(self._chunks, self._started.values(), strict=True):
+            for number, group in enumerate(bucket_groups(chunk)):
+                options = group.ddp_config
+                wanted = options.check_for_nan_in_grad or options.check_for_large_grads
+                # Such gradients reach the buffer only as the reduction starts.
+                outside = any(
+                    getattr(bucket, "params_with_extra_main_grads", None)
+                    for bucket in group.buckets
+                )
+                if wanted and number not in started and not outside:
+                    group.check_grads(
+                        check_for_nan_or_inf=options.check_for_nan_in_grad,
+                        check_for_large=options.check_for_large_grads,
+                    )
+                    group.check_grads = _no_check
+
+    @contextlib.contextmanager
+    def backward(self, chunk: Any) -> Iterator[None]:
+        """Around one real backward of a chunk: if it ends well, it has shown the order."""
+        place = self._chunks.index(chunk)
+        ready = self._ready[place]
+        ready.clear()
+        yield
+        if len(ready) == len(bucket_groups(chunk)):
+            self._order[place] = list(ready)
+
+    def learn(self, failed: bool) -> None:
+        """Keep the order in which hooks started all groups, or would have, for a later failure."""
+        for place, (chunk, started) in enumerate(
+            zip(self._chunks, self._started.values(), strict=True)
+        ):
+            groups = bucket_groups(chunk)
+            from_hooks = bool(groups) and _starts_from_hooks(groups[0])
+            if from_hooks and len(started) == len(groups) and not failed:
+                _learned[chunk] = list(started)
+            elif self._order[place]:
+                _learned[chunk] = self._order[place]
+
+
+def bucket_groups(chunk: Any) -> list[Any]:
+    """All bucket groups of a chunk in Megatron's DDP; none for a bare module."""
+    return [
+        *getattr(chunk, "bucket_groups", ()),
+        *getattr(chunk, "expert_parallel_bucket_groups", ()),
+    ]
+
+
+def _note(
+    start: Callable[..., None], started: list[int], number: int, *args: Any, **kw: Any
+) -> None:
+    start(*args, **kw)
+    if number not in started:
+        started.append(number)
+
+
+def _note_ready(
+    register: Callable[..., None], ready: dict[int, None], number: int, *args: Any, **kw: Any
+) -> None:
+    ready.pop(number, None)
+    ready[number] = None
+    register(*args, **kw)
+
+
+def _starts_from_hooks(group: Any) -> bool:
+    return (
+        group.ddp_config.overlap_grad_reduce
+        and group.is_last_microbatch
+        and not getattr(group, "is_first_batch", False)
+    )
+
+
+def _no_check(**_: Any) -> None:
+    """In place of a check that has run, or that has nothing to find."""

@@ -1,0 +1,81 @@
+"""Parameters that are the same on all data-parallel ranks, before anybody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_idempotent.engine.catalogue import patches
+from megatron_idempotent.engine.landing import landed
+from megatron_idempotent.patches import _gather
+from megatron_idempotent.patches._ddp import bucket_groups
+
+# Either of them watches where parameters are updated and where they are gathered.
+_WATCHERS = ("params-stale-after-step", "pending-gather-dropped")
+
+
+def ensure_params_synced(model_chunks: Sequence[Any]) -> int:
+    """Gather what an optimizer step under overlap_param_gather has left to the next forward.
+
+    Call it before parameters are read by anything but a forward of the chunks: export, refit,
+    `state_dict`, a copy of the weights, a forward of a module inside of them. Safe to repeat.
+
+    All ranks of the chunks' data-parallel groups take part, expert-parallel ones included. They
+    have the same gathers pending where they run the same code; where nothing is pending there is no
+    collective and no synchronisation, so that a rank may call it alone. Gathers in flight are
+    waited for, buckets that are up to date are left alone, and forward pre-hooks may be on or off.
+    Without overlap_param_gather the step has gathered already.
+
+    What is pending is known from the patches `params-stale-after-step` and
+    `pending-gather-dropped`. Where neither is applied everything is gathered on every call. A model
+    that has made no step yet, nor a forward, counts as pending, as it does to upstream.
+
+    Args:
+        model_chunks: this rank's chunks, wrapped in Megatron's `DistributedDataParallel`.
+
+    Returns:
+        Number of bucket groups that this call gathered or waited for.
+
+    Raises:
+        ValueError: a chunk that is not wrapped in Megatron's DDP.
+        NotImplementedError: an update is pending of MXFP8 parameters that share memory with the
+            gradients (reuse_grad_buf_for_mxfp8_param_ag), which only the optimizer can stage.
+
+    Example:
+        optimizer.step()
+        ensure_params_synced(model_chunks)
+        weights = {name: p.detach().cpu() for name, p in model_chunks[0].module.named_parameters()}
+    """
+    # All chunks are checked first: half of them gathered on some ranks would be a hang.
+    for chunk in model_chunks:
+        if not hasattr(chunk, "bucket_groups") or not hasattr(chunk, "ddp_config"):
+            raise ValueError(
+                f"ensure_params_synced() got a {type(chunk).__name__}, which has no bucket groups: "
+                "pass the list of chunks wrapped in "
+                "megatron.core.distributed.DistributedDataParallel, not what is inside of them"
+            )
+    return sum(_sync(chunk) for chunk in model_chunks)
+
+
+def _sync(chunk: Any) -> int:
+    if not chunk.ddp_config.overlap_param_gather:
+        return 0
+    groups = bucket_groups(chunk)
+    for group in groups:
+        if _gather.marked(group) is None and (not group.param_gather_dispatched or not _watched()):
+            _gather.mark(group)
+    waiting = [g for g in groups if g.param_gather_handle is not None or _gather.marked(g)]
+    if waiting and _gather.shares_memory_with_gradients(chunk):
+        raise NotImplementedError(
+            f"ensure_params_synced() found {len(waiting)} bucket groups with an update pending and "
+            "reuse_grad_buf_for_mxfp8_param_ag=True, where parameters and gradients share memory: "
+            "stage the update with the optimizer first and gather with "
+            "chunk.start_param_sync(force_sync=True), as force_param_sync of 0.19 does"
+        )
+    if waiting:
+        _gather.gather(chunk)
+    return len(waiting)
+
+
+def _watched() -> bool:
+    return any(landed(patches()[patch_id]) for patch_id in _WATCHERS)

@@ -1,0 +1,113 @@
+"""New process groups in place of the old ones, for everybody who holds one.
+
+What a poisoned session left under way belongs to its process groups. Groups of the same ranks,
+made anew, know nothing of it; parameters and optimizer state stay where they are.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_idempotent.patches._ddp import bucket_groups
+from megatron_idempotent.patches.process_groups_leak import live_groups
+
+from . import agreement
+from .abort import abort_window
+from .rebuild_holders import replace_everywhere
+
+
+def rebuild_process_groups(
+    model_chunks: list[Any] | None = None,
+    optimizer: Any = None,
+    *,
+    groups: Iterable[Any] = (),
+    timeout_s: float | None = None,
+) -> int:
+    """Replace Megatron's process groups by new ones of the same ranks, in every object; how many.
+
+    All ranks of the default group take part, each outside of any window, with the same arguments.
+    They meet over the store of torch.distributed, so a collective that hangs is no obstacle; the
+    default group itself is kept. Model, optimizer and config stay, and so does their state:
+    whatever refers to an old group (attributes, containers, closures, partials) refers to the new
+    one afterwards. Lifts the poison.
+
+    Args:
+        model_chunks: a window of theirs that was left is aborted first, see `abort_window`.
+        optimizer: their optimizer.
+        groups: process groups besides those in `megatron.core.parallel_state`, the same on each
+            of their ranks.
+        timeout_s: deadline of the new groups' collectives; None for torch's default.
+
+    Raises:
+        RuntimeError: something still holds an old group, such as a local variable of a running
+            function; it is named. All else is done, and the session stays poisoned.
+
+    Not covered: what holds a communicator under another name: captured CUDA graphs, user buffers
+    of Transformer Engine, DeepEP and symmetric memory, DeviceMesh and Megatron-FSDP. Build these
+    anew, or start the processes anew.
+    """
+    chunks = list(model_chunks or ())
+    _let_go(chunks)
+    old = _unique([*live_groups(), *groups])
+    agreement.forget()
+    left = replace_everywhere(old, _anew(old, timeout_s))
+    if chunks:
+        abort_window(chunks, optimizer)
+    if left:
+        holders = ", ".join(dict.fromkeys(left))
+        raise agreement.poison(
+            f"the process groups are new, but old ones are still held by {holders}"
+        )
+    return len(old)
+
+
+def _let_go(chunks: list[Any]) -> None:
+    """Forget collectives under way, some of which will never end.
+
+    Whether a gather ended may differ between ranks, so all gather again before the next forward.
+    """
+    for chunk in chunks:
+        for group in bucket_groups(chunk):
+            group.grad_reduce_handle = None
+            group.param_gather_handle = None
+            group.param_gather_dispatched = False
+
+
+def _anew(old: list[Any], timeout_s: float | None) -> list[Any]:
+    """Destroy `old` and make groups of the same ranks and backend; a collective."""
+    layouts = [
+        (tuple(dist.get_process_group_ranks(group)), dist.get_backend(group), group.group_desc)
+        for group in old
+    ]
+    for group in old:
+        dist.destroy_process_group(group)
+    # Creating a group needs all ranks, in one order, members or not. Each rank knows its own
+    # groups only; those that several ranks know are one, in the order of the lowest rank.
+    known: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(known, layouts, group=agreement.control_group(agreement.DEADLINE_S))
+    new: list[Any] = [None] * len(old)
+    timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    for rank, rank_layouts in enumerate(known):
+        for number, (ranks, backend, description) in enumerate(rank_layouts):
+            if min(ranks) != rank:
+                continue
+            group = dist.new_group(
+                list(ranks), timeout=timeout, backend=backend, group_desc=description
+            )
+            if dist.get_rank() in ranks:
+                # The n-th group of these ranks that the lowest of them has is our n-th as well.
+                same = [
+                    layout for layout in rank_layouts[:number] if layout[:2] == (ranks, backend)
+                ]
+                own = [i for i, layout in enumerate(layouts) if layout[:2] == (ranks, backend)]
+                new[own[len(same)]] = group
+    assert None not in new, "ranks disagree about the groups that they share"
+    return new
+
+
+def _unique(groups: Iterable[Any]) -> list[Any]:
+    return list({id(group): group for group in groups}.values())

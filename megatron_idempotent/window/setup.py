@@ -1,0 +1,182 @@
+"""Set Megatron's globals up once, and say so where they are up with other values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+
+#: What this process was set up with here, by name of the part.
+_asked: dict[str, tuple[object, dict[str, Any]]] = {}
+
+
+def ensure_initialized(
+    *,
+    model_parallel: Mapping[str, Any] | None = None,
+    microbatches: Mapping[str, Any] | None = None,
+    rerun: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Initialise those of Megatron's globals that are not up, and compare those that are.
+
+    Each argument holds the keyword arguments of one of Megatron's functions; None leaves that part
+    alone. Upstream's defaults count as asked for. All ranks enter where `model_parallel` is given:
+    initialising creates process groups.
+
+    Args:
+        model_parallel: of `parallel_state.initialize_model_parallel`.
+        microbatches: of `init_num_microbatches_calculator`.
+        rerun: of `initialize_rerun_state_machine`; upstream makes one of its own at first use.
+
+    Returns:
+        The names of the parts that this call has initialised.
+
+    Raises:
+        ValueError: a part is up with another value, or with one that cannot be read back.
+        TypeError: upstream's function does not take an argument.
+
+    Example:
+        ensure_initialized(model_parallel={"pipeline_model_parallel_size": 2})
+    """
+    parts: list[tuple[str, Mapping[str, Any] | None, Any, Any, Any, str]] = [
+        (
+            "model_parallel",
+            model_parallel,
+            parallel_state.initialize_model_parallel,
+            _groups,
+            _group_sizes,
+            "parallel_state.destroy_model_parallel()",
+        ),
+        (
+            "microbatches",
+            microbatches,
+            num_microbatches_calculator.init_num_microbatches_calculator,
+            lambda: num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,
+            _batch_sizes,
+            "reconfigure_num_microbatches_calculator()",
+        ),
+        (
+            "rerun",
+            rerun,
+            rerun_state_machine.RerunStateMachine,
+            lambda: rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE,
+            _rerun_values,
+            "destroy_rerun_state_machine()",
+        ),
+    ]
+    missing = []
+    # Compare all before anything is changed.
+    for name, given, function, holder, values, remedy in parts:
+        if given is None:
+            continue
+        asked = _with_defaults(function, given)
+        held = holder()
+        if held is None:
+            missing.append((name, given, asked, holder))
+        else:
+            _compare(name, asked, function, held, values, remedy)
+    for name, given, asked, holder in missing:
+        _INITIALISE[name](**given)
+        _asked[name] = holder(), asked
+    return [name for name, *_ in missing]
+
+
+_INITIALISE: dict[str, Callable[..., None]] = {
+    "model_parallel": parallel_state.initialize_model_parallel,
+    "microbatches": num_microbatches_calculator.init_num_microbatches_calculator,
+    "rerun": rerun_state_machine.initialize_rerun_state_machine,
+}
+
+
+def _compare(
+    name: str,
+    asked: dict[str, Any],
+    function: Callable[..., Any],
+    held: object,
+    values: Callable[[], dict[str, Any]],
+    remedy: str,
+) -> None:
+    known = values()
+    holder, earlier = _asked.get(name, (None, {}))
+    if holder is held:
+        known = {**earlier, **known}  # what upstream can be asked for wins over memory
+    defaults = _with_defaults(function, {}, partial=True)
+    for key, value in asked.items():
+        if key in known:
+            if known[key] != value:
+                raise ValueError(
+                    f"ensure_initialized() got {key}={value!r}, and {name} is up with "
+                    f"{known[key]!r}: call {remedy} first, or pass that value"
+                )
+        elif key not in defaults or value != defaults[key]:
+            raise ValueError(
+                f"ensure_initialized() got {key}={value!r}, and {name} was set up elsewhere, which "
+                f"cannot be asked for its value: call {remedy} first, or leave it out"
+            )
+
+
+def _with_defaults(
+    function: Callable[..., Any], given: Mapping[str, Any], *, partial: bool = False
+) -> dict[str, Any]:
+    signature = inspect.signature(function)
+    call = signature.bind_partial(**given) if partial else signature.bind(**given)
+    call.apply_defaults()
+    return dict(call.arguments)
+
+
+def _groups() -> object:
+    # The group itself tells one initialisation from the next.
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _group_sizes() -> dict[str, Any]:
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    expert_tensor = parallel_state.get_expert_tensor_parallel_world_size()
+    return {
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": (
+            parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        ),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        # None asks for that of tensor parallelism.
+        "expert_tensor_parallel_size": _Either(expert_tensor, expert_tensor == tensor),
+    }
+
+
+def _batch_sizes() -> dict[str, Any]:
+    calculator = num_microbatches_calculator
+    micro = calculator.get_micro_batch_size()
+    whole = calculator.get_current_global_batch_size()
+    per_replica = micro * calculator.get_num_microbatches()
+    return {
+        "micro_batch_size": micro,
+        "global_batch_size": whole,
+        "data_parallel_size": whole // per_replica,
+        "rank": _Either(None, True, anything=True),  # only decides who logs
+    }
+
+
+def _rerun_values() -> dict[str, Any]:
+    machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
+    names = ("mode", "state_save_func", "state_restore_func", "result_rejected_tracker_filename")
+    return {name: getattr(machine, name) for name in names}
+
+
+class _Either:
+    """Equal to a value, and to None where `or_none`."""
+
+    def __init__(self, value: Any, or_none: bool, *, anything: bool = False) -> None:
+        self._value, self._or_none, self._anything = value, or_none, anything
+
+    def __eq__(self, other: object) -> bool:
+        return self._anything or other == self._value or (other is None and self._or_none)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._value)
