@@ -12,11 +12,13 @@ Cause:
 
 Affects:
     Every release. What the patch does: `get_megatron_optimizer` sets it on the configs of its model
-    chunks where it is None, or where it belongs to an earlier optimizer of theirs. A function that
-    somebody else set stays. A reference model has no optimizer and keeps None. What is set holds
-    the optimizer weakly: copies of the config do not copy the optimizer, and a pickled config
-    arrives with None. A program that calls `optimizer.scale_loss` on the loss by itself must not
-    use this patch: exclude it.
+    chunks where it is None, or where it belongs to an earlier optimizer: what this patch set, or
+    the bound `scale_loss` that `train()` or a framework left there, by which gradients of a rebuilt
+    optimizer would be off by the ratio of the two scales. A function that somebody else wrote
+    stays. A reference model has no optimizer and keeps None. What is set holds the optimizer
+    weakly: copies of the config do not copy the optimizer, and a pickled config arrives with None.
+    A program that calls `optimizer.scale_loss` on the loss by itself must not use this patch:
+    exclude it.
 
 Upstream:
     https://github.com/NovaSky-AI/SkyRL/pull/1212 sets it for SkyRL's Megatron worker.
@@ -74,9 +76,18 @@ def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     scale = LossScale(optimizer)
     for chunk in arguments(original, args, kwargs)["model_chunks"]:
         config = get_model_config(chunk)
-        if config.grad_scale_func is None or isinstance(config.grad_scale_func, LossScale):
+        if config.grad_scale_func is None or _of_an_optimizer(config.grad_scale_func):
             config.grad_scale_func = scale
     return optimizer
+
+
+def _of_an_optimizer(function: Any) -> bool:
+    from megatron.core.optimizer import MegatronOptimizer
+
+    return isinstance(function, LossScale) or (
+        isinstance(getattr(function, "__self__", None), MegatronOptimizer)
+        and function.__name__ == "scale_loss"
+    )
 
 
 def reproduce() -> None:

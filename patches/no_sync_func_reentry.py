@@ -37,12 +37,13 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around upstream's `train`: forget the `no_sync` that its previous call installed."""
     call = arguments(original, args, kwargs)
     config = call["config"]
-    if _is_no_sync_of(config.no_sync_func, call["model"]):
+    if is_no_sync_of(config.no_sync_func, call["model"]):
         config.no_sync_func = None
     return original(*args, **kwargs)
 
 
-def _is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
+def is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
+    """Whether a `no_sync_func` is the bound `no_sync` of these very chunks."""
     functions = installed if isinstance(installed, (list, tuple)) else [installed]
     return len(functions) == len(chunks) and all(
         getattr(function, "__self__", None) is chunk and function.__name__ == "no_sync"

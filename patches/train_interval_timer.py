@@ -2,22 +2,24 @@
 
 Symptom:
     `AssertionError: timer has already been started` from the second call of
-    `megatron.training.training.train`, with or without any overlap.
+    `megatron.training.training.train`, with or without any overlap. After an exception inside the
+    first call from other timers too: "optimizer", "eval-time" or "save-checkpoint".
 
 Cause:
     `train()` starts the timer "interval-time" on entry and never stops it; the logging in between
-    reads it while it runs.
+    reads it while it runs. What it times inside it stops without a `finally`.
 
 Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
-    the patch does: a timer that an earlier call left running, whichever way that call ended, is
-    reset on entry. The time between two calls (a rollout, say) is therefore in no interval.
+    the patch does: an "interval-time" of an earlier call is reset on entry, so that the time
+    between two calls (a rollout, say) is in no interval. Where `train()` or `train_step()` raises,
+    the timers that were started inside are stopped.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, `train`.
 
 Remove when:
-    `train()` stops the timer when it leaves.
+    `train()` stops its timers when it leaves.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 from megatron_idempotent.engine import Patch, Reproduction
 
 from . import _train
+from ._timers import stopping
 
 _TIMER = "interval-time"
 
@@ -39,9 +42,16 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     timers = get_timers()
     # Asking for a timer creates it, at a log level that upstream's own call would then not match.
     timer = timers._timers.get(_TIMER) if timers is not None else None
-    if timer is not None and timer._started:
-        timer.reset()
-    return original(*args, **kwargs)
+    if timer is not None:
+        timer.reset()  # also where it stands still, with time of an earlier call on it
+    return stopping(timers, original, *args, **kwargs)
+
+
+def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around upstream's `train_step`, which frameworks call by themselves."""
+    from megatron.training import get_timers
+
+    return stopping(get_timers(), original, *args, **kwargs)
 
 
 def reproduce() -> None:
@@ -58,7 +68,10 @@ PATCH = Patch(
     summary='a second train() fails with "timer has already been started"',
     since="0.12",
     before="0.20",
-    targets=(_train.target(train, f"timers('{_TIMER}', log_level=0).start(barrier=True)"),),
+    targets=(
+        _train.target(train, f"timers('{_TIMER}', log_level=0).start(barrier=True)"),
+        _train.target(train_step, "timers('optimizer', log_level=1)", function="train_step"),
+    ),
     # The loop stops and restarts the timer around evaluation; only a stop behind it is a repair.
     fixed_when=lambda bodies: any(
         body.contains(f"timers('{_TIMER}').stop()", outside_loops=True) for body in bodies.values()

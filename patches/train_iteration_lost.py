@@ -3,7 +3,8 @@
 Symptom:
     A second `train()` starts at the iteration at which the first one started: with
     `args.train_iters` raised by n it runs all earlier iterations again, on new data, and reports,
-    evaluates and saves under numbers that were used before.
+    evaluates and saves under numbers that were used before. After an exception nobody can tell how
+    many updates were made.
 
 Cause:
     `train()` reads `args.iteration` into a local variable and returns that; the caller, `pretrain`,
@@ -12,9 +13,15 @@ Cause:
 
 Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
-    the patch does: on return both are written back. After an exception `args.iteration` is the
-    iteration that was interrupted. To train n more iterations, set
-    `args.train_iters = args.iteration + n` and call `train()` again.
+    the patch does: however `train()` ends (return, exception, `sys.exit` on an exit condition),
+    `args.iteration` counts the iterations whose `train_step` is done, be it with an update or with
+    a skipped one; `consumed_train_samples`, `skipped_train_samples` and
+    `num_floating_point_operations_so_far` agree with it. An iteration that was interrupted behind
+    its step (logging, evaluation, saving) counts, and what stood behind the step is not made up
+    for. To train n more iterations, set `args.train_iters = args.iteration + n` and call `train()`
+    again. Not covered: an exception between the optimizer's update and the scheduler's step
+    (`clip_qk`, a dump of the parameters); and with `rl_use_sequence_packing` one between the step
+    and the counting leaves the samples out.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, `train`.
@@ -25,6 +32,7 @@ Remove when:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,22 +40,63 @@ from megatron_idempotent.engine import Patch, Reproduction
 
 from . import _train
 
+# The iteration of this train() whose train_step has returned; empty before the first one has.
+_stepped: list[int] = []
+
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around upstream's `train`: keep `args.iteration` up to date."""
     from megatron.training import get_args
 
     options = get_args()
-    before = getattr(options, "curr_iteration", None)
-    returned = None
+    _stepped.clear()
     try:
         returned = original(*args, **kwargs)
-        return returned
-    finally:
-        if returned is not None:
-            options.iteration, options.num_floating_point_operations_so_far = returned
-        elif getattr(options, "curr_iteration", None) != before:
-            options.iteration = options.curr_iteration
+    except BaseException as error:
+        _settle(options, error)
+        raise
+    options.iteration, options.num_floating_point_operations_so_far = returned
+    return returned
+
+
+def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around upstream's `train_step`: note that it is done."""
+    from megatron.training import get_args
+
+    result = original(*args, **kwargs)
+    _, _, _, should_exit, *_ = result
+    if not should_exit:  # with it the step ends before the update
+        _stepped[:] = [get_args().curr_iteration]
+    return result
+
+
+def _settle(options: Any, error: BaseException) -> None:
+    left = _train.locals_of("train", error)
+    if left is None or "start_iteration" not in left:  # it did not come to its loop
+        return
+    iteration = left["iteration"]
+    operations = left["num_floating_point_operations_so_far"]
+    step = _train.locals_of("train_step", error)
+    # train_step says skipped_iter once optimizer and scheduler are done; losses come after that.
+    if _stepped == [iteration] or (step is not None and "skipped_iter" in step):
+        iteration += 1
+        samples = _count_samples(options)
+        operations += sys.modules[_train.MODULE].num_floating_point_operations(options, samples)
+    options.iteration = iteration
+    options.num_floating_point_operations_so_far = operations
+
+
+def _count_samples(options: Any) -> int:
+    from megatron.core.num_microbatches_calculator import (
+        get_current_global_batch_size,
+        get_current_running_global_batch_size,
+    )
+
+    samples: int = get_current_running_global_batch_size()
+    if not getattr(options, "rl_use_sequence_packing", False):
+        options.consumed_train_samples += samples
+        options.skipped_train_samples += get_current_global_batch_size() - samples
+    return samples
 
 
 def reproduce() -> None:
@@ -72,6 +121,7 @@ PATCH = Patch(
             "args.curr_iteration = iteration",
             "return iteration, num_floating_point_operations_so_far",
         ),
+        _train.target(train_step, "skipped_iter = 0", function="train_step"),
     ),
     fixed_when=lambda bodies: any(
         body.contains("args.iteration = iteration") for body in bodies.values()

@@ -1,0 +1,99 @@
+"""What the case files about frameworks' copies of Megatron's `train()` and wiring share.
+
+Those files go by the statements that a wrapper relies on, not by reviewed bodies: the frameworks
+change around them with every release, and many run from a checkout that says no version.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_idempotent.engine import OPEN, arguments
+
+from .no_sync_func_reentry import is_no_sync_of
+
+if TYPE_CHECKING:
+    from megatron_idempotent.engine.source import Body
+
+#: Upper bound for frameworks whose releases nobody can read yet: their statements decide.
+ANY_LATER = OPEN
+
+
+def forget_no_sync(config: Any, chunks: Sequence[Any]) -> None:
+    """Clear a `no_sync_func` that is the bound `no_sync` of these very chunks; nobody else's."""
+    if is_no_sync_of(config.no_sync_func, chunks):
+        config.no_sync_func = None
+
+
+def is_megatrons_no_sync(installed: Any) -> bool:
+    """Whether a `no_sync_func` is the bound `no_sync` of Megatron's data-parallel wrappers."""
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+
+    functions = installed if isinstance(installed, (list, tuple)) else [installed]
+    return all(
+        isinstance(getattr(function, "__self__", None), _BaseDataParallel)
+        and function.__name__ == "no_sync"
+        for function in functions
+    )
+
+
+def asserts_no_longer(assertion: str) -> Callable[[Mapping[str, Body]], bool]:
+    """For `fixed_when`: none of the bodies holds the assertion on `no_sync_func`."""
+    return lambda bodies: not any(body.contains(assertion) for body in bodies.values())
+
+
+def put_back(
+    original: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    config: Any,
+    param_sync_func: Any,
+) -> Any:
+    """Call `original`; whichever way it ends, undo what it took away.
+
+    A `config.param_sync_func` that is None then becomes `param_sync_func`, and Python's garbage
+    collector is on again where it was.
+    """
+    was_on = gc.isenabled()
+    try:
+        return original(*args, **kwargs)
+    finally:
+        if config.param_sync_func is None:
+            config.param_sync_func = param_sync_func
+        if was_on:
+            gc.enable()
+
+
+def rollout(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around slime's and miles' `train`, which a worker calls once per rollout."""
+    from megatron.core.utils import get_model_config
+    from megatron.training.global_vars import get_args
+
+    chunks, options = arguments(original, args, kwargs)["model"], get_args()
+    config = get_model_config(chunks[0])
+    forget_no_sync(config, chunks)
+    taken = config.param_sync_func
+    if options.overlap_param_gather and options.align_param_gather:
+        functions = [chunk.start_param_sync for chunk in chunks]
+        taken = functions[0] if len(functions) == 1 else functions
+    return put_back(original, args, kwargs, config=config, param_sync_func=taken)
+
+
+#: What `rollout` relies on in a body of `train`.
+ROLLOUT_STATEMENTS = (
+    "config = get_model_config(model[0])",
+    "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
+    "config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]",
+    "config.param_sync_func = None",
+)
+
+
+def rollout_is_repaired(bodies: Mapping[str, Body]) -> bool:
+    """Whether `train` accepts its own `no_sync`, and turns the collector on again."""
+    return all(
+        body.contains("gc.enable()") and not body.contains("config.no_sync_func is None")
+        for body in bodies.values()
+    )

@@ -1,0 +1,74 @@
+"""What the case files about Megatron's DDP and its bucket groups share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Target
+
+_DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
+_GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+
+# Body hash → releases, read by a person for every case file that uses the method.
+_REVIEWED = {
+    f"{_DDP}.zero_grad_buffer": {
+        "a666aac37d3c": "0.12.0 to 0.14.0",
+        "5348085597d7": "0.15.0 to 0.19.2",
+    },
+    f"{_DDP}.finish_grad_sync": {
+        "26146eb75257": "0.12.0 to 0.15.3",
+        "17e701f9cd58": "0.16.0 to 0.19.2",
+    },
+    f"{_DDP}.no_sync": {"fdadfb70f932": "0.12.0 to 0.19.2"},
+    f"{_GROUP}.reset": {
+        "76f39759ca41": "0.12.0 to 0.15.3",
+        "6f1f705b5010": "0.16.0 to 0.17.1",
+        "0766e41a2e4b": "0.18.0 to 0.19.2",
+    },
+    f"{_GROUP}.start_param_sync": {
+        "a3104f279380": "0.12.0 to 0.13.1",
+        "16fb5db726a5": "0.14.0 to 0.16.1",
+        "3d5e91242ed1": "0.17.0 to 0.17.1",
+        "143b87346b23": "0.18.0 to 0.18.2",
+        "280b23ef4dca": "0.19.0 to 0.19.2",
+    },
+    f"{_GROUP}.finish_param_sync": {
+        "a93963600926": "0.12.0 to 0.13.1",
+        "61e933043c58": "0.14.0 to 0.15.3",
+        "785a465cec39": "0.16.0 to 0.16.1",
+        "9f2bd966a1d6": "0.17.0 to 0.17.1",
+        "987030a23ec6": "0.18.0 to 0.19.2",
+    },
+    f"{_GROUP}.start_grad_sync": {
+        "3d7ad4d330bb": "0.12.0 to 0.13.1",
+        "7a5f365cd18a": "0.14.0 to 0.15.3",
+        "25436804142d": "0.16.0 to 0.16.1",
+        "edf238d710db": "0.17.0 to 0.17.1",
+        "edf0f6d65730": "0.18.0 to 0.18.2",
+        "f4f3bf19bb9a": "0.19.0 to 0.19.2",
+    },
+    f"{_GROUP}.finish_grad_sync": {
+        "78f3e5ea757c": "0.12.0 to 0.15.3",
+        "048801f4e952": "0.16.0 to 0.16.1",
+        "8a4cea5cb297": "0.17.0 to 0.17.1",
+        "57ab19672eeb": "0.18.0 to 0.19.2",
+    },
+}
+
+
+def ddp_target(method: str, wrapper: Callable[..., Any]) -> Target:
+    """A method of `DistributedDataParallel`."""
+    address = f"{_DDP}.{method}"
+    return Target(address=address, wrapper=wrapper, reviewed=_REVIEWED[address])
+
+
+def group_target(method: str, wrapper: Callable[..., Any]) -> Target:
+    """A method of the bucket group, which holds what one collective reduces or gathers."""
+    address = f"{_GROUP}.{method}"
+    return Target(address=address, wrapper=wrapper, reviewed=_REVIEWED[address])
+
+
+def bucket_groups(chunk: Any) -> list[Any]:
+    """All bucket groups of a chunk in Megatron's DDP, dense ones first, as upstream walks them."""
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]

@@ -1,0 +1,149 @@
+"""What the case files about overlapped parameter gathers share: which bucket groups are stale.
+
+Upstream's `param_gather_dispatched` cannot tell: it is reset when gradients are finished, not when
+parameters change. So each bucket group carries a mark of ours, set where an optimizer writes the
+group's parameters and cleared where a gather of them is dispatched. All ranks of a data-parallel
+group step together, so the marks are the same on all of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Target
+
+from ._ddp import bucket_groups, group_target
+
+_STEP = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads"
+_MARK = "megatron_idempotent_update_pending"
+# For its order: ranks that update the same chunks in the same order must walk them alike.
+_watched: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+
+
+def step_target(wrapper: Callable[..., Any]) -> Target:
+    """Where the distributed optimizer writes its shard of the parameters."""
+    return Target(
+        address=_STEP,
+        wrapper=wrapper,
+        reviewed={
+            "efbbb5eda06b": "0.12.0 to 0.13.1",
+            "0af702601114": "0.14.0 to 0.17.1",
+            "de1224dcdb95": "0.18.0 to 0.19.2",
+        },
+    )
+
+
+def gather_target() -> Target:
+    """Where a bucket group's gather is dispatched; clears the mark."""
+    return group_target("start_param_sync", start_param_sync)
+
+
+def owned_groups(optimizer: Any) -> list[Any]:
+    """The chunks' bucket groups whose parameters this distributed optimizer writes.
+
+    Dense and expert parameters of one chunk belong to different optimizers, and so do the chunks of
+    one rank under overlap_param_gather_with_optimizer_step.
+    """
+    buckets = {
+        id(bucket) for buffer in getattr(optimizer, "buffers", ()) for bucket in buffer.buckets
+    }
+    return [
+        group
+        for chunk in optimizer.model_chunks
+        if hasattr(chunk, "bucket_groups")  # Megatron-FSDP has none
+        for group in bucket_groups(chunk)
+        if any(id(bucket) in buckets for bucket in group.buckets)
+    ]
+
+
+def mark(group: Any) -> None:
+    """The parameters of `group` are about to change on the rank that owns them."""
+    setattr(group, _MARK, True)
+
+
+def marked(group: Any) -> bool | None:
+    """Whether an update of `group` waits for its gather; None where nobody has watched it yet."""
+    known: bool | None = getattr(group, _MARK, None)
+    return known
+
+
+def watch(chunk: Any) -> None:
+    """Remember a chunk that an optimizer updates, for as long as somebody else does."""
+    _watched.setdefault(chunk, None)
+
+
+def watched_chunks() -> list[Any]:
+    """The chunks that were updated here, in the order of their first update."""
+    return list(_watched)
+
+
+def updating(original: Callable[..., Any], self: Any) -> Any:
+    """Around the optimizer's update: mark what it writes.
+
+    Before the call, because without overlap_param_gather upstream gathers inside of it.
+    """
+    for group in owned_groups(self):
+        mark(group)
+    return original(self)
+
+
+def start_param_sync(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
+    """Around a bucket group's gather: what is dispatched from here on carries the update."""
+    stale_in_flight = force_sync and self.param_gather_handle is not None
+    result = original(self, force_sync=force_sync)
+    # With a gather in flight, `force_sync` only waits for it: it carries what it set out with.
+    if not stale_in_flight:
+        setattr(self, _MARK, False)
+    return result
+
+
+def wait(group: Any) -> None:
+    """Wait for the gather of `group` that is in flight, if any; dispatch nothing.
+
+    Through upstream's `finish_param_sync`, which knows what else has to follow a gather.
+    """
+    if group.param_gather_handle is not None:
+        group.param_gather_dispatched = True  # or upstream would dispatch it once more
+        group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def gather(chunk: Any) -> None:
+    """Gather what is stale in `chunk` and wait for all gathers in flight.
+
+    All ranks of the chunk's data-parallel groups must enter where anything is marked: the
+    all-gathers below hang otherwise.
+    """
+    import torch
+
+    groups = bucket_groups(chunk)
+    with torch.no_grad():
+        for group in groups:
+            wait(group)
+        stale = [group for group in groups if marked(group)]
+        for group in stale:
+            group.start_param_sync()
+        for group in stale:
+            wait(group)
+
+
+def shares_memory_with_gradients(chunk: Any) -> bool:
+    """MXFP8 with reuse_grad_buf_for_mxfp8_param_ag: only the training loop can stage the update."""
+    return bool(getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False))
+
+
+def expect_agreement(model: Any, when: str) -> None:
+    """For reproductions: raise where the data-parallel ranks hold different parameters."""
+    import torch
+
+    mine = model.parameters()
+    most, least = mine.clone(), mine.clone()
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
+    differing = float((most != least).float().mean())
+    if differing:
+        raise RuntimeError(
+            f"parameters differ between data-parallel ranks on {differing:.0%} of the elements "
+            f"{when}"
+        )

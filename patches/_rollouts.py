@@ -1,0 +1,175 @@
+"""For reproductions: rollouts through the `train()` of slime and of its fork miles.
+
+The loop is the framework's own, from the module on the path, around a program of Megatron's. Its
+data, loss, logging and checkpoint modules are stand-ins.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from . import _standins
+from ._train import Broken
+
+# What the frameworks' own parsers add to Megatron's arguments, all of it off.
+_OPTIONS = {
+    "allgather_cp": False,
+    "ci_load_grad_norm": None,
+    "ci_save_grad_norm": None,
+    "ci_test": False,
+    "custom_megatron_before_train_step_hook_path": None,
+    "data_pad_size_multiplier": 1,
+    "debug_disable_optimizer": False,
+    "enable_mtp_training": False,
+    "enable_witness": False,
+    "n_samples_per_prompt": 1,
+    "qkv_format": "thd",
+    "reset_optimizer_states": False,
+    "rollout_batch_size": 1,
+    "rollout_top_p": 1.0,
+    "save_debug_train_data": None,
+    "use_wandb": False,
+}
+
+#: Per step.
+MICROBATCHES = 4
+
+
+class Rollouts:
+    """A model that a framework trains rollout by rollout.
+
+    Args:
+        framework: `slime` or `miles`.
+        options: Megatron's, as on a command line.
+
+    Example:
+        rollouts = Rollouts("slime", ["--overlap-grad-reduce"])
+        rollouts.train(2, first=0)
+        rollouts.train(2, first=2)
+    """
+
+    def __init__(self, framework: str, options: Sequence[str] = (), **layout: Any) -> None:
+        from megatron_idempotent.cpu import program
+
+        # The frameworks do not initialise the rerun state machine: made on demand it is disabled.
+        self.program = program.start(["--rerun-mode", "disabled", *options], **layout)
+        self.module = _standins.import_alone(
+            f"{framework}.backends.megatron_utils.model", framework, "tqdm", "wandb"
+        )
+        self.losses: list[float] = []
+        """Every microbatch's, over all rollouts."""
+        self.norms: list[float] = []
+        """Every step's, on the ranks that log."""
+        self.fail_at: int | None = None
+        """Number of a microbatch, counted over all rollouts, whose data cannot be read."""
+        self._rollout = 0
+        self._read = 0
+        self._batches: list[Any] = []
+        for name, value in _OPTIONS.items():
+            if not hasattr(self.program.args, name):
+                setattr(self.program.args, name, value)
+        self._stand_in(framework)
+        for chunk in self.program.chunks:
+            # The frameworks leave positions and mask to models with rotary embeddings.
+            chunk.module.register_forward_pre_hook(self._complete, with_kwargs=True)
+
+    def train(self, steps: int, *, first: int) -> None:
+        """One rollout over the data of steps `first` to `first + steps`: one call of `train()`.
+
+        All ranks take part. The same step has the same data in every call.
+        """
+        stop = (first + steps) * MICROBATCHES
+        while len(self._batches) < stop:
+            self._batches.append(next(self.program.data[0]))
+        offered = {
+            "rollout_id": self._rollout,
+            "model": self.program.chunks,
+            "optimizer": self.program.optimizer,
+            "opt_param_scheduler": self.program.scheduler,
+            "data_iterator": [_Data(self._batches[first * MICROBATCHES : stop])],
+            "num_microbatches": [MICROBATCHES] * steps,
+            "global_batch_sizes": [MICROBATCHES] * steps,
+            "num_rollouts": [MICROBATCHES] * steps,
+            "witness_info": None,
+            "attempt": 0,
+        }
+        parameters = inspect.signature(self.module.train).parameters
+        self._rollout += 1
+        self.module.train(**{name: offered[name] for name in parameters if name in offered})
+
+    def _stand_in(self, framework: str) -> None:
+        from unittest.mock import MagicMock
+
+        module = self.module
+        if hasattr(module, "tqdm"):
+            module.tqdm = MagicMock()  # no progress bars between the findings of `prove`
+        module.get_batch = self._get_batch
+        module.loss_function = self._loss
+        for name in ("train_metric_utils", "logging_utils", "tracking_utils", "wandb"):
+            if hasattr(module, name):
+                setattr(module, name, _Reports(self))
+        if hasattr(module, "finalize_model_grads_with_empty_cache"):
+            # There is no device whose memory could run low.
+            module.finalize_model_grads_with_empty_cache = module.finalize_model_grads
+        if framework == "miles":
+            module.get_parallel_state.return_value.indep_dp.size = 1
+            module.is_multi_lora_enabled.return_value = False
+            module.is_first_replica_megatron_main_rank.return_value = False
+            module.get_packed_seq_params.return_value = None
+            module.DumperMegatronUtil.wrap_forward_step = lambda self, function: function
+
+    def _get_batch(self, data: Any, *_: Any, **__: Any) -> dict[str, Any]:
+        self._read += 1
+        if self._read == self.fail_at:
+            raise Broken("a microbatch that cannot be read")
+        tokens_BT, self._positions_BT, self._mask = next(data)
+        return {
+            "tokens": tokens_BT,
+            "multimodal_train_inputs": None,
+            "packed_seq_params": None,
+            "full_loss_masks": None,
+        }
+
+    def _complete(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        kwargs.pop("loss_mask", None)
+        return args, kwargs | {"position_ids": self._positions_BT, "attention_mask": self._mask}
+
+    def _loss(self, args: Any, batch: Any, *rest: Any, **_: Any) -> tuple[Any, Any, dict[str, Any]]:
+        import torch
+
+        logits_BTV = rest[-1]
+        log_probs_BTV = torch.log_softmax(logits_BTV.float(), dim=-1)
+        loss = -log_probs_BTV.gather(-1, batch["tokens"][..., None]).mean()
+        self.losses.append(float(loss))
+        values = torch.stack([torch.ones(()), loss.detach()])
+        return loss, torch.tensor(1), {"keys": ["loss"], "values": values}
+
+
+class _Data:
+    """A rollout's batches, which `train()` starts over with each call."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._batches = batches
+        self.reset()
+
+    def reset(self) -> None:
+        self._rest = iter(self._batches)
+
+    def __next__(self) -> Any:
+        return next(self._rest)
+
+
+class _Reports:
+    """Of slime's modules for metrics and logging, what `train()` calls."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._rollouts = rollouts
+
+    def reduce_train_step_metrics(self, losses: Any, **_: Any) -> dict[str, float]:
+        return {"loss": float(losses[0]["values"][1])}
+
+    def log(self, *args: Any, **_: Any) -> None:
+        values = next(value for value in args if isinstance(value, dict))
+        self._rollouts.norms.append(float(values["train/grad_norm"]))

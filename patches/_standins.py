@@ -1,0 +1,109 @@
+"""For reproductions: a framework's module imported without the rest of the framework.
+
+The functions of the module are the framework's own; what it imports from its own package, and
+packages that are not installed (a server, a tokenizer, a logger), are stand-ins. So reproductions
+run on machines that lack a framework's requirements, CUDA among them. Nothing here is used by
+`apply()`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+
+def import_alone(module: str, *absent: str) -> Any:
+    """Import `module` with stand-ins for the rest of its package.
+
+    To be called in a process that ends soon after, such as a rank: the stand-ins stay.
+
+    Args:
+        module: such as `slime.backends.megatron_utils.model`.
+        absent: other packages to stand in for, those that are installed excepted.
+    """
+    found = sys.modules.get(module)
+    if isinstance(found, _Standin):  # another module imported it before
+        del sys.modules[module]
+    elif found is not None:
+        return found
+    # megatron itself is a namespace that several distributions share.
+    depth = 2 if module.startswith("megatron.") else 1
+    own = ".".join(module.split(".")[:depth])
+    missing = tuple(name for name in absent if find_spec(name) is None)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    _finder.real.add(module)
+    _finder.packages.update((own, *missing))
+    return importlib.import_module(module)
+
+
+class _Finder(MetaPathFinder):
+    """Leaves what is `real` to the import system, and stands in for the rest of `packages`."""
+
+    def __init__(self) -> None:
+        self.real: set[str] = set()
+        self.packages: set[str] = set()
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname in self.real or not any(_is_in(fullname, name) for name in self.packages):
+            return None
+        spec = ModuleSpec(fullname, _Empty(), is_package=True)
+        if any(_is_in(name, fullname) for name in self.real):  # a parent, which leads to the file
+            parent = PathFinder.find_spec(fullname, path)
+            if parent is not None:
+                spec.submodule_search_locations = list(parent.submodule_search_locations or ())
+                spec.origin, spec.has_location = parent.origin, parent.has_location
+        return spec
+
+
+_finder = _Finder()
+
+
+def _is_in(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+class _Empty(Loader):
+    """Makes a module whose every name is a stand-in."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Standin(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing to run."""
+
+
+class _Names(type):
+    def __getattr__(cls, name: str) -> Any:
+        return _made(cls, name)
+
+
+class Thing(metaclass=_Names):
+    """Takes any arguments, and has every public attribute."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return _made(self, name)
+
+
+class _Standin(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return _made(self, name)
+
+
+def _made(owner: Any, name: str) -> Any:
+    # A capitalised name may be used as a base class or in an annotation.
+    if name.startswith("__"):
+        raise AttributeError(name)
+    from unittest.mock import MagicMock
+
+    made = _Names(name, (Thing,), {}) if name[0].isupper() else MagicMock(name=name)
+    setattr(owner, name, made)
+    return made

@@ -1,0 +1,33 @@
+"""Where `accumulation_window()` meets the schedules: the wrapper asks here, the helper registers.
+
+Only the helper fills the list, so that without it a schedule's wrapper looks at an empty list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from . import _schedules
+
+
+class Window(Protocol):
+    """What runs the schedule calls of some model chunks."""
+
+    def holds(self, chunk: Any) -> bool:
+        """Whether the chunk is one of the window's."""
+
+    def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
+        """One call of the schedule, as part of the window."""
+
+
+open_windows: list[Window] = []
+
+
+def around(schedule: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    """`schedule`, or the same inside of the open window that holds a chunk of `model`."""
+    for window in open_windows:
+        if any(window.holds(chunk) for chunk in _schedules.chunks(model)):
+            return partial(window.run, schedule)
+    return schedule

@@ -1,0 +1,78 @@
+"""Loading the distributed optimizer leaves torch's Adam with one step counter for all parameters.
+
+Symptom:
+    Without Transformer Engine and Apex, a run that loads a checkpoint learns something else than
+    one that goes on: with 21 parameters the first step counts 1 → 22, so that Adam's bias
+    correction is that of another step, and differs per parameter. No error. Building the state
+    dict to load into (`sharded_state_dict(is_loading=True)`) is enough.
+
+Cause:
+    `load_state_dict` makes one `step` tensor and puts it into the state of every parameter; torch's
+    Adam then counts each step once per parameter. Some checkpoint formats overwrite it with the
+    counter from before the load besides.
+
+Affects:
+    Every release, with torch's Adam or AdamW as the fallback. What the patch does: after a load
+    every parameter has a counter of its own, at the step that its checkpoint was written with.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/distrib_optimizer.py,
+    `load_state_dict`.
+
+Remove when:
+    `load_state_dict` gives each parameter a `step` of its own, behind loading the parameter state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _distributed_optimizer
+
+
+def load_state_dict(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
+    """After upstream's load: one counter per parameter, at the saved step."""
+    import torch
+
+    original(self, state_dict)
+    if not _distributed_optimizer.is_torch_adam(self):
+        return
+    (saved,) = {float(group["step"]) for group in state_dict["optimizer"]["param_groups"]}
+    for state in self.optimizer.state.values():
+        held = state["step"]
+        state["step"] = torch.full((), saved, dtype=torch.float32, device=held.device)
+
+
+def reproduce() -> None:
+    """One step, a load of its own state, another step: all counters must be at 2."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build()
+    model.forward_backward(1, data_seed=0)
+    model.step()
+    parts = getattr(model.optimizer, "chained_optimizers", [model.optimizer])
+    for part in parts:
+        part.load_state_dict(part.state_dict())
+    model.forward_backward(1, data_seed=1)
+    model.step()
+    counters = [float(state["step"]) for part in parts for state in part.optimizer.state.values()]
+    if set(counters) != {2.0}:
+        raise RuntimeError(f"step counters at {sorted(set(counters))} after the second step")
+
+
+PATCH = Patch(
+    id="adam-step-shared",
+    summary="a load leaves torch's Adam with one step counter that all parameters advance",
+    since="0.12",
+    before="0.20",
+    targets=(_distributed_optimizer.target("load_state_dict", load_state_dict),),
+    upstream=_distributed_optimizer.UPSTREAM,
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: step counters at \[.*\] after the second step",
+    ),
+)

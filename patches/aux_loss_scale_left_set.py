@@ -1,0 +1,124 @@
+"""The auxiliary losses keep the weight that the last pipeline schedule gave them.
+
+Symptom:
+    A backward that does not go through a schedule (`model(...)` and `loss.backward()`, a probe of
+    the gradients, a second loss) weighs the MoE auxiliary loss, the z-loss and the MTP loss by
+    loss scale ÷ number of microbatches of whatever schedule ran last, forward-only ones included:
+    after four microbatches the auxiliary losses count a quarter. Before the first schedule they
+    count fully. No error.
+
+Cause:
+    The schedules write the weight into a class attribute (`MoEAuxLossAutoScaler`,
+    `MTPLossAutoScaler`, since 0.16 `DSAIndexerLossAutoScaler`) and never take it back.
+
+Affects:
+    Every release. What the patch does: however a schedule ends, each scaler that it may have set
+    gets the value back that it had, 1 where it had none. The value is written into the tensor that
+    is there, because captured CUDA graphs read it at its address. `accumulation_window()` reaches
+    the schedules through this patch.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py,
+    `forward_step_calc_loss`.
+
+Remove when:
+    the weight travels with the loss instead of through a class attribute.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _schedules, _windows
+
+_AUXILIARY = ("num_moe_experts", "mtp_num_layers", "experimental_attention_variant")
+_TRANSFORMER = "megatron.core.transformer"
+_SCALERS = (
+    (f"{_TRANSFORMER}.moe.moe_utils", "MoEAuxLossAutoScaler"),
+    (f"{_TRANSFORMER}.multi_token_prediction", "MTPLossAutoScaler"),
+    (f"{_TRANSFORMER}.experimental_attention_variant.dsa", "DSAIndexerLossAutoScaler"),
+)
+
+
+def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around a schedule: put the scalers' values back, where the model has auxiliary losses."""
+    from megatron.core.utils import get_model_config
+
+    model = kwargs["model"]
+    if _windows.open_windows:
+        original = _windows.around(original, model)
+    config = get_model_config(_schedules.chunks(model)[0])
+    if all(getattr(config, name, None) is None for name in _AUXILIARY):
+        return original(*args, **kwargs)
+    saved = []
+    for module, name in _SCALERS:
+        scaler = getattr(sys.modules.get(module), name, None)
+        if scaler is not None:
+            scale = scaler.main_loss_backward_scale
+            saved.append((scaler, scale, None if scale is None else scale.clone()))
+    try:
+        return original(*args, **kwargs)
+    finally:
+        for scaler, scale, value in saved:
+            _put_back(scaler, scale, value)
+
+
+def _put_back(scaler: Any, scale: Any, value: Any) -> None:
+    now = scaler.main_loss_backward_scale
+    if now is None or now.is_inference():  # the latter cannot be written here
+        return
+    if scale is None:
+        now.fill_(1.0)
+    elif now is scale:
+        now.copy_(value)
+    else:
+        scaler.main_loss_backward_scale = scale
+
+
+def reproduce() -> None:
+    """The same direct backward behind one microbatch and behind four: the router's must agree."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(
+        experts=4, overlap_grad_reduce=False, config_overrides={"moe_aux_loss_coeff": 1.0}
+    )
+    (chunk,) = model.chunks
+    router = chunk.module.decoder.layers[0].mlp.router.weight
+    tokens_BT = next(tiny.microbatches(0))
+    positions_BT = torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1)
+    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+
+    def gradient_after(num_microbatches: int) -> torch.Tensor:
+        model.forward_backward(num_microbatches, data_seed=1)
+        chunk.zero_grad_buffer()
+        chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT).mean().backward()
+        gradient: torch.Tensor = router.main_grad.clone()
+        return gradient
+
+    one, four = gradient_after(1), gradient_after(4)
+    if not torch.equal(one, four):
+        raise RuntimeError(
+            f"router gradient norm {four.norm():.4g} after four microbatches, "
+            f"{one.norm():.4g} after one"
+        )
+
+
+PATCH = Patch(
+    id="aux-loss-scale-left-set",
+    summary="a direct backward weighs MoE and MTP losses by the last schedule's microbatches",
+    since="0.12",
+    before="0.20",
+    targets=_schedules.targets(schedule),
+    upstream=_schedules.UPSTREAM,
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=1,
+        stock_error=r"RuntimeError: router gradient norm .* after four microbatches",
+    ),
+)

@@ -1,0 +1,90 @@
+"""A MoE model cannot be trained after a forward under inference mode, or a direct backward.
+
+Symptom:
+    `RuntimeError: Inplace update to inference tensor outside InferenceMode` from every training
+    window, where the first pipeline schedule ran forward-only under `torch.inference_mode()`, as
+    log-probabilities do. `RuntimeError: output with shape [] doesn't match the broadcast shape
+    [1]` from every window, where the first backward was a direct one (`loss.backward()`).
+
+Cause:
+    The first `MoEAuxLossAutoScaler.set_loss_scale` keeps the tensor that it is given, and a
+    backward before it makes one of no dimension; each later call copies a tensor of one element
+    into it.
+
+Affects:
+    Every release. What the patch does: a tensor made under inference mode is stored as an ordinary
+    copy, and what is copied into a stored tensor has its shape. The scaler of DeepSeek's sparse
+    attention (`DSAIndexerLossAutoScaler`, since 0.16) has the same code and is not covered.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/moe_utils.py,
+    `MoEAuxLossAutoScaler`.
+
+Remove when:
+    the scaler keeps a tensor of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MODULE = "megatron.core.transformer.moe.moe_utils"
+
+
+def set_loss_scale(original: Callable[..., None], scale: Tensor) -> None:
+    """Give upstream a tensor that it can keep, or copy into the one that it keeps."""
+    import torch
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    held = MoEAuxLossAutoScaler.main_loss_backward_scale
+    if held is not None and held.shape != scale.shape:
+        scale = scale.reshape(held.shape)
+    elif held is None and scale.is_inference():
+        with torch.inference_mode(False):
+            scale = scale.clone()
+    original(scale)
+
+
+def reproduce() -> None:
+    """Log-probabilities under inference mode, then a training window."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(experts=4)
+    with torch.inference_mode():
+        model.forward_backward(2, data_seed=0, forward_only=True)
+    model.forward_backward(2, data_seed=0)
+
+
+PATCH = Patch(
+    id="aux-loss-scale-refused",
+    summary="MoE training raises after a forward under inference mode, or after a direct backward",
+    since="0.12",
+    before="0.20",
+    targets=(
+        Target(
+            address=f"{_MODULE}:MoEAuxLossAutoScaler.set_loss_scale",
+            wrapper=set_loss_scale,
+            reviewed={
+                "51e950a45e07": "0.12.0 to 0.15.3",
+                "b04590f06770": "0.16.0 to 0.19.2",
+            },
+        ),
+    ),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/"
+        "moe_utils.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: Inplace update to inference tensor outside InferenceMode",
+    ),
+)

@@ -1,0 +1,78 @@
+"""Megatron-Bridge, set up again on the same config, asserts on the first model's `no_sync_func`.
+
+Symptom:
+    `AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None`, from the
+    second `setup()` with one `ConfigContainer`, or from `_update_model_config_funcs` called again,
+    as NeMo-RL calls it by itself.
+
+Cause:
+    The model config belongs to the caller and outlives the model: it still holds the `no_sync` of
+    the chunks of the first setup.
+
+Affects:
+    Every release, read from 0.3.1 to 0.6.2. What the patch does: before the check it clears a
+    `no_sync_func` that is the bound `no_sync` of Megatron's own wrappers, be it of these chunks or
+    of those of an earlier setup: everything else that Bridge puts into the config is taken over in
+    the same way. Somebody's own function still meets the assertion. Two models that are trained in
+    turn need a config each: in a window of several microbatches the first one would reduce too
+    early, which `gradient-after-reduction` turns into an error. The upper bound of the range is
+    open, because the statements that the patch relies on decide.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/setup.py,
+    `_update_model_config_funcs`.
+
+Remove when:
+    Bridge assigns the function without looking, or looks whose it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+
+from . import _copies
+
+
+def wire(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around `_update_model_config_funcs`: forget the `no_sync` of an earlier setup."""
+    config = arguments(original, args, kwargs)["model_config"]
+    if _copies.is_megatrons_no_sync(config.no_sync_func):
+        config.no_sync_func = None
+    return original(*args, **kwargs)
+
+
+def reproduce() -> None:
+    """Wire one model twice."""
+    from ._bridge import Bridge
+
+    bridge = Bridge(["--overlap-grad-reduce"])
+    bridge.wire()
+    bridge.wire()
+
+
+PATCH = Patch(
+    id="bridge-setup-reentry",
+    distribution="megatron-bridge",
+    summary="Megatron-Bridge, set up again on one config, asserts on config.no_sync_func",
+    since="0.3",
+    before=_copies.ANY_LATER,
+    targets=(
+        Target(
+            address="megatron.bridge.training.setup:_update_model_config_funcs",
+            wrapper=wire,
+            relies_on=(
+                "model_config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
+            ),
+        ),
+    ),
+    fixed_when=_copies.asserts_no_longer("model_config.no_sync_func is None"),
+    upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/setup.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"AssertionError: .*config\.no_sync_func must be None",
+    ),
+)

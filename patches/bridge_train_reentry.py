@@ -1,0 +1,97 @@
+"""A second `train()` of Megatron-Bridge fails with "timer has already been started".
+
+Symptom:
+    `AssertionError: timer has already been started` from the second call of
+    `megatron.bridge.training.train.train`. After a call that ran no successful iteration
+    `config.param_sync_func` is None, and with `manual_gc` Python's garbage collector stays off.
+
+Cause:
+    The loop descends from upstream's `train()`: it starts "interval-time" on entry and never stops
+    it, puts `param_sync_func` aside without a `finally`, and calls `gc.disable()` only.
+
+Affects:
+    Every release, read from 0.3.1 to 0.6.2. What the patch does: as `train-interval-timer`,
+    `param-sync-func-lost` and `gc-stays-off` do for upstream. Where `train()` raises, the timers
+    that were started inside are stopped. The number of iterations is in `state.train_state.step`,
+    and right. With overlap_param_gather the second call also needs `forward-pre-hook-reentry`. Not
+    covered: at its end `train()` shuts down asynchronous checkpoints, straggler detection and
+    energy monitor, and exits the process on an exit condition.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/train.py,
+    `train`.
+
+Remove when:
+    Bridge's `train()` stops its timers and puts the rest back when it leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+
+from . import _copies
+from ._timers import stopping
+
+_TIMER = "interval-time"
+
+
+def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around Bridge's `train`: make it callable again, whichever way it ends."""
+    from megatron.core.utils import get_model_config
+
+    call = arguments(original, args, kwargs)
+    timers, config = call["global_state"].timers, get_model_config(call["model"][0])
+    timer = getattr(timers, "_timers", {}).get(_TIMER)
+    if timer is not None:
+        timer.reset()  # also where it stands still, with time of an earlier call on it
+    return _copies.put_back(
+        partial(stopping, timers, original),
+        args,
+        kwargs,
+        config=config,
+        param_sync_func=config.param_sync_func,
+    )
+
+
+def reproduce() -> None:
+    """Two calls without any overlap."""
+    from ._bridge import Bridge
+
+    bridge = Bridge()
+    bridge.train(1)
+    bridge.train(1)
+
+
+PATCH = Patch(
+    id="bridge-train-reentry",
+    distribution="megatron-bridge",
+    summary='a second train() of Megatron-Bridge fails with "timer has already been started"',
+    since="0.3",
+    before=_copies.ANY_LATER,
+    targets=(
+        Target(
+            address="megatron.bridge.training.train:train",
+            wrapper=train,
+            relies_on=(
+                "timers = global_state.timers",
+                f"timers('{_TIMER}', log_level=0).start(barrier=True)",
+                "param_sync_func = model_config.param_sync_func",
+                "model_config.param_sync_func = None",
+            ),
+        ),
+    ),
+    # The loop stops and restarts the timer around evaluation; only a stop behind it is a repair.
+    fixed_when=lambda bodies: any(
+        body.contains(f"timers('{_TIMER}').stop()", outside_loops=True) for body in bodies.values()
+    ),
+    upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/train.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"AssertionError: timer has already been started",
+    ),
+)

@@ -1,0 +1,105 @@
+"""A step in several schedule calls gives the auxiliary losses too much weight.
+
+Symptom:
+    Where one optimizer step is made of several calls of a pipeline schedule (streamed or packed
+    batches, balanced microbatches), the MoE auxiliary loss, the z-loss and the MTP loss count more
+    than in one call: four calls of one microbatch give them four times their weight, and a router
+    gradient that is off by a factor, even if the caller rescales its own loss to the step. No
+    error.
+
+Cause:
+    The schedules divide the loss, and weigh the auxiliary ones, by the number of microbatches of
+    that call. The auxiliary ones are out of the caller's reach.
+
+Affects:
+    Every release; from 0.19 `config.moe_grad_scale_func` and `mtp_grad_scale_func` let a caller
+    correct the weight by itself, z-loss and sparse attention's loss aside. Nothing here can know
+    which calls make a step: say so with `accumulation_window(chunks, total_microbatches=n)` around
+    them. Then all losses are divided by n, and only the call that completes the step reduces and
+    finalizes the gradients. The gradient is that of one call, to the bit.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py,
+    `forward_step_calc_loss`.
+
+Remove when:
+    the schedules take the number of microbatches of the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from megatron_idempotent.engine import Helper, Reproduction
+
+from . import _schedules
+
+
+def reproduce() -> None:
+    """Four calls of one microbatch, for which the caller divides its own loss by four."""
+    _compare(lambda chunks: nullcontext(), divide=4)
+
+
+def repaired() -> None:
+    """Four calls of one microbatch in a window."""
+    from megatron_idempotent import accumulation_window
+
+    _compare(lambda chunks: accumulation_window(chunks, total_microbatches=4), divide=1)
+
+
+def _compare(around: Callable[[list[Any]], AbstractContextManager[Any]], *, divide: int) -> None:
+    import torch
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(
+        experts=4, overlap_grad_reduce=False, config_overrides={"moe_aux_loss_coeff": 1.0}
+    )
+    model.config.finalize_model_grads_func = None  # one rank has nothing to reduce
+    (chunk,) = model.chunks
+    router = chunk.module.decoder.layers[0].mlp.router.weight
+
+    def gradient(calls: int, microbatches: int) -> torch.Tensor:
+        chunk.zero_grad_buffer()
+        data = tiny.microbatches(0)
+        forward_step = model._forward_step([])
+        for _ in range(calls):
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=data,
+                model=model.chunks,
+                num_microbatches=microbatches,
+                seq_length=tiny.SEQUENCE,
+                micro_batch_size=tiny.BATCH,
+                forward_only=False,
+            )
+        found: torch.Tensor = router.main_grad.clone()
+        return found
+
+    one = gradient(1, 4)
+    model.on_microbatch = lambda _, loss: None if loss is None else loss / divide
+    with around(model.chunks):
+        four = gradient(4, 1)
+    if not torch.equal(one, four):
+        raise RuntimeError(
+            f"router gradient norm {four.norm():.4g} in four calls, {one.norm():.4g} in one"
+        )
+
+
+HELPER = Helper(
+    id="chained-calls-weigh-losses",
+    summary="a step in several schedule calls gives MoE and MTP losses too much weight",
+    call="accumulation_window",
+    since="0.12",
+    before="0.20",
+    upstream=_schedules.UPSTREAM,
+    reproduction=Reproduction(
+        run=reproduce,
+        repaired=repaired,
+        ranks=1,
+        stock_error=r"RuntimeError: router gradient norm .* in four calls",
+    ),
+)

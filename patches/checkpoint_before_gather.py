@@ -1,0 +1,137 @@
+"""With overlap_param_gather, a checkpoint saved right after a step lacks the step.
+
+Symptom:
+    `dist_checkpointing.save` of a model's `sharded_state_dict` behind `optimizer.step()` writes the
+    old parameters, except for the shard of the rank that happens to write. Loading it is silent:
+    the first forwards use a model that never was, until a step restores the parameters from the
+    optimizer's own copy; without the optimizer's state it stays.
+
+Cause:
+    The step leaves the gather to the next forward. `megatron.training` disables the forward
+    pre-hooks, for their synchronisation, before it saves; a caller with a loop of its own has to
+    know that.
+
+Affects:
+    Every release, with the distributed optimizer and overlap_param_gather. What the patch does:
+    `save`, in which all ranks take part anyway, first gathers the chunks that have an update
+    pending and whose parameter buffers are in the state_dict. Where nothing is pending it does not
+    look at the state_dict. Whatever fewer ranks save (torch.save, DP rank 0 alone) has to be
+    preceded by `ensure_params_synced` on all of them.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py,
+    `save_checkpoint_and_time`.
+
+Remove when:
+    `sharded_state_dict` or `save` of upstream synchronises the parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+
+from . import _gather
+from ._ddp import bucket_groups
+
+
+def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around `dist_checkpointing.save`: finish the update that the state_dict is to show."""
+    pending = [
+        chunk
+        for chunk in _gather.watched_chunks()
+        if any(_gather.marked(group) for group in bucket_groups(chunk))
+        and not _gather.shares_memory_with_gradients(chunk)
+    ]
+    if pending:
+        saved = _storages(arguments(original, args, kwargs)["sharded_state_dict"])
+        for chunk in pending:
+            buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
+            if any(
+                buffer.param_data is not None
+                and buffer.param_data.untyped_storage().data_ptr() in saved
+                for buffer in buffers
+            ):
+                _gather.gather(chunk)
+    return original(*args, **kwargs)
+
+
+def _storages(state_dict: Any) -> set[int]:
+    import torch
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    values = (getattr(value, "data", value) for value in nested_values(state_dict))
+    return {
+        value.untyped_storage().data_ptr() for value in values if isinstance(value, torch.Tensor)
+    }
+
+
+def step(original: Callable[..., Any], self: Any) -> Any:
+    """Around the optimizer's update: mark what it writes, and remember the chunks."""
+    for chunk in self.model_chunks:
+        if hasattr(chunk, "bucket_groups"):
+            _gather.watch(chunk)
+    return _gather.updating(original, self)
+
+
+class _Looked(Exception):
+    """Ends the save where the writer would begin: not every release's runs on every torch."""
+
+
+def reproduce() -> None:
+    """Save behind a step, and look at the parameters where the writer would."""
+    import tempfile
+
+    from megatron.core import dist_checkpointing
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(overlap_param_gather=True)
+    model.forward_backward(2, data_seed=0)
+    model.step()
+    (chunk,) = model.chunks
+
+    def look(_: Any) -> Any:
+        raise _Looked
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(_Looked):
+        dist_checkpointing.save(
+            chunk.module.sharded_state_dict(),
+            folder,
+            preprocess_common_before_consistancy_check=look,
+        )
+        raise RuntimeError("save() did not validate what it was given")
+    _gather.expect_agreement(model, "where a checkpoint is written")
+
+
+PATCH = Patch(
+    id="checkpoint-before-gather",
+    summary="a distributed checkpoint saved right after a step holds parameters that lack it",
+    since="0.12",
+    before="0.20",
+    targets=(
+        Target(
+            address="megatron.core.dist_checkpointing.serialization:save",
+            wrapper=save,
+            reviewed={
+                "a4511d565953": "0.12.0 to 0.12.3",
+                "c888f574ed89": "0.13.0 to 0.16.1",
+                "8097b970b2ee": "0.17.0",
+                "e1693466db65": "0.17.1 to 0.18.2",
+                "b6bf5bda7c60": "0.19.0 to 0.19.2",
+            },
+            relies_on=("sharded_state_dict",),
+        ),
+        _gather.step_target(step),
+        _gather.gather_target(),
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: parameters differ .* where a checkpoint is written",
+    ),
+)

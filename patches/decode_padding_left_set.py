@@ -1,0 +1,124 @@
+"""Generation wipes the capacity factor of MoE training, and pads the experts of another model.
+
+Symptom:
+    After `set_decode_expert_padding(model, False)`, which inference calls at every prefill and
+    Megatron's RL code at the end of generation, training drops no token and pads nothing, whatever
+    `moe_expert_capacity_factor` and `moe_pad_expert_input_to_capacity` were. A call for a second
+    model (a reference model) changes the first one's layers and leaves its own. No error.
+
+Cause:
+    The function writes to the training config and keeps no copy; it finds the MoE layers of the
+    first model that it is called for, once per process.
+
+Affects:
+    0.15 on, where the function appeared. What the patch does: each model's own layers are set; and
+    the next pipeline schedule, of training or of log-probabilities, starts with the values from
+    before the first call. Generation itself sees what it set.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/inference/utils.py,
+    `set_decode_expert_padding`.
+
+Remove when:
+    the function restores what it found, per model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+from . import _schedules
+
+_CONFIG = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
+_LAYER = ("drop_and_pad", "moe_expert_capacity_factor", "cuda_sync_point")
+_MISSING = object()
+
+#: (object, name, value) as they were before the first call since a schedule ran.
+_found: list[tuple[Any, str, Any]] = []
+_layers: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def set_padding(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    """Set this model's layers, and keep what they had."""
+    from megatron.core.inference import utils
+    from megatron.core.utils import get_model_config
+
+    utils.moe_layer_cache = _layers.get(model)
+    utils._init_moe_expert_cache(model)
+    layers = _layers[model] = utils.moe_layer_cache
+    _keep(get_model_config(model), _CONFIG)
+    for layer in layers:
+        for part in (layer.token_dispatcher, layer.router):
+            _keep(part, _LAYER)
+            if hasattr(part, "config"):
+                _keep(part.config, _CONFIG)
+    original(model, *args, **kwargs)
+
+
+def _keep(holder: Any, names: tuple[str, ...]) -> None:
+    if any(known is holder for known, _, _ in _found):
+        return
+    _found.extend((holder, name, vars(holder).get(name, _MISSING)) for name in names)
+
+
+def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Before a schedule: what generation has set is as before."""
+    while _found:
+        holder, name, value = _found.pop()
+        if value is not _MISSING:
+            setattr(holder, name, value)
+        elif name in vars(holder):
+            delattr(holder, name)
+    return original(*args, **kwargs)
+
+
+def reproduce() -> None:
+    """A window, generation's calls for two models, the window again."""
+    import torch
+    from megatron.core.inference.utils import set_decode_expert_padding
+
+    from megatron_idempotent.cpu import tiny
+
+    capacity = {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True}
+    model, reference = (tiny.build(experts=4, config_overrides=capacity) for _ in range(2))
+
+    def padded(bench: tiny.Tiny) -> bool:
+        layer = bench.chunks[0].module.decoder.layers[0].mlp
+        return bool(layer.token_dispatcher.drop_and_pad)
+
+    model.forward_backward(1, data_seed=0)
+    gradients = model.gradients()
+    set_decode_expert_padding(model.chunks[0].module, False)
+    set_decode_expert_padding(reference.chunks[0].module, True, 2.0)
+    set_decode_expert_padding(reference.chunks[0].module, False)
+    if padded(reference):
+        raise RuntimeError("the reference model's experts still pad")
+    model.forward_backward(1, data_seed=0)
+    if not padded(model) or not torch.equal(model.gradients(), gradients):
+        raise RuntimeError("the same window drops other tokens behind generation")
+
+
+PATCH = Patch(
+    id="decode-padding-left-set",
+    summary="generation wipes the MoE capacity factor from training, and pads another model",
+    since="0.15",
+    before="0.20",
+    targets=(
+        Target(
+            address="megatron.core.inference.utils:set_decode_expert_padding",
+            wrapper=set_padding,
+            reviewed={"d674d152615f": "0.15.0 to 0.19.2"},
+        ),
+        *_schedules.targets(schedule),
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/inference/utils.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=1,
+        stock_error=r"RuntimeError: the reference model's experts still pad",
+    ),
+)

@@ -1,0 +1,92 @@
+"""Without a finalize function, a deferred embedding gradient is never computed.
+
+Symptom:
+    With `defer_embedding_wgrad_compute` and `config.finalize_model_grads_func = None`, the common
+    way to chain several schedule calls into one step, the output layer's gradient stays zero. Its
+    activations and output gradients stay in memory until a call that finalizes, which then raises
+    `AssertionError: Length of activation and gradient buffers need to be equal!`.
+
+Cause:
+    The schedules compute the deferred gradient under the same `if` that calls the finalize
+    function.
+
+Affects:
+    Every release. Nothing is patched, because a caller may drain the lists by itself. Inside of
+    `accumulation_window(chunks, total_microbatches=n)` every call computes what it deferred, and
+    the last one finalizes; the caller leaves `finalize_model_grads_func` in place.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py,
+    `finish_embedding_wgrad_compute` and its callers.
+
+Remove when:
+    the deferred gradient is computed whether or not there is a finalize function.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_idempotent.engine import Helper, Reproduction
+
+from . import _deferred_embedding, _schedules
+
+
+def reproduce() -> None:
+    """Two calls without a finalize function, then finalize by hand."""
+    from megatron.core.distributed import finalize_model_grads
+
+    model = _deferred_embedding.build(overlap_grad_reduce=False)
+    model.config.finalize_model_grads_func = None
+    _two_calls(model)
+    finalize_model_grads(model.chunks)
+    _expect_gradient(model)
+
+
+def repaired() -> None:
+    """The same calls in a window."""
+    from megatron_idempotent import accumulation_window
+
+    model = _deferred_embedding.build(overlap_grad_reduce=False)
+    with accumulation_window(model.chunks, total_microbatches=4):
+        _two_calls(model)
+    _expect_gradient(model)
+
+
+def _two_calls(model: Any) -> None:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_idempotent.cpu import tiny
+
+    for _ in range(2):
+        get_forward_backward_func()(
+            forward_step_func=model._forward_step([]),
+            data_iterator=tiny.microbatches(0),
+            model=model.chunks,
+            num_microbatches=2,
+            seq_length=tiny.SEQUENCE,
+            micro_batch_size=tiny.BATCH,
+            forward_only=False,
+        )
+
+
+def _expect_gradient(model: Any) -> None:
+    weight = _deferred_embedding.output_weight(model)
+    if weight is not None and not weight.main_grad.any():
+        raise RuntimeError("the output layer's gradient is zero")
+
+
+HELPER = Helper(
+    id="deferred-embedding-gradient-lost",
+    summary="chained calls without a finalize function never compute a deferred embedding gradient",
+    call="accumulation_window",
+    since="0.12",
+    before="0.20",
+    upstream=_schedules.UPSTREAM,
+    reproduction=Reproduction(
+        run=reproduce,
+        repaired=repaired,
+        ranks=2,
+        stock_error=r"RuntimeError: the output layer's gradient is zero",
+    ),
+)

@@ -1,0 +1,86 @@
+"""With a deferred embedding gradient, log-probability passes pile up activations.
+
+Symptom:
+    With `defer_embedding_wgrad_compute`, each forward-only window leaves one activation per
+    microbatch on the last pipeline stage until the next training window, and takes them from
+    `wgrad_deferral_limit`. After an aborted window the next one raises `AssertionError: Length of
+    activation and gradient buffers need to be equal!`, for ever.
+
+Cause:
+    The output layer keeps its inputs in forward-only passes too. A window that finalizes clears
+    that list at its start, but not the one with the output gradients.
+
+Affects:
+    Every release. What the patch does: a forward-only window, and one that raises, drop what they
+    added to either list; a window that finalizes starts with both empty. What a caller without
+    `finalize_model_grads_func` means to drain by itself stays.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py,
+    `clear_embedding_activation_buffer`.
+
+Remove when:
+    the output layer keeps nothing without gradients, and both lists are cleared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _deferred_embedding, _schedules
+
+
+def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around a schedule with pipelining: leave in the lists only what a window owes."""
+    from megatron.core.utils import get_model_config
+
+    model, forward_only = kwargs["model"], kwargs.get("forward_only", False)
+    kept = _deferred_embedding.buffers(model)
+    if kept is None:
+        return original(*args, **kwargs)
+    config = get_model_config(_schedules.chunks(model)[0])
+    if config.finalize_model_grads_func is not None and not forward_only:
+        for items in kept:
+            items.clear()
+    lengths = [len(items) for items in kept]
+    complete = False
+    try:
+        result = original(*args, **kwargs)
+        complete = not forward_only
+    finally:
+        if not complete:
+            for items, length in zip(kept, lengths, strict=True):
+                del items[length:]
+    return result
+
+
+def reproduce() -> None:
+    """Three forward-only windows of two microbatches."""
+    model = _deferred_embedding.build()
+    for data_seed in range(3):
+        model.forward_backward(2, data_seed=data_seed, forward_only=True)
+    kept = _deferred_embedding.buffers(model.chunks)
+    if kept is not None and kept[0]:
+        raise RuntimeError(f"{len(kept[0])} activations kept behind forward-only windows")
+
+
+PATCH = Patch(
+    id="deferred-embedding-leftovers",
+    summary="forward-only and aborted windows leave activations for the deferred embedding",
+    since="0.12",
+    before="0.20",
+    targets=_schedules.targets(
+        schedule,
+        "forward_backward_pipelining_with_interleaving",
+        "forward_backward_pipelining_without_interleaving",
+    ),
+    upstream=_schedules.UPSTREAM,
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: 6 activations kept behind forward-only windows",
+    ),
+)

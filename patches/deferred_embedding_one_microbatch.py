@@ -1,0 +1,85 @@
+"""A window of one microbatch cannot compute its deferred embedding gradient.
+
+Symptom:
+    With `defer_embedding_wgrad_compute`, `UnboundLocalError: cannot access local variable
+    'drain_idx'` at the end of a window of one microbatch, or with `wgrad_deferral_limit` of 1.
+    The gradient of the output layer is lost.
+
+Cause:
+    The loop over all microbatches but the last, which sets the variable, has nothing to do.
+
+Affects:
+    Every release. What the patch does: where one microbatch is kept, a second one of zeros is
+    added, which the sum does not see.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/utils.py,
+    `drain_embedding_wgrad_compute`.
+
+Remove when:
+    `drain_embedding_wgrad_compute` sets `drain_idx` before its loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+from . import _deferred_embedding
+
+
+def drain(
+    original: Callable[..., None],
+    config: Any,
+    embedding_activation_buffer: list[Any],
+    grad_output_buffer: list[Any],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Give upstream's loop a second microbatch, of zeros."""
+    import torch
+
+    kept = embedding_activation_buffer, grad_output_buffer
+    if all(len(items) == 1 for items in kept):
+        for items in kept:
+            # One row is enough; gathering over the sequence wants what the first one has.
+            items.append(torch.zeros_like(items[0] if config.sequence_parallel else items[0][:1]))
+    original(config, embedding_activation_buffer, grad_output_buffer, *args, **kwargs)
+
+
+def reproduce() -> None:
+    """A window of one microbatch: the output layer's gradient as without deferring it."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    # Without overlap, see deferred-embedding-reduced-early.
+    plain = tiny.build(pp=2, overlap_grad_reduce=False)
+    plain.forward_backward(1, data_seed=0)
+    deferred = _deferred_embedding.build(overlap_grad_reduce=False)
+    deferred.forward_backward(1, data_seed=0)
+    if not torch.equal(plain.gradients(), deferred.gradients()):
+        raise RuntimeError("the deferred gradient differs from the one computed at once")
+
+
+PATCH = Patch(
+    id="deferred-embedding-one-microbatch",
+    summary="a window of one microbatch raises instead of computing a deferred embedding gradient",
+    since="0.12",
+    before="0.20",
+    targets=(
+        Target(
+            address="megatron.core.utils:drain_embedding_wgrad_compute",
+            wrapper=drain,
+            reviewed={"f9fd584dcfd3": "0.12.0 to 0.13.1", "af081b2e07d0": "0.14.0 to 0.19.2"},
+        ),
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/utils.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"UnboundLocalError: .*'drain_idx'",
+    ),
+)

@@ -1,0 +1,122 @@
+"""`finish_grad_sync()` asserts on gradients that were all accumulated inside of `no_sync()`.
+
+Symptom:
+    `AssertionError: Communication call has not been issued for this bucket (0/5 params have grad
+    available)` from `finish_grad_sync()` or `finalize_model_grads` after windows that were held
+    back with `no_sync()`, with overlap_grad_reduce: in every window before 0.16, in every window
+    but the first from then on. With num_distributed_optimizer_instances above one there is no
+    assertion, and the gradients stay unreduced.
+
+Cause:
+    Reductions are dispatched by the hooks of a backward pass outside of `no_sync()`.
+    `finish_grad_sync` waits for them and dispatches none itself, except in the first batch of 0.16
+    and later.
+
+Affects:
+    Every release. What the patch does: where `no_sync()` was entered in this window, and no bucket
+    group of the chunk has registered a gradient or reduced, `finish_grad_sync` dispatches them all,
+    in its own order. Where some have and some have not, upstream's assertion stands: ranks may
+    then differ in what they have dispatched, and collectives would pair up wrongly.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
+    `_ParamAndGradBucketGroup.finish_grad_sync`.
+
+Remove when:
+    `finish_grad_sync` dispatches what `no_sync()` held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _reduction
+from ._ddp import bucket_groups, ddp_target, group_target
+
+_HELD = "_megatron_idempotent_held"
+_DISPATCHED = "_megatron_idempotent_dispatched"
+
+
+def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Dispatch first where `no_sync` has held back all of the chunk."""
+    groups = bucket_groups(self)
+    if (
+        self.ddp_config.overlap_grad_reduce
+        and getattr(self, _HELD, False)
+        and not any(getattr(g, _DISPATCHED, False) or _reduction.registered(g) for g in groups)
+    ):
+        for group in groups:
+            group.start_grad_sync(*args, **kwargs)
+    original(self, *args, **kwargs)
+    setattr(self, _HELD, False)
+    for group in groups:
+        setattr(group, _DISPATCHED, False)
+
+
+def start_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Around the bucket group's: with several optimizer instances there is no handle to see."""
+    original(self, *args, **kwargs)
+    setattr(self, _DISPATCHED, True)
+
+
+def no_sync(original: Callable[..., Any], self: Any) -> Any:
+    """Remember that the caller has asked to hold gradients back."""
+    setattr(self, _HELD, True)
+    return original(self)
+
+
+def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+    """Start a window in which nothing was held back or dispatched."""
+    original(self)
+    setattr(self, _HELD, False)
+    for group in bucket_groups(self):
+        setattr(group, _DISPATCHED, False)
+
+
+def reproduce() -> None:
+    """An ordinary window, so that it is not the first; then one that is held back altogether."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    gradients = []
+    for overlap in (True, False):
+        model = tiny.build(
+            overlap_grad_reduce=overlap, distributed_optimizer=False, with_optimizer=False
+        )
+        (chunk,) = model.chunks
+        model.forward_backward(2, data_seed=0)
+        chunk.zero_grad_buffer()
+        with chunk.no_sync():
+            _reduction.backward(model, data_seed=1)
+            _reduction.backward(model, data_seed=2)
+        chunk.finish_grad_sync()
+        gradients.append(model.gradients())
+    if not torch.equal(*gradients):
+        raise RuntimeError("gradients that no_sync() held back are not reduced")
+
+
+PATCH = Patch(
+    id="deferred-reduction-refused",
+    summary="finish_grad_sync() asserts on gradients that were accumulated inside of no_sync()",
+    since="0.12",
+    before="0.20",
+    targets=(
+        ddp_target("finish_grad_sync", finish_grad_sync),
+        ddp_target("no_sync", no_sync),
+        ddp_target("zero_grad_buffer", zero_grad_buffer),
+        group_target("start_grad_sync", start_grad_sync),
+    ),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/"
+        "param_and_grad_buffer.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"AssertionError: Communication call has not been issued",
+    ),
+)

@@ -1,0 +1,71 @@
+"""Seeding raises on some ranks where expert and tensor parallelism are both large.
+
+Symptom:
+    `Exception: seed 2725 already exists` from `model_parallel_cuda_manual_seed` on single ranks, on
+    expert rank 17 with tensor rank 6, say. The other ranks go on and hang in the next collective.
+
+Cause:
+    The expert layers' seed is the base + 1024 + 100 × expert rank + expert tensor rank, that of
+    tensor parallelism the base + 2718 + tensor rank. They meet from expert rank 16 or 17 on.
+
+Affects:
+    Every release; 0.12 takes no ranks as arguments and is seen only at that scale. What the patch
+    does: where the expert layers' seed is taken, 2²⁰ is added to it. No other rank's seed changes.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/random.py,
+    `model_parallel_cuda_manual_seed`.
+
+Remove when:
+    the two ranges of seeds cannot meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+_MODULE = "megatron.core.tensor_parallel.random"
+_OFFSET = 2**20
+
+
+def add(original: Callable[..., None], self: Any, name: str, seed: int) -> None:
+    """Move the expert layers' seed where it would meet another one."""
+    from megatron.core.tensor_parallel.random import _EXPERT_PARALLEL_RNG_TRACKER_NAME
+
+    if seed in self.seeds_ and name == _EXPERT_PARALLEL_RNG_TRACKER_NAME:
+        seed += _OFFSET
+    original(self, name, seed)
+
+
+def reproduce() -> None:
+    """Seed as expert rank 17 of tensor rank 6 does."""
+    from megatron.core.tensor_parallel import random
+
+    random.model_parallel_cuda_manual_seed(1, tp_rank=6, ep_rank=17, etp_rank=0)
+
+
+PATCH = Patch(
+    id="expert-seed-collides",
+    summary="seeding raises on some ranks from expert rank 16 on: two seeds are the same",
+    since="0.13",
+    before="0.20",
+    targets=(
+        Target(
+            address=f"{_MODULE}:CudaRNGStatesTracker.add",
+            wrapper=add,
+            reviewed={"f19c50212cad": "0.12.0 to 0.19.2"},
+        ),
+    ),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/"
+        "random.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=1,
+        stock_error=r"Exception: seed 2725 already exists",
+    ),
+)

@@ -1,0 +1,79 @@
+"""`train()` overwrites a `config.finalize_model_grads_func` of the caller's own.
+
+Symptom:
+    A custom finalize function (one that scales gradients by tokens, say, or reduces what upstream
+    does not know of) is silently not called inside `train()`, nor after it.
+
+Cause:
+    `train()` assigns upstream's `finalize_model_grads` without looking.
+
+Affects:
+    0.12 to 0.18; 0.19 assigns it only where there is none. Releases before 0.17 carry
+    `megatron.training` in a source checkout only. What the patch does: for the time of the call
+    the module's name `finalize_model_grads`, which `train()` reads in this one assignment, stands
+    for the caller's function. Where the config holds None, upstream's is set as before.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/training/training.py, `train`.
+
+Remove when:
+    0.18 is no longer supported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, arguments
+
+from . import _train
+
+
+def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around upstream's `train`: let it assign what the config holds."""
+    module: Any = sys.modules[_train.MODULE]
+    custom = arguments(original, args, kwargs)["config"].finalize_model_grads_func
+    default = module.finalize_model_grads
+    if custom is None or custom is default:
+        return original(*args, **kwargs)
+    module.finalize_model_grads = custom
+    try:
+        return original(*args, **kwargs)
+    finally:
+        module.finalize_model_grads = default
+
+
+def reproduce() -> None:
+    """A custom function that counts its calls."""
+    from megatron.core.distributed import finalize_model_grads
+
+    from megatron_idempotent.cpu import program
+
+    running = program.start()
+    calls = []
+
+    def custom(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        finalize_model_grads(*args, **kwargs)
+
+    running.config.finalize_model_grads_func = custom
+    running.train(1)
+    if not calls:
+        raise RuntimeError("train() did not call the custom finalize_model_grads_func")
+
+
+PATCH = Patch(
+    id="finalize-func-overwritten",
+    summary="train() overwrites a custom config.finalize_model_grads_func",
+    since="0.12",
+    before="0.19",
+    targets=(_train.target(train, "config.finalize_model_grads_func = finalize_model_grads"),),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/training/training.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: train\(\) did not call the custom finalize_model_grads_func",
+    ),
+)

@@ -1,0 +1,98 @@
+"""A second `finish_grad_sync()` reduces gradients that are reduced already.
+
+Symptom:
+    Without overlap_grad_reduce the rank's shard of the gradient changes with every further
+    `finish_grad_sync()`, or `finalize_model_grads`, in one window: wrong gradients with the
+    distributed optimizer, per-token loss or expert parallelism; no error. With overlap, before
+    0.18: `AssertionError: Communication call has not been issued for this bucket`.
+
+Cause:
+    The bucket groups keep no record of having been reduced. Release 0.18 added one for the path
+    with overlap.
+
+Affects:
+    Every release. What the patch does: `finish_grad_sync` does nothing where no gradient was added
+    since the last one. Without overlap it goes by torch's counters of writes in place; gradients
+    that anything has written to in between, clipping for one, count as added.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
+    `_ParamAndGradBucketGroup.finish_grad_sync`.
+
+Remove when:
+    `finish_grad_sync` is idempotent within a window without overlap too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _reduction
+from ._ddp import bucket_groups, ddp_target
+
+_REDUCED = "_megatron_idempotent_finished"
+_HELD = "_megatron_idempotent_held_after_finish"
+
+
+def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Reduce once, and again only where there is something new."""
+    before = getattr(self, _REDUCED, None)
+    if before is not None and not _reduction.grown(self, before, held=getattr(self, _HELD)):
+        for group in bucket_groups(self):
+            group.param_gather_dispatched = False  # as upstream does at every call
+        return
+    original(self, *args, **kwargs)
+    setattr(self, _REDUCED, _reduction.snapshot(self))
+    setattr(self, _HELD, False)
+
+
+def no_sync(original: Callable[..., Any], self: Any) -> Any:
+    """Remember that hooks may have added gradients without registering them."""
+    setattr(self, _HELD, True)
+    return original(self)
+
+
+def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+    """Start a window whose gradients are not reduced."""
+    setattr(self, _REDUCED, None)
+    original(self)
+
+
+def reproduce() -> None:
+    """One window, reduced by its schedule, then `finish_grad_sync` once more."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(overlap_grad_reduce=False)
+    model.forward_backward(2, data_seed=0)
+    once = model.gradients()
+    for chunk in model.chunks:
+        chunk.finish_grad_sync()
+    if not torch.equal(model.gradients(), once):
+        raise RuntimeError("a second finish_grad_sync() changed the gradients")
+
+
+PATCH = Patch(
+    id="finish-grad-sync-twice",
+    summary="a second finish_grad_sync() reduces the gradients again: wrong values",
+    since="0.12",
+    before="0.20",
+    targets=(
+        ddp_target("finish_grad_sync", finish_grad_sync),
+        ddp_target("no_sync", no_sync),
+        ddp_target("zero_grad_buffer", zero_grad_buffer),
+    ),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/"
+        "param_and_grad_buffer.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: a second finish_grad_sync\(\) changed the gradients",
+    ),
+)

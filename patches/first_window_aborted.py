@@ -1,0 +1,120 @@
+"""The first window decides for ever when gradients are reduced, even if it was never finished.
+
+Symptom:
+    After a first window that was aborted in its last backward, or that left some parameters of a
+    bucket unused (a text-only first batch): a bare `AssertionError` from every later
+    `zero_grad_buffer()`. Where the abort came when every parameter of a bucket had been seen once,
+    but some of them twice in a whole window (tied weights, several backward calls): no error, and
+    all later windows reduce that bucket too early: wrong gradients.
+
+Cause:
+    With overlap_grad_reduce a bucket group counts in its first window how often each parameter's
+    gradient becomes ready; `reset()` then takes these counts as golden: whenever a later window
+    reaches them, the reduction starts. `reset()` neither asks whether the window was finished nor
+    can it be called with counts of some parameters only.
+
+Affects:
+    0.16 on. What the patch does: `zero_grad_buffer()` drops the counts of a first window in which
+    a bucket group was not reduced by `finish_grad_sync()`, or in which some of its parameters were
+    never seen. The next window then counts as the first, and reduces when it ends, exactly. All
+    bucket groups of a chunk learn from the same window, so that ranks start them in one order.
+    What stays as it is: a later window that leaves out parameters which the counts contain still
+    meets upstream's "Communication call has not been issued". Nothing on one rank can repair that:
+    where the other ranks used those parameters, their reductions come in another order. All ranks
+    have to use the same parameters, as upstream requires.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
+    `_ParamAndGradBucketGroup.reset`.
+
+Remove when:
+    `reset()` takes the counts of finished and complete windows only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _ddp
+
+_REDUCED = "_megatron_idempotent_first_window_reduced"
+
+
+def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Note that the first window of a bucket group was reduced as a whole."""
+    original(self, *args, **kwargs)
+    if self.is_first_batch:
+        setattr(self, _REDUCED, True)
+
+
+def forget(group: Any) -> None:
+    """Drop what a bucket group counted in a first window, so that the next one is the first."""
+    if group.is_first_batch:
+        group.per_param_grad_ready_counts = {}
+
+
+def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+    """Let upstream learn from a first window that all bucket groups which took part finished."""
+    learning = [
+        group
+        for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups)
+        if group.is_first_batch
+    ]
+    if learning:
+        _drop_what_is_unfinished(learning)
+    original(self)
+
+
+def _drop_what_is_unfinished(groups: list[Any]) -> None:
+    seen = [group for group in groups if group.per_param_grad_ready_counts]
+    whole = all(
+        getattr(group, _REDUCED, False)
+        and len(group.per_param_grad_ready_counts) == len(group.params)
+        for group in seen
+    )
+    for group in groups:
+        setattr(group, _REDUCED, False)
+        if not whole:
+            forget(group)
+
+
+def reproduce() -> None:
+    """Interrupt the very first backward, and go on."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    expected = tiny.build()
+    expected.forward_backward(1, data_seed=0)
+    model = tiny.build()
+    first = next(model.chunks[0].module.parameters())  # the last whose gradient is computed
+
+    def fail(grad: Any) -> None:
+        raise ValueError("interrupted")
+
+    hook = first.register_hook(fail)
+    try:
+        model.forward_backward(1, data_seed=1)
+    except ValueError:
+        hook.remove()
+    for _ in range(3):  # the second learns, the third reduces in its backward
+        model.forward_backward(1, data_seed=0)
+        if not torch.equal(model.gradients(), expected.gradients()):
+            raise RuntimeError("the gradients of a window depend on the aborted one before it")
+
+
+PATCH = Patch(
+    id="first-window-aborted",
+    summary="a first window that was aborted, or left parameters unused, breaks all later ones",
+    since="0.16",
+    before="0.20",
+    targets=(
+        _ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),
+        _ddp.group_target("finish_grad_sync", finish_grad_sync),
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py",
+    reproduction=Reproduction(run=reproduce, ranks=2, stock_error=r"AssertionError"),
+)

@@ -1,0 +1,104 @@
+"""Log-probability passes outside of `no_grad` count tokens for the MoE expert bias.
+
+Symptom:
+    With `moe_router_enable_expert_bias`, a forward-only window that is not under `torch.no_grad()`,
+    in eval mode too, moves the expert bias of the next training step: the router's load is balanced
+    over tokens that nothing is trained on. No error.
+
+Cause:
+    The router counts tokens wherever gradients are enabled; the schedules do not disable them for
+    `forward_only=True`.
+
+Affects:
+    Every release. What the patch does: behind a forward-only schedule with gradients enabled, the
+    counts are those from before it. Whether gradients are enabled is left to the caller.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/router.py,
+    `local_tokens_per_expert`.
+
+Remove when:
+    tokens are counted in training mode only, or the schedules disable gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _schedules
+
+
+def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around a forward-only schedule with gradients enabled: put the counts back."""
+    import torch
+    from megatron.core.utils import get_model_config
+
+    chunks = _schedules.chunks(kwargs["model"])
+    if (
+        not kwargs.get("forward_only", False)
+        or not getattr(get_model_config(chunks[0]), "moe_router_enable_expert_bias", False)
+        or not torch.is_grad_enabled()
+    ):
+        return original(*args, **kwargs)
+    counts = [
+        module.local_tokens_per_expert
+        for chunk in chunks
+        for module in chunk.modules()
+        if getattr(module, "local_tokens_per_expert", None) is not None
+    ]
+    before = [count.clone() for count in counts]
+    try:
+        return original(*args, **kwargs)
+    finally:
+        for count, value in zip(counts, before, strict=True):
+            count.copy_(value)
+
+
+def reproduce() -> None:
+    """A forward-only window in eval mode, with gradients enabled."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_idempotent.cpu import tiny
+
+    bias = {
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+    model = tiny.build(experts=4, config_overrides=bias)
+    (chunk,) = model.chunks
+    chunk.eval()
+    get_forward_backward_func()(
+        forward_step_func=model._forward_step([]),
+        data_iterator=tiny.microbatches(0),
+        model=model.chunks,
+        num_microbatches=2,
+        seq_length=tiny.SEQUENCE,
+        micro_batch_size=tiny.BATCH,
+        forward_only=True,
+    )
+    counted = chunk.module.decoder.layers[0].mlp.router.local_tokens_per_expert.sum()
+    if counted:
+        raise RuntimeError(f"a forward-only window counted {int(counted)} tokens")
+
+
+PATCH = Patch(
+    id="forward-only-counts-tokens",
+    summary="forward-only passes outside of no_grad move the MoE expert bias",
+    since="0.12",
+    before="0.20",
+    targets=_schedules.targets(schedule),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/"
+        "router.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=1,
+        stock_error=r"RuntimeError: a forward-only window counted \d+ tokens",
+    ),
+)

@@ -1,0 +1,67 @@
+"""`train()` with manual garbage collection leaves Python's collector off.
+
+Symptom:
+    With `--manual-gc`, `gc.isenabled()` is False after `train()`, whether it returned or raised.
+    Whatever a framework does between two calls (rollouts, log-probs, its server) is never
+    collected: memory grows.
+
+Cause:
+    `train()` calls `gc.disable()` and nothing calls `gc.enable()`.
+
+Affects:
+    Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
+    the patch does: a collector that was on when `train()` was called is on when it leaves. A
+    framework that has turned it off itself keeps it off.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, `train`.
+
+Remove when:
+    `train()` puts the collector back when it leaves.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _train
+
+
+def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around upstream's `train`: turn the collector on again."""
+    was_on = gc.isenabled()
+    try:
+        return original(*args, **kwargs)
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def reproduce() -> None:
+    """One call that returns."""
+    from megatron_idempotent.cpu import program
+
+    running = program.start(["--manual-gc"])
+    running.train(1)
+    if not gc.isenabled():
+        raise RuntimeError("garbage collection is off after train()")
+
+
+PATCH = Patch(
+    id="gc-stays-off",
+    summary="train() with --manual-gc leaves garbage collection off for good",
+    since="0.12",
+    before="0.20",
+    targets=(_train.target(train, "gc.disable()"),),
+    fixed_when=lambda bodies: any(body.contains("gc.enable()") for body in bodies.values()),
+    upstream=_train.UPSTREAM,
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=1,
+        stock_error=r"RuntimeError: garbage collection is off after train\(\)",
+    ),
+)

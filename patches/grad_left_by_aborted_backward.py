@@ -1,0 +1,79 @@
+"""A gradient that an aborted backward left in `param.grad` is added to the next window's.
+
+Symptom:
+    After an exception or a keyboard interrupt in a backward pass the next window's gradient of a
+    parameter contains the aborted one's. No error.
+
+Cause:
+    Autograd accumulates into `param.grad`; DDP's hook behind it adds that to the gradient buffer
+    and sets it to None. An exception between the two leaves it set. `zero_grad_buffer()` zeroes the
+    buffer only, and `zero_grad()` of the distributed optimizer reaches only those parameters of
+    which this rank holds a shard.
+
+Affects:
+    Every release. What the patch does: `zero_grad_buffer()` sets `param.grad` of the parameters in
+    the buffers to None, as DDP's hook does after each backward.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py,
+    `_make_backward_post_hook` and `zero_grad_buffer`.
+
+Remove when:
+    `zero_grad_buffer()` resets `param.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _ddp
+
+
+def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+    """Drop what lies in `param.grad` along with what lies in the buffer."""
+    for param in self.params_with_grad:
+        if param.grad is not None:
+            param.grad = None
+    original(self)
+
+
+def reproduce() -> None:
+    """Interrupt a backward between autograd's accumulation and DDP's hook, and go on."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(overlap_grad_reduce=False)
+    model.forward_backward(1, data_seed=0)
+    expected = model.gradients()
+    first = next(model.chunks[0].module.parameters())  # the last whose gradient is computed
+
+    def fail(param: Any) -> None:
+        raise ValueError("interrupted")
+
+    hook = first.register_post_accumulate_grad_hook(fail)
+    try:
+        model.forward_backward(1, data_seed=1)
+    except ValueError:
+        hook.remove()
+    model.forward_backward(1, data_seed=0)
+    if not torch.equal(model.gradients(), expected):
+        raise RuntimeError("the gradients of a window depend on the aborted one before it")
+
+
+PATCH = Patch(
+    id="grad-left-by-aborted-backward",
+    summary="a gradient that an aborted backward left in param.grad adds to the next window's",
+    since="0.12",
+    before="0.20",
+    targets=(_ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: the gradients of a window depend on the aborted one before it",
+    ),
+)

@@ -1,0 +1,170 @@
+"""Gradients that arrive after their bucket's reduction was dispatched stay local, silently.
+
+Symptom:
+    With overlap_grad_reduce gradients differ between data-parallel ranks, without an error. Either
+    a window whose reductions are under way is followed, before `finish_grad_sync()`, by another
+    one inside of `no_sync()`. Or, from 0.16 on, `config.no_sync_func` is unset and a window has
+    more microbatches than the first one; with fewer, `AssertionError: Communication call has not
+    been issued for this bucket`.
+
+Cause:
+    Nothing looks for gradients behind a dispatched reduction. From 0.16 on bucket groups learn from
+    the first window how many gradients each parameter registers, and reduce when that many have
+    come. Without `no_sync` every microbatch registers, so that the number is the number of
+    microbatches. Before 0.16 a second one raised `Cannot set grad twice`.
+
+Affects:
+    Every release. What the patch does: `finish_grad_sync` raises where gradients were written
+    inside of `no_sync()` behind a reduction, and where a parameter has registered more or fewer
+    gradients than its bucket group has learned, and names it. With `no_sync` wired, as
+    `wire_train_config` does, the number of microbatches may change from window to window. A
+    parameter that only some ranks use raises, too: their collectives would pair up wrongly.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
+    `_ParamAndGradBucketGroup.register_grad_ready`.
+
+Remove when:
+    a gradient behind its bucket's reduction raises upstream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _reduction
+from ._ddp import bucket_groups, ddp_target
+
+_FINISHED = "_megatron_idempotent_none_under_way"
+_LATE = "_megatron_idempotent_late"
+
+
+def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Look for gradients behind a reduction, then finish."""
+    for group in bucket_groups(self):
+        late = _stop_looking(group)
+        if late is not None:
+            _reduction.wait(self)
+            raise RuntimeError(
+                f"a gradient of {_reduction.name_of(self, late)} came inside of no_sync() after "
+                "the reduction of its bucket had started, and would stay local. Let the last "
+                "window before finish_grad_sync() be the one outside of no_sync(), or hold all "
+                "of them inside of it"
+            )
+        counts = _reduction.registered(group)
+        # Empty where no_sync held back the whole window, or the schedule dispatched.
+        if counts and not getattr(group, "is_first_batch", True):
+            expected = group.golden_per_param_grad_ready_counts
+            if counts != expected:
+                _refuse(self, counts, expected)
+    original(self, *args, **kwargs)
+    setattr(self, _FINISHED, True)
+
+
+def no_sync(original: Callable[..., Any], self: Any) -> Any:
+    """Look out for gradients of bucket groups whose reduction is under way.
+
+    Hooks call `register_grad_ready` inside of no_sync too, where it does nothing. It is covered on
+    those bucket groups alone, which in an ordinary window get no further gradient: interleaved
+    schedules enter no_sync again when a chunk is done.
+    """
+    finished = getattr(self, _FINISHED, False)
+    for group in bucket_groups(self):
+        if group.grad_reduce_handle is not None or (
+            # With several optimizer instances there is no handle, and these have been dispatched.
+            not finished
+            and not getattr(group, "is_first_batch", False)
+            and _reduction.registered(group)
+        ):
+            group.register_grad_ready = partial(register_late, group)
+    return original(self)
+
+
+def register_late(group: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+    """The first gradient behind a reduction: remember it, and step aside."""
+    setattr(group, _LATE, param)
+    del group.register_grad_ready
+    group.register_grad_ready(param, *args, **kwargs)
+
+
+def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+    """Start a window without reductions."""
+    original(self)
+    setattr(self, _FINISHED, False)
+    for group in bucket_groups(self):
+        _stop_looking(group)
+
+
+def _stop_looking(group: Any) -> Any:
+    vars(group).pop("register_grad_ready", None)
+    return vars(group).pop(_LATE, None)
+
+
+def _refuse(chunk: Any, counts: dict[Any, int], expected: dict[Any, int]) -> None:
+    _reduction.wait(chunk)
+    differing = [(param, counts.get(param, 0), n) for param, n in expected.items()]
+    # Too many first: these are the ones that would have gone unnoticed.
+    param, found, wanted = max(
+        ((p, n, w) for p, n, w in differing if n != w), key=lambda entry: entry[1] - entry[2]
+    )
+    fate = "after its bucket was reduced" if found > wanted else "and its bucket was never reduced"
+    raise RuntimeError(
+        f"{_reduction.name_of(chunk, param)} has registered {found} gradients in this window where "
+        f"the first window taught {wanted}, {fate}. If the number of microbatches has changed, set "
+        "config.no_sync_func = ddp.no_sync (megatron_idempotent.wire_train_config does); if the "
+        "parameter is used in some windows and not in others, add 0 * parameter.sum() to the loss"
+    )
+
+
+def reproduce() -> None:
+    """A microbatch that dispatches, then one inside of `no_sync`, then the end of the window."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    gradients = []
+    for overlap in (True, False):
+        model = tiny.build(
+            overlap_grad_reduce=overlap, distributed_optimizer=False, with_optimizer=False
+        )
+        (chunk,) = model.chunks
+        model.forward_backward(1, data_seed=0)
+        chunk.zero_grad_buffer()
+        _reduction.backward(model, data_seed=1)
+        with chunk.no_sync():
+            _reduction.backward(model, data_seed=2)
+        try:
+            chunk.finish_grad_sync()
+        except RuntimeError as error:
+            if overlap and "would stay local" in str(error):
+                return
+            raise
+        gradients.append(model.gradients())
+    if not torch.equal(*gradients):
+        raise RuntimeError("the second microbatch's gradients are not reduced")
+
+
+PATCH = Patch(
+    id="gradient-after-reduction",
+    summary="gradients that arrive behind their bucket's reduction stay local, silently",
+    since="0.12",
+    before="0.20",
+    targets=(
+        ddp_target("finish_grad_sync", finish_grad_sync),
+        ddp_target("no_sync", no_sync),
+        ddp_target("zero_grad_buffer", zero_grad_buffer),
+    ),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/"
+        "param_and_grad_buffer.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: the second microbatch's gradients are not reduced",
+    ),
+)

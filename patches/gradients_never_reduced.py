@@ -1,0 +1,82 @@
+"""Without `config.finalize_model_grads_func` gradients are never reduced, and nothing says so.
+
+Symptom:
+    In a program with a training loop of its own: every data-parallel rank steps on its own
+    gradients, and the replicas drift apart. No error, with or without overlap_grad_reduce; the
+    loss goes down all the same. With overlap from the second window on:
+    `Should not have multiple communication calls outstanding at once`.
+
+Cause:
+    The pipeline schedules call `config.finalize_model_grads_func` behind the last microbatch where
+    it is set. Only `megatron.training.training.train` sets it, and the default is None.
+
+Affects:
+    Every release. What to do: call `wire_train_config(model_chunks, optimizer)` once the model and
+    the optimizer are built; it sets this function and the others that the schedules need. To find
+    out whether a program has the hazard, run it once with `MEGATRON_IDEMPOTENT_CHECK=1`.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/model_parallel_config.py,
+    `finalize_model_grads_func`.
+
+Remove when:
+    DDP sets the function on the configs of the models that it wraps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_idempotent.engine import Helper, Reproduction
+
+
+def reproduce() -> None:
+    """One window of a program that has set nothing."""
+    _one_window(_build())
+
+
+def repaired() -> None:
+    """The same behind `wire_train_config`."""
+    from megatron_idempotent import wire_train_config
+
+    model = _build()
+    wire_train_config(model.chunks)
+    _one_window(model)
+
+
+def _build() -> Any:
+    from megatron_idempotent.cpu import tiny
+
+    return tiny.build(
+        overlap_grad_reduce=False, distributed_optimizer=False, with_optimizer=False, wire=False
+    )
+
+
+def _one_window(model: Any) -> None:
+    import torch
+
+    model.forward_backward(2, data_seed=0)
+    mine = model.gradients()
+    ranks = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(ranks, mine)
+    if not all(torch.equal(ranks[0], other) for other in ranks):
+        raise RuntimeError("gradients differ between data-parallel ranks")
+
+
+HELPER = Helper(
+    id="gradients-never-reduced",
+    summary="without config.finalize_model_grads_func gradients are never reduced, silently",
+    since="0.12",
+    before="0.20",
+    call="wire_train_config",
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/"
+        "model_parallel_config.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        repaired=repaired,
+        ranks=2,
+        stock_error=r"RuntimeError: gradients differ between data-parallel ranks",
+    ),
+)

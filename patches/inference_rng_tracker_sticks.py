@@ -1,0 +1,94 @@
+"""Training after inference in one process keeps a random-number tracker that does nothing.
+
+Symptom:
+    A process that has seeded with `inference_rng_tracker=True` once, and is seeded for training
+    later, draws the same dropout masks on all tensor-parallel ranks, and the same initial weights
+    where they should differ. No error.
+
+Cause:
+    The tracker is made once. The one for inference ignores `add`, `set_states` and `fork`, and a
+    later `model_parallel_cuda_manual_seed` keeps it.
+
+Affects:
+    Every release. 0.14 on take `force_reset_rng=True`, which a caller has to know of. What the
+    patch does: seeding for training replaces a tracker for inference. The other way round nothing
+    changes, and neither does reading the tracker.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/random.py,
+    `initialize_rng_tracker`.
+
+Remove when:
+    seeding makes a tracker of the kind that it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+
+_MODULE = "megatron.core.tensor_parallel.random"
+
+
+def seed(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Before seeding for training: forget a tracker that was made for inference."""
+    from megatron.core.tensor_parallel import random
+
+    held = random._CUDA_RNG_STATE_TRACKER
+    if (
+        getattr(held, "is_inference_rng_tracker", False)
+        and not arguments(original, args, kwargs)["inference_rng_tracker"]
+    ):
+        random._CUDA_RNG_STATE_TRACKER = None
+        random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    original(*args, **kwargs)
+
+
+def reproduce() -> None:
+    """Seed two tensor-parallel ranks for inference, then for training, and draw."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    random.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True)
+    random.model_parallel_cuda_manual_seed(1)
+    with random.get_cuda_rng_tracker().fork():
+        drawn = torch.rand(8, device=torch.cuda.current_device())
+    ranks = [torch.empty_like(drawn) for _ in range(2)]
+    group = parallel_state.get_tensor_model_parallel_group()
+    torch.distributed.all_gather(ranks, drawn, group=group)
+    if torch.equal(*ranks):
+        raise RuntimeError("tensor-parallel ranks 0 and 1 draw the same dropout")
+
+
+PATCH = Patch(
+    id="inference-rng-tracker-sticks",
+    summary="training after inference in one process shares dropout between tensor-parallel ranks",
+    since="0.12",
+    before="0.20",
+    targets=(
+        Target(
+            address=f"{_MODULE}:model_parallel_cuda_manual_seed",
+            wrapper=seed,
+            reviewed={
+                "57a85f1fb700": "0.12.0 to 0.12.3",
+                "5fc47b02bc59": "0.13.0 to 0.13.1",
+                "2004a6b6f2b8": "0.14.0 to 0.18.2",
+                "de9666c459c3": "0.19.0 to 0.19.2",
+            },
+            relies_on=("_CUDA_RNG_STATE_TRACKER.reset()",),
+        ),
+    ),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/"
+        "random.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: tensor-parallel ranks 0 and 1 draw the same dropout",
+    ),
+)

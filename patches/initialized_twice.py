@@ -1,0 +1,73 @@
+"""Setting Megatron up a second time is a bare AssertionError, with the same values too.
+
+Symptom:
+    `AssertionError: data parallel group is already initialized`, `num microbatches
+    calculator is already initialized.` or `Rerun state machine is already initialized`, where a
+    worker is set up again, a second trainer shares its process, or something asked for the rerun
+    state machine before it was set up, which makes one.
+
+Cause:
+    Each global is made once, and asserts.
+
+Affects:
+    Every release. No wrapper can know whether a second set-up means the first one:
+    `ensure_initialized(model_parallel={...}, microbatches={...}, rerun={...})` sets up what is not
+    up, compares what is, and raises with both values where they differ. The arguments of
+    `megatron.training` are not among them.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/parallel_state.py,
+    `initialize_model_parallel`, and the like.
+
+Remove when:
+    setting up twice with the same values does nothing.
+"""
+
+from __future__ import annotations
+
+from megatron_idempotent.engine import Helper, Reproduction
+
+
+def reproduce() -> None:
+    """The same groups twice."""
+    from megatron.core import parallel_state
+
+    for _ in range(2):
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+
+
+def repaired() -> None:
+    """The same globals twice."""
+    from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+
+    from megatron_idempotent import ensure_initialized
+
+    get_rerun_state_machine()  # which makes one, disabled
+    for _ in range(2):
+        ensure_initialized(
+            model_parallel={"tensor_model_parallel_size": 2},
+            microbatches={
+                "rank": 0,
+                "rampup_batch_size": None,
+                "global_batch_size": 8,
+                "micro_batch_size": 2,
+                "data_parallel_size": 1,
+            },
+            rerun={"mode": RerunMode.DISABLED},
+        )
+
+
+HELPER = Helper(
+    id="initialized-twice",
+    summary="setting up groups, microbatch calculator or rerun machine again asserts",
+    call="ensure_initialized",
+    since="0.12",
+    before="0.20",
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/parallel_state.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        repaired=repaired,
+        ranks=2,
+        stock_error=r"AssertionError: .*group is already initialized",
+    ),
+)

@@ -1,0 +1,75 @@
+"""A forward-only interleaved window that raises loses the config's synchronisation functions.
+
+Symptom:
+    After a forward-only window over virtual pipeline stages that raised (a bad sample, or
+    upstream's own `ValueError` for too few microbatches), `config.grad_sync_func` and
+    `config.param_sync_func` are None. Later training windows dispatch no aligned reduction and no
+    aligned gather any more.
+
+Cause:
+    `forward_backward_pipelining_with_interleaving` sets both to None for a forward-only pass and
+    puts them back at its end, without a `finally`.
+
+Affects:
+    Every release. What the patch does: where a forward-only window raises, both are what they were
+    before it.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py
+
+Remove when:
+    the schedule puts both back in a `finally`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _schedules
+
+
+def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around the interleaved schedule, whose arguments are keywords."""
+    if not kwargs.get("forward_only", False):
+        return original(*args, **kwargs)
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(_schedules.chunks(kwargs["model"])[0])
+    before = config.grad_sync_func, config.param_sync_func
+    try:
+        return original(*args, **kwargs)
+    except BaseException:
+        config.grad_sync_func, config.param_sync_func = before
+        raise
+
+
+def reproduce() -> None:
+    """One microbatch is too few for two stages, which upstream says only after it took both."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(pp=2, vpp=2, overlap_param_gather=True, align=True)
+    try:
+        model.forward_backward(1, data_seed=0, forward_only=True)
+    except ValueError:
+        config = model.config
+        lost = [n for n in ("grad_sync_func", "param_sync_func") if getattr(config, n) is None]
+        if lost:
+            raise RuntimeError(f"the window lost {' and '.join(lost)}") from None
+
+
+PATCH = Patch(
+    id="interleaved-sync-funcs-lost",
+    summary="a forward-only interleaved window that raises loses grad_sync_func, param_sync_func",
+    since="0.12",
+    before="0.20",
+    targets=_schedules.targets(schedule, "forward_backward_pipelining_with_interleaving"),
+    upstream=_schedules.UPSTREAM,
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: the window lost grad_sync_func and param_sync_func",
+    ),
+)

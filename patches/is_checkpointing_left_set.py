@@ -1,0 +1,100 @@
+"""After an exception in a recomputed layer Megatron believes to be recomputing for ever.
+
+Symptom:
+    `megatron.core.tensor_parallel.random.is_checkpointing()` stays True after an exception in a
+    layer under activation recomputation. CUDA graphs then take every later forward for one inside a
+    checkpoint.
+
+Cause:
+    `CheckpointFunction` sets a global flag on entry to its forward and its backward and clears it
+    behind them, without `finally`.
+
+Affects:
+    0.16 on, where the flag exists. What the patch does: an exception clears the flag on its way
+    out. A later call that succeeds clears it too, so what is at stake is the code that reads it in
+    between.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/random.py,
+    `CheckpointFunction`.
+
+Remove when:
+    the flag is cleared in a `finally`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+_FUNCTION = "megatron.core.tensor_parallel.random:CheckpointFunction"
+
+
+def clear_on_error(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around the forward and the backward of upstream's checkpoint."""
+    try:
+        return original(*args, **kwargs)
+    except BaseException:
+        from megatron.core.tensor_parallel import random
+
+        random._unset_checkpointing()
+        raise
+
+
+def reproduce() -> None:
+    """Raise in a recomputed layer: first in its forward, then while it is recomputed."""
+    from megatron.core.tensor_parallel.random import is_checkpointing
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(
+        overlap_grad_reduce=False,
+        config_overrides={
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    )
+    layer = model.chunks[0].module.decoder.layers[0].mlp
+    for call in (0, 1):
+        left = iter(range(call, -1, -1))
+
+        def fail(*_: Any, left: Any = left) -> None:
+            if next(left) == 0:
+                raise ValueError("interrupted")
+
+        hook = layer.register_forward_hook(fail)
+        try:
+            model.forward_backward(1, data_seed=0)
+        except ValueError:
+            hook.remove()
+        if is_checkpointing():
+            raise RuntimeError("is_checkpointing() is True outside of any layer")
+
+
+PATCH = Patch(
+    id="is-checkpointing-left-set",
+    summary="is_checkpointing() stays True after an exception in a recomputed layer",
+    since="0.16",
+    before="0.20",
+    targets=(
+        Target(
+            address=f"{_FUNCTION}.forward",
+            wrapper=clear_on_error,
+            reviewed={"29ab16d8ede9": "0.16.0 to 0.16.1", "c22d562df0e4": "0.17.0 to 0.19.2"},
+        ),
+        Target(
+            address=f"{_FUNCTION}.backward",
+            wrapper=clear_on_error,
+            reviewed={"5f705f18f07b": "0.16.0 to 0.19.2"},
+        ),
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/random.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=1,
+        stock_error=r"RuntimeError: is_checkpointing\(\) is True outside of any layer",
+    ),
+)

@@ -1,0 +1,68 @@
+"""miles' `train()`, called once per rollout, asserts from its second call on.
+
+Symptom:
+    With `--overlap-grad-reduce`: `AssertionError: When overlap_grad_reduce is True,
+    config.no_sync_func must be None`, at the second rollout. After a rollout without a step, or
+    one that raised in its first step, `config.param_sync_func` is None; with `--manual-gc` Python's
+    garbage collector is off between the rollouts.
+
+Cause:
+    miles is a fork of slime, whose `train()` is a copy of upstream's: see `slime-train-reentry`.
+
+Affects:
+    Every release that has `miles.backends.megatron_utils.model.train`, read at 0.1.0. The patch is
+    that for slime. The upper bound of the range is open, because the statements that the patch
+    relies on decide.
+
+Upstream:
+    https://github.com/radixark/miles/blob/v0.1.0/miles/backends/megatron_utils/model.py, `train`.
+
+Remove when:
+    miles' `train()` accepts its own `no_sync` and undoes the rest in a `finally`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+from . import _copies
+
+
+def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around miles' `train`: make it callable again, whichever way it ends."""
+    return _copies.rollout(original, *args, **kwargs)
+
+
+def reproduce() -> None:
+    """Two rollouts of a step each, through miles' own `train()`."""
+    from ._rollouts import Rollouts
+
+    rollouts = Rollouts("miles", ["--overlap-grad-reduce", "--overlap-param-gather"])
+    rollouts.train(1, first=0)
+    rollouts.train(1, first=1)
+
+
+PATCH = Patch(
+    id="miles-train-reentry",
+    distribution="miles",
+    summary="miles' train() asserts on config.no_sync_func in its second rollout",
+    since="0.1",
+    before=_copies.ANY_LATER,
+    targets=(
+        Target(
+            address="miles.backends.megatron_utils.model:train",
+            wrapper=train,
+            relies_on=_copies.ROLLOUT_STATEMENTS,
+        ),
+    ),
+    fixed_when=_copies.rollout_is_repaired,
+    upstream="https://github.com/radixark/miles/blob/v0.1.0/miles/backends/megatron_utils/model.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"AssertionError: .*config\.no_sync_func must be None",
+    ),
+)

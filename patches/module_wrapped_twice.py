@@ -1,0 +1,58 @@
+"""One module wrapped by DDP twice fails in its first backward pass.
+
+Symptom:
+    `AssertionError: param.grad being None is not safe when overlap_grad_reduce is True` from the
+    first backward pass, where a second `DistributedDataParallel` was built around a module that is
+    in one already, to change its options for instance. Without overlap_grad_reduce gradients of
+    the second one are right.
+
+Cause:
+    Each wrapper registers a hook per parameter. The first one's hooks take the gradient and clear
+    it, and the second one's find none. The hooks hold the first wrapper, so that it lives on when
+    the program has let go of it.
+
+Affects:
+    Every release. Nothing here repairs it: hooks of gradient accumulators cannot be taken off again
+    from outside. Build the module anew for the second wrapper, and load its state.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py,
+    `_make_backward_post_hook`.
+
+Remove when:
+    DDP keeps the handles of its backward hooks and can be taken off a module.
+"""
+
+from __future__ import annotations
+
+from megatron_idempotent.engine import Limit, Reproduction
+
+
+def reproduce() -> None:
+    """Wrap a wrapped module once more and run one window."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(with_optimizer=False)
+    (first,) = model.chunks
+    model.chunks = [DistributedDataParallel(model.config, first.ddp_config, first.module)]
+    model.config.no_sync_func = model.chunks[0].no_sync
+    model.forward_backward(1, data_seed=0)
+
+
+LIMIT = Limit(
+    id="module-wrapped-twice",
+    summary="a module that DDP wrapped twice fails in its first backward pass, with overlap",
+    since="0.12",
+    before="0.20",
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/"
+        "distributed_data_parallel.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"AssertionError: param\.grad being None is not safe",
+    ),
+)

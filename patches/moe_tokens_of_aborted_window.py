@@ -1,0 +1,111 @@
+"""Token counts of an aborted window are in the next window's expert bias and auxiliary loss.
+
+Symptom:
+    After an abort in an MoE model the next window's expert bias update, and with the auxiliary loss
+    type `global_aux_loss` its router gradients too, contain the tokens of the aborted window. No
+    error.
+
+Cause:
+    Routers count tokens per expert over the microbatches of a window, in `local_tokens_per_expert`
+    and `global_tokens_per_expert`. `finalize_model_grads` resets them. A window that does not get
+    that far leaves them as they are.
+
+Affects:
+    Every release; `global_aux_loss` exists from 0.15 on. What the patch does: `zero_grad_buffer()`
+    resets them along with the gradients of the same tokens. After a whole window they are zero
+    then. Windows that add up gradients without zeroing add up tokens as before. What the routers
+    report for logging (auxiliary losses, multi-token prediction) is not touched here, because a
+    caller may log later than it zeroes: `abort_window` drops it.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/finalize_model_grads.py,
+    `reset_model_temporary_tensors`.
+
+Remove when:
+    the counts are reset at the start of a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _ddp
+
+
+def forget_tokens(chunk: Any) -> None:
+    """Reset what the routers of a chunk have counted since the last whole window."""
+    for module in chunk.modules():
+        counted = getattr(module, "local_tokens_per_expert", None)
+        if counted is not None:
+            counted.zero_()
+        if getattr(module, "global_tokens_per_expert", None) is not None:
+            module.reset_global_aux_loss_tracker()
+        if getattr(module, "qb_beta_accum", None) is not None:  # quantile balancing, from 0.19 on
+            module.qb_beta_accum.zero_()
+            module.qb_beta_count.zero_()
+
+
+def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+    """Throw the tokens away with their gradients."""
+    config = self.config
+    # A dense model need not pay for the walk over its modules, nor a router that counts nothing.
+    if getattr(config, "num_moe_experts", None) and (
+        config.moe_router_enable_expert_bias
+        or "global_aux_loss" in config.moe_router_load_balancing_type
+        or config.moe_router_load_balancing_type == "quantile_balancing"
+    ):
+        forget_tokens(self)
+    original(self)
+
+
+def reproduce() -> None:
+    """Abort a window in its second microbatch, and start the next."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(
+        experts=4,
+        overlap_grad_reduce=False,
+        config_overrides={
+            "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+        },
+    )
+
+    def fail(index: int, loss: Any) -> None:
+        if index == 1:
+            raise ValueError("interrupted")
+
+    model.on_microbatch = fail
+    try:
+        model.forward_backward(2, data_seed=0)
+    except ValueError:
+        model.on_microbatch = None
+    (chunk,) = model.chunks
+    chunk.zero_grad_buffer()
+    counts = [
+        module.local_tokens_per_expert.sum()
+        for module in chunk.modules()
+        if getattr(module, "local_tokens_per_expert", None) is not None
+    ]
+    if any(counts):
+        raise RuntimeError(f"{int(sum(counts))} tokens of the aborted window are still counted")
+
+
+PATCH = Patch(
+    id="moe-tokens-of-aborted-window",
+    summary="token counts of an aborted window go into the next expert bias and auxiliary loss",
+    since="0.12",
+    before="0.20",
+    targets=(_ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/finalize_model_grads.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: \d+ tokens of the aborted window are still counted",
+    ),
+)

@@ -1,0 +1,165 @@
+"""Offloading the gradient buffers between backward and step zeroes the gradients.
+
+Symptom:
+    `optimizer.step()` reports success with a gradient norm of 0 and moves the parameters by its
+    momentum alone, after `offload_grad_buffers()` and `restore_grad_buffers()` since the backward:
+    a generation or an evaluation between the window and its step. No error.
+
+Cause:
+    Upstream frees the buffers and zeroes what it allocates instead; it never asks whether somebody
+    still needs what is in them. Nor whether a reduction into them is in flight.
+
+Affects:
+    0.16.0 and later. What the patch does: `offload_grad_buffers` raises a RuntimeError where a
+    buffer holds anything but zeros that no optimizer step has used, or a reduction is in flight.
+    Behind a step, a skipped one too, the buffers go as before and cost one comparison. To drop the
+    gradients of an aborted window, or of an optimizer that is not Megatron's, call
+    `zero_grad_buffer()` first.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py,
+    `offload_grad_buffers`.
+
+Remove when:
+    the gradients survive, or upstream refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+from ._ddp import bucket_groups
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_USED = "megatron_idempotent_used_version"
+_OWNERS = "megatron_idempotent_gradient_owners"
+
+
+def offload(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Around `offload_grad_buffers`: not while somebody needs what is in them."""
+    in_flight = sum(group.grad_reduce_handle is not None for group in bucket_groups(self))
+    if in_flight:
+        raise RuntimeError(
+            f"offload_grad_buffers() found {in_flight} gradient reductions in flight into the "
+            "memory that it would free: finish the window first (finish_grad_sync, or "
+            "finalize_model_grads)"
+        )
+    buffers = [*self.buffers, *self.expert_parallel_buffers]
+    pending = [i for i, buffer in enumerate(buffers) if _pending(buffer.grad_data)]
+    if pending:
+        raise RuntimeError(
+            f"offload_grad_buffers() would zero gradients that no optimizer step has used, in "
+            f"{len(pending)} of {len(buffers)} buffers: call optimizer.step() first, or "
+            "zero_grad_buffer() to drop them"
+        )
+    original(self, *args, **kwargs)
+
+
+def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around a step or an update: whatever it returns, the gradients are spent."""
+    result = original(self, *args, **kwargs)
+    for optimizer in getattr(self, "chained_optimizers", (self,)):
+        for grad in _gradients(optimizer):
+            # The counter rises with every write, by whatever view, but not by a kernel of its own;
+            # zeroing before the next window raises it in any case.
+            setattr(grad, _USED, grad._version)
+    return result
+
+
+def _pending(grad_data: Tensor) -> bool:
+    if not grad_data.untyped_storage().size():  # offloaded already
+        return False
+    whole = _whole(grad_data)
+    return getattr(whole, _USED, None) != whole._version and bool(grad_data.any())
+
+
+def _gradients(optimizer: Any) -> list[Tensor]:
+    """The tensors that own the optimizer's gradients."""
+    if hasattr(optimizer, "buffers"):
+        return [_whole(buffer.grad_data) for buffer in optimizer.buffers]
+    if hasattr(optimizer, "float16_groups"):
+        groups = [*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups]
+    else:
+        groups = [group["params"] for group in optimizer.param_groups]
+    # Looked for once, and again where DDP was wrapped around the model anew.
+    first = next((getattr(param, "main_grad", None) for group in groups for param in group), None)
+    known: tuple[Any, list[Tensor]] = getattr(optimizer, _OWNERS, (None, []))
+    if first is not known[0]:
+        grads = [getattr(param, "main_grad", None) for group in groups for param in group]
+        owners = {id(whole): whole for whole in (_whole(g) for g in grads if g is not None)}
+        known = (first, list(owners.values()))
+        setattr(optimizer, _OWNERS, known)
+    return known[1]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def reproduce() -> None:
+    """A window, its buffers offloaded and restored, its step. A refusal is as good."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build()
+    model.forward_backward(2, data_seed=0)
+    for chunk in model.chunks:
+        try:
+            chunk.offload_grad_buffers()
+        except RuntimeError as refusal:
+            if "no optimizer step has used" not in str(refusal):
+                raise
+        else:
+            chunk.restore_grad_buffers()
+    _, norm, _ = model.step()
+    if float(norm) == 0.0:
+        raise RuntimeError("the step's gradient norm is 0 after an offload of the buffers")
+
+
+PATCH = Patch(
+    id="offload-drops-gradients",
+    summary="offload_grad_buffers() between backward and step zeroes the gradients silently",
+    since="0.16",
+    before="0.20",
+    targets=(
+        Target(
+            address="megatron.core.distributed.distributed_data_parallel:"
+            "DistributedDataParallel.offload_grad_buffers",
+            wrapper=offload,
+            reviewed={"63450750b8df": "0.16.0 to 0.19.2"},
+        ),
+        Target(
+            address=f"{_OPTIMIZER}:ChainedOptimizer.step",
+            wrapper=step,
+            reviewed={
+                "c30da5d35482": "0.16.0 to 0.17.1",
+                "c5cecdd9658c": "0.18.0 to 0.18.2",
+                "ae1b5bfed51c": "0.19.0 to 0.19.2",
+            },
+        ),
+        Target(
+            address=f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
+            wrapper=step,
+            reviewed={
+                "5336d5138629": "0.16.0 to 0.18.2",
+                "c384182b7626": "0.19.0 to 0.19.2",
+            },
+        ),
+        Target(
+            address=f"{_OPTIMIZER}:FP32Optimizer.step_with_ready_grads",
+            wrapper=step,
+            reviewed={"7f363e8ec068": "0.16.0 to 0.19.2"},
+        ),
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: the step's gradient norm is 0",
+    ),
+)

@@ -1,0 +1,97 @@
+"""Offloading the optimizer to the host and back cuts its parameters loose from the model's.
+
+Symptom:
+    After `optimizer.offload_to_cpu()` and `optimizer.restore_from_cpu()` with the precision-aware
+    optimizer, steps report success and a gradient norm, and the model's parameters stay as they
+    are. With other settings fp32 parameters that are loaded into the model afterwards are undone by
+    the next step, unless `reload_model_params()` is called.
+
+Cause:
+    Shards of fp32 parameters, and all shards under the precision-aware optimizer, are views of the
+    model's parameter buffer. Both methods assign `p.data`, which cuts each of them loose; the
+    buffer itself never left the device. The precision-aware optimizer relies on the views; the
+    other one copies the shards to the model behind its update.
+
+Affects:
+    0.15.0 and later, on a GPU. Never run there, and the precision-aware optimizer, which needs
+    Transformer Engine, not at all: on the CPU runtime nothing is offloaded, so the reproduction
+    makes tensors say that they are on the device and looks at the views. The patch is therefore off
+    by default; name it in `only=` to use it. What it does: a view of a model's parameter buffer
+    stays where it is, which costs no memory, as the buffer stays too. All else is moved as before.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py,
+    `MegatronOptimizer.offload_to_cpu`.
+
+Remove when:
+    the methods move only what the optimizer owns, or renew the views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+
+def offload(original: Callable[..., None], self: Any) -> None:
+    """Around `offload_to_cpu`: keep the views of the parameter buffers."""
+    buffers = {
+        buffer.param_data.untyped_storage().data_ptr()
+        for buffer in getattr(self, "buffers", ())
+        if buffer.param_data is not None
+    }
+    views = [
+        (param, param.data)
+        for group in (self.optimizer.param_groups if buffers else ())
+        for param in group["params"]
+        if param.untyped_storage().data_ptr() in buffers
+    ]
+    original(self)
+    for param, view in views:
+        param.data = view
+
+
+def reproduce() -> None:
+    """Offload and restore with tensors that claim to be on a device; look for the views."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build()
+    tensor: Any = torch.Tensor
+    try:
+        tensor.is_cuda = property(lambda self: True)
+        tensor.cpu = tensor.clone
+        model.optimizer.offload_to_cpu()
+    finally:
+        del tensor.is_cuda, tensor.cpu
+    model.optimizer.restore_from_cpu()
+    (optimizer,) = model.optimizer.chained_optimizers
+    (buffer,) = optimizer.buffers
+    buffer.param_data.fill_(7.0)
+    if any((p != 7.0).any() for p in optimizer.get_parameters()):
+        raise RuntimeError("the optimizer's fp32 parameters are no views of the model's any more")
+
+
+PATCH = Patch(
+    id="optimizer-offload-breaks-views",
+    summary="after optimizer.offload_to_cpu() and back its parameters are copies of the model's",
+    since="0.15",
+    before="0.20",
+    targets=(
+        Target(
+            address="megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu",
+            wrapper=offload,
+            reviewed={"a01f4c7f312d": "0.15.0 to 0.19.2"},
+        ),
+    ),
+    default=False,
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: the optimizer's fp32 parameters are no views",
+    ),
+)

@@ -1,0 +1,73 @@
+"""A `train()` that raises leaves its CUDA-graph wrapper around `optimizer.step`.
+
+Symptom:
+    With `--optimizer-cuda-graph` every `train()` that raised leaves one more
+    `OptimizerCudaGraphWrapper` on the optimizer; the next call wraps that. Each layer counts steps
+    of its own towards the capture, and a window between two calls is captured or replayed although
+    nobody asked for it.
+
+Cause:
+    `train()` assigns `optimizer.step` on entry and deletes it only behind its loop. That also
+    deletes a `step` which the caller had set on the optimizer.
+
+Affects:
+    0.17 to 0.19, where the option exists. What the patch does: however `train()` ends,
+    `optimizer.step` is what it was before. Seen here without a graph, for want of CUDA: on a call
+    that raises before its first step.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, `train`.
+
+Remove when:
+    `train()` takes the wrapper away in a `finally`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, arguments
+
+from . import _train
+
+
+def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around upstream's `train`: put `optimizer.step` back, whichever way it ends."""
+    optimizer = arguments(original, args, kwargs)["optimizer"]
+    if optimizer is None:  # Megatron's inference-only mode
+        return original(*args, **kwargs)
+    own = vars(optimizer)
+    before = own.get("step")
+    try:
+        return original(*args, **kwargs)
+    finally:
+        if before is not None:
+            optimizer.step = before
+        elif "step" in own:
+            del optimizer.step
+
+
+def reproduce() -> None:
+    """A call that raises in its first microbatch."""
+    from megatron_idempotent.cpu import program
+
+    running = program.start(["--optimizer-cuda-graph"])
+    _train.interrupt(running)
+    if "step" in vars(running.optimizer):
+        raise RuntimeError(f"optimizer.step is left as {running.optimizer.step}")
+
+
+PATCH = Patch(
+    id="optimizer-step-rewrapped",
+    summary="a raising train() with --optimizer-cuda-graph leaves its wrapper on optimizer.step",
+    since="0.17",
+    before="0.20",
+    targets=(_train.target(train, "del optimizer.step"),),
+    upstream=_train.UPSTREAM,
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=1,
+        stock_error=r"RuntimeError: optimizer\.step is left as .*OptimizerCudaGraphWrapper",
+    ),
+)

@@ -1,0 +1,72 @@
+"""With overlap_param_gather, parameters read right after a step lack the step.
+
+Symptom:
+    Weights that are exported, copied, refitted to an inference engine or put into a state_dict
+    after `optimizer.step()` are this rank's shard of the new ones and, for all other shards, the
+    old ones: the data-parallel ranks hand out different models, none of them right. A save of the
+    actor, a load of the reference, its log-probs and a restore of the actor make that permanent:
+    the restored parameters are the stale copy, and the pending gather went to the reference.
+
+Cause:
+    The step leaves the gather to the next forward. Reading a parameter triggers nothing, and must
+    not: a rank that reads alone would wait for the others for ever.
+
+Affects:
+    Every release, with the distributed optimizer and overlap_param_gather. What to do: call
+    `ensure_params_synced(model_chunks)` on all ranks before parameters are read. It gathers what
+    waits, and nothing else.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, where
+    `save_checkpoint_and_time` disables the hooks for their synchronisation before it saves.
+
+Remove when:
+    upstream has a call that synchronises parameters where they are stale, and only there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_idempotent.engine import Helper, Reproduction
+
+from . import _gather
+
+
+def _stepped() -> Any:
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(overlap_param_gather=True)
+    model.forward_backward(2, data_seed=0)
+    model.step()
+    return model
+
+
+def reproduce() -> None:
+    """Read the parameters right after a step."""
+    _gather.expect_agreement(_stepped(), "in an export behind the step")
+
+
+def repaired() -> None:
+    """The same with the call that the case file names."""
+    import megatron_idempotent
+
+    model = _stepped()
+    megatron_idempotent.ensure_params_synced(model.chunks)
+    _gather.expect_agreement(model, "in an export behind the step")
+
+
+HELPER = Helper(
+    id="params-exported-before-gather",
+    summary="parameters exported right after a step lack the step, except for the rank's own shard",
+    since="0.12",
+    before="0.20",
+    call="ensure_params_synced",
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        repaired=repaired,
+        ranks=2,
+        stock_error=r"RuntimeError: parameters differ .* in an export behind the step",
+    ),
+)

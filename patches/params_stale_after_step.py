@@ -1,0 +1,74 @@
+"""With overlap_param_gather an optimizer step may leave parameters that nobody gathers.
+
+Symptom:
+    After a forward-only pass between the gradients' reduction and `optimizer.step()` (log-probs, a
+    KL term, an evaluation) every later forward, training included, reads parameters that lack the
+    last update, except for each rank's own shard: the data-parallel ranks hold different models. No
+    error. Where a parameter is not used in a forward, its gather can still be in flight when the
+    optimizer writes the memory it reads.
+
+Cause:
+    `param_gather_dispatched` says that the gathered parameters are current. It is reset where
+    gradients are finished (`finish_grad_sync`), not where parameters change. A forward in between
+    gathers the old parameters and sets it again.
+
+Affects:
+    Every release, with the distributed optimizer and overlap_param_gather. What the patch does: a
+    step first waits for gathers in flight of the parameters it is going to write, then marks them
+    as not gathered. In ordinary training both are so already: no collective is added or moved.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
+    `finish_grad_sync`.
+
+Remove when:
+    `DistributedOptimizer.step_with_ready_grads` resets the state of the gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _gather
+
+
+def step(original: Callable[..., Any], self: Any) -> Any:
+    """Around the optimizer's update: what was gathered before it is worth nothing after it."""
+    for group in _gather.owned_groups(self):
+        if group.param_gather_handle is not None:
+            # Only waited for: what it brings is about to be overwritten.
+            group.param_gather_handle.wait()
+            group.param_gather_handle = None
+        # Before the call, because without overlap_param_gather upstream gathers inside of it.
+        group.param_gather_dispatched = False
+    return _gather.updating(original, self)
+
+
+def reproduce() -> None:
+    """A forward-only pass between reduction and step, then one after it, hooks on throughout."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(overlap_param_gather=True)
+    model.forward_backward(2, data_seed=0)
+    model.forward_backward(1, data_seed=1, forward_only=True)
+    model.step()
+    model.forward_backward(1, data_seed=2, forward_only=True)
+    _gather.expect_agreement(model, "after a hooked forward behind the step")
+
+
+PATCH = Patch(
+    id="params-stale-after-step",
+    summary="a forward between reduction and step makes the step's update reach no other rank",
+    since="0.12",
+    before="0.20",
+    targets=(_gather.step_target(step), _gather.gather_target()),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: parameters differ .* after a hooked forward behind the step",
+    ),
+)

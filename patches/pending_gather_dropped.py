@@ -1,0 +1,119 @@
+"""With overlap_param_gather and its forward pre-hooks off, an update is never gathered.
+
+Symptom:
+    The data-parallel ranks train on different parameters, without an error, drifting further apart
+    with every step: in the first iteration of a `train()` that starts right behind a step, and in
+    every iteration of a caller who disabled the hooks and steps by itself, as an interrupted
+    `train()` or evaluation leaves it. With `check_weight_hash_across_dp_replicas_interval`,
+    `train()` ends with "Parameter hashes not matching across DP replicas" instead.
+
+Cause:
+    Under overlap_param_gather an optimizer step leaves the gather to the forward pre-hooks.
+    `disable_forward_pre_hook(param_sync=False)` takes those away, and what they still had to do.
+
+Affects:
+    Every release. What the patch does: where an update waits for its gather,
+    `disable_forward_pre_hook` gathers it whatever `param_sync` says; where one came with the hooks
+    off, the next forward of the chunk gathers it first. A gather that nobody waits for any more is
+    waited for there too. Where no update waits, as at the entry of the first `train()`, nothing is
+    gathered; nor is anything where the next forward comes with the hooks on again, as in the second
+    iteration of `train()`. A forward of the module inside of the chunk does not pass here:
+    call `ensure_params_synced` before it. MXFP8 parameters that share memory with the gradients
+    (reuse_grad_buf_for_mxfp8_param_ag) are left alone: only the training loop can stage them.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, `train`,
+    "Disable forward pre-hook to start training".
+
+Remove when:
+    an optimizer step with the hooks off gathers, and disabling them drops no gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+from . import _gather
+from ._ddp import bucket_groups
+
+
+def disable(
+    original: Callable[..., None], self: Any, param_sync: bool = True, *args: Any, **kwargs: Any
+) -> None:
+    """Around `disable_forward_pre_hook`: do what the hooks still had to do."""
+    original(self, param_sync, *args, **kwargs)
+    if (
+        not param_sync
+        and any(_gather.marked(group) for group in bucket_groups(self))
+        and not _gather.shares_memory_with_gradients(self)
+    ):
+        _gather.gather(self)
+
+
+def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around a chunk's forward: gather an update that came while the hooks were off."""
+    # Megatron-FSDP shares the method and has no such hooks.
+    if getattr(self, "use_forward_hook", False) and not self.remove_forward_pre_hook_handles:
+        _gather_behind_hooks(self)
+    return original(self, *args, **kwargs)
+
+
+def _gather_behind_hooks(chunk: Any) -> None:
+    if _gather.shares_memory_with_gradients(chunk) or not any(
+        group.param_gather_handle is not None or _gather.marked(group)
+        for group in bucket_groups(chunk)
+    ):
+        return
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+    # A graph must not contain the gather; upstream's hooks do nothing there either.
+    if not is_graph_capturing():
+        _gather.gather(chunk)
+
+
+def reproduce() -> None:
+    """What `train()` does on entry, right behind a step; then a window and its step."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(overlap_param_gather=True)
+    model.forward_backward(2, data_seed=0)
+    model.step()
+    for chunk in model.chunks:
+        chunk.disable_forward_pre_hook(param_sync=False)
+    model.forward_backward(2, data_seed=1)
+    _gather.expect_agreement(model, "in a window with the hooks off")
+    model.step()
+    model.forward_backward(2, data_seed=2)
+    _gather.expect_agreement(model, "in the next window with the hooks off")
+
+
+PATCH = Patch(
+    id="pending-gather-dropped",
+    summary="with the forward pre-hooks off, ranks train on parameters that lack the last update",
+    since="0.12",
+    before="0.20",
+    targets=(
+        Target(
+            address="megatron.core.distributed.distributed_data_parallel:"
+            "DistributedDataParallel.disable_forward_pre_hook",
+            wrapper=disable,
+            reviewed={"10b963df9a5d": "0.12.0 to 0.18.2", "0ebab24f76ee": "0.19.0 to 0.19.2"},
+        ),
+        Target(
+            address="megatron.core.distributed.data_parallel_base:_BaseDataParallel.forward",
+            wrapper=forward,
+            reviewed={"b6c5ca5dd168": "0.12.0 to 0.19.2"},
+        ),
+        _gather.step_target(_gather.updating),
+        _gather.gather_target(),
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: parameters differ .* in a window with the hooks off",
+    ),
+)

@@ -1,0 +1,103 @@
+"""A window that one rank leaves half-way hangs the others or feeds them a dead window's tensors.
+
+Symptom:
+    One rank raises inside of a window: a bad sample, out of memory, a NaN that a check found. Its
+    pipeline neighbours and its data-parallel peers wait for ever. Where all ranks raise, but at
+    different points, messages are left over: the next window takes them for its own, its
+    gradients are the dead window's without any error, and the other stage hangs.
+
+Cause:
+    A rank that leaves a schedule has sent what its neighbours will receive in the next window, and
+    owes messages and collectives that they wait for. Both pair up by order alone; nothing says to
+    which window they belong.
+
+Affects:
+    Every release, with pipeline or data parallelism. No wrapper can take back what was sent. Run
+    the window with `guarded_window`: the failing rank stays in the schedule with zeros, starts the
+    reductions and gathers that it owes, and all ranks raise `WindowAborted` before gradients are
+    finalized. What is known before the window, such as a bad batch, goes through `agree`. A
+    failure inside of a layer under tensor, context or expert parallelism cannot be carried: it
+    poisons the session until `rebuild_process_groups`. docs/aborting.md has all of it.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py,
+    `forward_backward_pipelining_without_interleaving`: nothing is cancelled when a step raises.
+
+Remove when:
+    the schedules end a window on all ranks when one of them raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Helper, Reproduction
+
+
+def reproduce() -> None:
+    """Both stages meet a bad microbatch 1, the last one after it has sent a gradient back."""
+    _train(guarded=False)
+
+
+def repaired() -> None:
+    """The same under the guard."""
+    _train(guarded=True)
+
+
+def _train(guarded: bool) -> None:
+    import torch
+    from megatron.core import pipeline_parallel
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(pp=2, overlap_grad_reduce=False, distributed_optimizer=False)
+    model.config.finalize_model_grads_func = None  # the sum over stages is not what is looked at
+    model.forward_backward(4, data_seed=1)
+    expected = model.gradients()
+    if guarded:
+        schedule = pipeline_parallel.get_forward_backward_func
+        pipeline_parallel.get_forward_backward_func = lambda: _guarded(schedule())
+
+    def fail(index: int, loss: Any) -> None:
+        if index == 1:
+            raise ValueError("bad sample")
+
+    model.on_microbatch = fail
+    try:
+        model.forward_backward(4, data_seed=2)
+    except (ValueError, RuntimeError) as error:
+        if "bad sample" not in str(error):
+            raise
+    model.on_microbatch = None
+    # Without the guard the first stage gets a gradient of the dead window, and ends one early.
+    model.forward_backward(4, data_seed=1)
+    if not torch.equal(model.gradients(), expected):
+        raise RuntimeError("the gradients of a window are those of the aborted one before it")
+
+
+def _guarded(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    import functools
+
+    from megatron_idempotent.window.guard import guarded_window
+
+    return functools.partial(guarded_window, schedule)
+
+
+HELPER = Helper(
+    id="pipeline-abort",
+    summary="a window that a rank leaves half-way hangs the others, or corrupts the next window",
+    since="0.12",
+    before="0.20",
+    call="guarded_window",
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/"
+        "schedules.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        repaired=repaired,
+        ranks=2,
+        stock_error=r"RuntimeError: the gradients of a window are those of the aborted one",
+    ),
+)

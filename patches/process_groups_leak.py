@@ -1,0 +1,164 @@
+"""`destroy_model_parallel()` leaves the process groups alive.
+
+Symptom:
+    Each cycle of `initialize_model_parallel()` and `destroy_model_parallel()` leaves some twenty
+    process groups per rank behind, with their communicators, threads and memory: 24 live groups
+    become 224 in ten cycles. A few of the module's globals go on pointing at dead layouts.
+
+Cause:
+    The function sets its globals to None. torch.distributed keeps every group alive until
+    `destroy_process_group(group)`, which is called for the gloo groups only.
+
+Affects:
+    Every release. What the patch does: it then destroys those of the groups that nobody holds any
+    more; for that it collects garbage once, as a dead model is a reference cycle. A group that a
+    model, an optimizer or a variable still refers to stays alive and usable, as upstream leaves it,
+    and is never destroyed later: drop the model first. Globals that upstream forgets are reset.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/parallel_state.py,
+    `destroy_model_parallel`.
+
+Remove when:
+    `destroy_model_parallel()` destroys what `initialize_model_parallel()` made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+_ADDRESS = "megatron.core.parallel_state:destroy_model_parallel"
+
+
+def destroy(original: Callable[[], None]) -> None:
+    """Let upstream drop the groups, then destroy those that are nobody's."""
+    import gc
+
+    import torch.distributed as dist
+
+    groups = live_groups()
+    original()
+    _reset_globals()
+    are_held = held(groups)
+    if any(are_held):
+        gc.collect()
+        are_held = held(groups)
+    # In one order on all ranks: that of the module's globals.
+    for group, is_held in zip(groups, are_held, strict=True):
+        if not is_held and group in _alive():
+            dist.destroy_process_group(group)
+
+
+def live_groups() -> list[Any]:
+    """This rank's process groups in `megatron.core.parallel_state`, each once, without WORLD."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    found: list[Any] = []
+    for value in vars(parallel_state).values():
+        if isinstance(value, dict):
+            value = list(value.values())
+        found += value if isinstance(value, list | tuple) else [value]
+    groups = {id(item): item for item in found if isinstance(item, dist.ProcessGroup)}
+    return [g for g in groups.values() if g in _alive() and g is not dist.group.WORLD]
+
+
+def _alive() -> Any:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._world.pg_map
+
+
+def _reset_globals() -> None:
+    """The globals that upstream leaves set, emptied as its module declares them."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
+        elif isinstance(value, list | dict):
+            items = value.values() if isinstance(value, dict) else value
+            if any(isinstance(item, dist.ProcessGroup) for item in items):
+                value.clear()
+
+
+def held(groups: list[Any]) -> list[bool]:
+    """Which groups something besides torch.distributed and `groups` refers to."""
+    # What a reference count shows for an object that nobody else holds depends on the interpreter.
+    unheld = object()
+    (free,) = _references([unheld])
+    free -= 1  # its name
+    return [
+        count - free > _by_torch(group)
+        for group, count in zip(groups, _references(groups), strict=True)
+    ]
+
+
+def _references(objects: list[Any]) -> list[int]:
+    import sys
+
+    return [sys.getrefcount(objects[place]) for place in range(len(objects))]
+
+
+def _by_torch(group: Any) -> int:
+    """How often torch's own tables refer to the group."""
+    from torch.distributed import distributed_c10d
+
+    world = distributed_c10d._world
+    by_group = (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.pg_coalesce_state,
+    )
+    count = sum(key is group for table in by_group for key in table)
+    return count + sum(item is group for tagged in world.tags_to_pg.values() for item in tagged)
+
+
+def reproduce() -> None:
+    """Three cycles, then the groups that torch.distributed still knows."""
+    from megatron.core import parallel_state
+
+    before = len(_alive())
+    for _ in range(3):
+        parallel_state.initialize_model_parallel()
+        parallel_state.destroy_model_parallel()
+    left = len(_alive()) - before
+    if left:
+        raise RuntimeError(f"{left} process groups are left over from 3 cycles")
+
+
+PATCH = Patch(
+    id="process-groups-leak",
+    summary="destroy_model_parallel() leaves its process groups alive: some 20 more per cycle",
+    since="0.12",
+    before="0.20",
+    targets=(
+        Target(
+            address=_ADDRESS,
+            wrapper=destroy,
+            reviewed={
+                "0b312b4fc791": "0.12.0 to 0.12.3",
+                "e9bfb03d765a": "0.13.0 to 0.13.1",
+                "79c807485aa7": "0.14.0",
+                "6f2b69b543da": "0.15.0 to 0.15.3",
+                "b37e48adfe1f": "0.16.0 to 0.16.1",
+                "953f7dac8315": "0.17.0 to 0.17.1",
+                "2362c9e29979": "0.18.0 to 0.18.2",
+                "670fe30b8899": "0.19.0 to 0.19.2",
+            },
+        ),
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/parallel_state.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: \d+ process groups are left over from 3 cycles",
+    ),
+)

@@ -1,0 +1,104 @@
+"""A gradient reduction in flight when a window ends early reaches into the windows after it.
+
+Symptom:
+    After an exception in the backward of the last microbatch: `AssertionError: Should not have
+    multiple communication calls outstanding at once` from every window after it, for ever. With
+    only some of the bucket groups under way, a reduction that completes late writes into a gradient
+    buffer that `zero_grad_buffer()` has zeroed already: wrong gradients, no error.
+
+Cause:
+    With overlap_grad_reduce a bucket group starts its reduction in the backward pass and
+    `finish_grad_sync()` waits for it. `zero_grad_buffer()` zeroes the buffers and resets the counts
+    of a bucket group, but neither waits for its handle nor drops it.
+
+Affects:
+    Every release. What the patch does: `zero_grad_buffer()` first waits for the reductions that are
+    in flight, which after a whole window are none. The wait ends only where all ranks of the group
+    started the same reductions; after a failure on some ranks only, agree between ranks before.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py,
+    `zero_grad_buffer`.
+
+Remove when:
+    `zero_grad_buffer()` or the reset of a bucket group waits for the handle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _ddp
+
+
+def drain(group: Any) -> None:
+    """Wait for the reduction that a bucket group has in flight, if it has one."""
+    handle = group.grad_reduce_handle
+    if handle is not None:
+        group.grad_reduce_handle = None
+        handle.wait()
+    elif (
+        group.ddp_config.num_distributed_optimizer_instances > 1
+        and group.communication_stream is not None
+    ):
+        import torch
+
+        # No handle tells: upstream orders the streams, as is done here, and never asks the host.
+        torch.cuda.current_stream().wait_stream(group.communication_stream)
+
+
+def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+    """Wait, then zero: the other way round a late reduction would write over the zeros."""
+    for group in self.bucket_groups:
+        drain(group)
+    for group in self.expert_parallel_bucket_groups:
+        drain(group)
+    original(self)
+
+
+def reproduce() -> None:
+    """Interrupt the last backward of a window where reductions are under way, and go on."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build()
+    for _ in range(2):  # releases from 0.16 on reduce early from their second window on
+        model.forward_backward(1, data_seed=0)
+    expected = model.gradients()
+    first = next(model.chunks[0].module.parameters())  # the last whose gradient is computed
+
+    def fail(grad: Any) -> None:
+        raise ValueError("interrupted")
+
+    hook = first.register_hook(fail)
+    try:
+        model.forward_backward(1, data_seed=1)
+    except ValueError:
+        hook.remove()
+    model.forward_backward(1, data_seed=0)
+    if not torch.equal(model.gradients(), expected):
+        raise RuntimeError("the gradients of a window depend on the aborted one before it")
+
+
+PATCH = Patch(
+    id="reduction-outlives-its-window",
+    summary="after an abort in the last backward, old reductions break or spoil later windows",
+    since="0.12",
+    before="0.20",
+    targets=(_ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
+    fixed_when=lambda bodies: any(
+        body.contains("grad_reduce_handle.wait()") for body in bodies.values()
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=(
+            r"AssertionError: Should not have multiple communication calls outstanding at once"
+        ),
+    ),
+)

@@ -1,0 +1,146 @@
+"""Nothing in Megatron notices that data-parallel ranks have come to differ: a debug mode does.
+
+Symptom:
+    Ranks step on different gradients, or from different parameters, for any of the reasons in the
+    other case files or for one that is not here: the loss goes down, more slowly. No error.
+
+Cause:
+    The optimizer takes what is in the buffers. Upstream's `check_weight_hash_across_dp_replicas`
+    compares parameters where a program asks for it; nothing compares gradients.
+
+Affects:
+    Every release. Off by default; `MEGATRON_IDEMPOTENT_CHECK=1` switches it on, and where it is
+    off nothing is wrapped. What it does: before each step of an optimizer from
+    `get_megatron_optimizer` it gathers checksums over the data-parallel groups, and raises
+    `ReplicaMismatchError` with the first parameter, the bucket group and the ranks. It compares
+    how often each bucket group was reduced; parameters; and, with an all-reduce, gradients. It
+    costs a pass over both and a small all-gather per group. Programs that reduce gradients past
+    Megatron's DDP must not switch it on.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py,
+    `step`.
+
+Remove when:
+    upstream compares gradients between replicas on request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+
+from ._ddp import bucket_groups, group_target
+from .grad_scale_func import PATCH as _WIRED
+
+REDUCTIONS = "_megatron_idempotent_reductions"
+GATHERED = "_megatron_idempotent_gathered"
+_CHUNKS = "_megatron_idempotent_chunks"
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+
+
+def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around `get_megatron_optimizer`: remember which chunks the optimizer updates."""
+    optimizer = original(*args, **kwargs)
+    setattr(optimizer, _CHUNKS, list(arguments(original, args, kwargs)["model_chunks"]))
+    return optimizer
+
+
+def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compare, then step."""
+    from megatron_idempotent.window.check import check_replicas
+
+    chunks = getattr(self, _CHUNKS, ())
+    check_replicas(chunks)
+    result = original(self, *args, **kwargs)
+    for chunk in chunks:
+        for group in bucket_groups(chunk):
+            setattr(group, GATHERED, False)
+    return result
+
+
+def start_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Count reductions per window."""
+    in_flight = self.grad_reduce_handle is not None
+    original(self, *args, **kwargs)
+    if not in_flight:
+        setattr(self, REDUCTIONS, getattr(self, REDUCTIONS, 0) + 1)
+
+
+def reset(original: Callable[..., None], self: Any) -> None:
+    """Start a window without reductions."""
+    original(self)
+    setattr(self, REDUCTIONS, 0)
+
+
+def start_param_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Remember that parameters are those of the latest step on all ranks."""
+    original(self, *args, **kwargs)
+    setattr(self, GATHERED, True)
+
+
+def reproduce() -> None:
+    """A program that never reduces its gradients, and steps."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(overlap_grad_reduce=False, distributed_optimizer=False, wire=False)
+    model.forward_backward(1, data_seed=0)
+    try:
+        model.step()
+    except RuntimeError as error:
+        if type(error).__name__ == "ReplicaMismatchError":
+            return
+        raise
+    raise RuntimeError("a step on gradients that differ between ranks went unnoticed")
+
+
+PATCH = Patch(
+    id="replicas-differ-unnoticed",
+    summary="nothing notices that data-parallel ranks step on different gradients (debug mode)",
+    since="0.12",
+    before="0.20",
+    default=False,
+    targets=(
+        Target(
+            address="megatron.core.optimizer:get_megatron_optimizer",
+            wrapper=build,
+            reviewed=_WIRED.targets[0].reviewed,
+            relies_on=("model_chunks",),
+        ),
+        Target(
+            address=f"{_OPTIMIZER}:ChainedOptimizer.step",
+            wrapper=step,
+            reviewed={
+                "4fd61c3e485d": "0.12.0 to 0.12.3",
+                "d818bd287c1e": "0.13.0 to 0.13.1",
+                "c30da5d35482": "0.14.0 to 0.17.1",
+                "c5cecdd9658c": "0.18.0 to 0.18.2",
+                "ae1b5bfed51c": "0.19.0 to 0.19.2",
+            },
+        ),
+        Target(
+            address=f"{_OPTIMIZER}:MixedPrecisionOptimizer.step",
+            wrapper=step,
+            reviewed={"5c5d2a035b76": "0.12.0 to 0.18.2", "d430f8b4abee": "0.19.0 to 0.19.2"},
+        ),
+        Target(
+            address=f"{_OPTIMIZER}:FP32Optimizer.step",
+            wrapper=step,
+            reviewed={"eeb0640de682": "0.12.0 to 0.18.2", "a6f03ced2b0c": "0.19.0 to 0.19.2"},
+        ),
+        group_target("start_grad_sync", start_grad_sync),
+        group_target("reset", reset),
+        group_target("start_param_sync", start_param_sync),
+    ),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/"
+        "optimizer.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: a step on gradients that differ between ranks went unnoticed",
+    ),
+)

@@ -1,0 +1,123 @@
+"""A loss function that reports `loss.detach()` reports the loss divided by the microbatches.
+
+Symptom:
+    The reported loss is too small by the number of microbatches (and off by the context-parallel
+    size, or divided by the tokens). The gradients are right. No error.
+
+Cause:
+    The schedules scale the loss in place, and `loss.detach()` shares its memory.
+
+Affects:
+    Every release. What the patch does: reported tensors that share memory with the loss are copied
+    before the schedule scales it; all others stay what they are. Not covered: the combined 1F1B
+    schedule (`overlap_moe_expert_parallel_comm`), which calls the loss function elsewhere. A loss
+    function that multiplies its report by the number of microbatches to make up for this must not
+    use the patch: exclude it.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py,
+    `forward_step_calc_loss`.
+
+Remove when:
+    the schedules scale the loss out of place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+from . import _schedules
+
+
+def forward(
+    original: Callable[..., Any], forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Around the schedules' `forward_step`: one microbatch."""
+    return original(partial(_forward, forward_step_func), *args, **kwargs)
+
+
+def _forward(forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    output, loss_func = forward_step_func(*args, **kwargs)
+    # None on ranks of a multi-module pipeline that have no loss.
+    return output, None if loss_func is None else partial(_loss, loss_func)
+
+
+def _loss(loss_func: Callable[..., Any], output: Any, **kwargs: Any) -> Any:
+    outputs = loss_func(output, **kwargs)
+    # What is collected with non_loss_data=True may have any form and is not scaled.
+    if kwargs or not isinstance(outputs, tuple) or not isinstance(outputs[-1], dict):
+        return outputs
+    *scaled, report = outputs
+    memory = _memory(scaled[0])
+    shared = {} if memory is None else {k: v for k, v in report.items() if _memory(v) == memory}
+    if shared:
+        report = {**report, **{name: value.clone() for name, value in shared.items()}}
+    return *scaled, report
+
+
+def _memory(value: Any) -> int | None:
+    storage = getattr(value, "untyped_storage", None)
+    return None if storage is None else storage().data_ptr() or None
+
+
+def reproduce() -> None:
+    """Four equal microbatches, whose mean loss is that of each."""
+    import torch
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(overlap_grad_reduce=False, with_optimizer=False)
+    tokens_BT = next(tiny.microbatches(0))
+    positions_BT = torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1)
+    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+    losses = []
+
+    def loss_func(loss_BT: Any) -> tuple[Any, dict[str, Any]]:
+        loss = loss_BT.float().mean()
+        losses.append(loss.item())
+        return loss, {"loss": loss.detach()}
+
+    def forward_step(data_iterator: Any, chunk: Any) -> tuple[Any, Any]:
+        return chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT), loss_func
+
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=None,
+        model=model.chunks,
+        num_microbatches=4,
+        seq_length=tiny.SEQUENCE,
+        micro_batch_size=tiny.BATCH,
+    )
+    reported = [report["loss"].item() for report in reports]
+    if reported != losses:
+        raise RuntimeError(f"the losses are {losses}, reported were {reported}")
+
+
+PATCH = Patch(
+    id="reported-loss-divided",
+    summary="a loss function that reports loss.detach() reports the loss ÷ microbatches",
+    since="0.12",
+    before="0.20",
+    targets=(
+        Target(
+            address=f"{_schedules.MODULE}:forward_step",
+            wrapper=forward,
+            reviewed={
+                "6f4a9e3cb4c6": "0.12.0 to 0.12.3",
+                "fcfee3b5cd82": "0.13.0 to 0.13.1",
+                "8f9a80932287": "0.14.0 to 0.19.2",
+            },
+        ),
+    ),
+    upstream=_schedules.UPSTREAM,
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=1,
+        stock_error=r"RuntimeError: the losses are .*, reported were",
+    ),
+)

@@ -1,0 +1,72 @@
+"""A data iterator of the rerun state machine keeps every microbatch of the run.
+
+Symptom:
+    Host memory grows with each schedule call, where a caller with a loop of its own reads through
+    `RerunDataIterator` and the rerun mode is not `DISABLED`, as Megatron's default since 0.14
+    (`--rerun-mode validate_results`) sets it. The microbatches go into checkpoints, too.
+
+Cause:
+    The iterator keeps what a rerun would replay; only `should_run_forward_backward`, which such a
+    loop does not call, lets go of it.
+
+Affects:
+    Every release. Nothing is patched: whether an iteration will be rerun is known only to the loop.
+    Call `data_iterator.advance()` behind each step, or set the mode to `DISABLED`.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/rerun_state_machine.py,
+    `RerunDataIterator`.
+
+Remove when:
+    the iterator keeps microbatches only inside of an iteration of the state machine.
+"""
+
+from __future__ import annotations
+
+from megatron_idempotent.engine import Limit, Reproduction
+
+
+def reproduce() -> None:
+    """Five windows of two microbatches, without the state machine's loop."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.rerun_state_machine import (
+        RerunDataIterator,
+        RerunMode,
+        get_rerun_state_machine,
+    )
+
+    from megatron_idempotent.cpu import tiny
+
+    get_rerun_state_machine().set_mode(RerunMode.VALIDATE_RESULTS)
+    model = tiny.build(overlap_grad_reduce=False)
+    data = RerunDataIterator(tiny.microbatches(0))
+    for _ in range(5):
+        model.chunks[0].zero_grad_buffer()
+        get_forward_backward_func()(
+            forward_step_func=model._forward_step([]),
+            data_iterator=data,
+            model=model.chunks,
+            num_microbatches=2,
+            seq_length=tiny.SEQUENCE,
+            micro_batch_size=tiny.BATCH,
+            forward_only=False,
+        )
+    if len(data.saved_microbatches) > 2:
+        raise RuntimeError(f"{len(data.saved_microbatches)} microbatches kept behind five windows")
+
+
+LIMIT = Limit(
+    id="rerun-iterator-keeps-microbatches",
+    summary="a RerunDataIterator outside of Megatron's own loop keeps every microbatch",
+    since="0.12",
+    before="0.20",
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/"
+        "rerun_state_machine.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=1,
+        stock_error=r"RuntimeError: 10 microbatches kept behind five windows",
+    ),
+)

@@ -1,0 +1,84 @@
+"""Rotary embeddings computed under inference mode are handed to training.
+
+Symptom:
+    `RuntimeError: Inference tensors cannot be saved for backward` in a training forward that saves
+    the rotary table (fused RoPE does), where log-probabilities or generation under
+    `torch.inference_mode()` had asked for the same sequence length before.
+
+Cause:
+    `RotaryEmbedding.forward` is cached by length, and the cache does not know of the mode.
+
+Affects:
+    Every release; covered from 0.16 on, where the table is made by a function of its own. What the
+    patch does: the table is made outside of inference mode, without gradients. With context
+    parallelism it is cut inside of `forward` again and stays uncovered.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/models/common/embeddings/rotary_pos_embedding.py;
+    `megatron/rl/rl_utils.py` there calls `rotary_module.forward.cache_clear()` around generation.
+
+Remove when:
+    what is cached is never an inference tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+_EMBEDDINGS = "megatron.core.models.common.embeddings"
+
+
+def table(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make the table as an ordinary tensor, whoever asks first."""
+    import torch
+
+    if not torch.is_inference_mode_enabled():
+        return original(*args, **kwargs)
+    with torch.inference_mode(False), torch.no_grad():
+        return original(*args, **kwargs)
+
+
+def reproduce() -> None:
+    """Ask under inference mode, then save the table for a backward."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    parallel_state.initialize_model_parallel()
+    embedding = RotaryEmbedding(kv_channels=16, rotary_percent=1.0)
+    with torch.inference_mode():
+        embedding(32)
+    query = torch.ones(32, 1, 1, 16, requires_grad=True)
+    (query * embedding(32)).sum().backward()
+
+
+PATCH = Patch(
+    id="rope-table-from-inference",
+    summary="rotary tables cached under inference mode cannot be saved for a backward",
+    since="0.16",
+    before="0.20",
+    targets=(
+        Target(
+            address=f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.get_emb",
+            wrapper=table,
+            reviewed={"1e158890f5e8": "0.16.0 to 0.19.2"},
+        ),
+        Target(
+            address=f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.get_emb",
+            wrapper=table,
+            reviewed={"26163266da93": "0.16.0 to 0.19.2"},
+        ),
+    ),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/models/common/"
+        "embeddings/rotary_pos_embedding.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=1,
+        stock_error=r"RuntimeError: Inference tensors cannot be saved for backward",
+    ),
+)

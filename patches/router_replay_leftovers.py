@@ -1,0 +1,96 @@
+"""Replayed routing of an older window is used by recomputation.
+
+Symptom:
+    With `moe_enable_routing_replay` and activation recomputation, the forward of a training window
+    and its recomputation route differently: the latter takes the experts of an earlier batch, such
+    as the one that log-probabilities were computed for. Where nothing recomputes, the indices of
+    every microbatch stay in memory.
+
+Cause:
+    Each set of target indices is appended to `replay_backward_list`, and only recomputation takes
+    it out, oldest first. A forward-only window, one without recomputation and one that raises
+    leave theirs.
+
+Affects:
+    0.16 on. What the patch does: when a schedule ends, in whichever way, the lists of the routers
+    of its model are emptied; no backward is left that would use them. Target indices and actions
+    stay. What is not covered: `RouterReplay` lists the routers of all models of the process, so
+    that a second model breaks `set_replay_data` for the first; set the list aside while building
+    it.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/router_replay.py,
+    `set_target_indices`.
+
+Remove when:
+    targets are queued only where a backward will recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _schedules
+
+
+def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Behind a schedule: nothing is queued for its routers."""
+    from megatron.core.utils import get_model_config
+
+    chunks = _schedules.chunks(kwargs["model"])
+    if not getattr(get_model_config(chunks[0]), "moe_enable_routing_replay", False):
+        return original(*args, **kwargs)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        for chunk in chunks:
+            for module in chunk.modules():
+                replay = getattr(module, "router_replay", None)
+                if replay is not None:
+                    replay.replay_backward_list.clear()
+
+
+def reproduce() -> None:
+    """Log-probabilities with replayed routing, then what training's recomputation would take."""
+    import torch
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(experts=4, config_overrides={"moe_enable_routing_replay": True})
+    tokens = tiny.BATCH * tiny.SEQUENCE
+    routers = RouterReplay.global_router_replay_instances
+
+    def choose(expert: int) -> list[torch.Tensor]:
+        return [torch.tensor([[expert, expert + 1]]).repeat(tokens, 1) for _ in routers]
+
+    RouterReplay.set_replay_data(choose(0))
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    model.forward_backward(1, data_seed=0, forward_only=True)
+    RouterReplay.set_replay_data(choose(2))
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+    for router in routers:
+        _, experts = router.get_replay_topk(torch.rand(tokens, 4), 2)
+        if int(experts[0, 0]) != 2:
+            raise RuntimeError("recomputation takes the routing of the forward-only window")
+
+
+PATCH = Patch(
+    id="router-replay-leftovers",
+    summary="recomputation replays the MoE routing of an earlier window",
+    since="0.16",
+    before="0.20",
+    targets=_schedules.targets(schedule),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/"
+        "router_replay.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=1,
+        stock_error=r"RuntimeError: recomputation takes the routing of the forward-only window",
+    ),
+)

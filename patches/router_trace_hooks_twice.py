@@ -1,0 +1,79 @@
+"""A second `train()` with a router trace records every routing decision twice.
+
+Symptom:
+    With `--moe-routing-trace-path` each call of `train()` adds one more hook to each router: the
+    second call's records stand in the trace twice, the third's three times.
+
+Cause:
+    `train()` calls `RouterTracer.register_hooks`, which registers on every router whether or not
+    this tracer has a hook there, and never removes them when it leaves.
+
+Affects:
+    0.19, the first release with the trace. What the patch does: `register_hooks` takes away the
+    hooks that this tracer holds on the same modules before it registers.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/router_trace.py
+
+Remove when:
+    `register_hooks` skips routers that hold its hook, or `train()` removes the hooks at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+
+def register(original: Callable[..., Any], self: Any, model: Any) -> None:
+    """Around `RouterTracer.register_hooks`."""
+    chunks = model if isinstance(model, (list, tuple)) else [model]
+    here = {id(module._forward_hooks) for chunk in chunks for module in chunk.modules()}
+    for handle in list(self._hook_handles):
+        hooks = handle.hooks_dict_ref()
+        if hooks is None or id(hooks) in here:
+            handle.remove()
+            self._hook_handles.remove(handle)
+    original(self, model)
+
+
+def reproduce() -> None:
+    """What two calls of `train()` do with the tracer."""
+    import tempfile
+
+    from megatron.core.transformer.moe import router_trace
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(experts=4, with_optimizer=False)
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2):
+            router_trace.init_moe_router_tracer(folder, max_steps=10, rank=0, training_mode=True)
+            tracer = router_trace.get_moe_router_tracer()
+            tracer.register_hooks(model.chunks)
+    hooks = [len(module._forward_hooks) for module in model.chunks[0].modules()]
+    if max(hooks) > 1:
+        raise RuntimeError(f"a router has {max(hooks)} hooks of one tracer")
+
+
+PATCH = Patch(
+    id="router-trace-hooks-twice",
+    summary="each train() adds another hook per router: the trace has every record twice",
+    since="0.19",
+    before="0.20",
+    targets=(
+        Target(
+            address="megatron.core.transformer.moe.router_trace:RouterTracer.register_hooks",
+            wrapper=register,
+            reviewed={"c2efacac0014": "0.19.0 to 0.19.2"},
+        ),
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/router_trace.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=1,
+        stock_error=r"RuntimeError: a router has 2 hooks of one tracer",
+    ),
+)

@@ -1,0 +1,216 @@
+"""Gradients of a second window are not reduced, or reduced to wrong values, without zeroing.
+
+Symptom:
+    Two windows that are both reduced, with no `zero_grad_buffer()` in between. With
+    overlap_grad_reduce: from 0.18 on the second one's gradients stay local, so that they differ
+    between data-parallel ranks, without an error; before, `Cannot set grad twice` (0.12 to 0.15)
+    or `Communication call has not been issued for this bucket` (0.16, 0.17). With the distributed
+    optimizer, per-token loss or expert parallelism: wrong values, with or without overlap.
+
+Cause:
+    Bucket groups reduce once per `reset()`. A buffer that is reduced a second time holds reduced
+    and local gradients mixed. For an average over ranks that all hold the same first part, that is
+    right; a sum counts the first part once per rank, and after a reduce-scatter all but the rank's
+    own shard is still local.
+
+Affects:
+    Every release. What the patch does: where a second reduction is exact (an all-reduce that
+    averages), it is made. Where it is not, `finish_grad_sync` or `finalize_model_grads` raises.
+    A program that zeroes gradients otherwise than with `zero_grad_buffer()` counts as one that does
+    not zero them.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
+    `_ParamAndGradBucketGroup.finish_grad_sync`.
+
+Remove when:
+    a second reduction in one window is right, or refused, upstream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+from . import _reduction
+from ._ddp import bucket_groups, ddp_target
+
+_REDUCED = "_megatron_idempotent_reduced"
+_HELD = "_megatron_idempotent_held_after_reduction"
+
+
+def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Reduce again where new gradients came on top of reduced ones, or refuse."""
+    before = getattr(self, _REDUCED, None)
+    again = before is not None and _grown(self, before)
+    if again:
+        for group in bucket_groups(self):
+            why = _inexact(group)
+            if why:
+                _refuse([self], why)
+        for group in bucket_groups(self):
+            if hasattr(group, "grad_reduce_finished"):
+                group.grad_reduce_finished = False
+    original(self, *args, **kwargs)
+    if self.ddp_config.overlap_grad_reduce:
+        counts = before.counts if again and before else [None] * len(bucket_groups(self))
+        for group, first in zip(bucket_groups(self), counts, strict=True):
+            if not getattr(group, "is_first_batch", False):
+                _reduction.drop_registered(group)  # so that hooks dispatch the next window's
+            elif first is not None:
+                # What the first batch registers becomes what every later window has to.
+                group.per_param_grad_ready_counts = dict(first)
+    setattr(self, _REDUCED, _reduction.snapshot(self))
+    setattr(self, _HELD, False)
+
+
+def finalize(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    """Around `finalize_model_grads`, which sums over more than the data-parallel ranks."""
+    chunks = list(model)
+    mixed = [c for c in chunks if getattr(c, _REDUCED, None) and _grown(c, getattr(c, _REDUCED))]
+    if mixed:
+        num_tokens = args[0] if args else kwargs.get("num_tokens")
+        why = _sums_elsewhere(chunks, num_tokens)
+        if why:
+            _refuse(chunks, why)
+    original(model, *args, **kwargs)
+
+
+def no_sync(original: Callable[..., Any], self: Any) -> Any:
+    """Remember that hooks may have added gradients without registering them."""
+    setattr(self, _HELD, True)
+    return original(self)
+
+
+def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+    """Start a window whose gradients are not reduced."""
+    before = getattr(self, _REDUCED, None)
+    if before is not None:
+        for group, counts in zip(bucket_groups(self), before.counts, strict=True):
+            # Nothing is left where it was dropped already, for parameters that the first lacked.
+            if getattr(group, "is_first_batch", False) and _reduction.registered(group):
+                # A window that was refused, or aborted, on top of the first must teach nothing.
+                group.per_param_grad_ready_counts = dict(counts)
+    setattr(self, _REDUCED, None)
+    original(self)
+
+
+def _grown(chunk: Any, before: _reduction.Reduced) -> bool:
+    return _reduction.grown(chunk, before, held=getattr(chunk, _HELD))
+
+
+def _inexact(group: Any) -> str | None:
+    """Why reducing R + g again would not give R + (the reduced g); None where it does."""
+    config = group.ddp_config
+    if config.use_distributed_optimizer:
+        ranks = group.intra_distributed_optimizer_instance_size
+        if ranks > 1 or config.num_distributed_optimizer_instances > 1:
+            return "after a reduce-scatter all but the rank's own shard is still local"
+    else:
+        ranks = group.data_parallel_group.size()
+    exact = 1.0 if config.average_in_collective else 1.0 / ranks
+    if all(bucket.gradient_scaling_factor == exact for bucket in group.buckets):
+        return None
+    factor = group.buckets[0].gradient_scaling_factor
+    return f"a sum over {ranks} ranks scaled by {factor:g} counts them more than once or not whole"
+
+
+def _sums_elsewhere(chunks: Sequence[Any], num_tokens: Any) -> str | None:
+    """What else `finalize_model_grads` would apply to reduced gradients a second time."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+    config = get_model_config(chunks[0])
+    if num_tokens is not None:
+        return "they are divided by the number of tokens already"
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    if tensor > 1 and (config.sequence_parallel or config.qk_layernorm):
+        return f"layer norms' gradients are summed over {tensor} tensor-parallel ranks already"
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1 and any(
+        get_attr_wrapped_model(chunk, "share_embeddings_and_output_weights") for chunk in chunks
+    ):
+        return "shared embeddings' gradients are summed over pipeline stages already"
+    return None
+
+
+def _refuse(chunks: Sequence[Any], why: str) -> None:
+    for chunk in chunks:
+        _reduction.wait(chunk)
+    raise RuntimeError(
+        "gradients were added to gradients that were reduced already, without zero_grad_buffer() "
+        f"in between, and cannot be reduced again: {why}. Call zero_grad_buffer() before each "
+        "window; or, to accumulate over several, set config.finalize_model_grads_func = None, hold "
+        "no_sync() around all windows but the last, and finalize once"
+    )
+
+
+def reproduce() -> None:
+    """Two windows on top of each other, against the same without overlap; then a reduce-scatter."""
+    import torch
+
+    gradients = []
+    for overlap in (True, False):
+        model = _two_windows(overlap_grad_reduce=overlap, distributed_optimizer=False)
+        gradients.append(model.gradients())
+    if not torch.equal(*gradients):
+        raise RuntimeError("gradients of a second window are not reduced")
+    try:
+        _two_windows(overlap_grad_reduce=True, distributed_optimizer=True)
+    except RuntimeError as error:
+        if "cannot be reduced again" in str(error):
+            return
+        raise
+    raise RuntimeError("a second reduce-scatter of the same gradients went unnoticed")
+
+
+def _two_windows(**options: Any) -> Any:
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(with_optimizer=False, **options)
+    model.forward_backward(2, data_seed=0)
+    (chunk,) = model.chunks
+    # An ordinary window after it, so that upstream knows what to wait for.
+    model.forward_backward(2, data_seed=1)
+    chunk.zero_grad_buffer = lambda: None  # the bench zeroes; a program that streams does not
+    model.forward_backward(2, data_seed=2)
+    del chunk.zero_grad_buffer
+    return model
+
+
+PATCH = Patch(
+    id="second-window-not-reduced",
+    summary="a second window without zero_grad_buffer() is not reduced, or to wrong values",
+    since="0.12",
+    before="0.20",
+    targets=(
+        ddp_target("finish_grad_sync", finish_grad_sync),
+        ddp_target("no_sync", no_sync),
+        ddp_target("zero_grad_buffer", zero_grad_buffer),
+        Target(
+            address="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
+            wrapper=finalize,
+            reviewed={
+                "defce03a6c3f": "0.12.0 to 0.12.3",
+                "a5ccdc9a9d86": "0.13.0 to 0.13.1",
+                "07254adbb771": "0.14.0",
+                "35fe5bcef1df": "0.15.0 to 0.15.3",
+                "041ebe4a2b4c": "0.16.0 to 0.17.1",
+                "889106273b30": "0.18.0 to 0.18.2",
+                "198844e3a74f": "0.19.0 to 0.19.2",
+            },
+        ),
+    ),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/"
+        "param_and_grad_buffer.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        # The last is what gradient-after-reduction makes of it where it is on and this is not.
+        stock_error=r"Cannot set grad twice|Communication call has not been issued"
+        r"|gradients of a second window are not reduced|has registered 2 gradients",
+    ),
+)

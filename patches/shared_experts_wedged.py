@@ -1,0 +1,99 @@
+"""After an exception among the experts, overlapped shared experts refuse every later forward.
+
+Symptom:
+    With moe_shared_expert_overlap, after an exception in an MoE layer (out of memory in the routed
+    experts, say): `AssertionError: pre_forward_comm must be called from IDLE state` from every
+    later forward of that layer, evaluation included. Before 0.18 a bare `AssertionError`, where the
+    exception came when the shared experts were done already.
+
+Cause:
+    The shared experts run in four pieces between those of the token dispatcher, and keep what they
+    hand from one to the next, and from 0.18 on which comes next, in the module. An exception in
+    between leaves it there.
+
+Affects:
+    Every release. What the patch does: the first piece starts from nothing. In a forward that was
+    not preceded by an exception there is nothing.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/shared_experts.py,
+    `overlap_state_check`.
+
+Remove when:
+    the state is reset where a layer raises, or where its forward starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+_KEPT = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
+
+
+def start_over(shared: Any) -> None:
+    """Drop what a forward of overlapped shared experts left behind."""
+    for name in _KEPT:
+        if getattr(shared, name, None) is not None:
+            setattr(shared, name, None)
+    state = getattr(shared, "_overlap_state", None)  # from 0.18 on
+    if state is not None and state.name != "IDLE":
+        shared._overlap_state = type(state)["IDLE"]
+
+
+def pre_forward_comm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Around the first of the pieces."""
+    start_over(self)
+    original(self, *args, **kwargs)
+
+
+def reproduce() -> None:
+    """Interrupt a layer before it takes its shared experts' output, and go on."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(
+        experts=4,
+        overlap_grad_reduce=False,
+        config_overrides={
+            "moe_shared_expert_intermediate_size": 64,
+            "moe_shared_expert_overlap": True,
+        },
+    )
+    model.forward_backward(1, data_seed=0)
+    expected = model.gradients()
+    shared = model.chunks[0].module.decoder.layers[0].mlp.shared_experts
+
+    def fail() -> None:
+        raise ValueError("interrupted")
+
+    shared.get_output = fail
+    try:
+        model.forward_backward(1, data_seed=1)
+    except ValueError:
+        del shared.get_output
+    model.forward_backward(1, data_seed=0)
+    if not torch.equal(model.gradients(), expected):
+        raise RuntimeError("the gradients of a window depend on the aborted one before it")
+
+
+PATCH = Patch(
+    id="shared-experts-wedged",
+    summary="after an exception in an MoE layer, overlapped shared experts refuse every forward",
+    since="0.12",
+    before="0.20",
+    targets=(
+        Target(
+            address=(
+                "megatron.core.transformer.moe.shared_experts:SharedExpertMLP.pre_forward_comm"
+            ),
+            wrapper=pre_forward_comm,
+            reviewed={"e7de38f4f7be": "0.12.0 to 0.17.1", "e2a4ddd911e2": "0.18.0 to 0.19.2"},
+        ),
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/shared_experts.py",
+    reproduction=Reproduction(run=reproduce, ranks=2, stock_error=r"AssertionError"),
+)

@@ -1,0 +1,71 @@
+"""slime's `train()`, called once per rollout, asserts from its second call on.
+
+Symptom:
+    With `--overlap-grad-reduce`: `AssertionError: When overlap_grad_reduce is True,
+    config.no_sync_func must be None`, at the second rollout. After a rollout without a step, or
+    one that raised in its first step, `config.param_sync_func` is None; with `--manual-gc` Python's
+    garbage collector is off between the rollouts.
+
+Cause:
+    slime carries a copy of upstream's `train()`: it installs the chunks' `no_sync`, disables the
+    collector and puts `param_sync_func` aside, and does not undo that.
+
+Affects:
+    Every release that has `slime.backends.megatron_utils.model.train`, read from 0.1.0 to 0.3.1.
+    What the patch does: as `no-sync-func-reentry`, `param-sync-func-lost` and `gc-stays-off` do for
+    upstream. A `no_sync_func` of somebody's own still meets the assertion. With
+    `--overlap-param-gather` the second call also needs `forward-pre-hook-reentry`. The upper bound
+    of the range is open, because the statements that the patch relies on decide.
+
+Upstream:
+    https://github.com/THUDM/slime/pull/1857 accepts the chunks' own `no_sync`.
+
+Remove when:
+    slime's `train()` accepts its own `no_sync` and undoes the rest in a `finally`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+from . import _copies
+
+
+def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around slime's `train`: make it callable again, whichever way it ends."""
+    return _copies.rollout(original, *args, **kwargs)
+
+
+def reproduce() -> None:
+    """Two rollouts of a step each, through slime's own `train()`."""
+    from ._rollouts import Rollouts
+
+    rollouts = Rollouts("slime", ["--overlap-grad-reduce", "--overlap-param-gather"])
+    rollouts.train(1, first=0)
+    rollouts.train(1, first=1)
+
+
+PATCH = Patch(
+    id="slime-train-reentry",
+    distribution="slime",
+    summary="slime's train() asserts on config.no_sync_func in its second rollout",
+    since="0.1",
+    before=_copies.ANY_LATER,
+    targets=(
+        Target(
+            address="slime.backends.megatron_utils.model:train",
+            wrapper=train,
+            relies_on=_copies.ROLLOUT_STATEMENTS,
+        ),
+    ),
+    fixed_when=_copies.rollout_is_repaired,
+    upstream="https://github.com/THUDM/slime/pull/1857",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"AssertionError: .*config\.no_sync_func must be None",
+    ),
+)

@@ -1,0 +1,66 @@
+"""`start_param_sync()` raises where a parameter gather is in flight already.
+
+Symptom:
+    A bare `AssertionError` from `start_param_sync`: called twice, or after a forward that was
+    aborted half-way, which leaves the gather of the next bucket in flight. With align_param_gather
+    the schedule itself calls it at every window's start. Without, the same assertion ends a forward
+    after a window whose forward left a bucket unused, from inside of a pre-hook.
+
+Cause:
+    The bucket group asserts that it has no handle, and nothing but the pre-hook of a module that
+    uses the bucket takes the handle away.
+
+Affects:
+    Every release. What the patch does: a second start keeps the gather that is in flight, as it
+    carries what a new one would; where upstream has declared that one outdated
+    (`param_gather_dispatched` is False), it is waited for and a new one dispatched.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
+    `start_param_sync`.
+
+Remove when:
+    `start_param_sync` may be called with a gather in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _gather
+from ._ddp import group_target
+
+
+def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
+    """Around a bucket group's gather: not twice at a time."""
+    if not force_sync and self.param_gather_handle is not None:
+        current = self.param_gather_dispatched
+        if current and not _gather.marked(self):
+            return None
+        _gather.wait(self)
+    return original(self, force_sync=force_sync)
+
+
+def reproduce() -> None:
+    """Start twice, then run a window on what was gathered."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(overlap_param_gather=True)
+    for chunk in model.chunks:
+        chunk.start_param_sync()
+        chunk.start_param_sync()
+    model.forward_backward(2, data_seed=0)
+
+
+PATCH = Patch(
+    id="start-param-sync-reentry",
+    summary="start_param_sync() asserts where a gather is in flight, as after an aborted forward",
+    since="0.12",
+    before="0.20",
+    targets=(group_target("start_param_sync", start),),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py",
+    reproduction=Reproduction(run=reproduce, ranks=2, stock_error=r"^AssertionError:$"),
+)

@@ -1,0 +1,80 @@
+"""A second training with one Megatron trainer of ms-swift asserts on the first one's `no_sync`.
+
+Symptom:
+    With `overlap_grad_reduce`: `AssertionError: When overlap_grad_reduce is True,
+    config.no_sync_func must be None`, from the second `train()` of a trainer, or the second
+    `setup_model_training()`.
+
+Cause:
+    `setup_model_training` installs the chunks' `no_sync` in the trainer's config, and nothing takes
+    it away.
+
+Affects:
+    4.3 on, read to 4.5.2; for 4.0 to 4.2 see `swift-train-reentry`. What the patch does: a
+    `no_sync_func` that is the `no_sync` of the trainer's own chunks is cleared before the check,
+    and a `param_sync_func` that the training before put aside, and did not put back because no
+    step succeeded, is put back. Somebody's own function still meets the assertion. The upper
+    bound of the range is open, because the statements that the patch relies on decide.
+
+Upstream:
+    https://github.com/modelscope/ms-swift/blob/v4.5.2/swift/megatron/trainers/base.py,
+    `setup_model_training`.
+
+Remove when:
+    ms-swift accepts the chunks' own `no_sync`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+from . import _copies
+
+
+def setup(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `setup_model_training`: forget what the training before left in the config."""
+    config = self.config
+    _copies.forget_no_sync(config, self.wrapped_models)
+    if config.param_sync_func is None:
+        config.param_sync_func = getattr(self, "_saved_param_sync_func", None)
+    return original(self, *args, **kwargs)
+
+
+def reproduce() -> None:
+    """Set one trainer up twice."""
+    from ._swift import trainer
+
+    swift = trainer("setup_model_training", ["--overlap-grad-reduce"])
+    swift.call()
+    swift.call()
+
+
+PATCH = Patch(
+    id="swift-setup-reentry",
+    distribution="ms-swift",
+    summary="a second training with one trainer of ms-swift asserts on config.no_sync_func",
+    since="4.3",
+    before=_copies.ANY_LATER,
+    targets=(
+        Target(
+            address="swift.megatron.trainers.base:BaseMegatronTrainer.setup_model_training",
+            wrapper=setup,
+            relies_on=(
+                "config = self.config",
+                "config.no_sync_func = "
+                "[model_chunk.no_sync for model_chunk in self.wrapped_models]",
+                "self._saved_param_sync_func = config.param_sync_func",
+            ),
+        ),
+    ),
+    fixed_when=_copies.asserts_no_longer("config.no_sync_func is None"),
+    upstream="https://github.com/modelscope/ms-swift/blob/v4.5.2/swift/megatron/trainers/base.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"AssertionError: .*config\.no_sync_func must be None",
+    ),
+)

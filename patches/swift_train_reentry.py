@@ -1,0 +1,75 @@
+"""A second `train()` of one Megatron trainer of ms-swift asserts on the first one's `no_sync`.
+
+Symptom:
+    With `overlap_grad_reduce`: `AssertionError: When overlap_grad_reduce is True,
+    config.no_sync_func must be None`, from the second `train()` of a trainer. After one without a
+    successful step `config.param_sync_func` is None.
+
+Cause:
+    As in upstream's `train()`, from which it descends.
+
+Affects:
+    4.0 to 4.2; for later releases, which split the method, see `swift-setup-reentry`. What the
+    patch does: as `no-sync-func-reentry` and `param-sync-func-lost` do for upstream.
+
+Upstream:
+    https://github.com/modelscope/ms-swift/blob/v4.2.3/swift/megatron/trainers/base.py, `train`.
+
+Remove when:
+    4.2 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+from . import _copies
+
+
+def train(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around the trainer's `train`: make it callable again, whichever way it ends."""
+    config = self.config
+    _copies.forget_no_sync(config, self.wrapped_models)
+    return _copies.put_back(
+        original, (self, *args), kwargs, config=config, param_sync_func=config.param_sync_func
+    )
+
+
+def reproduce() -> None:
+    """Two trainings that have no iteration left to run."""
+    from ._swift import trainer
+
+    swift = trainer("train", ["--overlap-grad-reduce"])
+    swift.call(None, None)
+    swift.call(None, None)
+
+
+PATCH = Patch(
+    id="swift-train-reentry",
+    distribution="ms-swift",
+    summary="a second train() of one trainer of ms-swift asserts on config.no_sync_func",
+    since="4.0",
+    before="4.3",
+    targets=(
+        Target(
+            address="swift.megatron.trainers.base:BaseMegatronTrainer.train",
+            wrapper=train,
+            relies_on=(
+                "config = self.config",
+                "config.no_sync_func = "
+                "[model_chunk.no_sync for model_chunk in self.wrapped_models]",
+                "config.param_sync_func = None",
+            ),
+        ),
+    ),
+    fixed_when=_copies.asserts_no_longer("config.no_sync_func is None"),
+    upstream="https://github.com/modelscope/ms-swift/blob/v4.2.3/swift/megatron/trainers/base.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"AssertionError: .*config\.no_sync_func must be None",
+    ),
+)

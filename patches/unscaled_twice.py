@@ -1,0 +1,193 @@
+"""Gradients are divided by the loss scale every time that the optimizer looks at them.
+
+Symptom:
+    With a loss scale, a second `optimizer.step()` on the same gradients, or `prepare_grads()` for
+    logging before the step, sees gradients that are too small by the loss scale: a gradient norm of
+    0.001 where it is 1.4, clipping that never clips, fp16 main gradients that flush to zero. A
+    dynamic loss scale counts the window twice, and may have changed in between. No error.
+
+Cause:
+    `prepare_grads` unscales in place, and the main gradients are views of the gradient buffer
+    wherever that is fp32 already. Nothing remembers that it was done. Where they are copies, the
+    second copy is divided by the loss scale of after the first.
+
+Affects:
+    Every release, for optimizers with a gradient scaler. What the patch does: it remembers the
+    version counters of the gradient buffers, which zeroing, accumulating and reducing raise. While
+    they stand still, clipping aside, a further `prepare_grads` unscales only what is copied anew,
+    by the scale of the first time, reports inf and nan as found then, and leaves the loss scale
+    alone. It joins the same collective as upstream's. A gradient that is replaced through
+    `main_grad.data`, without any of those, is taken for the one that was unscaled.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py,
+    `MixedPrecisionOptimizer.prepare_grads`.
+
+Remove when:
+    `prepare_grads` may be called twice on one gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_MEMORY = "megatron_idempotent_unscaled"
+
+
+def prepare_grads(original: Callable[..., bool], self: Any) -> bool:
+    """Around `prepare_grads`: unscale each gradient once."""
+    # A stub holds no gradient to tell a new window by; Megatron-FSDP keeps its own.
+    if self.grad_scaler is None or self.is_stub_optimizer or _is_fsdp(self):
+        return original(self)
+    if _is_unscaled(self):
+        _, scale, found_inf = getattr(self, _MEMORY)
+        return _again(self, scale=scale, found_inf=found_inf)
+    scale = self.grad_scaler.scale  # update() below replaces this tensor, it does not write to it
+    found_inf = original(self)
+    setattr(self, _MEMORY, (_versions(self), scale, found_inf))
+    return found_inf
+
+
+def clip_grad_norm(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around a caller's own clipping: it writes to the gradients, and leaves them unscaled."""
+    unscaled = [o for o in getattr(self, "chained_optimizers", (self,)) if _is_unscaled(o)]
+    result = original(self, *args, **kwargs)
+    for optimizer in unscaled:
+        _remember(optimizer)
+    return result
+
+
+def step_with_ready_grads(original: Callable[..., bool], self: Any) -> bool:
+    """Around the update: the gradients it is given are unscaled, and clipped by whoever does it."""
+    if hasattr(self, _MEMORY):
+        _remember(self)
+    return original(self)
+
+
+def _is_unscaled(optimizer: Any) -> bool:
+    memory = getattr(optimizer, _MEMORY, None)
+    return memory is not None and memory[0] == _versions(optimizer)
+
+
+def _remember(optimizer: Any) -> None:
+    _, scale, found_inf = getattr(optimizer, _MEMORY)
+    setattr(optimizer, _MEMORY, (_versions(optimizer), scale, found_inf))
+
+
+def _again(optimizer: Any, *, scale: Tensor, found_inf: bool) -> bool:
+    import torch
+
+    with torch.no_grad():
+        optimizer._copy_model_grads_to_main_grads()
+        sources = {_memory(grad) for grad in _model_grads(optimizer)}
+        copies = [
+            grad
+            for grad in optimizer._collect_main_grad_data_for_unscaling()
+            if _memory(grad) not in sources
+        ]
+        optimizer.found_inf.fill_(float(found_inf))
+        if copies:
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                copies, optimizer.found_inf, scale.double().reciprocal().float()
+            )
+        # All ranks must enter: one without parameters is in upstream's body, which reduces here.
+        torch.distributed.all_reduce(
+            optimizer.found_inf,
+            op=torch.distributed.ReduceOp.MAX,
+            group=optimizer.get_grad_stats_parallel_group(),
+        )
+        return bool(optimizer.found_inf.item() > 0)
+
+
+def _versions(optimizer: Any) -> tuple[int, ...]:
+    """Version counters that rise with every write to a gradient; a buffer's views share its own."""
+    if hasattr(optimizer, "buffers"):
+        return tuple(buffer.grad_data._version for buffer in optimizer.buffers)
+    return tuple(grad._version for grad in _model_grads(optimizer))
+
+
+def _model_grads(optimizer: Any) -> list[Tensor]:
+    names = (
+        ("model_float16_groups", "model_fp32_groups")
+        if hasattr(optimizer, "buffers")
+        else ("float16_groups", "fp32_from_fp32_groups")
+    )
+    params = [p for name in names for group in getattr(optimizer, name) for p in group]
+    grads = [getattr(p, "main_grad", p.grad) for p in params]
+    return [grad for grad in grads if grad is not None]
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_fsdp(optimizer: Any) -> bool:
+    ddp_config = getattr(optimizer, "ddp_config", None)
+    return bool(
+        getattr(ddp_config, "use_megatron_fsdp", False)
+        or getattr(ddp_config, "use_custom_fsdp", False)
+    )
+
+
+def reproduce() -> None:
+    """One window; its gradient norm with and without a look at the gradients before the step."""
+    from megatron_idempotent.cpu import tiny
+
+    norms = []
+    for looks in (0, 1):
+        model = tiny.build(dtype="bf16", loss_scale=1024.0)
+        model.forward_backward(2, data_seed=0)
+        for _ in range(looks):
+            model.optimizer.prepare_grads()
+        _, norm, _ = model.step()
+        norms.append(float(norm))
+    if norms[0] != norms[1]:
+        raise RuntimeError(f"gradient norm {norms[1]} after prepare_grads(), {norms[0]} without")
+
+
+PATCH = Patch(
+    id="unscaled-twice",
+    summary="a second step() or prepare_grads() divides the same gradients by the loss scale again",
+    since="0.12",
+    before="0.20",
+    targets=(
+        Target(
+            address=f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads",
+            wrapper=prepare_grads,
+            reviewed={"ddff09ac5f54": "0.12.0 to 0.19.2"},
+        ),
+        Target(
+            address=f"{_OPTIMIZER}:MegatronOptimizer.clip_grad_norm",
+            wrapper=clip_grad_norm,
+            reviewed={
+                "f4de2cf75122": "0.12.0 to 0.12.3",
+                "52228995e659": "0.13.0 to 0.17.1",
+                "3d94530b6399": "0.18.0 to 0.18.2",
+                "cfc6ab3988ca": "0.19.0 to 0.19.2",
+            },
+        ),
+        Target(
+            address=f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
+            wrapper=step_with_ready_grads,
+            reviewed={
+                "342d3543f0df": "0.12.0 to 0.12.3",
+                "cbbe04fa3333": "0.13.0 to 0.13.1",
+                "5336d5138629": "0.14.0 to 0.18.2",
+                "c384182b7626": "0.19.0 to 0.19.2",
+            },
+        ),
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: gradient norm .* after prepare_grads\(\)",
+    ),
+)

@@ -1,0 +1,89 @@
+"""A checkpoint cannot be loaded into a distributed optimizer that never stepped.
+
+Symptom:
+    A bare `AssertionError` from `optimizer.state_dict()`, and so from saving a run before its first
+    step and from loading one at its start, which is where runs load. Without Transformer Engine and
+    Apex only.
+
+Cause:
+    `state_dict` reads the one step counter of torch's Adam from the state of its parameters, and
+    before the first step there is none.
+
+Affects:
+    Every release, with torch's Adam or AdamW as the fallback. What the patch does: an optimizer
+    without any state gets the one that its first step would give it: zeros, at step 0.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/distrib_optimizer.py,
+    `state_dict`.
+
+Remove when:
+    `state_dict` takes an optimizer without state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _distributed_optimizer
+
+
+def state_dict(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
+    """Before upstream reads the state: fill it where there is none at all."""
+    if not self.optimizer.state and _distributed_optimizer.is_torch_adam(self):
+        _fill(self.optimizer)
+    return original(self)
+
+
+def _fill(adam: Any) -> None:
+    import torch
+
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            # The names and types of torch's own first step.
+            moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+            on_device = parameter.device if group["capturable"] or group["fused"] else "cpu"
+            adam.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=on_device),
+                **{
+                    name: torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                    for name in moments
+                },
+            }
+
+
+def reproduce() -> None:
+    """Ask for the state before the first step; the step must then be the one without asking."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    found = []
+    for asked in (False, True):
+        model = tiny.build()
+        for part in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
+            if asked:
+                part.state_dict()
+        model.forward_backward(1, data_seed=0)
+        model.step()
+        found.append(model.parameters())
+    if not torch.equal(*found):
+        raise RuntimeError("the first step differs where the state was asked for before")
+
+
+PATCH = Patch(
+    id="unstepped-optimizer-refused",
+    summary="loading a checkpoint asserts unless the distributed optimizer has stepped before",
+    since="0.12",
+    before="0.20",
+    targets=(_distributed_optimizer.target("state_dict", state_dict),),
+    upstream=_distributed_optimizer.UPSTREAM,
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"AssertionError",
+    ),
+)

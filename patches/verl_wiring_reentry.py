@@ -1,0 +1,96 @@
+"""verl's wiring asserts on its own `no_sync_func`: run twice, or with virtual pipeline stages.
+
+Symptom:
+    `AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None` from
+    `register_megatron_training_hooks`: at its second call for a model, and with virtual pipeline
+    stages at the first.
+
+Cause:
+    It goes through the chunks of a rank and installs the `no_sync` of all of them in the config of
+    each. verl gives all chunks one config, so the second chunk finds what the first one installed.
+
+Affects:
+    0.6.1 on, read to 0.7.0; before that verl did not set the functions. What the patch does: a
+    `no_sync_func` that is the `no_sync` of these very chunks is cleared before the check, and for
+    the time of the call each further chunk holds a copy of the shared config. Somebody's own
+    function still meets the assertion. The upper bound of the range is open, because the statements
+    that the patch relies on decide.
+
+Upstream:
+    https://github.com/volcengine/verl/blob/v0.7.0/verl/utils/megatron_utils.py,
+    `register_megatron_training_hooks`.
+
+Remove when:
+    verl accepts the chunks' own `no_sync`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+
+from . import _copies
+
+
+def wire(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around `register_megatron_training_hooks`: let each config be wired once."""
+    chunks = arguments(original, args, kwargs)["model"]
+    seen: list[Any] = []
+    sharing: list[tuple[Any, Any]] = []
+    for chunk in chunks:
+        config = getattr(chunk, "config", None)
+        if config is None:
+            continue
+        _copies.forget_no_sync(config, chunks)
+        if any(config is other for other in seen):
+            sharing.append((chunk, config))
+        seen.append(config)
+    for chunk, config in sharing:
+        chunk.config = copy.copy(config)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        for chunk, config in sharing:
+            chunk.config = config
+
+
+def reproduce() -> None:
+    """Wire a model of two virtual stages per rank, which share a config."""
+    from megatron_idempotent.cpu import program
+
+    from ._standins import import_alone
+
+    running = program.start(["--overlap-grad-reduce"], pp=2, vpp=2, shared_config=True)
+    verl = import_alone("verl.utils.megatron_utils", "transformers")
+    verl.register_megatron_training_hooks(running.chunks, running.optimizer)
+    if len(running.config.no_sync_func) != 2:
+        raise RuntimeError("not all chunks are wired")
+
+
+PATCH = Patch(
+    id="verl-wiring-reentry",
+    distribution="verl",
+    summary="verl's wiring asserts on its own config.no_sync_func with virtual pipeline stages",
+    since="0.6.1",
+    before=_copies.ANY_LATER,
+    targets=(
+        Target(
+            address="verl.utils.megatron_utils:register_megatron_training_hooks",
+            wrapper=wire,
+            relies_on=(
+                "config = get_model_config(one_model)",
+                "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
+            ),
+        ),
+    ),
+    fixed_when=_copies.asserts_no_longer("config.no_sync_func is None"),
+    upstream="https://github.com/volcengine/verl/blob/v0.7.0/verl/utils/megatron_utils.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"AssertionError: .*config\.no_sync_func must be None",
+    ),
+)

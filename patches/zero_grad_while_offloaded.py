@@ -1,0 +1,78 @@
+"""`zero_grad_buffer()` while the gradient buffers are offloaded writes to freed memory.
+
+Symptom:
+    A segmentation fault, on a GPU an illegal memory access, from `zero_grad_buffer()` between
+    `offload_grad_buffers()` and `restore_grad_buffers()`: a loop that zeroes at its end or in an
+    abort, or a checkpoint that does, while generation has the memory.
+
+Cause:
+    Offloading shrinks the storage to nothing and leaves the tensors as they were.
+
+Affects:
+    0.16.0 and later. What the patch does: a buffer without memory is not written to. Restoring it
+    zeroes it, so what was asked for is what comes; the rest of `zero_grad_buffer` runs as ever.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
+    `_ParamAndGradBuffer.reset`.
+
+Remove when:
+    `_ParamAndGradBuffer.reset` looks at the storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+
+def reset(original: Callable[..., None], self: Any) -> None:
+    """Around a buffer's zeroing: with its own memory put aside there is none to write to."""
+    if self.grad_data.untyped_storage().size() or not self.grad_data.numel():
+        original(self)
+        return
+    offloaded = self.grad_data
+    try:
+        # Upstream's body zeroes more than this one in some releases.
+        self.grad_data = offloaded.new_empty(0)
+        original(self)
+    finally:
+        self.grad_data = offloaded
+
+
+def reproduce() -> None:
+    """Zero while offloaded, restore, and train on."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build()
+    for seed in range(2):
+        model.forward_backward(2, data_seed=seed)
+        model.step()
+        for chunk in model.chunks:
+            chunk.offload_grad_buffers()
+            chunk.zero_grad_buffer()
+            chunk.restore_grad_buffers()
+
+
+PATCH = Patch(
+    id="zero-grad-while-offloaded",
+    summary="zero_grad_buffer() while the gradient buffers are offloaded is a segmentation fault",
+    since="0.16",
+    before="0.20",
+    targets=(
+        Target(
+            address="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.reset",
+            wrapper=reset,
+            reviewed={
+                "34bd543142d1": "0.16.0 to 0.16.1",
+                "bb35cfe41b7d": "0.17.0 to 0.19.2",
+            },
+        ),
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py",
+    reproduction=Reproduction(
+        run=reproduce, ranks=2, stock_error=r"the process ended without a result"
+    ),
+)
