@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
+
 from megatron_idempotent import casebook
+from megatron_idempotent.engine.catalogue import hazards
 
 ROOT = Path(__file__).parent.parent
 REMEDY = "run `python -m megatron_idempotent.casebook` in the repository"
 
 
 def test_hazards_md_is_current():
-    assert (ROOT / "HAZARDS.md").read_text() == casebook.hazards_markdown(), REMEDY
+    proven = json.loads((ROOT / casebook.PROVEN).read_text())
+    assert (ROOT / "HAZARDS.md").read_text() == casebook.hazards_markdown(proven), REMEDY
+
+
+def test_every_hazard_was_run_on_every_release():
+    for release, findings in json.loads((ROOT / casebook.PROVEN).read_text()).items():
+        missing = set(hazards()) - set(findings)
+        assert not missing, f"{missing} not run on {release}: run `make matrix`"
+        failed = {i for i, word in findings.items() if word in casebook.FAILURES}
+        assert not failed, f"{failed} disagree with their case files on {release}"
+
+
+def test_findings_of_prove_become_a_grid(tmp_path):
+    rows = [
+        {"id": "train-interval-timer", "verdict": "proven", "stock": "AssertionError: x"},
+        {"id": "grad-scale-func", "verdict": "not_applicable", "stock": "missing_target: y"},
+    ]
+    (tmp_path / "0.9.0.json").write_text(json.dumps(rows))
+    (tmp_path / "0.10.0.json").write_text("[]")
+    proven = casebook.read_findings(tmp_path)
+    assert list(proven) == ["0.9.0", "0.10.0"], "in order of release, not of text"
+    grid = casebook.grid_markdown(proven)
+    assert "| [`train-interval-timer`](#train-interval-timer) | ✓ | not run |" in grid
+    assert "| [`grad-scale-func`](#grad-scale-func) | absent | not run |" in grid
+
+
+@pytest.mark.parametrize("content", ["no json", "[1]", '[{"id": "a"}]', None])
+def test_a_folder_without_findings_is_refused_by_name(content, tmp_path):
+    if content is not None:
+        (tmp_path / "0.9.0.json").write_text(content)
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        casebook.read_findings(tmp_path)
 
 
 def test_the_readme_table_is_current():
@@ -20,9 +55,9 @@ def test_the_readme_table_is_current():
 
 
 def test_a_stale_table_is_renewed():
-    stale = f"before\n{casebook.BEGIN}\nold\n{casebook.END}\nafter\n"
+    stale = f"before\n{casebook.BEGIN}\nstale row\n{casebook.END}\nafter\n"
     renewed = casebook.updated_readme(stale)
     assert renewed.startswith("before\n")
     assert renewed.endswith("after\n")
-    assert "old" not in renewed
+    assert "stale row" not in renewed
     assert "`train-interval-timer`" in renewed

@@ -93,13 +93,15 @@ def test_the_sdist_has_what_the_wheel_is_built_from(built):
     assert {"pyproject.toml", "README.md", "LICENSE", "patches/__init__.py"} <= names
 
 
-def test_the_installed_wheel_finds_its_patches(installed):
+def test_the_installed_wheel_finds_its_case_files(installed):
     # -S -I: neither this environment's site-packages nor its editable install.
     program = (
         f"import sys; sys.path.insert(0, {str(installed)!r})\n"
         "import megatron_idempotent\n"
         "print(megatron_idempotent.__file__)\n"
-        "print(*[row.id for row in megatron_idempotent.apply()])\n"
+        "megatron_idempotent.apply()\n"
+        "from megatron_idempotent.engine.catalogue import hazards\n"
+        "print(*hazards())\n"
     )
     output = run(sys.executable, "-S", "-I", "-c", program, cwd=installed)
     where, ids = output.splitlines()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 
 def _build(**options):
     import megatron_idempotent
@@ -98,3 +100,42 @@ def test_a_loss_scale_without_its_optimizer_is_a_clear_error(megatron_ranks):
     for message in megatron_ranks(2, outlived):
         assert "belongs to an optimizer that no longer exists" in message
         assert "build the new one with get_megatron_optimizer" in message
+
+
+def norms_of_a_rebuilt_optimizer(left_by: str, dtype: str) -> tuple[float, float]:
+    """On a rank: the gradient norm of a second optimizer with another scale, and of a first one."""
+    from megatron.core import optimizer
+
+    second, first = (
+        {"initial_loss_scale": scale, "loss_scale": None if dtype == "fp16" else scale}
+        for scale in (1.0, 1024.0)
+    )
+    model = _build(dtype=dtype, optimizer_overrides=first)
+    if left_by == "stock train":
+        model.config.grad_scale_func = model.optimizer.scale_loss
+    config = model.optimizer.chained_optimizers[0].config
+    for name, value in second.items():
+        setattr(config, name, value)
+    model.optimizer = optimizer.get_megatron_optimizer(config, model.chunks)
+    fresh = _build(dtype=dtype, optimizer_overrides=second)
+    norms = []
+    for each in (model, fresh):
+        each.config.finalize_model_grads_func = _finalize()
+        each.forward_backward(2, data_seed=0)
+        norms.append(float(each.step()[1]))
+    return norms[0], norms[1]
+
+
+def _finalize():
+    from megatron.core.distributed import finalize_model_grads
+
+    return finalize_model_grads
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("left_by", ["this patch", "stock train"])
+def test_a_rebuilt_optimizer_is_not_given_a_loss_scaled_by_its_predecessor(
+    left_by, dtype, megatron_ranks
+):
+    for rebuilt_norm, fresh_norm in megatron_ranks(2, norms_of_a_rebuilt_optimizer, left_by, dtype):
+        assert rebuilt_norm == fresh_norm

@@ -1,0 +1,96 @@
+"""One table of Megatron releases in pyproject.toml, and everything that names releases agrees."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from megatron_idempotent.engine.catalogue import hazards
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TABLE = PROJECT["tool"]["megatron-idempotent"]
+RELEASES = [release["megatron"] for release in TABLE["releases"]]
+LINES = [release.rpartition(".")[0] for release in RELEASES]
+
+
+def test_the_table_has_one_release_per_line_in_order_without_gaps():
+    assert sorted(RELEASES, key=Version) == RELEASES
+    minors = [Version(release).minor for release in RELEASES]
+    assert minors == list(range(minors[0], minors[-1] + 1))
+
+
+def test_a_tabled_release_is_the_newest_of_its_line_and_read_ones_are_older():
+    for read in TABLE["read"]:
+        newest = RELEASES[LINES.index(read.rpartition(".")[0])]
+        assert Version(read) < Version(newest)
+
+
+def test_the_gate_holds_the_oldest_release_and_one_in_between():
+    assert TABLE["gate"][0] == RELEASES[0]
+    assert len(TABLE["gate"]) == 2
+    assert TABLE["gate"][1] in RELEASES[1:-1]
+    assert "make gate" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_case_files_speak_of_tabled_releases_only():
+    newest = Version(RELEASES[-1])
+    looked_at = Version(f"{newest.major}.{newest.minor + 1}")
+    for hazard in hazards().values():
+        if hazard.distribution == "megatron-core":
+            assert Version(LINES[0]) <= Version(hazard.since) < Version(hazard.before) <= looked_at
+
+
+def test_the_makefile_sets_up_the_newest_release():
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.findall(r"^MEGATRON \?= (.+)$", makefile, re.MULTILINE) == [RELEASES[-1]]
+    assert re.findall(r"^TORCH \?= (.+)$", makefile, re.MULTILINE) == [TABLE["torch"]]
+
+
+def test_the_trainers_extra_takes_every_release_with_megatron_training():
+    (wanted,) = (
+        Requirement(text)
+        for text in PROJECT["project"]["optional-dependencies"]["trainer"]
+        if text.startswith("megatron-core")
+    )
+    for release in TABLE["releases"]:
+        assert (release["megatron"] in wanted.specifier) == release["training"]
+
+
+def test_the_readme_names_the_releases_and_what_they_run_with():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    pythons = sorted({release["python"] for release in TABLE["releases"]}, key=Version)
+    said = f"{', '.join(RELEASES[:-1])} and {RELEASES[-1]} with torch {TABLE['torch']} on Python "
+    assert f"Tested on megatron-core {said}{' and '.join(pythons)}" in readme
+
+
+def test_the_hazards_were_run_on_the_tabled_releases():
+    proven = json.loads((ROOT / "docs" / "proven.json").read_text())
+    assert list(proven) == RELEASES
+
+
+def test_the_ci_workflow_takes_its_releases_from_nox():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert "nox --session release --list --json" in workflow
+    assert not [release for release in RELEASES if release in workflow]
+
+
+@pytest.mark.skipif(find_spec("nox") is None, reason="nox is for development, not for the matrix")
+def test_nox_has_a_session_per_release():
+    command = [sys.executable, "-m", "nox", "--session", "release", "--list", "--json"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    sessions = [session["session"] for session in json.loads(listed)]
+    assert sessions == [f"release(megatron='{release}')" for release in RELEASES]
+
+
+def test_contributing_sends_people_to_the_table():
+    assert "`[tool.megatron-idempotent]`" in (ROOT / "CONTRIBUTING.md").read_text()

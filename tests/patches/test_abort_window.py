@@ -1,0 +1,128 @@
+"""What `abort_window` puts back where no patch is applied, and what it leaves alone."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+from abort_sites import Interrupted
+
+from megatron_idempotent.cpu import RankError
+
+
+def _abort(model: Any) -> None:
+    import megatron_idempotent
+
+    megatron_idempotent.abort_window(model.chunks, model.optimizer)
+
+
+def between_two_steps(times: int) -> list[str]:
+    """On a rank: digests of all values after a step and `times` aborts, and one window later."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(overlap_param_gather=True)
+    for _ in range(2):
+        model.forward_backward(2, data_seed=0)
+        model.step()
+    for _ in range(times):
+        _abort(model)
+    state = [
+        value
+        for each in model.optimizer.chained_optimizers[0].optimizer.state.values()
+        for value in each.values()
+    ]
+    before = model.parameters()
+    model.forward_backward(2, data_seed=1)
+    values = (*state, before, model.gradients(), model.parameters())
+    return [hashlib.sha256(value.numpy().tobytes()).hexdigest() for value in values]
+
+
+def test_between_two_steps_it_changes_no_value_however_often(megatron_ranks):
+    none, once, twice = (megatron_ranks(2, between_two_steps, times) for times in (0, 1, 2))
+    assert none == once == twice
+
+
+def no_sync_held_by_a_traceback() -> bool:
+    """On a rank: whether synchronisation is off in a window while a dead one's exit comes."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build()
+    (chunk,) = model.chunks
+    held = [chunk.no_sync()]
+    held[0].__enter__()  # as the pipeline schedules do, and an exception leaves it like this
+    _abort(model)
+    with chunk.no_sync():
+        held.clear()
+        return not any(group.is_last_microbatch for group in chunk.bucket_groups)
+
+
+def test_a_no_sync_that_a_traceback_holds_is_left_for_good(megatron_ranks):
+    assert all(megatron_ranks(1, no_sync_held_by_a_traceback))
+
+
+def gathers_in_flight() -> tuple[int, int]:
+    """On a rank: gathers in flight after a forward was interrupted, and after the abort."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(overlap_param_gather=True)
+    (chunk,) = model.chunks
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupted
+
+    hook = chunk.module.decoder.layers[0].register_forward_pre_hook(interrupt)
+    with pytest.raises(Interrupted):
+        model.forward_backward(1, data_seed=0)
+    hook.remove()
+
+    def flying() -> int:
+        return sum(group.param_gather_handle is not None for group in chunk.bucket_groups)
+
+    before = flying()
+    _abort(model)
+    after = flying()
+    chunk.start_param_sync()  # asserts that nothing is under way
+    return before, after
+
+
+def test_gathers_in_flight_end(megatron_ranks):
+    for before, after in megatron_ranks(2, gathers_in_flight):
+        assert before > 0
+        assert after == 0
+
+
+def bad_input(which: str) -> None:
+    """On a rank: a call with something that is no chunk or no optimizer."""
+    import torch
+
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build()
+    (chunk,) = model.chunks
+    calls = {
+        "one chunk": (chunk, None),
+        "none": ([], None),
+        "inside": ([chunk, chunk.module], None),
+        "optimizer": ([chunk], torch.optim.SGD(chunk.parameters(), lr=0.1)),
+    }
+    chunk.bucket_groups[0].is_last_microbatch = False
+    try:
+        megatron_idempotent.abort_window(*calls[which])
+    finally:
+        assert not chunk.bucket_groups[0].is_last_microbatch, "nothing is changed on bad input"
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("one chunk", "got a DistributedDataParallel: pass the list"),
+        ("none", "got no model chunk"),
+        ("inside", "got a GPTModel, which has no bucket groups"),
+        ("optimizer", "got a SGD as optimizer, which has no step_with_ready_grads"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_changed(megatron_ranks, which, message):
+    with pytest.raises(RankError, match=message):
+        megatron_ranks(1, bad_input, which)

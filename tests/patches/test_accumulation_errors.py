@@ -1,0 +1,178 @@
+"""What accumulation_window() refuses, and what it leaves behind when the block raises."""
+
+from __future__ import annotations
+
+import pytest
+
+FUNCTIONS = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
+
+
+def _run(model, num_microbatches):
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_idempotent.cpu import tiny
+
+    get_forward_backward_func()(
+        forward_step_func=model._forward_step([]),
+        data_iterator=tiny.microbatches(0),
+        model=model.chunks,
+        num_microbatches=num_microbatches,
+        seq_length=tiny.SEQUENCE,
+        micro_batch_size=tiny.BATCH,
+        forward_only=False,
+    )
+
+
+def said(case: str) -> str:
+    """On a rank: the error of one wrong use."""
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    if case != "unpatched":
+        megatron_idempotent.apply()
+    model = tiny.build()
+    try:
+        WRONG[case](megatron_idempotent.accumulation_window, model)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _too_many(window, model):
+    with window(model.chunks, 3):
+        _run(model, 2)
+        _run(model, 2)
+
+
+def _too_few(window, model):
+    with window(model.chunks, 3):
+        _run(model, 2)
+
+
+def _empty(window, model):
+    with window(model.chunks):
+        pass
+
+
+def _no_chunk(window, model):
+    with window([], 3):
+        pass
+
+
+def _no_number(window, model):
+    with window(model.chunks, 0):
+        pass
+
+
+def _both(window, model):
+    with window(model.chunks, 3, expected_microbatches=3):
+        pass
+
+
+def _nested(window, model):
+    with window(model.chunks, 3), window(model.chunks, 3):
+        pass
+
+
+def _fewer_than_ran(window, model):
+    with window(model.chunks) as opened:
+        _run(model, 2)
+        opened.set_total(1)
+
+
+def _after_the_end(window, model):
+    with window(model.chunks, 2) as opened:
+        _run(model, 2)
+        opened.set_total(4)
+
+
+def _retried(window, model):
+    def fail(index, loss):
+        raise OSError("no data")
+
+    with window(model.chunks, 2):
+        model.on_microbatch = fail
+        with pytest.raises(OSError, match="no data"):
+            _run(model, 1)
+        model.on_microbatch = None
+        _run(model, 1)
+
+
+def _unpatched(window, model):
+    with window(model.chunks, 2):
+        pass
+
+
+WRONG = {
+    "too many": _too_many,
+    "too few": _too_few,
+    "empty": _empty,
+    "no chunk": _no_chunk,
+    "no number": _no_number,
+    "both": _both,
+    "nested": _nested,
+    "fewer than ran": _fewer_than_ran,
+    "after the end": _after_the_end,
+    "retried": _retried,
+    "unpatched": _unpatched,
+}
+MESSAGES = {
+    "too many": r"^ValueError: .* has 3 microbatches, 2 have run, and this call brings 2",
+    "too few": r"^RuntimeError: .* ends after 2 of 3 microbatches: .* Run the rest",
+    "empty": r"^RuntimeError: .* ends after 0 of its microbatches",
+    "no chunk": r"^ValueError: .* no model chunk",
+    "no number": r"^ValueError: .* takes a positive int as total_microbatches, got 0",
+    "both": r"^ValueError: .* both a total \(3\) and a guess \(3\)",
+    "nested": r"^RuntimeError: .* is open for these chunks already",
+    "fewer than ran": r"^ValueError: set_total\(1\): 2 microbatches of this step have run",
+    "after the end": r"^RuntimeError: set_total\(4\): the step was finalized with 2 microbatches",
+    "retried": r"^RuntimeError: an earlier schedule call .* raised, so the gradients are partial",
+    "unpatched": r"^RuntimeError: .* aux-loss-scale-left-set, which is not applied: call",
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_use_is_a_clear_error(megatron_ranks, case):
+    import re
+
+    (message,) = megatron_ranks(1, said, case)
+    assert re.search(MESSAGES[case], message), message
+
+
+def left_behind() -> list[bool]:
+    """On a rank: what is as before, behind a call that raises, and whether the next step is."""
+    import torch
+
+    import megatron_idempotent
+    from megatron_idempotent import accumulation_window
+    from megatron_idempotent.cpu import tiny
+
+    megatron_idempotent.apply()
+    model = tiny.build()
+    model.forward_backward(2, data_seed=0)
+    want = model.gradients()
+    functions = [getattr(model.config, name) for name in FUNCTIONS]
+
+    def fail(index, loss):
+        if index == 1:
+            raise OSError("no data")
+
+    for total in (2, 4):  # in the last call, and in one that is held back
+        model.on_microbatch = fail
+        with pytest.raises(OSError, match="no data"), accumulation_window(model.chunks, total):
+            _run(model, 2)
+    model.on_microbatch = None
+    same = [now == was for now, was in zip(_functions(model), functions, strict=True)]
+    megatron_idempotent.abort_window(model.chunks)
+    with accumulation_window(model.chunks, 2):
+        model.forward_backward(2, data_seed=0)
+    return [*same, torch.equal(model.gradients(), want)]
+
+
+def _functions(model):
+    return [getattr(model.config, name) for name in FUNCTIONS]
+
+
+def test_a_window_that_raises_leaves_the_config_as_it_was(megatron_ranks):
+    for same in megatron_ranks(2, left_behind):
+        assert all(same), same
