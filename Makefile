@@ -12,12 +12,14 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(MEGATRON)-$(TORCH)
 
-.PHONY: help train test matrix lint bench setup clean
+.PHONY: help train test matrix gate drift lint bench setup clean
 
 help:
 	@echo "make train    run the reference RL trainer on two CPU ranks (ARGS='--help' for its options)"
 	@echo "make test     run the tests (ARGS='-k name' to choose)"
-	@echo "make matrix   run the tests on every supported Megatron release"
+	@echo "make matrix   hazards, patches and parity on every supported Megatron release"
+	@echo "make gate     ... on the oldest one and one in between"
+	@echo "make drift    patches against all release wheels, read only (ARGS='a source tree')"
 	@echo "make lint     ruff, mypy and the generated files"
 	@echo "make bench    run benchmarks/"
 
@@ -44,8 +46,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-matrix: $(STAMP)
-	$(BIN)/nox --session matrix -- $(ARGS)
+matrix gate: $(STAMP)
+	$(BIN)/nox --session $@ -- $(ARGS)
+
+drift: $(STAMP)
+	$(BIN)/nox --session drift -- $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
