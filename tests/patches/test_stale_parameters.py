@@ -56,6 +56,10 @@ def collectives_of_training(only: tuple[str, ...], layout: dict, iterations: int
                 for chunk in model.chunks:
                     chunk.enable_forward_pre_hook()
                 model.config.param_sync_func = put_aside
+    if layout.get("overlap_param_gather", True):
+        for chunk in model.chunks:
+            # A gather may be in flight still, and how much of it has arrived depends on the machine.
+            chunk.start_param_sync(force_sync=True)
     return [*issued, repr(float(model.parameters().double().sum()))]
 
 
