@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from . import decide, late
 from .catalogue import patches
+from .early import EarlyNames
 from .record import Patch, Target
-from .report import COVERED, Row, Status
+from .report import Row, Status
 from .sites import Conflict, Site, open_site
 
 if TYPE_CHECKING:
@@ -69,19 +70,32 @@ os.register_at_fork(
 
 def settle() -> None:
     """Land whatever can land: called by `apply()` and by every import hook."""
-    for patch in list(state.wanted.values()):
-        if landed(patch) or all(not late.is_complete(target.module) for target in patch.targets):
-            continue
-        try:
-            outcome = _land(patch)
-        except Exception as error:  # noqa: BLE001 - runs inside of users' import statements
-            outcome = row(patch, "failed", f"{type(error).__name__}: {error}")
-        if outcome.status not in COVERED:
-            drop({patch.id})
-        state.rows[patch.id] = outcome
+    names = EarlyNames()
+    accepted: dict[str, str] = {}
+    try:
+        for patch in list(state.wanted.values()):
+            if landed(patch) or all(not late.is_complete(t.module) for t in patch.targets):
+                continue
+            refusal = _try_to_land(patch, names, accepted)
+            if refusal is not None:
+                drop({patch.id}, names)
+                state.rows[patch.id] = refusal
+    finally:
+        names.rebind()  # of an interrupted import too: nothing would look again
+    for patch_id, reason in accepted.items():
+        if patch_id in state.wanted:
+            state.rows[patch_id] = _accepted(state.wanted[patch_id], reason)
 
 
-def _land(patch: Patch) -> Row:
+def _try_to_land(patch: Patch, names: EarlyNames, accepted: dict[str, str]) -> Row | None:
+    try:
+        return _land(patch, names, accepted)
+    except Exception as error:  # noqa: BLE001 - runs inside of users' import statements
+        return row(patch, "failed", f"{type(error).__name__}: {error}")
+
+
+def _land(patch: Patch, names: EarlyNames, accepted: dict[str, str]) -> Row | None:
+    # Puts the reason into `accepted`, or returns why not.
     verdict = decide.check_bodies(patch, named=patch.id in state.named)
     if verdict.status is not None:
         return row(patch, verdict.status, verdict.reason)
@@ -94,9 +108,14 @@ def _land(patch: Patch) -> Row:
         if not site.in_place:
             state.sites[target.address] = site
             site.body = verdict.bodies[target.address].hash
-            site.install(_prefixes(target))
+            site.install(_prefixes(target), names)
         site.add(patch.id, target.wrapper)
-    reasons = [verdict.reason]
+    accepted[patch.id] = verdict.reason
+    return None
+
+
+def _accepted(patch: Patch, reason: str) -> Row:
+    reasons = [reason]
     left = [name for target in patch.targets for name in _left(target)]
     if left:
         reasons.append(f"bound before us and left alone: {', '.join(left)}")
@@ -139,16 +158,23 @@ def _left(target: Target) -> list[str]:
     return [] if site is None else site.left
 
 
-def drop(ids: set[str]) -> list[Row]:
-    """Take these patches off, last in first out, and forget them."""
+def drop(ids: set[str], names: EarlyNames | None = None) -> list[Row]:
+    """Take these patches off, last in first out, and forget them.
+
+    Args:
+        names: told what to look for in other modules; None looks at once.
+    """
+    told = EarlyNames() if names is None else names
     rows = {patch_id: row(patches()[patch_id], "disabled", "reverted") for patch_id in sorted(ids)}
     for address, site in reversed(list(state.sites.items())):
         ours = ids & set(site.layers)
         for patch_id in ours:
             site.remove(patch_id)
-        if not site.layers and not site.uninstall():
+        if not site.layers and not site.uninstall(told):
             reason = f"someone wrapped {address} after us: our layer stays below, doing nothing"
             rows |= {patch_id: row(patches()[patch_id], "conflict", reason) for patch_id in ours}
+    if names is None:
+        told.rebind()
     for patch_id in ids:
         state.wanted.pop(patch_id, None)
     state.named -= ids

@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from .early import EarlyNames
 from .finding import namespace
 from .record import Target
 
@@ -48,6 +49,7 @@ class Site:
         self.previous: Site | None = None
         """The site at this address before upstream's module was loaded again."""
         self._prefixes: frozenset[str] = frozenset()
+        self._is_installed = False
         self._call = original = self.original
 
         @functools.wraps(original)
@@ -103,46 +105,48 @@ class Site:
             call = functools.update_wrapper(functools.partial(wrapper, call), self.original)
         self._call = call
 
-    def install(self, prefixes: Iterable[str]) -> None:
-        """Put our function at the site, and where it was bound by name before.
+    @property
+    def current(self) -> Any:
+        """What names of the function should lead to: ours while it is installed."""
+        return self.installed if self._is_installed else self.original
+
+    def may_change(self, module_name: str) -> bool:
+        """Whether names in that module are ours to bind anew."""
+        return any(
+            module_name == prefix or module_name.startswith(f"{prefix}.")
+            for prefix in self._prefixes
+        )
+
+    def install(self, prefixes: Iterable[str], names: EarlyNames) -> None:
+        """Put our function at the site.
 
         Args:
             prefixes: packages whose early-bound names are rebound; names elsewhere are `left`.
+            names: told to look for them.
         """
         self._prefixes = frozenset(prefixes)
+        self._is_installed = True
         setattr(self.owner, self.name, self.installed)
         if isinstance(self.owner, types.ModuleType):
-            self.left = self._rebind(self.original, self.installed)
+            names.follow(self)
 
-    def uninstall(self) -> bool:
+    def uninstall(self, names: EarlyNames) -> bool:
         """Put upstream's function back; False where someone has wrapped ours in the meantime.
 
         In that case ours stays below theirs as an inert layer that only passes calls on.
         """
         if self.previous is not None:
-            self.previous.uninstall()
+            self.previous.uninstall(names)
             self.previous = None
+        self._is_installed = False
         replaced = namespace(self.owner).get(self.name) is not self.installed
         if not replaced and self.raw is ABSENT:
             delattr(self.owner, self.name)
         elif not replaced:
             setattr(self.owner, self.name, self.raw)
         if isinstance(self.owner, types.ModuleType):
-            self._rebind(self.installed, self.original)
+            names.follow(self)
         return not replaced or not self.in_place
-
-    def _rebind(self, old: object, new: object) -> list[str]:
-        left = []
-        for module_name, module, names in _holders(old):
-            if module is self.owner or any(
-                module_name == prefix or module_name.startswith(f"{prefix}.")
-                for prefix in self._prefixes
-            ):
-                for name in names:
-                    namespace(module)[name] = new
-            else:
-                left += [f"{module_name}.{name}" for name in names]
-        return left
 
 
 def open_site(target: Target, decorators: int) -> Site:
@@ -184,16 +188,6 @@ def find_owner(module: types.ModuleType, qualname: str) -> Any:
         if not isinstance(owner, type):
             raise AttributeError(f"{module.__name__} has no {qualname}")
     return owner
-
-
-def _holders(value: object) -> Iterator[tuple[str, types.ModuleType, list[str]]]:
-    for module_name, module in list(sys.modules.items()):
-        # Not isinstance(): it believes what a proxy says it is, and asking wakes a lazy one.
-        if not issubclass(type(module), types.ModuleType):
-            continue
-        names = [name for name, held in list(namespace(module).items()) if held is value]
-        if names:
-            yield module_name, module, names
 
 
 def _unbound(raw: Any) -> Any:

@@ -11,6 +11,7 @@ import pytest
 from toys import ask, shout
 
 from megatron_idempotent.engine import Target
+from megatron_idempotent.engine.early import EarlyNames
 from megatron_idempotent.engine.sites import Conflict, Site, open_site
 
 SOURCE = """
@@ -57,6 +58,19 @@ def site_of(qualname: str, decorators: int = 0) -> Site:
     return open_site(target, decorators)
 
 
+def install(site: Site, *prefixes: str) -> None:
+    names = EarlyNames()
+    site.install(prefixes, names)
+    names.rebind()
+
+
+def uninstall(site: Site) -> bool:
+    names = EarlyNames()
+    ours = site.uninstall(names)
+    names.rebind()
+    return ours
+
+
 @pytest.mark.parametrize(
     ("qualname", "decorators"),
     [("greet", 0), ("Thing.method", 0), ("Thing.static", 1), ("Thing.klass", 1)],
@@ -67,30 +81,30 @@ def test_uninstalling_puts_the_raw_value_back(module, qualname, decorators):
     raw = vars(owner)[name]
     call = getattr(module.Thing() if "." in qualname else module, name)
     site = site_of(qualname, decorators)
-    site.install(())
+    install(site)
     site.add("shout", shout)
     assert type(vars(owner)[name]) is type(raw)
     assert getattr(module.Thing() if "." in qualname else module, name)("x") == call("x") + "!"
     site.remove("shout")
-    assert site.uninstall()
+    assert uninstall(site)
     assert vars(owner)[name] is raw
 
 
 @pytest.mark.parametrize(("name", "answer"), [("inherited", "Thing x!"), ("made", "Thing x!")])
 def test_uninstalling_deletes_what_was_inherited(module, name, answer):
     site = site_of(f"Thing.{name}")
-    site.install(())
+    install(site)
     site.add("shout", shout)
     assert getattr(module.Thing(), name)("x") == answer
     assert getattr(module.Base(), name)("x") == "Base x"
-    assert site.uninstall()
+    assert uninstall(site)
     assert name not in vars(module.Thing)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["a", "b", "c"])))
 def test_layers_come_and_go_in_any_order(module, order):
     site = site_of("greet")
-    site.install(())
+    install(site)
     installed = module.greet
     wrappers = {"a": shout, "b": ask, "c": shout}
     for patch_id in order:
@@ -111,7 +125,7 @@ def test_the_signature_is_upstreams_for_callers_and_for_wrappers(module):
         return original(*args, **kwargs)
 
     site = site_of("greet")
-    site.install(())
+    install(site)
     site.add("a", wrapper)
     site.add("b", wrapper)
     module.greet()
@@ -121,21 +135,21 @@ def test_the_signature_is_upstreams_for_callers_and_for_wrappers(module):
 
 def test_another_name_in_the_same_module_is_patched_too(module):
     site = site_of("greet")
-    site.install(())
+    install(site)
     assert module.alias is module.greet
-    site.uninstall()
+    uninstall(site)
     assert module.alias is module.greet is site.original
 
 
 def test_a_polite_wrapper_around_a_static_method_counts_as_in_place(module):
     site = site_of("Thing.static", 1)
-    site.install(())
+    install(site)
     ours = module.Thing.static
     wrapper = types.FunctionType(shout.__code__, globals())
     wrapper.__wrapped__ = ours
     module.Thing.static = staticmethod(wrapper)
     assert site.in_place
-    assert not site.uninstall()
+    assert not uninstall(site)
 
 
 def test_a_wrapper_that_upstream_did_not_put_on_a_static_method_is_a_conflict(module):
@@ -167,7 +181,7 @@ def test_what_is_no_function_is_a_conflict_that_says_what_it_is(module, value):
 
 def test_a_class_that_is_gone_is_not_in_place(module):
     site = site_of("Thing.method")
-    site.install(())
+    install(site)
     assert site.in_place
     del module.Thing
     assert not site.in_place
@@ -197,6 +211,26 @@ def test_looking_for_early_bound_names_wakes_no_lazy_module(module, monkeypatch)
     monkeypatch.setitem(sys.modules, "toy_none", None)
     woken.clear()
     site = site_of("greet")
-    site.install(("toy_lazy", "toy_lazier", "toy_proxy"))
-    site.uninstall()
+    install(site, "toy_lazy", "toy_lazier", "toy_proxy")
+    uninstall(site)
     assert woken == []
+
+
+def test_many_sites_are_looked_for_at_once_and_foreign_names_are_left(module, monkeypatch):
+    source = "from toy_sites import greet, alias as other"
+    for name in ("toy_sites_own", "toy_foreign"):
+        early = types.ModuleType(name)
+        exec(source, vars(early))
+        monkeypatch.setitem(sys.modules, name, early)
+    upstream = module.greet
+    sites, names = [site_of("greet"), site_of("Thing.method")], EarlyNames()
+    for site in sites:
+        site.install(("toy_sites_own",), names)
+    own, foreign = sys.modules["toy_sites_own"], sys.modules["toy_foreign"]
+    assert own.greet is foreign.greet is upstream
+    names.rebind()
+    assert own.greet is own.other is module.greet is module.alias is sites[0].installed
+    assert foreign.greet is foreign.other is upstream
+    assert sites[0].left == ["toy_foreign.greet", "toy_foreign.other"]
+    uninstall(sites[0])
+    assert own.greet is own.other is module.greet is module.alias is upstream
