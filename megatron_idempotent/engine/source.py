@@ -11,12 +11,13 @@ import ast
 import copy
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 from .finding import find
 
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # ctx repeats the position of a node; kind and type_params come and go with the Python version.
 _UNSTABLE_FIELDS = frozenset({"ctx", "kind", "type_params", "type_comment"})
@@ -64,11 +65,23 @@ class Body:
         aside, stands in the body; with `outside_loops`, in no `for` or `while` of it."""
         (wanted,) = ast.parse(fragment).body
         node: ast.AST = wanted.value if isinstance(wanted, ast.Expr) else wanted
-        text = canonical(node)
-        return any(
-            type(other) is type(node) and canonical(other) == text
-            for other in _walk(self.tree, outside_loops)
-        )
+        everywhere, outside = self._fragments
+        return hash(canonical(node)) in (outside if outside_loops else everywhere)
+
+    @cached_property
+    def _fragments(self) -> tuple[set[int], set[int]]:
+        # Of all expressions and statements, and of those in no loop. Hashes, because every text
+        # contains those of its parts: train()'s are megabytes.
+        everywhere: set[int] = set()
+        outside: set[int] = set()
+
+        def note(text: str, in_loop: bool) -> None:
+            everywhere.add(hash(text))
+            if not in_loop:
+                outside.add(hash(text))
+
+        canonical(self.tree, note)
+        return everywhere, outside
 
 
 def read_body(path: Path, qualname: str) -> Body | None:
@@ -101,13 +114,6 @@ def parse_body(text: str, qualname: str) -> Body | None:
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return Body(node)
     return None
-
-
-def _walk(node: ast.AST, outside_loops: bool) -> Iterator[ast.AST]:
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not (outside_loops and isinstance(child, (ast.For, ast.AsyncFor, ast.While))):
-            yield from _walk(child, outside_loops)
 
 
 @lru_cache(maxsize=8)  # the methods of one class are asked for one after the other
@@ -153,22 +159,34 @@ def _definition(
     return found
 
 
-def canonical(node: object) -> str:
-    """A text that two syntax trees share exactly when they are the same code."""
+def canonical(
+    node: object, note: Callable[[str, bool], None] | None = None, in_loop: bool = False
+) -> str:
+    """A text that two syntax trees share exactly when they are the same code.
+
+    Args:
+        note: told the text of every node in the tree, and whether that is, or is in, a loop.
+    """
     if isinstance(node, ast.AST):
+        kind = type(node)
+        in_loop = in_loop or kind in _LOOPS
         fields = []
-        for name, value in ast.iter_fields(node):
+        for name in kind._fields:
+            value = getattr(node, name, None)
             if name in _UNSTABLE_FIELDS or value is None or value == []:
                 continue
             if name == "body" and isinstance(node, _Definition):
                 value = _without_docstring(value)
-            if isinstance(node, ast.JoinedStr):
+            if kind is ast.JoinedStr:
                 # Python 3.12 puts an empty text behind some nested format specifications.
                 value = [v for v in value if not (isinstance(v, ast.Constant) and v.value == "")]
-            fields.append(f"{name}={canonical(value)}")
-        return f"{type(node).__name__}({','.join(fields)})"
-    if isinstance(node, list):
-        return f"[{','.join(map(canonical, node))}]"
+            fields.append(f"{name}={canonical(value, note, in_loop)}")
+        text = f"{kind.__name__}({','.join(fields)})"
+        if note is not None:
+            note(text, in_loop)
+        return text
+    if type(node) is list:
+        return f"[{','.join([canonical(item, note, in_loop) for item in node])}]"
     return repr(node)
 
 
