@@ -33,6 +33,7 @@ def main(connection_fd: int, modules: Sequence[str]) -> None:
                 continue  # a pool without Megatron runs plain torch functions
             if name.count(".") == 0 or _exists(name):
                 importlib.import_module(name)
+        _read_ahead()
     # Upstream reports every bucket and setting at level INFO; a call may lower the level again.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # Ranks share these pages with us as long as no collection writes into them.
@@ -42,6 +43,14 @@ def main(connection_fd: int, modules: Sequence[str]) -> None:
         while True:
             call = pickle.loads(connection.recv_bytes())
             connection.send(Round(call, connection).run())
+
+
+def _read_ahead() -> None:
+    """Read what patches compare of upstream's code, so that no rank's `apply()` has to."""
+    from megatron_idempotent.engine import catalogue, decide
+
+    for patch in catalogue.patches().values():
+        decide.check_bodies(patch, named=False)
 
 
 def _exists(name: str) -> bool:
