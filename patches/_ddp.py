@@ -10,6 +10,10 @@ from megatron_idempotent.engine import Target
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 _GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 
+_SPOILT = "the gradients of a window depend on the aborted one before it"
+#: `stock_error` of the reproductions that `expect_gradients` ends.
+SPOILT_ERROR = f"RuntimeError: {_SPOILT}"
+
 # Body hash → releases, read by a person for every case file that uses the method.
 _REVIEWED = {
     f"{_DDP}.zero_grad_buffer": {
@@ -67,6 +71,33 @@ def group_target(method: str, wrapper: Callable[..., Any]) -> Target:
     """A method of the bucket group, which holds what one collective reduces or gathers."""
     address = f"{_GROUP}.{method}"
     return Target(address=address, wrapper=wrapper, reviewed=_REVIEWED[address])
+
+
+def abort_in_backward(model: Any, register: Callable[[Any, Callable[..., None]], Any]) -> None:
+    """For reproductions: a window of a bench, one microbatch, that its backward interrupts.
+
+    Args:
+        register: `register(param, fail)` hangs `fail` on the parameter whose gradient is computed
+            last, and returns the handle.
+    """
+
+    def fail(*_: Any) -> None:
+        raise ValueError("interrupted")
+
+    hook = register(next(model.chunks[0].module.parameters()), fail)
+    try:
+        model.forward_backward(1, data_seed=1)
+    except ValueError:
+        hook.remove()
+
+
+def expect_gradients(model: Any, expected: Any) -> None:
+    """For reproductions: one more window, whose gradients must be `expected`, to the bit."""
+    import torch
+
+    model.forward_backward(1, data_seed=0)
+    if not torch.equal(model.gradients(), expected):
+        raise RuntimeError(_SPOILT)
 
 
 def bucket_groups(chunk: Any) -> list[Any]:

@@ -22,6 +22,41 @@ class Reduced(Record):
     """Registered gradients per bucket group; upstream keeps its first batch's."""
 
 
+class Windows:
+    """Whether chunks' gradients are reduced, kept on them under names of the patch that asks.
+
+    `finished`, `entered_no_sync` and `began` belong into the wrappers of `finish_grad_sync`,
+    `no_sync` and `zero_grad_buffer`.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        self._reduced = f"_megatron_idempotent_{purpose}"
+        self._held = f"{self._reduced}_held"
+
+    def reduced(self, chunk: Any) -> Reduced | None:
+        """The chunk's gradients as `finish_grad_sync` left them; None before it in a window."""
+        found: Reduced | None = getattr(chunk, self._reduced, None)
+        return found
+
+    def grown(self, chunk: Any) -> bool:
+        """Whether gradients were added to reduced ones."""
+        before = self.reduced(chunk)
+        return before is not None and grown(chunk, before, held=getattr(chunk, self._held))
+
+    def finished(self, chunk: Any) -> None:
+        """All gradients are reduced now."""
+        setattr(chunk, self._reduced, snapshot(chunk))
+        setattr(chunk, self._held, False)
+
+    def entered_no_sync(self, chunk: Any) -> None:
+        """From here on hooks may have added gradients without registering them."""
+        setattr(chunk, self._held, True)
+
+    def began(self, chunk: Any) -> None:
+        """A window whose gradients are not reduced."""
+        setattr(chunk, self._reduced, None)
+
+
 def snapshot(chunk: Any) -> Reduced:
     """The chunk's gradients as they are now."""
     return Reduced(

@@ -33,31 +33,28 @@ from megatron_idempotent.engine import Patch, Reproduction
 from . import _reduction
 from ._ddp import bucket_groups, ddp_target
 
-_REDUCED = "_megatron_idempotent_finished"
-_HELD = "_megatron_idempotent_held_after_finish"
+_windows = _reduction.Windows("finished")
 
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Reduce once, and again only where there is something new."""
-    before = getattr(self, _REDUCED, None)
-    if before is not None and not _reduction.grown(self, before, held=getattr(self, _HELD)):
+    if _windows.reduced(self) is not None and not _windows.grown(self):
         for group in bucket_groups(self):
             group.param_gather_dispatched = False  # as upstream does at every call
         return
     original(self, *args, **kwargs)
-    setattr(self, _REDUCED, _reduction.snapshot(self))
-    setattr(self, _HELD, False)
+    _windows.finished(self)
 
 
 def no_sync(original: Callable[..., Any], self: Any) -> Any:
     """Remember that hooks may have added gradients without registering them."""
-    setattr(self, _HELD, True)
+    _windows.entered_no_sync(self)
     return original(self)
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     """Start a window whose gradients are not reduced."""
-    setattr(self, _REDUCED, None)
+    _windows.began(self)
     original(self)
 
 

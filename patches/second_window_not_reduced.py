@@ -37,14 +37,12 @@ from megatron_idempotent.engine import Patch, Reproduction, Target
 from . import _reduction
 from ._ddp import bucket_groups, ddp_target
 
-_REDUCED = "_megatron_idempotent_reduced"
-_HELD = "_megatron_idempotent_held_after_reduction"
+_windows = _reduction.Windows("reduced")
 
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Reduce again where new gradients came on top of reduced ones, or refuse."""
-    before = getattr(self, _REDUCED, None)
-    again = before is not None and _grown(self, before)
+    before, again = _windows.reduced(self), _windows.grown(self)
     if again:
         for group in bucket_groups(self):
             why = _inexact(group)
@@ -62,15 +60,13 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
             elif first is not None:
                 # What the first batch registers becomes what every later window has to.
                 group.per_param_grad_ready_counts = dict(first)
-    setattr(self, _REDUCED, _reduction.snapshot(self))
-    setattr(self, _HELD, False)
+    _windows.finished(self)
 
 
 def finalize(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
     """Around `finalize_model_grads`, which sums over more than the data-parallel ranks."""
     chunks = list(model)
-    mixed = [c for c in chunks if getattr(c, _REDUCED, None) and _grown(c, getattr(c, _REDUCED))]
-    if mixed:
+    if any(map(_windows.grown, chunks)):
         num_tokens = args[0] if args else kwargs.get("num_tokens")
         why = _sums_elsewhere(chunks, num_tokens)
         if why:
@@ -80,25 +76,21 @@ def finalize(original: Callable[..., None], model: Any, *args: Any, **kwargs: An
 
 def no_sync(original: Callable[..., Any], self: Any) -> Any:
     """Remember that hooks may have added gradients without registering them."""
-    setattr(self, _HELD, True)
+    _windows.entered_no_sync(self)
     return original(self)
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     """Start a window whose gradients are not reduced."""
-    before = getattr(self, _REDUCED, None)
+    before = _windows.reduced(self)
     if before is not None:
         for group, counts in zip(bucket_groups(self), before.counts, strict=True):
             # Nothing is left where it was dropped already, for parameters that the first lacked.
             if getattr(group, "is_first_batch", False) and _reduction.registered(group):
                 # A window that was refused, or aborted, on top of the first must teach nothing.
                 group.per_param_grad_ready_counts = dict(counts)
-    setattr(self, _REDUCED, None)
+    _windows.began(self)
     original(self)
-
-
-def _grown(chunk: Any, before: _reduction.Reduced) -> bool:
-    return _reduction.grown(chunk, before, held=getattr(chunk, _HELD))
 
 
 def _inexact(group: Any) -> str | None:
