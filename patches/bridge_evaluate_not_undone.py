@@ -28,9 +28,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target, arguments
 
-from . import _copies
 from .evaluate_not_undone import undone
 
 
@@ -69,7 +68,7 @@ PATCH = Patch(
     distribution="megatron-bridge",
     summary="Bridge's evaluate(), where it raises, leaves evaluation mode, timer and rerun mode",
     since="0.3",
-    before=_copies.ANY_LATER,
+    before=OPEN,
     targets=(
         Target(
             address="megatron.bridge.training.eval:evaluate",

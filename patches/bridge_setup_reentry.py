@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target, arguments
 
 from . import _copies
 
@@ -58,7 +58,7 @@ PATCH = Patch(
     distribution="megatron-bridge",
     summary="Megatron-Bridge, set up again on one config, asserts on config.no_sync_func",
     since="0.3",
-    before=_copies.ANY_LATER,
+    before=OPEN,
     targets=(
         Target(
             address="megatron.bridge.training.setup:_update_model_config_funcs",

@@ -28,9 +28,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target, arguments
 
-from . import _copies, rerun_state_after_exception
+from . import rerun_state_after_exception
 from ._timers import stopping
 
 
@@ -64,7 +64,7 @@ PATCH = Patch(
     distribution="megatron-bridge",
     summary="after an exception in Bridge's train_step the next one reads no batch and updates",
     since="0.3",
-    before=_copies.ANY_LATER,
+    before=OPEN,
     targets=(
         Target(
             address="megatron.bridge.training.train:train_step",

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target, arguments
 
 from . import _copies
 from ._timers import stopping
@@ -71,7 +71,7 @@ PATCH = Patch(
     distribution="megatron-bridge",
     summary='a second train() of Megatron-Bridge fails with "timer has already been started"',
     since="0.3",
-    before=_copies.ANY_LATER,
+    before=OPEN,
     targets=(
         Target(
             address="megatron.bridge.training.train:train",

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
 
 from . import _copies
 
@@ -71,7 +71,7 @@ PATCH = Patch(
     distribution="mcore-adapter",
     summary="a second train() of one trainer of mcore_adapter asserts on config.no_sync_func",
     since="0.0",
-    before=_copies.ANY_LATER,
+    before=OPEN,
     targets=(
         Target(
             address="mcore_adapter.trainer.trainer:McaTrainer._prepare_train_loop",

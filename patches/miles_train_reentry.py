@@ -23,17 +23,9 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
 
 from . import _copies
-
-
-def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around miles' `train`: make it callable again, whichever way it ends."""
-    return _copies.rollout(original, *args, **kwargs)
 
 
 def reproduce() -> None:
@@ -50,11 +42,11 @@ PATCH = Patch(
     distribution="miles",
     summary="miles' train() asserts on config.no_sync_func in its second rollout",
     since="0.1",
-    before=_copies.ANY_LATER,
+    before=OPEN,
     targets=(
         Target(
             address="miles.backends.megatron_utils.model:train",
-            wrapper=train,
+            wrapper=_copies.rollout,
             relies_on=_copies.ROLLOUT_STATEMENTS,
         ),
     ),

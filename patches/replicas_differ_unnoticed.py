@@ -102,6 +102,7 @@ PATCH = Patch(
     since="0.12",
     before="0.20",
     default=False,
+    debug=True,
     targets=(
         Target(
             address="megatron.core.optimizer:get_megatron_optimizer",

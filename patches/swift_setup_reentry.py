@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
 
 from . import _copies
 
@@ -57,7 +57,7 @@ PATCH = Patch(
     distribution="ms-swift",
     summary="a second training with one trainer of ms-swift asserts on config.no_sync_func",
     since="4.3",
-    before=_copies.ANY_LATER,
+    before=OPEN,
     targets=(
         Target(
             address="swift.megatron.trainers.base:BaseMegatronTrainer.setup_model_training",

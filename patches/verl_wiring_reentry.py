@@ -30,7 +30,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target, arguments
 
 from . import _copies
 
@@ -75,7 +75,7 @@ PATCH = Patch(
     distribution="verl",
     summary="verl's wiring asserts on its own config.no_sync_func with virtual pipeline stages",
     since="0.6.1",
-    before=_copies.ANY_LATER,
+    before=OPEN,
     targets=(
         Target(
             address="verl.utils.megatron_utils:register_megatron_training_hooks",

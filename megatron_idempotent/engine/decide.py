@@ -50,14 +50,15 @@ class Selection(Record):
     def gate(self, patch: Patch) -> Verdict:
         """Step 1: arguments and environment."""
         settings, patch_id = self.settings, patch.id
-        asked = self.named(patch_id) or patch_id in (settings.only or settings.debug)
+        asked = self.named(patch_id) or patch_id in (settings.only or ())
+        on = patch.default or asked or (patch.debug and settings.debug)
         for off, reason in (
             (not settings.enabled, f"{SWITCH}=0"),
             (patch_id in settings.disable, f"named in {SWITCH}_DISABLE"),
             (settings.only is not None and patch_id not in settings.only, f"not in {SWITCH}_ONLY"),
             (patch_id in self.exclude, "named in exclude="),
             (self.only is not None and patch_id not in self.only, "not in only="),
-            (not patch.default and not asked, "off by default: name it in only= to apply it"),
+            (not on, "off by default: name it in only= to apply it"),
         ):
             if off:
                 return Verdict(status="disabled", reason=reason)

@@ -130,15 +130,12 @@ class Hazard(Record):
         """The sections of the declaring module's docstring, headline under the empty name."""
         import re
 
-        doc = sys.modules[self._declared_by().__module__].__doc__ or ""
+        doc = sys.modules[self.reproduction.run.__module__].__doc__ or ""
         parts = re.split(rf"^({'|'.join(SECTIONS)}):", doc, flags=re.MULTILINE)
         sections = {"": parts[0].strip()}
         for name, text in zip(parts[1::2], parts[2::2], strict=True):
             sections[name] = "\n".join(line.strip() for line in text.strip().splitlines())
         return sections
-
-    def _declared_by(self) -> Callable[..., Any]:
-        return self.reproduction.run
 
 
 class Patch(Hazard):
@@ -151,7 +148,10 @@ class Patch(Hazard):
     """Probe over the bodies by target address: True where upstream no longer needs the patch."""
 
     default: bool = True
-    """False where it was never run, for want of the hardware: applied only where it is named."""
+    """False where it was never run, for want of the hardware, or costs: applied only if named."""
+
+    debug: bool = False
+    """Whether it only looks, so that `MEGATRON_IDEMPOTENT_CHECK=1` switches it on too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,9 +162,6 @@ class Patch(Hazard):
     def answer(self) -> str:
         """How it is switched on."""
         return "patch" if self.default else "patch, off by default"
-
-    def _declared_by(self) -> Callable[..., Any]:
-        return self.targets[0].wrapper
 
 
 class Helper(Hazard):

@@ -12,7 +12,6 @@ from .errors import UnknownPatchError
 from .frozen import Record
 
 SWITCH = "MEGATRON_IDEMPOTENT"
-_CHECKS = frozenset({"replicas-differ-unnoticed"})
 _TRUE, _FALSE = frozenset({"1", "true", "on", "yes"}), frozenset({"0", "false", "off", "no"})
 
 
@@ -27,8 +26,8 @@ class Settings(Record):
     """`MEGATRON_IDEMPOTENT_ONLY=id,…`: none but these; None where unset or blank."""
     strict: bool
     """`MEGATRON_IDEMPOTENT_STRICT=1`: a problem raises instead of being recorded."""
-    debug: frozenset[str]
-    """`MEGATRON_IDEMPOTENT_CHECK=1`: the patches that are off by default and only look."""
+    debug: bool
+    """`MEGATRON_IDEMPOTENT_CHECK=1`: the patches that only look are on too."""
     rebind: frozenset[str]
     """`MEGATRON_IDEMPOTENT_REBIND=pkg,…`: packages, besides megatron, whose early-bound names of a
     patched function are rebound too."""
@@ -50,7 +49,7 @@ def read(known: Iterable[str], environ: Mapping[str, str] = os.environ) -> Setti
         disable=_ids(environ.get(f"{SWITCH}_DISABLE", ""), f"{SWITCH}_DISABLE", known),
         only=None if not only else _ids(only, f"{SWITCH}_ONLY", known),
         strict=_switch(environ, f"{SWITCH}_STRICT", default=False),
-        debug=_CHECKS if _switch(environ, f"{SWITCH}_CHECK", default=False) else frozenset(),
+        debug=_switch(environ, f"{SWITCH}_CHECK", default=False),
         rebind=frozenset(_split(environ.get(f"{SWITCH}_REBIND", ""))),
         report_path=environ.get(f"{SWITCH}_REPORT") or None,
     )
