@@ -70,14 +70,12 @@ class Checkpoints:
         """
         from megatron.training.checkpointing import load_checkpoint
 
-        _fill_adam_state(self._stock.optimizer)
         args = self._stock.args
         # no_grad: the optimizer copies into views of float32 parameters, which are leaves here.
         with _argument(args, "load", str(checkpoint / "megatron")), torch.no_grad():
             args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
                 self._stock.chunks, self._stock.optimizer, self._stock.scheduler
             )
-        _restore_adam_steps(self._stock.optimizer)
         args.train_iters = args.iteration
         done: int = args.iteration // self._config.optimizer.steps_per_rollout
         return done
@@ -90,41 +88,6 @@ def weights_digest(module: torch.nn.Module) -> str:
         digest.update(name.encode())
         digest.update(parameter.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _fill_adam_state(optimizer: Any) -> None:
-    """Give a fresh optimizer its state, as zeros, for the checkpoint to be read into.
-
-    Before it loads, Megatron asks the optimizer which step it is at, and with torch's Adam (no Apex
-    or Transformer Engine) asserts that there is one: an optimizer that never stepped has none.
-    """
-    for part in optimizer.chained_optimizers:
-        adam: torch.optim.Optimizer = part.optimizer
-        for group in adam.param_groups:
-            for parameter in group["params"]:
-                adam.state.setdefault(
-                    parameter,
-                    {
-                        "step": torch.zeros((), dtype=torch.float32),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    },
-                )
-
-
-def _restore_adam_steps(optimizer: Any) -> None:
-    """Set every parameter's step counter to the one that its group was saved with.
-
-    Megatron's load leaves torch's Adam (no Apex or Transformer Engine) with one counter shared by
-    all parameters, which each of them then advances, and overwrites it with that of the optimizer
-    before the load. Either way the bias correction is wrong, and the resumed run would silently
-    learn something else.
-    """
-    for part in optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups:
-            step = float(group.pop("step"))
-            for parameter in group["params"]:
-                part.optimizer.state[parameter]["step"] = torch.tensor(step, dtype=torch.float32)
 
 
 def _collect_results_in_this_process() -> None:
