@@ -28,11 +28,22 @@ def test_prove_shows_a_hazard_on_stock_and_its_absence_when_patched(capsys):
         ("RuntimeError: pipeline stages 0 and 1 draw the same weights", "no", "not_repaired"),
     ],
 )
-def test_prove_fails_where_release_and_case_file_disagree(stock, patched, verdict, capsys, mocker):
+def test_prove_fails_where_release_and_case_file_disagree(
+    stock, patched, verdict, capsys, mocker, megatron_rank_pool
+):
+    class Shared:
+        """The session's ranks, which outlive the command."""
+
+        run = staticmethod(megatron_rank_pool.run)
+
+        def close(self):
+            pass
+
     def outcome(run, patch_id, *, applied, repaired=False):
         return patched if list(applied) else stock
 
     mocker.patch.object(proof, "outcome", outcome)
+    mocker.patch.object(proof, "RankPool", return_value=Shared())
     assert main(["prove", "pipeline-seed-offset", "--json"]) == 1
     (finding,) = json.loads(capsys.readouterr().out)
     assert finding["verdict"] == verdict

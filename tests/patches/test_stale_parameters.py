@@ -58,7 +58,7 @@ def collectives_of_training(only: tuple[str, ...], layout: dict, iterations: int
                 model.config.param_sync_func = put_aside
     if layout.get("overlap_param_gather", True):
         for chunk in model.chunks:
-            # A gather may be in flight still, and how much of it has arrived depends on the machine.
+            # How much of a gather in flight has arrived would depend on the machine.
             chunk.start_param_sync(force_sync=True)
     return [*issued, repr(float(model.parameters().double().sum()))]
 
