@@ -28,12 +28,17 @@ PRELOAD = (
     "megatron.core.dist_checkpointing",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.gpt.gpt_model",
+    "megatron.core.models.mimo.optimizer",  # imported by the first optimizer that is built
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
     "megatron.training.training",
 )
 #: For pools that run `cpu.program`s: its tokenizers import transformers, which takes seconds.
-PROGRAM_PRELOAD = (*PRELOAD, "megatron.core.tokenizers.text.libraries")
+PROGRAM_PRELOAD = (
+    *PRELOAD,
+    "megatron.core.tokenizers.text.libraries",
+    "megatron.core.tokenizers.text.models",
+)
 #: Importing torch and Megatron takes 10 to 30 s on a slow disk.
 START_TIMEOUT_S = 300.0
 #: Beyond the deadline: for reading the stacks of all ranks and ending them.
