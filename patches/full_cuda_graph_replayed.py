@@ -1,0 +1,217 @@
+"""A full-iteration CUDA graph of another model, batch or step function is replayed.
+
+Symptom:
+    With full-iteration CUDA graphs, a second `train()` or any new `FullCudaGraphWrapper` runs
+    nothing of what it is given: it replays the first one's graph and returns the first one's
+    losses. The new model gets no gradient. A changed number of microbatches (batch size ramp-up)
+    in one `train()` does the same. No error. After an exception during the capture, every later
+    call fails with a bare AssertionError.
+
+Cause:
+    `FullCudaGraphWrapper` keeps its graphs, results and counters, and `StaticBufferLoader` its
+    input buffers, on the class, by training and validation only.
+
+Affects:
+    0.14 and later, on a GPU. Never run there: the CPU runtime has no CUDA graphs, so the
+    reproduction's stand-in runs the schedule once where a graph would be captured and nothing where
+    it would be replayed. The patch is therefore off by default; name it in `only=` to use it. What
+    it does: where the model's chunks, the number of microbatches, the forward-step function, the
+    schedule, or the sequence and micro batch lengths are others than those of the graph, the state
+    of training, or of validation, starts anew, warm-up included. One model's graph at a time is
+    kept, as upstream does: models that take turns run without a graph, and so does a step function
+    that is made anew for each call. A new wrapper alone, which each `evaluate()` makes, keeps the
+    graph. All ranks must change together, because the capture has barriers. Other arguments
+    (`collect_non_loss_data`, which one rank alone passes, and `force_all_reduce`) are still those
+    of the capture. The optimizer's own graph, `OptimizerCudaGraphWrapper`, is not covered.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/full_cuda_graph.py,
+    `FullCudaGraphWrapper`; from 0.18 on its `reset_cuda_graph` can be called by hand, which leaves
+    the input buffers.
+
+Remove when:
+    graphs belong to what they were captured from.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+from . import _schedules
+
+_NEEDED = ("model", "data_iterator", "num_microbatches", "seq_length", "forward_only")
+_NUMBERS = ("num_microbatches", "seq_length", "micro_batch_size", "decoder_seq_length")
+
+#: By stage, what its graph was, or will be, captured from: references to objects, and numbers.
+_captured: dict[str, tuple[list[Callable[[], Any]], list[Any]]] = {}
+
+
+def replay(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `FullCudaGraphWrapper.__call__`: no graph but that of these arguments."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+    if any(name not in kwargs for name in _NEEDED):
+        return original(self, *args, **kwargs)  # upstream says what is missing
+    stage = "validation" if kwargs["forward_only"] else "training"
+    functions = (self.forward_backward_func, kwargs.get("forward_step_func"))
+    objects = [*_schedules.chunks(kwargs["model"]), *(p for f in functions for p in _parts(f))]
+    numbers = [kwargs.get(name) for name in _NUMBERS]
+    if not _is_of(stage, objects, numbers):
+        _forget(stage)
+        _captured[stage] = ([_reference(value) for value in objects], numbers)
+    graph = FullCudaGraphWrapper.cuda_graph[stage]
+    try:
+        return original(self, *args, **kwargs)
+    except BaseException:
+        if FullCudaGraphWrapper.cuda_graph[stage] is not graph:  # left by a capture that failed
+            _forget(stage)
+        raise
+
+
+def _is_of(stage: str, objects: list[Any], numbers: list[Any]) -> bool:
+    references, known = _captured.get(stage, ([], None))
+    return (
+        known == numbers
+        and len(references) == len(objects)
+        and all(ref() is value for ref, value in zip(references, objects, strict=True))
+    )
+
+
+def _parts(function: Any) -> tuple[Any, ...]:
+    # A bound method is a new object each time that it is asked for.
+    if isinstance(function, MethodType):
+        return (function.__self__, function.__func__)
+    return (function,)
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:  # None, or an object with slots
+        return lambda: value
+
+
+def _forget(stage: str) -> None:
+    import torch
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+
+    # The last replay may still read the buffers, and write to what the graph holds.
+    torch.cuda.synchronize()
+    FullCudaGraphWrapper.cuda_graph[stage] = None
+    FullCudaGraphWrapper.result[stage] = None
+    FullCudaGraphWrapper.curr_iteration[stage] = 0
+    StaticBufferLoader.static_buffers[stage].clear()
+
+
+class Graph:
+    """Stands in for `torch.cuda.CUDAGraph`: what it captured has run; a replay runs nothing."""
+
+    replays = 0
+
+    def register_generator_state(self, state: Any) -> None:
+        """There is nothing to register."""
+
+    def replay(self) -> None:
+        """Count the replay."""
+        Graph.replays += 1
+
+
+def stand_in() -> None:
+    """Let this process, which ends soon after, believe that it captures graphs."""
+    import contextlib
+
+    import torch
+
+    cuda: Any = torch.cuda
+    cuda.CUDAGraph = Graph
+    cuda.graph = lambda *_, **__: contextlib.nullcontext()
+    cuda.graph_pool_handle = lambda: None
+
+
+def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
+    """One microbatch of a bench, read as the wrapper's static buffers want it: from a dict."""
+    import torch
+
+    tokens_BT = next(data_iterator)["tokens"]
+    positions_BT = torch.arange(tokens_BT.shape[1]).expand(*tokens_BT.shape)
+    hidden = torch.ones(1, 1, tokens_BT.shape[1], tokens_BT.shape[1]).tril() < 0.5
+
+    def loss_func(loss_BT: Any) -> tuple[Any, dict[str, Any]]:
+        loss = loss_BT.float().mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    return model(tokens_BT, positions_BT, hidden, labels=tokens_BT), loss_func
+
+
+def window(schedule: Callable[..., Any], model: Any, microbatches: int, **other: Any) -> list[Any]:
+    """One window of a bench's model through `schedule`: its losses, and its gradients reduced."""
+    from megatron_idempotent.cpu import tiny
+
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
+    arguments = {
+        "forward_step_func": forward_step,
+        "data_iterator": ({"tokens": tokens} for tokens in tiny.microbatches(0)),
+        "model": model.chunks,
+        "num_microbatches": microbatches,
+        "seq_length": tiny.SEQUENCE,
+        "micro_batch_size": tiny.BATCH,
+        "forward_only": False,
+        **other,
+    }
+    return [float(each["loss"]) for each in schedule(**arguments)]
+
+
+def reproduce() -> None:
+    """A model trained with a graph, then a second one with a wrapper of its own."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_idempotent.cpu import tiny
+
+    stand_in()
+    first, second = (tiny.build(with_optimizer=False, seed=seed) for seed in (1, 2))
+    schedule = get_forward_backward_func()
+    expected = window(schedule, second, 3)
+    wrapper = FullCudaGraphWrapper(schedule, cuda_graph_warmup_steps=1)
+    for _ in range(2):
+        window(wrapper, first, 2)
+    wrapper = FullCudaGraphWrapper(schedule, cuda_graph_warmup_steps=1)
+    losses = window(wrapper, second, 3)
+    if losses != expected or not second.gradients().any():
+        raise RuntimeError(
+            f"a window of 3 microbatches of the second model returned {len(losses)} losses, and "
+            f"left {'a' if second.gradients().any() else 'no'} gradient"
+        )
+
+
+PATCH = Patch(
+    id="full-cuda-graph-replayed",
+    summary="a full-iteration CUDA graph is replayed for another model or number of microbatches",
+    since="0.14",
+    before="0.20",
+    targets=(
+        Target(
+            address="megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__",
+            wrapper=replay,
+            reviewed={
+                "72fd39273bb0": "0.14.0 to 0.15.3",
+                "3c812b84e86e": "0.16.0 to 0.17.1",
+                "0795b9816db7": "0.18.0 to 0.18.2",
+                "3985440fb533": "0.19.0 to 0.19.2",
+            },
+        ),
+    ),
+    default=False,
+    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/full_cuda_graph.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: a window of 3 .* returned 2 losses, and left no gradient",
+    ),
+)
