@@ -1,0 +1,205 @@
+"""Activation offload takes its plan from a forward-only or aborted first window.
+
+Symptom:
+    With `fine_grained_activation_offloading`, where the first window of the process is forward-only
+    (log-probabilities, a reference model, `evaluate()`): on 0.16 every training window raises
+    `AssertionError: Chunk mismatch`. From 0.17 on, after one in eval mode, the first training
+    window raises `AttributeError: 'NoneType' object has no attribute 'tensor_pop'` and later ones
+    offload nothing. After one in train mode the plan has its number of microbatches and sizes of 0:
+    more microbatches than that are not offloaded, and on 0.19 `activation_offload_fraction` is
+    ignored, while with `delta_offload_bytes_across_pp_ranks` later stages raise `Chunk mismatch`.
+    On 0.16 a forward-only window later on makes the next training window offload nothing. A first
+    training window that raises in its loss has every later one raise `Chunk mismatch`, on all
+    releases.
+
+Cause:
+    The offload manager, one per process, notes what each forward does until the first `reset()`,
+    which schedules call at their end: on 0.16 not of forward-only ones, and never when they raise.
+    It does not ask whether a backward will follow.
+
+Affects:
+    0.16 and later. What the patch does: a forward of a forward-only window, or one without
+    gradients anywhere, offloads nothing and leaves the plan alone. A window that raises while the
+    plan is learned has it learned anew by the next; a later one resets the plan's position and lets
+    go of its tensors. What is not covered: training windows with more microbatches than the first
+    one offload only as many, and a second model that is trained takes the plan of the first; call
+    `PipelineOffloadManager.reset_instance()` on all ranks in between. Seen with the manager's real
+    bookkeeping, where copies stay on the host; in place of Transformer Engine's flag, and of 0.19's
+    question whether a tensor is on a device, are stand-ins. Never run with CUDA graphs.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/fine_grained_activation_offload.py,
+    `PipelineOffloadManager.init_model_chunk_offload_handler`.
+
+Remove when:
+    forwards without a backward are no part of the plan, and schedules reset the manager when they
+    raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+from . import _schedules
+
+_MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
+_IDLE = "_megatron_idempotent_idle"
+
+_running = {"forward_only": False}
+
+
+def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around a schedule: say whether it is forward-only, and leave nothing of one that raises."""
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(_schedules.chunks(kwargs["model"])[0])
+    if not getattr(config, "fine_grained_activation_offloading", False):
+        return original(*args, **kwargs)
+    outer = _running["forward_only"]
+    _running["forward_only"] = bool(kwargs["forward_only"])
+    try:
+        return original(*args, **kwargs)
+    except BaseException:
+        if not kwargs["forward_only"]:
+            _abort()
+        raise
+    finally:
+        _running["forward_only"] = outer
+
+
+def _abort() -> None:
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+        PipelineOffloadManager,
+    )
+
+    manager = PipelineOffloadManager.OFFLOAD_MGR
+    if manager is None:
+        return
+    if manager._is_warmup:
+        # Not reset(), which would take what there is for the plan, and asks all ranks for theirs.
+        PipelineOffloadManager.OFFLOAD_MGR = None
+        return
+    manager.reset()
+    for chunk in manager._cached_chunks_forward:
+        for group in chunk.offload_groups:
+            group._tensors.clear()
+
+
+def begin_forward(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Around `init_model_chunk_offload_handler`: a forward without a backward has no chunk."""
+    idle = _no_backward()
+    setattr(self, _IDLE, idle)
+    if idle:
+        self._cur_forward_chunk = None  # the last one's, which has all its groups
+    else:
+        original(self, *args, **kwargs)
+
+
+def next_chunk(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `pop_forward_chunk`: None, which has upstream leave the tensors alone."""
+    # Both: a recomputed layer's first forward has no gradients, and the capture of CUDA graphs
+    # calls layers without beginning a forward.
+    if getattr(self, _IDLE, False) and _no_backward():
+        return None
+    return original(self, *args, **kwargs)
+
+
+def _no_backward() -> bool:
+    import torch
+
+    return _running["forward_only"] or not torch.is_grad_enabled()
+
+
+def offloading(**layout: Any) -> Any:
+    """On a rank: a bench that offloads what attention and its norm save for the backward.
+
+    Stands in for Transformer Engine's flag, and for the device that 0.19 wants tensors to be on.
+    """
+    from types import SimpleNamespace
+
+    import torch
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
+
+    from megatron_idempotent.cpu import tiny
+
+    transformer_engine.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
+    if hasattr(upstream.ChunkOffloadHandler, "_can_manage_tensor_for_offload"):
+        upstream.ChunkOffloadHandler._can_manage_tensor_for_offload = staticmethod(
+            lambda tensor: not isinstance(tensor, torch.nn.Parameter)
+        )
+    overrides = {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["core_attn", "attn_norm"],
+        "min_offloaded_tensor_size": 1,
+        **layout.pop("config_overrides", {}),
+    }
+    return tiny.build(with_optimizer=False, config_overrides=overrides, **layout)
+
+
+def offloaded() -> int:
+    """Tensors that were copied to the host since the manager was made."""
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+        PipelineOffloadManager,
+    )
+
+    count: int = PipelineOffloadManager.get_instance().cpu_tensor_pool._stats["allocation_requests"]
+    return count
+
+
+def reproduce() -> None:
+    """Log-probabilities in eval mode, as an RL loop begins, then two windows of training."""
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()):  # upstream prints its plan
+        model = offloading()
+        (chunk,) = model.chunks
+        chunk.eval()
+        model.forward_backward(2, data_seed=0, forward_only=True)
+        chunk.train()
+        model.forward_backward(2, data_seed=0)
+        learned = offloaded()
+        model.forward_backward(2, data_seed=0)
+    if not learned or offloaded() == learned:
+        raise RuntimeError("training offloads nothing")
+
+
+PATCH = Patch(
+    id="offload-plan-mislearned",
+    summary="activation offload raises, or offloads nothing, behind a forward-only first window",
+    since="0.16",
+    before="0.20",
+    targets=(
+        Target(
+            address=f"{_MODULE}:PipelineOffloadManager.init_model_chunk_offload_handler",
+            wrapper=begin_forward,
+            reviewed={
+                "120d311a23a2": "0.16.0 to 0.17.1",
+                "5b9240059eb8": "0.18.0 to 0.18.2",
+                "4039031619c8": "0.19.0 to 0.19.2",
+            },
+        ),
+        Target(
+            address=f"{_MODULE}:PipelineOffloadManager.pop_forward_chunk",
+            wrapper=next_chunk,
+            reviewed={"15ded160d099": "0.16.0 to 0.19.2"},
+        ),
+        *_schedules.targets(schedule),
+    ),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/"
+        "fine_grained_activation_offload.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=(
+            r"AssertionError: Chunk mismatch"
+            r"|AttributeError: 'NoneType' object has no attribute 'tensor_pop'"
+        ),
+    ),
+)

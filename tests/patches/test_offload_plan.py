@@ -1,0 +1,135 @@
+"""From which windows activation offload takes its plan, on real ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+
+import pytest
+
+from megatron_idempotent.cpu import RankError
+from megatron_idempotent.engine.versions import installed
+
+release = installed("megatron-core")
+if release is None or release.release < (0, 16):
+    pytest.skip("fine-grained activation offload came with 0.16", allow_module_level=True)
+
+ID = "offload-plan-mislearned"
+
+
+class Interrupted(Exception):
+    pass
+
+
+def run(program: str, patched: bool, offload: bool, layout: dict) -> list[tuple[str, int]]:
+    """On a rank: gradients, and tensors offloaded, of each training window of the program.
+
+    T2: training with two microbatches. F2, E2: forward-only, in train and in eval mode. R2: that of
+    a second model. N2: two calls without a schedule. A2: training that raises in its last loss.
+    """
+    import torch
+    from megatron_idempotent.patches import offload_plan_mislearned as case
+
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    if patched:
+        megatron_idempotent.apply(only=[ID])
+    build = case.offloading if offload else lambda **how: tiny.build(with_optimizer=False, **how)
+    training = []
+    with contextlib.redirect_stdout(io.StringIO()):
+        model = build(**layout)
+        for kind, count in program.split():
+            microbatches = int(count)
+            before = case.offloaded() if offload else 0
+            if kind == "T":
+                model.forward_backward(microbatches, data_seed=1)
+                digest = hashlib.sha256(model.gradients().numpy().tobytes()).hexdigest()
+                training.append((digest, case.offloaded() - before if offload else 0))
+            elif kind == "A":
+                raise_in_last_loss(model, microbatches)
+            elif kind == "N":
+                tokens_BT = next(tiny.microbatches(2))
+                positions_BT = torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1)
+                mask = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+                with torch.no_grad():
+                    for _ in range(microbatches):
+                        model.chunks[0](tokens_BT, positions_BT, mask)
+            else:
+                other = build(**layout, seed=9) if kind == "R" else model
+                for chunk in other.chunks:
+                    chunk.train(kind != "E")
+                other.forward_backward(microbatches, data_seed=2, forward_only=True)
+                for chunk in other.chunks:
+                    chunk.train()
+    return training
+
+
+def raise_in_last_loss(model, microbatches):
+    def interrupt(index, loss):
+        if index == microbatches - 1 and loss is not None:
+            raise Interrupted
+
+    model.on_microbatch = interrupt
+    with pytest.raises(Interrupted):
+        model.forward_backward(microbatches, data_seed=3)
+    model.on_microbatch = None
+
+
+FIRST = ["E2 T2 T2", "F1 T2 T2", "R2 T2 T2", "N1 T2 T2", "A2 T2 T2"]
+LATER = ["T2 F2 T2", "T2 E1 T2", "T2 N1 T2", "T2 A2 T2"]
+
+
+@pytest.mark.parametrize("program", FIRST + LATER)
+def test_training_windows_offload_as_if_they_were_alone(program, megatron_ranks):
+    alone = megatron_ranks(1, run, "T2 T2", False, True, {})
+    assert all(count for _, count in alone[0])
+    assert megatron_ranks(1, run, program, True, True, {}) == alone
+
+
+@pytest.mark.parametrize("program", FIRST)
+def test_stock_takes_its_plan_from_whatever_is_first(program, megatron_ranks):
+    alone = megatron_ranks(1, run, "T2 T2", False, True, {})
+    with contextlib.suppress(RankError):
+        assert megatron_ranks(1, run, program, False, True, {}) != alone
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"pp": 2}, {"pp": 2, "vpp": 2, "layers_per_stage": 1}, {"experts": 2, "ep": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("program", ["E2 T4 F2 T4", "T4 E4 T4"])
+def test_gradients_are_those_without_offload_in_every_layout(program, layout, megatron_ranks):
+    alone = megatron_ranks(2, run, "T4 T4", False, True, layout)
+    assert megatron_ranks(2, run, program, True, True, layout) == alone
+    plain = megatron_ranks(2, run, "T4 T4", False, False, layout)
+    assert [[digest for digest, _ in rank] for rank in alone] == [
+        [digest for digest, _ in rank] for rank in plain
+    ]
+
+
+RECOMPUTED = {
+    "full": {
+        "offload_modules": ["core_attn"],
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "selective": {
+        "offload_modules": ["attn_norm"],
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn"],
+    },
+}
+
+
+@pytest.mark.parametrize("program", ["E1 T2 T2", "T2 E1 T2"])
+@pytest.mark.parametrize("kind", RECOMPUTED)
+def test_recomputed_layers_offload_as_before(kind, program, megatron_ranks):
+    """Their first forward has no gradients either, but belongs to training."""
+    layout = {"config_overrides": RECOMPUTED[kind]}
+    alone = megatron_ranks(1, run, "T2 T2", False, True, layout)
+    assert all(count for _, count in alone[0])
+    assert megatron_ranks(1, run, program, True, True, layout) == alone
