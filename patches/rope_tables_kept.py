@@ -1,0 +1,88 @@
+"""Rotary tables of deleted models, and of lengths that are over, stay in memory.
+
+Symptom:
+    Memory that grows with each sequence length that a model with rotary embeddings sees, and does
+    not come back when the model is deleted: up to 32 tables, 64 MiB each for 131,072 tokens and 128
+    channels, 152 MiB in all for 32 lengths between 8,704 and 10,688. A deleted model's
+    `RotaryEmbedding` stays alive, from 0.13 on with a process group; its parameters do not.
+
+Cause:
+    `functools.lru_cache(maxsize=32)` around `RotaryEmbedding.forward` is one cache on the class,
+    whose keys hold the embedding. `YarnRotaryEmbedding.forward` has another one, which from 0.16 on
+    is emptied whenever an embedding of that class is built.
+
+Affects:
+    Every release, on CPU ranks as well. Nothing here repairs it: the cache cannot be told to let go
+    of one embedding, and what empties it behind the program's back would free tables that captured
+    CUDA graphs read. Where a model is deleted, or between rollouts of many lengths and training,
+    call `RotaryEmbedding.forward.cache_clear()`, and that of `YarnRotaryEmbedding`, unless there
+    are such graphs. Tables are made anew, about a millisecond each on a CPU.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/models/common/embeddings/rotary_pos_embedding.py;
+    `yarn_rotary_pos_embedding.py` beside it speaks of the leak in NeMo-RL, and clears its own.
+
+Remove when:
+    tables belong to the embedding that made them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_idempotent.engine import Limit, Reproduction
+
+
+def deleted_model() -> Any:
+    """On a rank: a weak reference to the rotary embedding of a model that ran and is gone."""
+    import gc
+    import weakref
+
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.cpu.stage import gpt_stage
+
+    model = gpt_stage(
+        tiny.build(with_optimizer=False).config,
+        vp_stage=None,
+        vocab_size=tiny.VOCABULARY,
+        max_sequence_length=tiny.SEQUENCE,
+        position_embedding_type="rope",
+    )
+    tokens_BT = next(tiny.microbatches(0))
+    positions_BT = torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1)
+    mask = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+    with torch.no_grad():
+        model(tokens_BT, positions_BT, mask)
+    whole, embedding = weakref.ref(model), weakref.ref(model.rotary_pos_emb)
+    del model
+    gc.collect()
+    assert whole() is None, "something else holds the model"
+    return embedding
+
+
+def reproduce() -> None:
+    """Let a model run once and delete it."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    if deleted_model()() is not None:
+        tables = RotaryEmbedding.forward.cache_info().currsize
+        raise RuntimeError(f"{tables} rotary table of a deleted model is kept, and its embedding")
+
+
+LIMIT = Limit(
+    id="rope-tables-kept",
+    summary="up to 32 rotary tables stay in memory, those of deleted models too",
+    since="0.12",
+    before="0.20",
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/models/common/"
+        "embeddings/rotary_pos_embedding.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=1,
+        stock_error=r"RuntimeError: 1 rotary table of a deleted model is kept",
+    ),
+)
