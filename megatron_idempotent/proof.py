@@ -17,7 +17,7 @@ from typing import Any, Literal
 from .cpu import PROGRAM_PRELOAD, RankError, RankPool, RankTimeout
 from .engine.catalogue import hazards, patches
 from .engine.control import apply
-from .engine.decide import check_version, version_of
+from .engine.decide import OFF_BY_DEFAULT, check_bodies, check_version, version_of
 from .engine.record import Hazard, Limit, Patch
 from .engine.report import COVERED, Report
 from .engine.settings import check_ids
@@ -101,8 +101,13 @@ def affected() -> list[str]:
 def _why_not(hazard: Hazard, decided: Report) -> str | None:
     if isinstance(hazard, Patch):
         row = decided[hazard.id]
-        return None if row.status in COVERED else f"{row.status}: {row.reason}"
+        if row.status in COVERED:
+            return None
+        if row.reason != OFF_BY_DEFAULT:
+            return f"{row.status}: {row.reason}"
     verdict = check_version(hazard, version_of(hazard))
+    if verdict.status is None and isinstance(hazard, Patch):
+        verdict = check_bodies(hazard, named=False)
     return None if verdict.status is None else f"{verdict.status}: {verdict.reason}"
 
 
@@ -159,6 +164,8 @@ def _reproduce(hazard_id: str, applied: tuple[str, ...], repaired: bool) -> None
     logging.disable(logging.WARNING)
     # Ranks are forked afresh for every run, so nothing has to be reverted.
     apply(exclude=set(patches()) - set(applied))
+    if hazard_id in applied and not patches()[hazard_id].default:
+        apply(only=[hazard_id])
     reproduction = hazards()[hazard_id].reproduction
     if repaired and reproduction.repaired is not None:
         reproduction.repaired()

@@ -31,6 +31,7 @@ class Verdict(Record):
     """By target address, where the bodies were read."""
 
 
+OFF_BY_DEFAULT = "off by default: name it in only= to apply it"
 GO = Verdict(status=None, reason="")
 MEGATRON = "megatron-core"
 
@@ -58,7 +59,7 @@ class Selection(Record):
             (settings.only is not None and patch_id not in settings.only, f"not in {SWITCH}_ONLY"),
             (patch_id in self.exclude, "named in exclude="),
             (self.only is not None and patch_id not in self.only, "not in only="),
-            (not on, "off by default: name it in only= to apply it"),
+            (not on, OFF_BY_DEFAULT),
         ):
             if off:
                 return Verdict(status="disabled", reason=reason)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from megatron_idempotent.cpu import RankError
-from megatron_idempotent.engine.catalogue import hazards
 from megatron_idempotent.engine.versions import installed
 
 release = installed("megatron-core")
@@ -15,26 +11,6 @@ if release is None or release.release < (0, 14):
     pytest.skip("full-iteration graphs came with 0.14", allow_module_level=True)
 
 ID = "full-cuda-graph-replayed"
-
-
-def reproduction(named: bool) -> None:
-    """On a rank. `prove` leaves out what is off by default."""
-    import megatron_idempotent
-
-    if named:
-        megatron_idempotent.apply(only=[ID])
-    hazards()[ID].reproduction.run()
-
-
-def test_the_graph_of_another_model_is_replayed_on_stock(megatron_ranks):
-    with pytest.raises(RankError) as caught:
-        megatron_ranks(2, reproduction, False)
-    said = f"{caught.value.exception_type}: {caught.value.message}"
-    assert re.search(hazards()[ID].reproduction.stock_error, said)
-
-
-def test_each_model_has_its_own_graph_where_the_patch_is_named(megatron_ranks):
-    megatron_ranks(2, reproduction, True)
 
 
 class Bench:
