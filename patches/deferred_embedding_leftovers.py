@@ -72,11 +72,7 @@ PATCH = Patch(
     summary="forward-only and aborted windows leave activations for the deferred embedding",
     since="0.12",
     before="0.20",
-    targets=_schedules.targets(
-        schedule,
-        "forward_backward_pipelining_with_interleaving",
-        "forward_backward_pipelining_without_interleaving",
-    ),
+    targets=_schedules.targets(schedule, *_deferred_embedding.SCHEDULES),
     upstream=_schedules.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import Patch, Reproduction
 
 from . import _deferred_embedding
 
@@ -69,13 +69,7 @@ PATCH = Patch(
     summary="a window of one microbatch raises instead of computing a deferred embedding gradient",
     since="0.12",
     before="0.20",
-    targets=(
-        Target(
-            address="megatron.core.utils:drain_embedding_wgrad_compute",
-            wrapper=drain,
-            reviewed={"f9fd584dcfd3": "0.12.0 to 0.13.1", "af081b2e07d0": "0.14.0 to 0.19.2"},
-        ),
-    ),
+    targets=(_deferred_embedding.drain_target(drain),),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/utils.py",
     reproduction=Reproduction(
         run=reproduce,

@@ -10,8 +10,10 @@ Cause:
     the deferred gradient behind that.
 
 Affects:
-    Every release, seen on gloo ranks with the fused kernel's sum done in Python. Keep away from the
-    combination: defer the embedding gradient without overlap, or overlap without deferring it.
+    Every release, seen on gloo ranks with the fused kernel's sum done in Python. What the patch
+    does: the bucket group of the output layer's weight waits with its reduction until the deferred
+    gradient is computed, which is behind all others, on every rank alike. Where nobody computes it,
+    because `config.finalize_model_grads_func` is None, finishing the reductions raises.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py,
@@ -23,9 +25,83 @@ Remove when:
 
 from __future__ import annotations
 
-from megatron_idempotent.engine import Limit, Reproduction
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from . import _deferred_embedding, _schedules
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _ddp, _deferred_embedding, _schedules
+
+#: Bucket groups with a deferred gradient that is not computed yet, and whether a reduction waits.
+_deferring: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around a schedule with pipelining: its window's deferred gradient is still to come."""
+    group = None if kwargs.get("forward_only", False) else _group(kwargs["model"])
+    if group is None:
+        return original(*args, **kwargs)
+    _deferring[group] = False
+    try:
+        return original(*args, **kwargs)
+    except BaseException:
+        _deferring.pop(group, None)
+        raise
+
+
+def _group(model: Any) -> Any:
+    # That of the deferred weight, where its reduction overlaps the backward.
+    chunk = _schedules.chunks(model)[-1]
+    weight = _deferred_embedding.weight(chunk)
+    if weight is None or not hasattr(chunk, "param_to_bucket_group"):
+        return None
+    return chunk.param_to_bucket_group[weight] if chunk.ddp_config.overlap_grad_reduce else None
+
+
+def start_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Around a bucket group's reduction: not while a gradient is to come."""
+    if self in _deferring:
+        _deferring[self] = True
+    else:
+        original(self, *args, **kwargs)
+
+
+def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuse where the gradient that the group waits for was never computed."""
+    if _deferring.pop(self, None) is not None:
+        raise RuntimeError(
+            "the output layer's gradient is deferred and was not computed: the schedule does that "
+            "where config.finalize_model_grads_func is set. Set it; to accumulate over several "
+            "calls, use megatron_idempotent.accumulation_window()"
+        )
+    original(self, *args, **kwargs)
+
+
+def reset(original: Callable[..., None], self: Any) -> None:
+    """Around the start of a bucket group's window: nothing is to come from the one before."""
+    _deferring.pop(self, None)
+    original(self)
+
+
+def drain(
+    original: Callable[..., None],
+    config: Any,
+    embedding_activation_buffer: list[Any],
+    grad_output_buffer: list[Any],
+    weight: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Around `drain_embedding_wgrad_compute`: behind it the reduction that waits may start."""
+    if embedding_activation_buffer or grad_output_buffer:
+        original(config, embedding_activation_buffer, grad_output_buffer, weight, *args, **kwargs)
+    # Else a failure that guarded_window() carries has dropped them; the peers reduce all the same.
+    for group, waits in list(_deferring.items()):
+        if weight in group.params:
+            del _deferring[group]
+            if waits:
+                group.start_grad_sync()
 
 
 def reproduce() -> None:
@@ -45,11 +121,18 @@ def reproduce() -> None:
         raise RuntimeError(f"output layer's gradient norm {deferred} deferred, {plain} not")
 
 
-LIMIT = Limit(
+PATCH = Patch(
     id="deferred-embedding-reduced-early",
     summary="overlapped reductions miss a deferred embedding gradient",
     since="0.12",
     before="0.20",
+    targets=(
+        *_schedules.targets(schedule, *_deferred_embedding.SCHEDULES),
+        _ddp.group_target("start_grad_sync", start_grad_sync),
+        _ddp.group_target("finish_grad_sync", finish_grad_sync),
+        _ddp.group_target("reset", reset),
+        _deferred_embedding.drain_target(drain),
+    ),
     upstream=_schedules.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,

@@ -74,3 +74,97 @@ def test_a_window_that_raises_leaves_only_what_was_kept_before_it(megatron_ranks
 
 def test_a_chained_step_computes_the_deferred_gradient_to_the_bit(megatron_ranks):
     assert megatron_ranks(2, chained) == [True, True]
+
+
+def overlapped(options: dict) -> list[bool]:
+    """On a rank: windows whose gradients are those without deferring, and reduced once."""
+    import torch
+    from megatron_idempotent.patches import _ddp, _deferred_embedding
+
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    megatron_idempotent.apply(strict=True)
+    plain, deferring = tiny.build(pp=2, **options), _deferred_embedding.build(**options)
+    found = []
+    for data_seed, microbatches in enumerate((2, 2, 1, 3)):
+        versions = []
+        for model in (plain, deferring):
+            model.forward_backward(microbatches, data_seed=data_seed)
+            groups = _ddp.bucket_groups(model.chunks[0])
+            versions.append([group.grad_reduce_handle is None for group in groups])
+        same = torch.equal(plain.gradients(), deferring.gradients())
+        found.append(same and all(map(all, versions)))
+    return found
+
+
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_overlapped_reductions_wait_for_the_deferred_gradient(
+    distributed_optimizer, megatron_ranks
+):
+    options = {"distributed_optimizer": distributed_optimizer}
+    assert megatron_ranks(4, overlapped, options) == [[True] * 4] * 4
+
+
+def nobody_computes_it() -> list[str]:
+    """On a rank: what finishing says in and behind the first window; then a right window."""
+    import torch
+    from megatron_idempotent.patches import _deferred_embedding
+
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    megatron_idempotent.apply(strict=True)
+    plain, model = tiny.build(pp=2), _deferred_embedding.build()
+    (chunk,) = model.chunks
+    said = []
+    for _ in range(2):
+        finalize, model.config.finalize_model_grads_func = (
+            model.config.finalize_model_grads_func,
+            None,
+        )
+        model.forward_backward(2, data_seed=0)
+        model.config.finalize_model_grads_func = finalize
+        try:
+            chunk.finish_grad_sync()
+        except RuntimeError as error:
+            said.append(str(error))
+        for each in (plain, model):
+            each.forward_backward(2, data_seed=1)
+        assert torch.equal(plain.gradients(), model.gradients())
+    return said
+
+
+def test_finishing_without_the_deferred_gradient_is_refused(megatron_ranks):
+    first_stage, last_stage = megatron_ranks(2, nobody_computes_it)
+    assert first_stage == []
+    assert ["was not computed" in text for text in last_stage] == [True, True]
+
+
+def carried(site: str) -> bool:
+    """On a rank: a window that one rank's failure aborted, and the one behind it."""
+    import torch
+    import torch.distributed as dist
+    from guard_failures import failing, guard
+    from megatron_idempotent.patches import _deferred_embedding
+
+    import megatron_idempotent
+
+    megatron_idempotent.apply(strict=True)
+    model = _deferred_embedding.build()
+    guard(model)
+    for data_seed in range(2):
+        model.forward_backward(2, data_seed=data_seed)
+    want = model.gradients()
+    with (
+        failing(model, site, 1, dist.get_rank() == 3),
+        pytest.raises(megatron_idempotent.WindowAborted),
+    ):
+        model.forward_backward(2, data_seed=2)
+    model.forward_backward(2, data_seed=1)
+    return torch.equal(model.gradients(), want)
+
+
+@pytest.mark.parametrize("site", ["layer@1", "backward@0", "loss"])
+def test_a_carried_failure_leaves_no_peer_waiting_for_the_deferred_gradient(site, megatron_ranks):
+    assert megatron_ranks(4, carried, site) == [True] * 4
