@@ -18,6 +18,7 @@ from ._ddp import bucket_groups, group_target
 
 _STEP = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads"
 _MARK = "megatron_idempotent_update_pending"
+_HELD = "megatron_idempotent_gradients_wait"
 # For its order: ranks that update the same chunks in the same order must walk them alike.
 _watched: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
@@ -58,6 +59,20 @@ def owned_groups(optimizer: Any) -> list[Any]:
     ]
 
 
+def is_layer_wise(group: Any) -> bool:
+    """Whether a `LayerWiseDistributedOptimizer` writes parameters of this bucket group."""
+    return gathers_by_lists(group) or any(
+        getattr(bucket.params_list[0], "is_managed_by_layer_wise_optimizer", False)
+        for bucket in group.buckets
+        if bucket.params_list
+    )
+
+
+def gathers_by_lists(group: Any) -> bool:
+    """Whether it is gathered through lists of whole parameters per rank, not out of its buffer."""
+    return any(getattr(bucket, "layerwise_params_list", None) for bucket in group.buckets)
+
+
 def mark(group: Any) -> None:
     """The parameters of `group` are about to change on the rank that owns them."""
     setattr(group, _MARK, True)
@@ -67,6 +82,16 @@ def marked(group: Any) -> bool | None:
     """Whether an update of `group` waits for its gather; None where nobody has watched it yet."""
     known: bool | None = getattr(group, _MARK, None)
     return known
+
+
+def hold_gradients(group: Any, held: bool) -> None:
+    """The reduced gradients of `group` wait for a step from here on, or no more."""
+    setattr(group, _HELD, held)
+
+
+def holds_gradients(group: Any) -> bool:
+    """Whether a gather into the gradients' memory would lose something, where that is watched."""
+    return bool(getattr(group, _HELD, False))
 
 
 def watch(chunk: Any) -> None:

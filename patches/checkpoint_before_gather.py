@@ -29,7 +29,7 @@ Remove when:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
@@ -49,12 +49,7 @@ def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if pending:
         saved = _storages(arguments(original, args, kwargs)["sharded_state_dict"])
         for chunk in pending:
-            buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
-            if any(
-                buffer.param_data is not None
-                and buffer.param_data.untyped_storage().data_ptr() in saved
-                for buffer in buffers
-            ):
+            if not saved.isdisjoint(_parameter_storages(chunk)):
                 _gather.gather(chunk)
     return original(*args, **kwargs)
 
@@ -67,6 +62,13 @@ def _storages(state_dict: Any) -> set[int]:
     return {
         value.untyped_storage().data_ptr() for value in values if isinstance(value, torch.Tensor)
     }
+
+
+def _parameter_storages(chunk: Any) -> Iterator[int]:
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        # A layer-wise optimizer that gathers by lists leaves the parameters where they are.
+        held = buffer.params if buffer.param_data is None else [buffer.param_data]
+        yield from (tensor.untyped_storage().data_ptr() for tensor in held)
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:

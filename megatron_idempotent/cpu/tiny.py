@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_idempotent.cpu.bench import BATCH, SEQUENCE, VOCABULARY, Tiny, microbatches
+from megatron_idempotent.cpu.layer_wise import build_optimizer, prepare
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ def build(
     overlap_grad_reduce: bool = True,
     overlap_param_gather: bool = False,
     distributed_optimizer: bool = True,
+    layer_wise: bool = False,
     align: bool = False,
     dtype: Dtype = "fp32",
     experts: int = 0,
@@ -51,6 +53,9 @@ def build(
     Initialises model parallelism unless it is up, in which case tp, pp, vpp, ep and cp must be
     those it is up with. `layers_per_stage` counts per virtual stage. `wire` sets the config's
     no_sync_func, grad_sync_func, param_sync_func, grad_scale_func and finalize_model_grads_func.
+    `layer_wise` wants dtype="bf16" and megatron-core 0.17, and takes the optimizer that gives each
+    rank whole parameters; it gathers out of DDP's buffers (from 0.18), and with
+    distributed_optimizer=False through lists of parameters (two data-parallel ranks, one bucket).
     The overrides are fields of TransformerConfig, DistributedDataParallelConfig and
     OptimizerConfig. Weights depend on `seed` and not on tp.
     """
@@ -115,15 +120,19 @@ def build(
             "overlap_param_gather": overlap_param_gather,
             "use_distributed_optimizer": distributed_optimizer,
             "grad_reduce_in_fp32": True,
-            "bucket_size": BUCKET_SIZE,
+            "bucket_size": 1 << 30 if layer_wise and not distributed_optimizer else BUCKET_SIZE,
             **({"align_param_gather": True} if align else {}),
             **(ddp_overrides or {}),
         }
     )
-    chunks = [
-        DistributedDataParallel(config, ddp_config, _model(config, stage, bool(half)))
-        for stage in (range(vpp) if vpp else [None])
-    ]
+    chunks = []
+    for stage in range(vpp) if vpp else [None]:
+        module = _model(config, stage, bool(half))
+        layout = {}
+        if layer_wise:
+            muon = (optimizer_overrides or {}).get("optimizer") == "muon"
+            layout = prepare(module, ddp_config, by_layout=distributed_optimizer, muon=muon)
+        chunks.append(DistributedDataParallel(config, ddp_config, module, **layout))
     optimizer = None
     if with_optimizer:
         values = {
@@ -137,8 +146,12 @@ def build(
             **half,
             **(optimizer_overrides or {}),
         }
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(**_fields_of(OptimizerConfig, values)), chunks
+        optimizer = (
+            build_optimizer(values, chunks)
+            if layer_wise
+            else get_megatron_optimizer(
+                OptimizerConfig(**_fields_of(OptimizerConfig, values)), chunks
+            )
         )
     if wire:
         _wire(config, chunks, optimizer, align)

@@ -10,8 +10,11 @@ from megatron_idempotent.engine.landing import landed
 from megatron_idempotent.patches import _gather
 from megatron_idempotent.patches._ddp import bucket_groups
 
-# Either of them watches where parameters are updated and where they are gathered.
+# Any of them watches where parameters are updated and where they are gathered.
 _WATCHERS = ("params-stale-after-step", "pending-gather-dropped")
+# The same for bucket groups that a LayerWiseDistributedOptimizer writes, whose step is another.
+_LAYER_WISE_WATCHERS = ("layerwise-params-stale-after-step",)
+_LIST_WATCHERS = (*_LAYER_WISE_WATCHERS, "layerwise-gather-erases-gradients")
 
 
 def ensure_params_synced(model_chunks: Sequence[Any]) -> int:
@@ -27,8 +30,9 @@ def ensure_params_synced(model_chunks: Sequence[Any]) -> int:
     Without overlap_param_gather the step has gathered already.
 
     What is pending is known from the patches `params-stale-after-step` and
-    `pending-gather-dropped`. Where neither is applied everything is gathered on every call. A model
-    that has made no step yet, nor a forward, counts as pending, as it does to upstream.
+    `pending-gather-dropped`, and `layerwise-params-stale-after-step` for Muon's layer-wise
+    optimizer. Where it is not watched everything is gathered on every call. A model that has made
+    no step yet, nor a forward, counts as pending, as it does to upstream.
 
     Args:
         model_chunks: this rank's chunks, wrapped in Megatron's `DistributedDataParallel`.
@@ -62,7 +66,7 @@ def _sync(chunk: Any) -> int:
         return 0
     groups = bucket_groups(chunk)
     for group in groups:
-        if _gather.marked(group) is None and (not group.param_gather_dispatched or not _watched()):
+        if not _known(group):
             _gather.mark(group)
     waiting = [g for g in groups if g.param_gather_handle is not None or _gather.marked(g)]
     if waiting and _gather.shares_memory_with_gradients(chunk):
@@ -77,5 +81,17 @@ def _sync(chunk: Any) -> int:
     return len(waiting)
 
 
-def _watched() -> bool:
-    return any(landed(patches()[patch_id]) for patch_id in _WATCHERS)
+def _known(group: Any) -> bool:
+    """Whether the group's mark, or upstream's flag where it has none yet, can be believed."""
+    watched = any(landed(patches()[patch_id]) for patch_id in _watchers(group))
+    if _gather.marked(group) is None:
+        # Gradients that wait for the first step of all: nothing was updated yet.
+        return watched and (group.param_gather_dispatched or _gather.holds_gradients(group))
+    # The patches that watch the distributed optimizer clear marks here too, and set none.
+    return watched or not _gather.is_layer_wise(group)
+
+
+def _watchers(group: Any) -> tuple[str, ...]:
+    if _gather.gathers_by_lists(group):
+        return _LIST_WATCHERS
+    return _LAYER_WISE_WATCHERS if _gather.is_layer_wise(group) else _WATCHERS

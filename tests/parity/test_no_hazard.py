@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_idempotent.engine import OPEN, versions
 from megatron_idempotent.engine.source import locate
 
 COLLECTIVES = (
@@ -37,6 +38,9 @@ class Layout:
 OFF = {"overlap_grad_reduce": False}
 GATHER = {"overlap_param_gather": True}
 ALL_REDUCE = {"distributed_optimizer": False}
+LAYER_WISE = GATHER | {"dtype": "bf16", "layer_wise": True}
+INSTALLED = versions.installed("megatron-core")
+assert INSTALLED is not None, "the tests need a Megatron"
 LAYOUTS = [
     Layout("plain", 2, OFF | ALL_REDUCE),
     Layout("overlap", 2, ALL_REDUCE),
@@ -47,6 +51,15 @@ LAYOUTS = [
     Layout("interleaved", 2, GATHER | {"pp": 2, "vpp": 2, "layers_per_stage": 1, "align": True}),
     Layout("moe-ep2", 2, GATHER | {"ep": 2, "experts": 4}),
     Layout("tp2-sp", 2, GATHER | {"tp": 2, "sequence_parallel": True}),
+    *(
+        Layout(name, 2, LAYER_WISE | options)
+        for name, options, since in (
+            ("layer-wise", {}, "0.18"),
+            ("layer-wise-no-gather-overlap", {"overlap_param_gather": False}, "0.18"),
+            ("layer-wise-lists", ALL_REDUCE, "0.17"),
+        )
+        if versions.supported(INSTALLED, since, OPEN)
+    ),
 ]
 
 

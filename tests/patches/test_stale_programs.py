@@ -6,6 +6,10 @@ import random
 
 import pytest
 
+from megatron_idempotent.engine import OPEN, versions
+
+INSTALLED = versions.installed("megatron-core")
+assert INSTALLED is not None, "the tests need a Megatron"
 pytestmark = pytest.mark.exhaustive
 
 OPERATIONS = (
@@ -111,6 +115,22 @@ def draw_program(seed: int) -> list[tuple[str, int]]:
     return [(generator.choice(OPERATIONS), generator.randrange(100)) for _ in range(LENGTH)]
 
 
+def with_fresh_gradients(operations: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Without the steps that have no window's gradients of their own.
+
+    Gathers by lists take the gradients' memory, and where these were used or belong to no window
+    nothing keeps them.
+    """
+    kept = []
+    fresh = False
+    for operation in operations:
+        if operation[0] != "step" or fresh:
+            kept.append(operation)
+        if operation[0] in ("window", "step", "zero", "abort"):
+            fresh = operation[0] == "window"
+    return kept
+
+
 def deviations(seeds: list[int], layout: dict) -> list[str]:
     """On a rank: the programs whose reads differ from those without overlap_param_gather."""
     import torch
@@ -121,6 +141,8 @@ def deviations(seeds: list[int], layout: dict) -> list[str]:
     found = []
     for seed in seeds:
         operations = draw_program(seed)
+        if layout.get("layer_wise") and not layout.get("distributed_optimizer", True):
+            operations = with_fresh_gradients(operations)
         plain = run_program(operations, overlap=False, **layout)
         overlapped = run_program(operations, overlap=True, **layout)
         for index, (want, have) in enumerate(zip(plain, overlapped, strict=True)):
@@ -138,6 +160,14 @@ LAYOUTS = {
     "expert-parallel": (4, {"experts": 2, "ep": 2}, range(30, 32)),
     "virtual-stages": (4, {"pp": 2, "vpp": 2, "layers_per_stage": 1}, range(40, 43)),
     "aligned": (4, {"pp": 2, "vpp": 2, "layers_per_stage": 1, "align": True}, range(50, 53)),
+    **{
+        name: (2, {"dtype": "bf16", "layer_wise": True, **options}, seeds)
+        for name, options, seeds, since in (
+            ("layer-wise", {}, range(60, 64), "0.18"),
+            ("layer-wise-lists", {"distributed_optimizer": False}, range(70, 78), "0.17"),
+        )
+        if versions.supported(INSTALLED, since, OPEN)
+    },
 }
 
 

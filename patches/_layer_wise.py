@@ -1,0 +1,115 @@
+"""What the case files about `LayerWiseDistributedOptimizer` share: where it writes and gathers.
+
+It is a chain of optimizers, each with whole parameters of this rank, and no DistributedOptimizer:
+what `_gather` watches there does not pass here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Target
+
+from . import _gather
+from ._ddp import bucket_groups
+
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer"
+UPSTREAM = (
+    "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/"
+    "layer_wise_optimizer.py"
+)
+_CHUNKS = "_megatron_idempotent_chunks"
+
+
+def step_target(wrapper: Callable[..., Any]) -> Target:
+    """Where the chain updates its parameters.
+
+    The base class's, because 0.17 overrides `step` and later releases `step_with_ready_grads`;
+    either calls this one.
+    """
+    return Target(
+        address=f"{_OPTIMIZER}:ChainedOptimizer.step_with_ready_grads",
+        wrapper=wrapper,
+        reviewed={"bf4ee6d217e7": "0.17.0 to 0.17.1", "c8cb7173652a": "0.18.0 to 0.19.2"},
+    )
+
+
+def chunks_target() -> Target:
+    """Where an optimizer that gathers by lists is told the chunks, when it is built."""
+    return Target(
+        address=f"{_LAYER_WISE}:LayerWiseDistributedOptimizer.set_bucket_layerwise_params_list",
+        wrapper=remember_chunks,
+        reviewed={
+            "db6d20368be6": "0.17.0 to 0.17.1",
+            "b40214db7eb1": "0.18.0 to 0.18.2",
+            "15796a7c7ddc": "0.19.0 to 0.19.2",
+        },
+    )
+
+
+def remember_chunks(original: Callable[..., None], self: Any, model_chunks: Any) -> None:
+    """Release 0.17 forgets them."""
+    original(self, model_chunks)
+    setattr(self, _CHUNKS, list(model_chunks))
+
+
+def deferred_groups(optimizer: Any) -> list[Any]:
+    """The bucket groups whose gather this optimizer leaves to the forward pre-hooks.
+
+    On all ranks alike, whether they own any of the parameters or not.
+    """
+    if not _defers(optimizer):
+        return []
+    return [
+        group
+        for chunk in _chunks(optimizer)
+        for group in bucket_groups(chunk)
+        if _gather.is_layer_wise(group)
+    ]
+
+
+def watch(optimizer: Any) -> None:
+    """Remember the chunks, for a checkpoint."""
+    if _defers(optimizer):
+        for chunk in _chunks(optimizer):
+            _gather.watch(chunk)
+
+
+def outdate(group: Any) -> None:
+    """What was gathered before a step is worth nothing after it."""
+    if group.param_gather_handle is not None:
+        # Only waited for: what it brings is about to be overwritten.
+        group.param_gather_handle.wait()
+        group.param_gather_handle = None
+        for bucket in group.buckets:
+            bucket.layerwise_gather_list = None
+    group.param_gather_dispatched = False
+    _gather.mark(group)
+
+
+def _defers(optimizer: Any) -> bool:
+    if not hasattr(optimizer, "set_bucket_layerwise_params_list"):
+        return False  # some other chain
+    # The second is the name that 0.17 has for it.
+    return bool(
+        getattr(optimizer, "overlap_param_gather", False)
+        or getattr(optimizer, "async_allgather", False)
+    )
+
+
+def _chunks(optimizer: Any) -> list[Any]:
+    known = getattr(optimizer, "model_chunks", None) or getattr(optimizer, _CHUNKS, None)
+    if known is None:
+        import warnings
+
+        warnings.warn(
+            "a LayerWiseDistributedOptimizer of megatron-core 0.17 was built before "
+            "megatron_idempotent.apply(), so its model chunks are not known and its updates are "
+            "not watched: call apply() first",
+            stacklevel=2,
+        )
+        setattr(optimizer, _CHUNKS, [])  # said once
+        return []
+    return list(known)

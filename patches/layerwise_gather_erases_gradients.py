@@ -1,0 +1,125 @@
+"""A forward between reduction and a layer-wise step sets the gradients to zero.
+
+Symptom:
+    With `LayerWiseDistributedOptimizer` and overlap_param_gather, a forward-only pass between the
+    gradients' reduction and `optimizer.step()` (log-probs, a KL term, an evaluation) leaves
+    gradients of zero. The step succeeds and reports a gradient norm of 0.0: the window is lost, and
+    weight decay and momentum move the parameters. The ranks agree, so that no check of replicas
+    notices.
+
+Cause:
+    Where the optimizer gathers by lists of parameters, the gather takes the gradient buffer for its
+    receive buffer and zeroes it after. Reducing the gradients declares the parameters outdated, so
+    that the next forward gathers, though nothing was updated.
+
+Affects:
+    0.18 and 0.19, with `--no-use-layer-wise-param-layout`, to which upstream's own error sends
+    some models with experts, and in loops of one's own that wrap the model without a layout; 0.17
+    gathers into memory of its own. What the patch does: while reduced gradients wait for their
+    step, a bucket group of such an optimizer without an update pending is not gathered, since its
+    parameters are current. Not covered: a forced gather between two microbatches of a window; a
+    second step on the same gradients, or one on those of an aborted window, with a gather in
+    between; and `ensure_params_synced` where none of the patches is applied, which gathers on
+    every call.
+
+    Only equal sizes were run, as gloo gathers no others: two ranks, one bucket; with torch's AdamW
+    in the place of Muon, and with Muon where `emerging-optimizers` is installed.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
+    `start_param_sync`, "Reuse grad_data as the all_gather receive buffer; it is idle during
+    forward".
+
+Remove when:
+    the gather has a receive buffer of its own, or none is dispatched while gradients wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction
+
+from . import _gather, _layer_wise
+from ._ddp import group_target
+
+
+def finish_grad_sync(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around a bucket group's reduction: its gradients wait for a step from here on."""
+    result = original(self, *args, **kwargs)
+    _gather.hold_gradients(self, True)
+    return result
+
+
+def reset(original: Callable[..., None], self: Any) -> None:
+    """Around the start of a bucket group's window: whatever gradients there were are zeroed."""
+    _gather.hold_gradients(self, False)
+    original(self)
+
+
+def step(original: Callable[..., Any], self: Any) -> Any:
+    """Around a chain's update, which uses the gradients up."""
+    for group in _layer_wise.deferred_groups(self):
+        if _gather.gathers_by_lists(group):
+            _gather.hold_gradients(group, False)
+            _layer_wise.outdate(group)
+    return original(self)
+
+
+def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
+    """Around a bucket group's gather: not into gradients that somebody waits for."""
+    if (
+        _gather.holds_gradients(self)
+        and not _gather.marked(self)
+        and self.param_gather_handle is None
+        and _gather.gathers_by_lists(self)
+    ):
+        self.param_gather_dispatched = True
+        return None
+    return _gather.start_param_sync(original, self, force_sync=force_sync)
+
+
+def reproduce() -> None:
+    """A forward-only pass between reduction and step."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(
+        dtype="bf16", overlap_param_gather=True, layer_wise=True, distributed_optimizer=False
+    )
+    model.forward_backward(2, data_seed=0)
+    reduced = model.gradients()
+    model.forward_backward(1, data_seed=1, forward_only=True)
+    if not torch.equal(model.gradients(), reduced):
+        norm = float(model.gradients().norm())
+        raise RuntimeError(
+            f"a forward-only pass changed the gradients: their norm was {float(reduced.norm()):.3f}"
+            f" and is {norm:.3f}"
+        )
+
+
+PATCH = Patch(
+    id="layerwise-gather-erases-gradients",
+    summary="with Muon's layer-wise optimizer, a forward between reduction and step zeroes the "
+    "gradients",
+    since="0.18",
+    before="0.20",
+    targets=(
+        group_target("start_param_sync", start),
+        group_target("finish_grad_sync", finish_grad_sync),
+        group_target("reset", reset),
+        _layer_wise.step_target(step),
+        _layer_wise.chunks_target(),
+    ),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/"
+        "param_and_grad_buffer.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: a forward-only pass changed the gradients: .* is 0\.000",
+    ),
+)
