@@ -5,7 +5,8 @@ Symptom:
     gradients' reduction and `optimizer.step()` (log-probs, a KL term, an evaluation) leaves
     gradients of zero. The step succeeds and reports a gradient norm of 0.0: the window is lost, and
     weight decay and momentum move the parameters. The ranks agree, so that no check of replicas
-    notices.
+    notices. `start_param_sync()` behind a step, and then `zero_grad_buffer()`, zeroes what the
+    gather has brought so far, as the machine's timing has it: the ranks differ.
 
 Cause:
     Where the optimizer gathers by lists of parameters, the gather takes the gradient buffer for its
@@ -42,19 +43,26 @@ from typing import Any
 from megatron_idempotent.engine import Patch, Reproduction
 
 from . import _gather, _layer_wise
-from ._ddp import group_target
+from ._ddp import bucket_groups, ddp_target, group_target
 
 
 def finish_grad_sync(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around a bucket group's reduction: its gradients wait for a step from here on."""
     result = original(self, *args, **kwargs)
-    _gather.hold_gradients(self, True)
+    if _gather.gathers_by_lists(self):
+        _gather.hold_gradients(self, True)
     return result
 
 
-def reset(original: Callable[..., None], self: Any) -> None:
-    """Around the start of a bucket group's window: whatever gradients there were are zeroed."""
-    _gather.hold_gradients(self, False)
+def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+    """Around the start of a window: first take out of the gradients' memory what is on its way."""
+    import torch
+
+    for group in bucket_groups(self):
+        _gather.hold_gradients(group, False)
+        if group.param_gather_handle is not None and _gather.gathers_by_lists(group):
+            with torch.no_grad():
+                _gather.wait(group)
     original(self)
 
 
@@ -73,7 +81,6 @@ def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> 
         _gather.holds_gradients(self)
         and not _gather.marked(self)
         and self.param_gather_handle is None
-        and _gather.gathers_by_lists(self)
     ):
         self.param_gather_dispatched = True
         return None
@@ -109,7 +116,7 @@ PATCH = Patch(
     targets=(
         group_target("start_param_sync", start),
         group_target("finish_grad_sync", finish_grad_sync),
-        group_target("reset", reset),
+        ddp_target("zero_grad_buffer", zero_grad_buffer),
         _layer_wise.step_target(step),
         _layer_wise.chunks_target(),
     ),

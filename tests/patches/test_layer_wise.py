@@ -129,6 +129,13 @@ def stepped_with_a_gather_in_flight(model, overlap: bool) -> None:
     model.forward_backward(2, data_seed=2, forward_only=True)
 
 
+def zeroed_with_a_gather_in_flight(model, overlap: bool) -> None:
+    model.step()
+    for chunk in model.chunks if overlap else ():
+        chunk.start_param_sync()
+    model.forward_backward(2, data_seed=1)
+
+
 PROGRAMS = [
     forward_before_the_step,
     hooks_off_and_on_before_the_step,
@@ -138,6 +145,7 @@ PROGRAMS = [
     hooks_off_with_an_update_pending,
     forced_with_a_gather_in_flight,
     stepped_with_a_gather_in_flight,
+    zeroed_with_a_gather_in_flight,
 ]
 #: They ask what is pending, which nobody watches on stock.
 OF_THE_HELPER = [synced_before_the_step, export]
@@ -217,6 +225,26 @@ def without_overlap() -> list[float]:
 @needs_layout
 def test_keeping_a_gather_back_leaves_nothing_stale(megatron_ranks):
     assert megatron_ranks(2, erased_alone) == megatron_ranks(2, without_overlap)
+
+
+def synced_before_any_gather() -> tuple[int, bool]:
+    """On a rank: bucket groups that the call gathers before the first step, the hooks off."""
+    import torch
+
+    import megatron_idempotent
+
+    megatron_idempotent.apply(strict=True)
+    model = built(LISTS)
+    model.chunks[0].disable_forward_pre_hook(param_sync=False)
+    model.forward_backward(2, data_seed=0)
+    reduced = model.gradients()
+    gathered = megatron_idempotent.ensure_params_synced(model.chunks)
+    return gathered, torch.equal(model.gradients(), reduced)
+
+
+@needs_layout
+def test_gradients_of_the_first_window_of_all_outlive_the_call(megatron_ranks):
+    assert megatron_ranks(2, synced_before_any_gather) == [(0, True)] * 2
 
 
 def late(kind: dict) -> list[str]:
