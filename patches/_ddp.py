@@ -73,6 +73,23 @@ def group_target(method: str, wrapper: Callable[..., Any]) -> Target:
     return Target(address=address, wrapper=wrapper, reviewed=_REVIEWED[address])
 
 
+def finalize_target(wrapper: Callable[..., Any]) -> Target:
+    """`finalize_model_grads`, which finishes the reductions of all chunks, and sums elsewhere."""
+    return Target(
+        address="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
+        wrapper=wrapper,
+        reviewed={
+            "defce03a6c3f": "0.12.0 to 0.12.3",
+            "a5ccdc9a9d86": "0.13.0 to 0.13.1",
+            "07254adbb771": "0.14.0",
+            "35fe5bcef1df": "0.15.0 to 0.15.3",
+            "041ebe4a2b4c": "0.16.0 to 0.17.1",
+            "889106273b30": "0.18.0 to 0.18.2",
+            "198844e3a74f": "0.19.0 to 0.19.2",
+        },
+    )
+
+
 def abort_in_backward(model: Any, register: Callable[[Any, Callable[..., None]], Any]) -> None:
     """For reproductions: a window of a bench, one microbatch, that its backward interrupts.
 

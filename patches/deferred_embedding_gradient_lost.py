@@ -54,20 +54,8 @@ def repaired() -> None:
 
 
 def _two_calls(model: Any) -> None:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron_idempotent.cpu import tiny
-
     for _ in range(2):
-        get_forward_backward_func()(
-            forward_step_func=model._forward_step([]),
-            data_iterator=tiny.microbatches(0),
-            model=model.chunks,
-            num_microbatches=2,
-            seq_length=tiny.SEQUENCE,
-            micro_batch_size=tiny.BATCH,
-            forward_only=False,
-        )
+        model.forward_backward(2, data_seed=0, zero_first=False)
 
 
 def _expect_gradient(model: Any) -> None:

@@ -31,12 +31,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.engine import Patch, Reproduction, Target
 
+from . import _optimizers
 from ._ddp import bucket_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_OPTIMIZER = "megatron.core.optimizer.optimizer"
 _USED = "megatron_idempotent_used_version"
 _OWNERS = "megatron_idempotent_gradient_owners"
 
@@ -133,17 +133,9 @@ PATCH = Patch(
             wrapper=offload,
             reviewed={"63450750b8df": "0.16.0 to 0.19.2"},
         ),
+        _optimizers.step_target("ChainedOptimizer", step),
         Target(
-            address=f"{_OPTIMIZER}:ChainedOptimizer.step",
-            wrapper=step,
-            reviewed={
-                "c30da5d35482": "0.16.0 to 0.17.1",
-                "c5cecdd9658c": "0.18.0 to 0.18.2",
-                "ae1b5bfed51c": "0.19.0 to 0.19.2",
-            },
-        ),
-        Target(
-            address=f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
+            address=f"{_optimizers.MODULE}:MixedPrecisionOptimizer.step_with_ready_grads",
             wrapper=step,
             reviewed={
                 "5336d5138629": "0.16.0 to 0.18.2",
@@ -151,7 +143,7 @@ PATCH = Patch(
             },
         ),
         Target(
-            address=f"{_OPTIMIZER}:FP32Optimizer.step_with_ready_grads",
+            address=f"{_optimizers.MODULE}:FP32Optimizer.step_with_ready_grads",
             wrapper=step,
             reviewed={"7f363e8ec068": "0.16.0 to 0.19.2"},
         ),

@@ -32,13 +32,13 @@ from typing import Any
 
 from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
 
+from . import _optimizers
 from ._ddp import bucket_groups, group_target
 from .grad_scale_func import PATCH as _WIRED
 
 REDUCTIONS = "_megatron_idempotent_reductions"
 GATHERED = "_megatron_idempotent_gathered"
 _CHUNKS = "_megatron_idempotent_chunks"
-_OPTIMIZER = "megatron.core.optimizer.optimizer"
 
 
 def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -110,27 +110,7 @@ PATCH = Patch(
             reviewed=_WIRED.targets[0].reviewed,
             relies_on=("model_chunks",),
         ),
-        Target(
-            address=f"{_OPTIMIZER}:ChainedOptimizer.step",
-            wrapper=step,
-            reviewed={
-                "4fd61c3e485d": "0.12.0 to 0.12.3",
-                "d818bd287c1e": "0.13.0 to 0.13.1",
-                "c30da5d35482": "0.14.0 to 0.17.1",
-                "c5cecdd9658c": "0.18.0 to 0.18.2",
-                "ae1b5bfed51c": "0.19.0 to 0.19.2",
-            },
-        ),
-        Target(
-            address=f"{_OPTIMIZER}:MixedPrecisionOptimizer.step",
-            wrapper=step,
-            reviewed={"5c5d2a035b76": "0.12.0 to 0.18.2", "d430f8b4abee": "0.19.0 to 0.19.2"},
-        ),
-        Target(
-            address=f"{_OPTIMIZER}:FP32Optimizer.step",
-            wrapper=step,
-            reviewed={"eeb0640de682": "0.12.0 to 0.18.2", "a6f03ced2b0c": "0.19.0 to 0.19.2"},
-        ),
+        *_optimizers.step_targets(step),
         group_target("start_grad_sync", start_grad_sync),
         group_target("reset", reset),
         group_target("start_param_sync", start_param_sync),

@@ -32,10 +32,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import Patch, Reproduction
 
 from . import _reduction
-from ._ddp import bucket_groups, ddp_target
+from ._ddp import bucket_groups, ddp_target, finalize_target
 
 _windows = _reduction.Windows("reduced")
 
@@ -162,12 +162,9 @@ def _two_windows(**options: Any) -> Any:
 
     model = tiny.build(with_optimizer=False, **options)
     model.forward_backward(2, data_seed=0)
-    (chunk,) = model.chunks
     # An ordinary window after it, so that upstream knows what to wait for.
     model.forward_backward(2, data_seed=1)
-    chunk.zero_grad_buffer = lambda: None  # the bench zeroes; a program that streams does not
-    model.forward_backward(2, data_seed=2)
-    del chunk.zero_grad_buffer
+    model.forward_backward(2, data_seed=2, zero_first=False)
     return model
 
 
@@ -180,19 +177,7 @@ PATCH = Patch(
         ddp_target("finish_grad_sync", finish_grad_sync),
         ddp_target("no_sync", no_sync),
         ddp_target("zero_grad_buffer", zero_grad_buffer),
-        Target(
-            address="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
-            wrapper=finalize,
-            reviewed={
-                "defce03a6c3f": "0.12.0 to 0.12.3",
-                "a5ccdc9a9d86": "0.13.0 to 0.13.1",
-                "07254adbb771": "0.14.0",
-                "35fe5bcef1df": "0.15.0 to 0.15.3",
-                "041ebe4a2b4c": "0.16.0 to 0.17.1",
-                "889106273b30": "0.18.0 to 0.18.2",
-                "198844e3a74f": "0.19.0 to 0.19.2",
-            },
-        ),
+        finalize_target(finalize),
     ),
     upstream=(
         "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/"

@@ -26,12 +26,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import Patch, Reproduction
 
-from . import _schedules
+from . import _optimizers, _schedules
+from ._ddp import finalize_target
 from ._timers import stopping
-
-_OPTIMIZER = "megatron.core.optimizer.optimizer"
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -84,41 +83,8 @@ PATCH = Patch(
     before="0.20",
     targets=(
         *_schedules.targets(schedule),
-        Target(
-            address="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
-            wrapper=finalize,
-            reviewed={
-                "defce03a6c3f": "0.12.0 to 0.12.3",
-                "a5ccdc9a9d86": "0.13.0 to 0.13.1",
-                "07254adbb771": "0.14.0",
-                "35fe5bcef1df": "0.15.0 to 0.15.3",
-                "041ebe4a2b4c": "0.16.0 to 0.17.1",
-                "889106273b30": "0.18.0 to 0.18.2",
-                "198844e3a74f": "0.19.0 to 0.19.2",
-            },
-            relies_on=("config.timers('all-grads-sync', log_level=1)",),
-        ),
-        Target(
-            address=f"{_OPTIMIZER}:MixedPrecisionOptimizer.step",
-            wrapper=step,
-            reviewed={"5c5d2a035b76": "0.12.0 to 0.18.2", "d430f8b4abee": "0.19.0 to 0.19.2"},
-        ),
-        Target(
-            address=f"{_OPTIMIZER}:FP32Optimizer.step",
-            wrapper=step,
-            reviewed={"eeb0640de682": "0.12.0 to 0.18.2", "a6f03ced2b0c": "0.19.0 to 0.19.2"},
-        ),
-        Target(
-            address=f"{_OPTIMIZER}:ChainedOptimizer.step",
-            wrapper=step,
-            reviewed={
-                "4fd61c3e485d": "0.12.0 to 0.12.3",
-                "d818bd287c1e": "0.13.0 to 0.13.1",
-                "c30da5d35482": "0.14.0 to 0.17.1",
-                "c5cecdd9658c": "0.18.0 to 0.18.2",
-                "ae1b5bfed51c": "0.19.0 to 0.19.2",
-            },
-        ),
+        finalize_target(finalize),
+        *_optimizers.step_targets(step),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/timers.py",
     reproduction=Reproduction(

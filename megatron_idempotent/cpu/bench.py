@@ -25,18 +25,23 @@ class Tiny:
     on_microbatch: Callable[[int, Any], Any] | None = None
 
     def forward_backward(
-        self, num_microbatches: int, *, data_seed: int, forward_only: bool = False
+        self,
+        num_microbatches: int,
+        *,
+        data_seed: int,
+        forward_only: bool = False,
+        zero_first: bool = True,
     ) -> list[float]:
         """One window through upstream's schedule; the microbatches' losses on the last stage.
 
-        Zeroes the gradients first, unless forward-only. All ranks take part. Global microbatch
-        g = i * DP size + DP rank has the same data in every layout, so that two ranks with n
-        microbatches and one rank with 2n compute the same gradient.
+        Zeroes the gradients first, unless forward-only or told otherwise. All ranks take part.
+        Global microbatch g = i * DP size + DP rank has the same data in every layout, so that two
+        ranks with n microbatches and one rank with 2n compute the same gradient.
         """
         import torch
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        if not forward_only:
+        if zero_first and not forward_only:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             if self.optimizer is not None:

@@ -27,14 +27,12 @@ def run_window(model, draw: dict, *, zero: bool, finalize: bool, held: int) -> N
     model.config.finalize_model_grads_func = finalize_model_grads if finalize else None
     if zero:
         chunk.zero_grad_buffer()
-    chunk.zero_grad_buffer = lambda: None  # the bench would zero in every window
     try:
         with ExitStack() as stack:
             for _ in range(held):
                 stack.enter_context(chunk.no_sync())
-            model.forward_backward(draw["microbatches"], data_seed=draw["data"])
+            model.forward_backward(draw["microbatches"], data_seed=draw["data"], zero_first=False)
     finally:
-        del chunk.zero_grad_buffer
         model.on_microbatch = None
 
 
