@@ -13,11 +13,12 @@ Cause:
     other one copies the shards to the model behind its update.
 
 Affects:
-    0.15.0 and later, on a GPU. Never run there, and the precision-aware optimizer, which needs
-    Transformer Engine, not at all: on the CPU runtime nothing is offloaded, so the reproduction
-    makes tensors say that they are on the device and looks at the views. The patch is therefore off
-    by default; name it in `only=` to use it. What it does: a view of a model's parameter buffer
-    stays where it is, which costs no memory, as the buffer stays too. All else is moved as before.
+    0.16.0 and later, on a GPU; in 0.15 the methods raise a NameError. Never run there, and the
+    precision-aware optimizer, which needs Transformer Engine, not at all: on the CPU runtime
+    nothing is offloaded, so the reproduction makes tensors say that they are on the device and
+    looks at the views. The patch is therefore off by default; name it in `only=` to use it. What it
+    does: a view of a model's parameter buffer stays where it is, which costs no memory, as the
+    buffer stays too. All else is moved as before.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py,
@@ -78,13 +79,13 @@ def reproduce() -> None:
 PATCH = Patch(
     id="optimizer-offload-breaks-views",
     summary="after optimizer.offload_to_cpu() and back its parameters are copies of the model's",
-    since="0.15",
+    since="0.16",
     before="0.20",
     targets=(
         Target(
             address="megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu",
             wrapper=offload,
-            reviewed={"a01f4c7f312d": "0.15.0 to 0.19.2"},
+            reviewed={"a01f4c7f312d": "0.16.0 to 0.19.2"},
         ),
     ),
     default=False,
