@@ -74,7 +74,8 @@ def prove(ids: Iterable[str] | None = None, *, pool: RankPool | None = None) -> 
     own = None
     if pool is None and affected:
         ranks = max(hazard.reproduction.ranks for hazard in affected)
-        pool = own = RankPool(ranks, preload=PROGRAM_PRELOAD)
+        # Standard output is for the findings; releases print there while they are imported.
+        pool = own = RankPool(ranks, preload=PROGRAM_PRELOAD, stdout=2)
     try:
         if own is not None:
             own.run(1, _ready, distributed=False)  # or the first hazard would pay for the imports

@@ -53,16 +53,29 @@ class RankPool:
     groups, no Megatron globals, no patches, the caller's present environment. It starts with
     the first call (some ten seconds) and ends with `close()`, the `with` block or the process.
 
+    Args:
+        max_world_size: largest number of ranks of a call.
+        preload: modules to import before the first call.
+        stdout: file descriptor that the ranks' standard output goes to, and what upstream prints
+            while it is imported; None for that of this process.
+
     Example:
         with RankPool(2) as pool:
             losses = pool.run(2, train, 10)
     """
 
-    def __init__(self, max_world_size: int, *, preload: Sequence[str] = PRELOAD) -> None:
+    def __init__(
+        self,
+        max_world_size: int,
+        *,
+        preload: Sequence[str] = PRELOAD,
+        stdout: int | None = None,
+    ) -> None:
         if max_world_size < 1:
             raise ValueError(f"max_world_size must be at least 1, found {max_world_size}")
         self.max_world_size = max_world_size
         self._preload = tuple(preload)
+        self._stdout = stdout
         self._lock = threading.Lock()
         self._launcher: _Launcher | None = None
 
@@ -111,7 +124,7 @@ class RankPool:
 
     def _send(self, call: Call) -> Outcome:
         if self._launcher is None:
-            self._launcher = _Launcher(self._preload)
+            self._launcher = _Launcher(self._preload, self._stdout)
         with contextlib.ExitStack() as unless_answered:
             # Also on KeyboardInterrupt: ranks without a listener must not go on.
             unless_answered.callback(self.close)
@@ -163,7 +176,7 @@ def _results(outcome: Outcome, timeout_s: float) -> list[Any]:
 class _Launcher:
     """The launcher process and our end of the connection to it."""
 
-    def __init__(self, preload: Sequence[str]) -> None:
+    def __init__(self, preload: Sequence[str], stdout: int | None) -> None:
         self._connection, theirs = Pipe()
         program = (
             "from megatron_idempotent.cpu.launcher import main; "
@@ -183,6 +196,7 @@ class _Launcher:
                 [sys.executable, "-c", program],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
+                stdout=stdout,
                 env=environ,
                 # Ctrl-C is the caller's to handle: it closes the connection, which ends us.
                 start_new_session=True,

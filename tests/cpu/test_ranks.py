@@ -202,6 +202,18 @@ def test_a_program_may_initialise_torch_distributed_itself(megatron_ranks):
     assert megatron_ranks(2, rendezvous_by_environment, distributed=False) == [("gloo", 2)] * 2
 
 
+def say(word):
+    print(word, flush=True)
+
+
+def test_what_ranks_print_can_be_kept_out_of_standard_output(capfd):
+    with cpu.RankPool(1, preload=(), stdout=2) as pool:
+        pool.run(1, say, "chatter", distributed=False)
+    out, err = capfd.readouterr()
+    assert "chatter" not in out
+    assert "chatter" in err
+
+
 def test_lambdas_and_closures_are_refused_with_the_reason(megatron_ranks):
     def closure():
         return None
