@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+from layouts import some_of
 
 TOTAL = 4
 
@@ -86,7 +87,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+ALWAYS = ("dp2", "dp2, overlap_param_gather", "fp16", "pp2", "pp2 vpp2 dp2")
+
+
+@pytest.mark.parametrize("layout", some_of(LAYOUTS, *ALWAYS))
 def test_any_split_of_a_step_has_the_gradient_of_one_call(megatron_ranks, layout):
     ranks, splits, options = LAYOUTS[layout]
     for equal in megatron_ranks(ranks, compared, splits, "total_microbatches", options):
@@ -99,7 +103,9 @@ def test_a_total_that_is_no_power_of_two_is_exact_as_well(megatron_ranks):
 
 
 @pytest.mark.parametrize("how", ["expected_microbatches", None])
-@pytest.mark.parametrize("layout", ["dp2", "dp2, all-reduce", "pp2 dp2", "pp2 vpp2 dp2"])
+@pytest.mark.parametrize(
+    "layout", some_of(["dp2", "dp2, all-reduce", "pp2 dp2", "pp2 vpp2 dp2"], "dp2", "pp2 vpp2 dp2")
+)
 def test_without_a_total_the_gradients_are_reduced_at_the_end(megatron_ranks, how, layout):
     ranks, splits, options = LAYOUTS[layout]
     for equal in megatron_ranks(ranks, compared, splits, how, options):

@@ -37,11 +37,15 @@ MUON = {"optimizer_overrides": {"optimizer": "muon"}}
 KINDS = [
     pytest.param(2, {}, id="layout", marks=needs_layout),
     pytest.param(2, LISTS, id="lists"),
-    pytest.param(4, EXPERTS | {"ep": 2}, id="layout-ep2", marks=needs_layout),
-    pytest.param(2, LISTS | EXPERTS, id="lists-experts"),
-    pytest.param(4, VIRTUAL, id="layout-virtual-stages", marks=needs_layout),
     pytest.param(2, MUON, id="muon-layout", marks=[needs_layout, needs_muon]),
-    pytest.param(2, LISTS | MUON, id="muon-lists", marks=needs_muon),
+    pytest.param(
+        4, EXPERTS | {"ep": 2}, id="layout-ep2", marks=[needs_layout, pytest.mark.exhaustive]
+    ),
+    pytest.param(2, LISTS | EXPERTS, id="lists-experts", marks=pytest.mark.exhaustive),
+    pytest.param(
+        4, VIRTUAL, id="layout-virtual-stages", marks=[needs_layout, pytest.mark.exhaustive]
+    ),
+    pytest.param(2, LISTS | MUON, id="muon-lists", marks=[needs_muon, pytest.mark.exhaustive]),
 ]
 
 

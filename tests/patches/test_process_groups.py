@@ -159,7 +159,13 @@ def test_a_failure_inside_a_tensor_parallel_layer_poisons_until_groups_are_new(m
     assert "(forward of the model, microbatch 1: Broken: layer@1)" in told[0]
 
 
-@pytest.mark.parametrize("layout", [{"pp": 2}, {}], ids=["pp", "dp"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"pp": 2}, id="pp"),
+        pytest.param({}, id="dp", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_rank_that_leaves_its_window_poisons_the_others_within_the_deadline(
     layout, megatron_ranks
 ):
