@@ -1,19 +1,23 @@
 """Names under which other modules hold a function of Megatron since before `apply()`.
 
-All modules of a process are some 300,000 names, so that one look serves all sites of an `apply()`.
+All modules of a process are some 300,000 names. So one look serves all functions of an `apply()`;
+and modules in which nothing is bound anew are looked through, for the report, only where reference
+counts say that somebody beyond the others holds a function.
 """
 
 from __future__ import annotations
 
 import sys
 import types
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from .finding import namespace
 
 if TYPE_CHECKING:
     from .sites import Site
 
+_Modules = list[tuple[str, types.ModuleType]]
 #: Do not import Megatron, and hold half of all names.
 _NEVER = frozenset({"torch"}) | sys.stdlib_module_names
 
@@ -29,32 +33,66 @@ class EarlyNames:
         self._sites.append(site)
 
     def rebind(self) -> None:
-        """Look through all modules; afterwards each site's `left` names what was not its to change.
+        """Look through modules; afterwards each site's `left` names what was not its to change.
 
         To be called behind all assignments to the sites: a module that another thread imports in
         between gets our functions by itself, or is seen here.
         """
-        if not self._sites:
+        sites, self._sites = self._sites, []
+        if not sites:
             return
-        sites = {}
-        for site in self._sites:
+        found = dict.fromkeys(sites, 0)
+        ours: _Modules = []
+        others: _Modules = []
+        owners = {id(site.owner) for site in sites}
+        prefixes = tuple({prefix for site in sites for prefix in site.prefixes})
+        for module_name, module in _modules():
+            change = id(module) in owners or module_name.startswith(prefixes)
+            (ours if change else others).append((module_name, module))
+        for site in sites:
             site.left = []
-            sites[id(site.original)] = sites[id(site.installed)] = site
-        self._sites = []
-        ids = frozenset(sites)
-        for module_name, module in list(sys.modules.items()):
-            # Not isinstance(): it believes what a proxy says it is, and asking wakes a lazy one.
-            if not issubclass(type(module), types.ModuleType):
-                continue
-            if module_name.partition(".")[0] in _NEVER:
-                continue
-            if ids.isdisjoint(map(id, list(namespace(module).values()))):
-                continue
-            for name, held in list(namespace(module).items()):
-                found = sites.get(id(held))
-                if found is None or held is found.current:
-                    continue
-                if module is found.owner or found.may_change(module_name):
-                    namespace(module)[name] = found.current
-                elif held is found.original:
-                    found.left.append(f"{module_name}.{name}")
+        for site, module_name, module, name in _held(sites, ours):
+            found[site] += 1
+            if site.may_change(module_name, module):
+                namespace(module)[name] = site.current
+            else:
+                site.left.append(f"{module_name}.{name}")
+        hidden = [site for site, count in found.items() if site.is_held_by_more_than(count)]
+        for site, module_name, _, name in _held(hidden, others):
+            site.left.append(f"{module_name}.{name}")
+
+
+def references(holder: dict[str, Any], name: str) -> int:
+    """How many references there are to the value of `name` besides the one in `holder`."""
+    return _references(holder, name) - _ALONE
+
+
+def _references(holder: dict[str, Any], name: str) -> int:
+    value = holder.get(name)
+    return sys.getrefcount(value)
+
+
+#: What is counted for a value that only `holder` has: the count differs between Python versions.
+_ALONE = _references({"value": object()}, "value")
+
+
+def _modules() -> Iterator[tuple[str, types.ModuleType]]:
+    for name, module in list(sys.modules.items()):
+        # Not isinstance(): it believes what a proxy says it is, and asking wakes a lazy one.
+        if issubclass(type(module), types.ModuleType) and name.partition(".")[0] not in _NEVER:
+            yield name, module
+
+
+def _held(
+    sites: list[Site], modules: _Modules
+) -> Iterator[tuple[Site, str, types.ModuleType, str]]:
+    """Where the modules hold a function that a site has replaced, or put back."""
+    by_id = {id(value): site for site in sites for value in (site.original, site.installed)}
+    ids = frozenset(by_id)
+    for module_name, module in modules if sites else ():
+        if ids.isdisjoint(map(id, list(namespace(module).values()))):
+            continue
+        for name, held in list(namespace(module).items()):
+            site = by_id.get(id(held))
+            if site is not None and held is not site.current:
+                yield site, module_name, module, name

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .early import EarlyNames
+from .early import EarlyNames, references
 from .finding import namespace
 from .record import Target
 
@@ -35,9 +35,17 @@ class Site:
         raw: what stands in the owner's `__dict__`: a function, staticmethod or classmethod; or
             `ABSENT`.
         inherited: what a base class has in its `__dict__`, where raw is `ABSENT`.
+        held_elsewhere: references to raw besides the owner's; None where nobody counted.
     """
 
-    def __init__(self, target: Target, owner: Any, raw: Any, inherited: Any = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        owner: Any,
+        raw: Any,
+        inherited: Any = None,
+        held_elsewhere: int | None = None,
+    ) -> None:
         self.target, self.owner, self.raw = target, owner, raw
         stands = inherited if raw is ABSENT else raw
         self.original: Callable[..., Any] = _unbound(stands)
@@ -48,8 +56,10 @@ class Site:
         """Names that were bound before us in modules that we may not change."""
         self.previous: Site | None = None
         """The site at this address before upstream's module was loaded again."""
-        self._prefixes: frozenset[str] = frozenset()
+        self.prefixes: frozenset[str] = frozenset()
+        """Packages whose early-bound names are rebound."""
         self._is_installed = False
+        self._held_elsewhere = held_elsewhere
         self._call = original = self.original
 
         @functools.wraps(original)
@@ -110,12 +120,20 @@ class Site:
         """What names of the function should lead to: ours while it is installed."""
         return self.installed if self._is_installed else self.original
 
-    def may_change(self, module_name: str) -> bool:
+    def may_change(self, module_name: str, module: types.ModuleType) -> bool:
         """Whether names in that module are ours to bind anew."""
-        return any(
+        return module is self.owner or any(
             module_name == prefix or module_name.startswith(f"{prefix}.")
-            for prefix in self._prefixes
+            for prefix in self.prefixes
         )
+
+    def is_held_by_more_than(self, names: int) -> bool:
+        """Whether the function that we replaced may be known to more than so many names.
+
+        Known exactly once, before we hold it ourselves; afterwards it may always be.
+        """
+        held, self._held_elsewhere = self._held_elsewhere, None
+        return self._is_installed and (held is None or held > names)
 
     def install(self, prefixes: Iterable[str], names: EarlyNames) -> None:
         """Put our function at the site.
@@ -124,7 +142,7 @@ class Site:
             prefixes: packages whose early-bound names are rebound; names elsewhere are `left`.
             names: told to look for them.
         """
-        self._prefixes = frozenset(prefixes)
+        self.prefixes = frozenset(prefixes)
         self._is_installed = True
         setattr(self.owner, self.name, self.installed)
         if isinstance(self.owner, types.ModuleType):
@@ -162,6 +180,7 @@ def open_site(target: Target, decorators: int) -> Site:
     module = sys.modules[target.module]
     owner = find_owner(module, target.qualname)
     name = target.qualname.rpartition(".")[2]
+    held_elsewhere = references(namespace(owner), name)  # as long as nothing here holds it
     raw = namespace(owner).get(name, ABSENT)
     if raw is not ABSENT:
         if type(raw) in (staticmethod, classmethod):
@@ -169,7 +188,7 @@ def open_site(target: Target, decorators: int) -> Site:
         foreign = _foreign(_unbound(raw), module, decorators)
         if foreign is not None:
             raise Conflict(f"{target.address} is {foreign}")
-        return Site(target, owner, raw)
+        return Site(target, owner, raw, held_elsewhere=held_elsewhere)
     for base in getattr(owner, "__mro__", ()):
         if name in vars(base):
             return Site(target, owner, ABSENT, inherited=vars(base)[name])

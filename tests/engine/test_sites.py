@@ -234,3 +234,29 @@ def test_many_sites_are_looked_for_at_once_and_foreign_names_are_left(module, mo
     assert sites[0].left == ["toy_foreign.greet", "toy_foreign.other"]
     uninstall(sites[0])
     assert own.greet is own.other is module.greet is module.alias is upstream
+
+
+def test_a_name_in_a_module_that_is_not_ours_is_found_however_often_it_is_held(module, monkeypatch):
+    holders = [module.greet, {"f": module.greet}]  # no names, but references
+    for name in ("toy_one", "toy_two"):
+        early = types.ModuleType(name)
+        early.renamed = module.greet
+        monkeypatch.setitem(sys.modules, name, early)
+    site = site_of("greet")
+    for _ in range(2):  # counted the first time only, looked for both times
+        install(site)
+        assert site.left == ["toy_one.renamed", "toy_two.renamed"]
+        uninstall(site)
+    assert holders[0] is module.greet is sys.modules["toy_one"].renamed
+
+
+def test_modules_that_cannot_hold_a_function_are_not_looked_through(module, monkeypatch):
+    from megatron_idempotent.engine import early
+
+    looked = []
+    stock = early._held
+    monkeypatch.setattr(
+        early, "_held", lambda sites, m: looked.append(len(sites)) or stock(sites, m)
+    )
+    install(site_of("greet"))  # `alias` is found in the module itself
+    assert looked == [1, 0]
