@@ -65,7 +65,8 @@ def release(session: nox.Session, megatron: str) -> None:
     PROVEN.mkdir(parents=True, exist_ok=True)
     command = [str(folder / "bin" / "megatron-idempotent"), "prove", "--json"]
     with open(PROVEN / f"{megatron}.json", "w") as findings:
-        session.run(*command, env=env, external=True, stdout=findings)
+        # nox would send both to one file, and releases warn while they are imported.
+        session.run(*command, env=env, external=True, stdout=findings, stderr=sys.stderr)
 
 
 @nox.session(venv_backend="none")
