@@ -4,7 +4,8 @@
 
 The tests are read from a checkout; of Megatron itself the installed one runs, so take the tag that
 fits it. Many of upstream's tests need a GPU and fail here: with and without patches alike, which is
-what is compared. Exit code 1 where an outcome differs.
+what is compared. Exit code 1 where an outcome differs. They leak process groups: with more than two
+ranks some files start so many threads that a small machine misses the deadline.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ FILES = (
     "distributed/test_reduce_scatter_with_fp32_accumulation.py",
     "pipeline_parallel/test_schedules.py",
     "pipeline_parallel/test_pipeline_layout.py",
+    "optimizer/test_clip_grads.py",
+    "optimizer/test_optimizer_config.py",
+    "optimizer/test_param_group_identifier_keys.py",
+    "test_lion_optimizer.py",
     "test_optimizer.py",
     "test_layer_wise_optimizer.py",
     "test_optimizer_param_scheduler.py",
