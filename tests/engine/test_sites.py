@@ -250,6 +250,17 @@ def test_a_name_in_a_module_that_is_not_ours_is_found_however_often_it_is_held(m
     assert holders[0] is module.greet is sys.modules["toy_one"].renamed
 
 
+def test_a_name_that_is_bound_after_the_references_were_counted_is_found(module, monkeypatch):
+    site = site_of("greet")
+    install(site)
+    uninstall(site)
+    late = types.ModuleType("toy_late")
+    late.greet = module.greet
+    monkeypatch.setitem(sys.modules, "toy_late", late)
+    install(site)
+    assert site.left == ["toy_late.greet"]
+
+
 def test_modules_that_cannot_hold_a_function_are_not_looked_through(module, monkeypatch):
     from megatron_idempotent.engine import early
 

@@ -126,3 +126,31 @@ def bad_input(which: str) -> None:
 def test_bad_input_is_refused_before_anything_is_changed(megatron_ranks, which, message):
     with pytest.raises(RankError, match=message):
         megatron_ranks(1, bad_input, which)
+
+
+def zeroed_under_a_reduction() -> float:
+    """On a rank: what a reduction leaves in the gradients that a peer starts late."""
+    import time
+
+    import torch.distributed as dist
+
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    megatron_idempotent.apply(only=["reduction-outlives-its-window"])
+    model = tiny.build(distributed_optimizer=False)
+    (chunk,) = model.chunks
+    for buffer in chunk.buffers:
+        buffer.grad_data.fill_(1.0)
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    for group in chunk.bucket_groups:
+        group.start_grad_sync()
+    chunk.zero_grad_buffer()
+    dist.barrier()
+    time.sleep(0.5)  # for what would still be written
+    return float(model.gradients().abs().sum())
+
+
+def test_zeroing_waits_for_a_reduction_that_a_peer_has_not_started(megatron_ranks):
+    assert megatron_ranks(2, zeroed_under_a_reduction) == [0.0, 0.0]
