@@ -10,6 +10,10 @@ from megatron_idempotent.engine import Target
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 _GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 
+_SOURCE = "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed"
+UPSTREAM = f"{_SOURCE}/distributed_data_parallel.py"
+GROUP_UPSTREAM = f"{_SOURCE}/param_and_grad_buffer.py"
+
 _SPOILT = "the gradients of a window depend on the aborted one before it"
 #: `stock_error` of the reproductions that `expect_gradients` ends.
 SPOILT_ERROR = f"RuntimeError: {_SPOILT}"

@@ -147,6 +147,13 @@ class Rollouts:
         return loss, torch.tensor(1), {"keys": ["loss"], "values": values}
 
 
+def run_twice(framework: str) -> None:
+    """Two rollouts of a step each, through the framework's own `train()`."""
+    rollouts = Rollouts(framework, ["--overlap-grad-reduce", "--overlap-param-gather"])
+    rollouts.train(1, first=0)
+    rollouts.train(1, first=1)
+
+
 class _Data:
     """A rollout's batches, which `train()` starts over with each call."""
 

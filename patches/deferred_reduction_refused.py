@@ -34,7 +34,7 @@ from typing import Any
 from megatron_idempotent.engine import Patch, Reproduction
 
 from . import _reduction
-from ._ddp import bucket_groups, ddp_target, group_target
+from ._ddp import GROUP_UPSTREAM, bucket_groups, ddp_target, group_target
 
 _HELD = "_megatron_idempotent_held"
 _DISPATCHED = "_megatron_idempotent_dispatched"
@@ -110,10 +110,7 @@ PATCH = Patch(
         ddp_target("zero_grad_buffer", zero_grad_buffer),
         group_target("start_grad_sync", start_grad_sync),
     ),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/"
-        "param_and_grad_buffer.py"
-    ),
+    upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

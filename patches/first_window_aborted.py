@@ -104,6 +104,6 @@ PATCH = Patch(
         _ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),
         _ddp.group_target("finish_grad_sync", finish_grad_sync),
     ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py",
+    upstream=_ddp.GROUP_UPSTREAM,
     reproduction=Reproduction(run=reproduce, ranks=2, stock_error=r"AssertionError"),
 )

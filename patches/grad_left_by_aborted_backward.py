@@ -59,6 +59,6 @@ PATCH = Patch(
     since="0.12",
     before="0.20",
     targets=(_ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py",
+    upstream=_ddp.UPSTREAM,
     reproduction=Reproduction(run=reproduce, ranks=2, stock_error=_ddp.SPOILT_ERROR),
 )

@@ -37,7 +37,7 @@ from typing import Any
 from megatron_idempotent.engine import Patch, Reproduction
 
 from . import _reduction
-from ._ddp import bucket_groups, ddp_target
+from ._ddp import GROUP_UPSTREAM, bucket_groups, ddp_target
 
 _FINISHED = "_megatron_idempotent_none_under_way"
 _LATE = "_megatron_idempotent_late"
@@ -158,10 +158,7 @@ PATCH = Patch(
         ddp_target("no_sync", no_sync),
         ddp_target("zero_grad_buffer", zero_grad_buffer),
     ),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/"
-        "param_and_grad_buffer.py"
-    ),
+    upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

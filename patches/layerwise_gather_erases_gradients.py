@@ -43,7 +43,7 @@ from typing import Any
 from megatron_idempotent.engine import Patch, Reproduction
 
 from . import _gather, _layer_wise
-from ._ddp import bucket_groups, ddp_target, group_target
+from ._ddp import GROUP_UPSTREAM, bucket_groups, ddp_target, group_target
 
 
 def finish_grad_sync(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,10 +120,7 @@ PATCH = Patch(
         _layer_wise.step_target(step),
         _layer_wise.chunks_target(),
     ),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/"
-        "param_and_grad_buffer.py"
-    ),
+    upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

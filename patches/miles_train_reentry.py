@@ -30,11 +30,9 @@ from . import _copies
 
 def reproduce() -> None:
     """Two rollouts of a step each, through miles' own `train()`."""
-    from ._rollouts import Rollouts
+    from ._rollouts import run_twice
 
-    rollouts = Rollouts("miles", ["--overlap-grad-reduce", "--overlap-param-gather"])
-    rollouts.train(1, first=0)
-    rollouts.train(1, first=1)
+    run_twice("miles")
 
 
 PATCH = Patch(

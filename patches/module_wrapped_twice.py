@@ -27,6 +27,8 @@ from __future__ import annotations
 
 from megatron_idempotent.engine import Limit, Reproduction
 
+from ._ddp import UPSTREAM
+
 
 def reproduce() -> None:
     """Wrap a wrapped module once more and run one window."""
@@ -46,10 +48,7 @@ LIMIT = Limit(
     summary="a module that DDP wrapped twice fails in its first backward pass, with overlap",
     since="0.12",
     before="0.20",
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/"
-        "distributed_data_parallel.py"
-    ),
+    upstream=UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

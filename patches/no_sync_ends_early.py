@@ -33,7 +33,7 @@ from typing import Any
 
 from megatron_idempotent.engine import Patch, Reproduction
 
-from ._ddp import bucket_groups, ddp_target
+from ._ddp import UPSTREAM, bucket_groups, ddp_target
 
 _ENTRIES = "_megatron_idempotent_no_sync"
 
@@ -133,10 +133,7 @@ PATCH = Patch(
         ddp_target("no_sync", no_sync),
         ddp_target("zero_grad_buffer", zero_grad_buffer),
     ),
-    upstream=(
-        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/"
-        "distributed_data_parallel.py"
-    ),
+    upstream=UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_idempotent.engine import Patch, Reproduction, Target
 
 from . import _optimizers
-from ._ddp import bucket_groups
+from ._ddp import UPSTREAM, bucket_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,7 +148,7 @@ PATCH = Patch(
             reviewed={"7f363e8ec068": "0.16.0 to 0.19.2"},
         ),
     ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py",
+    upstream=UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

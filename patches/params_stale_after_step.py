@@ -33,6 +33,7 @@ from typing import Any
 from megatron_idempotent.engine import Patch, Reproduction
 
 from . import _gather
+from ._ddp import GROUP_UPSTREAM
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
@@ -65,7 +66,7 @@ PATCH = Patch(
     since="0.12",
     before="0.20",
     targets=(_gather.step_target(step), _gather.gather_target()),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py",
+    upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

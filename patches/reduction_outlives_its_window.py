@@ -82,7 +82,7 @@ PATCH = Patch(
     fixed_when=lambda bodies: any(
         body.contains("grad_reduce_handle.wait()") for body in bodies.values()
     ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py",
+    upstream=_ddp.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

@@ -31,7 +31,7 @@ from typing import Any
 from megatron_idempotent.engine import Patch, Reproduction
 
 from . import _gather
-from ._ddp import group_target
+from ._ddp import GROUP_UPSTREAM, group_target
 
 
 def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
@@ -61,6 +61,6 @@ PATCH = Patch(
     since="0.12",
     before="0.20",
     targets=(group_target("start_param_sync", start),),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py",
+    upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(run=reproduce, ranks=2, stock_error=r"^AssertionError:$"),
 )

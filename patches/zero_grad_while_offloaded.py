@@ -27,6 +27,8 @@ from typing import Any
 
 from megatron_idempotent.engine import Patch, Reproduction, Target
 
+from ._ddp import GROUP_UPSTREAM
+
 
 def reset(original: Callable[..., None], self: Any) -> None:
     """Around a buffer's zeroing: with its own memory put aside there is none to write to."""
@@ -71,7 +73,7 @@ PATCH = Patch(
             },
         ),
     ),
-    upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py",
+    upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(
         run=reproduce, ranks=2, stock_error=r"the process ended without a result"
     ),
