@@ -18,6 +18,7 @@ from .engine.report import Report, Row
 from .engine.verify import verify
 
 if TYPE_CHECKING:
+    from .step.megatron import TrainStep
     from .window.abort import abort_window
     from .window.accumulation import accumulation_window
     from .window.agreement import SessionPoisoned, WindowAborted, agree
@@ -36,6 +37,7 @@ __all__ = [
     "Report",
     "Row",
     "SessionPoisoned",
+    "TrainStep",
     "UnknownPatchError",
     "VerificationError",
     "WindowAborted",
@@ -59,6 +61,7 @@ __all__ = [
 _LAZY = {
     "ReplicaMismatchError": "window.check",
     "SessionPoisoned": "window.agreement",
+    "TrainStep": "step.megatron",
     "WindowAborted": "window.agreement",
     "abort_window": "window.abort",
     "accumulation_window": "window.accumulation",

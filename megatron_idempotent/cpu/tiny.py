@@ -40,6 +40,7 @@ def build(
     dtype: Dtype = "fp32",
     experts: int = 0,
     layers_per_stage: int = 2,
+    tied: bool = False,
     loss_scale: float | None = None,
     with_optimizer: bool = True,
     wire: bool = True,
@@ -51,7 +52,8 @@ def build(
     """Build a GPT (hidden 64, 4 heads, vocabulary 128, sequence 32) on every rank.
 
     Initialises model parallelism unless it is up, in which case tp, pp, vpp, ep and cp must be
-    those it is up with. `layers_per_stage` counts per virtual stage. `wire` sets the config's
+    those it is up with. `layers_per_stage` counts per virtual stage. With `tied` the output layer
+    shares the embedding's weight. `wire` sets the config's
     no_sync_func, grad_sync_func, param_sync_func, grad_scale_func and finalize_model_grads_func.
     `layer_wise` wants dtype="bf16" and megatron-core 0.17, and takes the optimizer that gives each
     rank whole parameters; it gathers out of DDP's buffers (from 0.18), and with
@@ -127,7 +129,7 @@ def build(
     )
     chunks = []
     for stage in range(vpp) if vpp else [None]:
-        module = _model(config, stage, bool(half))
+        module = _model(config, stage, bool(half), tied)
         layout = {}
         if layer_wise:
             muon = (optimizer_overrides or {}).get("optimizer") == "muon"
@@ -176,7 +178,7 @@ def _wire(config: Any, chunks: list[Any], optimizer: Any, align: bool) -> None:
         config.param_sync_func = per_chunk("start_param_sync")
 
 
-def _model(config: Any, vp_stage: int | None, half: bool) -> Any:
+def _model(config: Any, vp_stage: int | None, half: bool, tied: bool) -> Any:
     """One pipeline stage: a GPTModel, in Float16Module where its weights are half precision."""
     from megatron.core import parallel_state
     from megatron.core.transformer.module import Float16Module
@@ -196,7 +198,7 @@ def _model(config: Any, vp_stage: int | None, half: bool) -> Any:
         max_sequence_length=SEQUENCE,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=tied,
     )
     return Float16Module(config=config, module=model) if half else model
 

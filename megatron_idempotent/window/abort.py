@@ -103,7 +103,7 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
         except BadSample:
             abort_window(chunks, optimizer)
     """
-    chunks = _checked(model_chunks, optimizer)
+    chunks = checked("abort_window()", model_chunks, optimizer)
     _leave_no_sync(chunks)
     for chunk in chunks:
         for group in bucket_groups(chunk):
@@ -128,26 +128,29 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
         abandon(machine)
 
 
-def _checked(model_chunks: Any, optimizer: Any) -> list[Any]:
-    """All of it before anything is changed: half of a model aborted is worse than none."""
+def checked(what: str, model_chunks: Any, optimizer: Any) -> list[Any]:
+    """The chunks as a list, if they and the optimizer are Megatron's; `what` asks for them.
+
+    All of it before anything is changed: half of a model aborted is worse than none.
+    """
     if isinstance(model_chunks, torch.nn.Module) or not isinstance(model_chunks, Iterable):
         raise ValueError(
-            f"abort_window() got a {type(model_chunks).__name__}: pass the list of this rank's "
+            f"{what} got a {type(model_chunks).__name__}: pass the list of this rank's "
             "chunks, also where it is one"
         )
     chunks = list(model_chunks)
     if not chunks:
-        raise ValueError("abort_window() got no model chunk: pass the list that DDP wrapped")
+        raise ValueError(f"{what} got no model chunk: pass the list that DDP wrapped")
     for chunk in chunks:
         if not hasattr(chunk, "bucket_groups") or not hasattr(chunk, "zero_grad_buffer"):
             raise ValueError(
-                f"abort_window() got a {type(chunk).__name__}, which has no bucket groups: pass "
+                f"{what} got a {type(chunk).__name__}, which has no bucket groups: pass "
                 "the chunks wrapped in megatron.core.distributed.DistributedDataParallel, not what "
                 "is inside of them"
             )
     if optimizer is not None and not hasattr(optimizer, "step_with_ready_grads"):
         raise ValueError(
-            f"abort_window() got a {type(optimizer).__name__} as optimizer, which has no "
+            f"{what} got a {type(optimizer).__name__} as optimizer, which has no "
             "step_with_ready_grads: pass what get_megatron_optimizer() returned, or None"
         )
     return chunks

@@ -8,7 +8,7 @@ another gradient than called once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron.core.utils import get_model_config
@@ -18,6 +18,7 @@ from megatron_idempotent.engine.landing import landed
 from megatron_idempotent.patches._windows import open_windows
 
 from .divisor import dividing_by
+from .hold import hold_back, set_for
 
 _HOOK = "aux-loss-scale-left-set"
 
@@ -91,7 +92,7 @@ class AccumulationWindow:
             if after == self.total:
                 self._let_finalize(stack)
             else:
-                self._hold_back(stack)
+                hold_back(stack, self._chunks, self._configs, self._count_tokens)
             result = schedule(**call)
         self.done = after
         self._finalized = after == self.total
@@ -127,20 +128,6 @@ class AccumulationWindow:
     def _per_token(self) -> bool:
         return bool(self._configs[0].calculate_per_token_loss)
 
-    def _hold_back(self, stack: ExitStack) -> None:
-        """Let nothing be reduced or finalized in this call."""
-        for config in self._configs:
-            functions = config.no_sync_func
-            if functions is None:
-                functions = [chunk.no_sync for chunk in self._chunks if hasattr(chunk, "no_sync")]
-            for function in functions if isinstance(functions, list) else [functions]:
-                stack.enter_context(function())
-            # The schedule leaves its own no_sync context for the last microbatch.
-            _set(stack, config, "no_sync_func", nullcontext)
-            _set(stack, config, "grad_sync_func", None)
-            # Not None: the schedules would leave out the deferred embedding gradient with it.
-            _set(stack, config, "finalize_model_grads_func", self._count_tokens)
-
     def _let_finalize(self, stack: ExitStack) -> None:
         """Give the caller's function the tokens of all calls."""
         for config in self._configs:
@@ -157,7 +144,7 @@ class AccumulationWindow:
                 if finalize is not None:
                     finalize(model, self.num_tokens, **options)
 
-            _set(stack, config, "finalize_model_grads_func", with_all_tokens)
+            set_for(stack, config, "finalize_model_grads_func", with_all_tokens)
 
     def _count_tokens(self, model: Any, num_tokens: Any = None, **options: Any) -> None:
         self._finalize_call = model, options
@@ -232,11 +219,6 @@ def accumulation_window(
         window.finish()
     finally:
         open_windows.remove(window)
-
-
-def _set(stack: ExitStack, config: Any, name: str, value: Any) -> None:
-    stack.callback(setattr, config, name, getattr(config, name))
-    setattr(config, name, value)
 
 
 def _check(what: str, **numbers: Any) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 
 DEADLINE_S = 600.0
@@ -23,10 +22,9 @@ DEADLINE_S = 600.0
 LOCKSTEP_S = 30.0
 """How long a rank that failed in a layer waits for its tensor parallel peers to fail there too."""
 
-# Deadline in seconds → the default group it was made under, and the gloo group over all ranks; 0 is
-# the lockstep group. A deadline belongs to a gloo group, as its collectives take none on every
-# release of torch.
-_control: dict[float, tuple[Any, Any]] = {}
+# Who is in it, and the deadline in seconds → the default group it was made under, and the gloo
+# group. A deadline belongs to a gloo group, as its collectives take none on every release of torch.
+_control: dict[tuple[str, float], tuple[Any, Any]] = {}
 _poisoned: str | None = None
 # Counts rebuilds, so that an old reason in the store is not taken for a new one.
 _session = 0
@@ -82,32 +80,36 @@ def agree(error: BaseException | None = None, *, deadline_s: float = DEADLINE_S)
         raise WindowAborted(failures, "No rank has started the window.") from error
 
 
-def exchange(failure: str | None, deadline_s: float) -> dict[int, str]:
-    """All ranks' failures by global rank. Costs one all-reduce where there are none."""
+def exchange(failure: str | None, deadline_s: float, group: Any = None) -> dict[int, str]:
+    """All ranks' failures by global rank. Costs one all-reduce where there are none.
+
+    `group` is a gloo group with that deadline, None for the one of all ranks.
+    """
     if not dist.is_initialized():
         return {} if failure is None else {0: failure}
     try:
-        group = control_group(deadline_s)
+        group = group or control_group(deadline_s)
         any_failed = torch.tensor([failure is not None], dtype=torch.int32, device="cpu")
         dist.all_reduce(any_failed, op=dist.ReduceOp.MAX, group=group)
         if not any_failed.item():
             return {}
-        told: list[str | None] = [None] * dist.get_world_size()
+        ranks = dist.get_process_group_ranks(group)
+        told: list[str | None] = [None] * len(ranks)
         dist.all_gather_object(told, failure, group=group)
     except RuntimeError as lost:
         own = "" if failure is None else f"; this rank failed itself: {failure}"
         raise poison(f"the ranks did not agree within {deadline_s:g} s ({lost}){own}") from lost
-    return {rank: text for rank, text in enumerate(told) if text is not None}
+    return {rank: text for rank, text in zip(ranks, told, strict=True) if text is not None}
 
 
 def control_group(deadline_s: float) -> Any:
     """The gloo group over all ranks whose operations time out after `deadline_s`."""
     world = dist.group.WORLD
-    made_under, group = _control.get(deadline_s, (None, None))
+    made_under, group = _control.get(("all", deadline_s), (None, None))
     if made_under is not world:
         timeout = datetime.timedelta(seconds=deadline_s)
         group = dist.new_group(backend="gloo", timeout=timeout)
-        _control[deadline_s] = (world, group)
+        _control["all", deadline_s] = (world, group)
     return group
 
 
@@ -126,18 +128,28 @@ def lockstep_group() -> Any:
 
     The first call is a collective over all ranks, like that of `control_group`.
     """
+    from megatron.core import parallel_state
+
+    inner = parallel_state.get_tensor_and_context_parallel_group()
+    return shared_group("lockstep", tuple(dist.get_process_group_ranks(inner)), LOCKSTEP_S)
+
+
+def shared_group(name: str, key: object, deadline_s: float) -> Any:
+    """The gloo group over all ranks that bring an equal key, made once per name and deadline.
+
+    The first call is a collective over all ranks, like that of `control_group`.
+    """
     world = dist.group.WORLD
-    made_under, group = _control.get(0.0, (None, None))
+    made_under, group = _control.get((name, deadline_s), (None, None))
     if made_under is not world:
-        inner = parallel_state.get_tensor_and_context_parallel_group()
-        own = tuple(dist.get_process_group_ranks(inner))
-        layout: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(layout, own, group=control_group(DEADLINE_S))
-        timeout = datetime.timedelta(seconds=LOCKSTEP_S)
-        for ranks in sorted(set(layout)):
-            made = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
-            group = made if ranks == own else group
-        _control[0.0] = (world, group)
+        keys: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(keys, key, group=control_group(DEADLINE_S))
+        timeout = datetime.timedelta(seconds=deadline_s)
+        for each in dict.fromkeys(keys):
+            members = [rank for rank, theirs in enumerate(keys) if theirs == each]
+            made = dist.new_group(members, backend="gloo", timeout=timeout)
+            group = made if each == key else group
+        _control[name, deadline_s] = (world, group)
     return group
 
 

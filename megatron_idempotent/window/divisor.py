@@ -1,35 +1,55 @@
-"""What a pipeline schedule divides the losses by."""
+"""What a pipeline schedule divides the losses by, and how it weighs the auxiliary ones."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron.core.pipeline_parallel import schedules
 
+from .hold import set_for
+
 
 @contextmanager
-def dividing_by(divisor: int) -> Iterator[None]:
+def dividing_by(divisor: int, *, auxiliary_weight: float = 1.0) -> Iterator[None]:
     """Replace the number of microbatches where the schedules divide by it.
 
-    They look the function up when they call it; nothing else in it reads the number.
+    They look the function up when they call it; nothing else in it reads the number. The losses
+    of MoE, MTP and experimental attention are multiplied with `auxiliary_weight` besides, unless
+    the config has scale functions of their own.
     """
     late = hasattr(schedules, "forward_step_calc_loss")  # 0.14 on; before, forward_step divides
     name = "forward_step_calc_loss" if late else "forward_step"
     original = getattr(schedules, name)
-    position = list(inspect.signature(original).parameters).index("num_microbatches")
+    parameters = list(inspect.signature(original).parameters)
+    number, config = parameters.index("num_microbatches"), parameters.index("config")
 
     def with_divisor(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > position:
-            args = (*args[:position], divisor, *args[position + 1 :])
+        if len(args) > number:
+            args = (*args[:number], divisor, *args[number + 1 :])
         else:
             kwargs["num_microbatches"] = divisor
-        return original(*args, **kwargs)
+        with ExitStack() as stack:
+            if auxiliary_weight != 1.0:
+                its = args[config] if len(args) > config else kwargs["config"]
+                # Inside of this function it scales the auxiliary losses only; the loss itself is
+                # scaled when its backward starts.
+                set_for(
+                    stack, its, "grad_scale_func", _times(auxiliary_weight, its.grad_scale_func)
+                )
+            return original(*args, **kwargs)
 
     setattr(schedules, name, with_divisor)
     try:
         yield
     finally:
         setattr(schedules, name, original)
+
+
+def _times(weight: float, scale: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    def weighed(loss: Any) -> Any:
+        return (loss if scale is None else scale(loss)) * weight
+
+    return weighed

@@ -1,0 +1,88 @@
+"""What a training engine has to bring so that a step can be split on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from .records import Batch, StepLoss
+from .totals import Row, Totals
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """What an optimizer step did. Example: `Update(updated=True, grad_norm=1.5, lr=1e-6, ...)`."""
+
+    updated: bool
+    grad_norm: float | None
+    lr: float
+    weight_decay: float
+
+
+class Backend(Protocol):
+    """A model, its optimizer and its schedule on this rank. Methods are called in this order."""
+
+    @property
+    def replica(self) -> int:
+        """Data-parallel rank; ranks of one replica are given the same batches."""
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank has the metrics of its replica, and counts for it."""
+
+    @property
+    def device(self) -> Any:
+        """Where microbatches are made that a rank lacks."""
+
+    @property
+    def torn(self) -> bool:
+        """Whether parameters may be half updated, without a copy to go back to."""
+
+    def open(self) -> None:
+        """Zero gradients, switch to training, and remember what `restore` puts back."""
+
+    def accept(self, lists: Sequence[Sequence[Batch]]) -> None:
+        """Raise `ValueError` where microbatches cannot be run so; nothing has happened yet."""
+
+    def coupled(self, deadline_s: float) -> tuple[bool, Any]:
+        """Whether ranks meet in the middle of a microbatch, and the gloo group of those who do.
+
+        The group is None where it is all ranks. The first call is a collective of all ranks.
+        """
+
+    def run(
+        self, microbatches: Sequence[Batch], loss: StepLoss, *, reduce: bool, ghosts: bool
+    ) -> list[Row]:
+        """Forward and backward, with the loss not normalised; each microbatch's metrics.
+
+        With `reduce`, reductions start as they would in the last microbatch of a one-shot step.
+        Of `ghosts` nothing may reach a gradient.
+        """
+
+    def check_ready(self) -> None:
+        """Raise `RuntimeError` where gradients could not be finalized; starts no collective."""
+
+    def join(self) -> None:
+        """Take part in what peers start in a forward, if this rank had none."""
+
+    def check_gradients(self) -> None:
+        """Raise where a gradient would be refused in the reduction."""
+
+    def update(self, totals: Totals, local: float, increment: int) -> Update:
+        """Reduce and finalize once, divide, step the optimizer and the scheduler.
+
+        `local` is this replica's part of the normalizer. All ranks take part.
+        """
+
+    def rates(self) -> tuple[float, float]:
+        """Learning rate and weight decay as they are now."""
+
+    def skip(self) -> None:
+        """Drop the gradients of a step that has nothing valid; parameters stay."""
+
+    def close(self) -> None:
+        """The step has ended with a result: forget what `restore` would put back."""
+
+    def restore(self) -> None:
+        """Drop the gradients, and put back what `open` found."""

@@ -1,0 +1,250 @@
+"""The life of a split step: begin, microbatches, finish or abort, each once per id."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_idempotent.window.agreement import DEADLINE_S, refuse_if_poisoned
+
+from .backend import Backend
+from .open_step import OpenStep
+from .records import Batch, Receipt, StepLoss, StepResult, check_loss
+
+_REMEMBERED = 8
+
+
+class SplitStep:
+    """What `TrainStep` and `FSDPTrainStep` have in common.
+
+    One thread of one process per rank calls it. Every rank makes the same `begin` and `finish` or
+    `abort` calls; which rank gets how many batches is free, see `microbatch`.
+    """
+
+    def __init__(self, backend: Backend, *, deadline_s: float = DEADLINE_S) -> None:
+        if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)):
+            raise ValueError(f"deadline_s is a number of seconds, got {deadline_s!r}")
+        if not deadline_s > 0:
+            raise ValueError(f"deadline_s must be positive, got {deadline_s!r}")
+        self._backend = backend
+        self._deadline_s = float(deadline_s)
+        self._open: OpenStep | None = None
+        # The steps that ended last: their results, or why there is none.
+        self._ended: dict[str, StepResult | str] = {}
+        self._begun = 0
+        self._torn = False
+
+    @property
+    def open_step_id(self) -> str | None:
+        """The id of the step that is open; None between two steps."""
+        return None if self._open is None else self._open.step_id
+
+    def begin(
+        self,
+        loss: StepLoss,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank_batch_size: int | None = None,
+        step_id: str | None = None,
+    ) -> str:
+        """Open a step: gradients are zero, the model trains. Starts no collective.
+
+        Args:
+            loss: see `StepLoss`; the same on all ranks.
+            global_batch_size: what the scheduler advances by, in sequences.
+            micro_batch_size: rows of a microbatch; the last one of a batch may have fewer.
+            rank_batch_size: rows that this rank will get in the step, where that is known: the
+                batch that completes them is the last one, see `microbatch`.
+            step_id: a name of the caller's, the same on all ranks; None for the step's number.
+
+        Returns:
+            The id. Sent again with the id of the open step, or of one that ended with a result,
+            the call changes nothing and returns it again.
+
+        Raises:
+            RuntimeError: a step is open, or this id was aborted, or the parameters are half
+                updated.
+            ValueError: a size that is not a positive integer, or a loss that does not say its kind.
+            SessionPoisoned: ranks of an earlier step went apart.
+
+        Example:
+            step_id = step.begin(loss, global_batch_size=256, micro_batch_size=4)
+        """
+        begun_with = {
+            "loss": loss,
+            "global_batch_size": global_batch_size,
+            "micro_batch_size": micro_batch_size,
+            "rank_batch_size": rank_batch_size,
+        }
+        _check(begun_with, step_id)
+        if step_id is not None and self._is_repeated(step_id, begun_with):
+            return step_id
+        refuse_if_poisoned()
+        if self._open is not None:
+            raise RuntimeError(
+                f"begin(): step {self._open.step_id!r} is open; finish() or abort() it first"
+            )
+        if self._torn:
+            raise RuntimeError(
+                "begin(): an earlier step failed inside of the optimizer's update, so parameters "
+                "may be half updated: load a checkpoint and make a new TrainStep"
+            )
+        step_id = f"step-{self._begun}" if step_id is None else step_id
+        try:
+            self._backend.open()
+        except BaseException:
+            self._backend.restore()
+            raise
+        self._begun += 1
+        self._open = OpenStep(self._backend, step_id, begun_with, self._deadline_s)
+        return step_id
+
+    def microbatch(
+        self,
+        step_id: str,
+        batch: Batch | None,
+        *,
+        last: bool = False,
+        microbatch_id: str | None = None,
+    ) -> Receipt:
+        """Forward and backward of some rows of the step; nothing is updated.
+
+        The ranks of one replica (tensor, context and pipeline parallel) are given the same batch.
+        Where replicas meet inside of the model (expert parallelism, FSDP2) all ranks take part at
+        every turn, those without data with None; elsewhere None does nothing.
+
+        Args:
+            batch: a mapping with `input_ids` [B, T], and `sample_mask` [B] and `token_mask` [B, T]
+                where not all is valid. The first dimension of every tensor is B, which may be 0.
+            last: it is this rank's last batch of the step. Where all ranks say so, its backward
+                overlaps the reductions, as the last microbatch of a one-shot step does. All ranks
+                agree on it first, so a rank waits there for the slowest one.
+            microbatch_id: a batch that is sent again under the same id is not run again.
+
+        Returns:
+            What was run; for a batch that was sent again, what was run the first time.
+
+        Raises:
+            RuntimeError: no such step is open, it has failed, or has had its last batch.
+            ValueError: not a batch. The step is as it was.
+            WindowAborted: a rank failed, and all who wait for it know. Where the message says so
+                the step is as it was; else it has failed.
+            SessionPoisoned: a failure that cannot be carried, or a rank that did not come.
+            Exception: what the model or the loss raised, where nobody waits for this rank. The step
+                has failed then, and stays open until `abort()`.
+        """
+        step = self._current(step_id, "microbatch")
+        if microbatch_id is not None and microbatch_id in step.receipts:
+            return step.receipts[microbatch_id]
+        self._refuse_failed(step, "microbatch")
+        if step.last:
+            raise RuntimeError(
+                f"microbatch(): step {step_id!r} has had its last batch; finish() it"
+            )
+        name = microbatch_id if microbatch_id is not None else f"#{len(step.receipts)}"
+        return step.add(batch, last, name)
+
+    def finish(self, step_id: str) -> StepResult:
+        """Reduce once, divide by what is valid on all ranks, update, advance the scheduler.
+
+        All ranks take part, those without data too. A step in which nothing is valid is skipped.
+
+        Returns:
+            What was done; with the id of one of the last steps, the same result again.
+
+        Raises:
+            RuntimeError: no such step is open, it has failed, or gradients cannot be finalized,
+                which is found before any collective.
+            WindowAborted: a rank failed or aborted, and all ranks know. The step stays open until
+                `abort()`.
+            SessionPoisoned: a rank did not come within the deadline.
+        """
+        ended = self._ended.get(step_id)
+        if isinstance(ended, StepResult):
+            return ended
+        step = self._current(step_id, "finish")
+        self._refuse_failed(step, "finish")
+        self._backend.check_ready()
+        try:
+            result = step.finish()
+        finally:
+            self._torn = self._torn or step.torn
+        self._end(step_id, result)
+        return result
+
+    def abort(self, step_id: str | None = None) -> None:
+        """Drop the open step, as if it had never begun; without an open step nothing happens.
+
+        All ranks call it, or `finish()`, which then raises. Where all ranks know of the failure
+        already it waits for nobody.
+
+        Raises:
+            RuntimeError: another step is open than `step_id`.
+            SessionPoisoned: not all ranks came; what is on this rank is put back all the same.
+        """
+        step = self._open
+        if step is None:
+            return
+        if step_id is not None and step_id != step.step_id:
+            raise RuntimeError(
+                f"abort(): got step {step_id!r}, which is not open; step {step.step_id!r} is"
+            )
+        try:
+            step.tell_of_abort()
+        finally:
+            self._backend.restore()
+            self._end(step.step_id, "it was aborted")
+
+    def _is_repeated(self, step_id: str, begun_with: dict[str, Any]) -> bool:
+        if self._open is not None and self._open.step_id == step_id:
+            # A loss that was sent again is another object, of which only the type can be compared.
+            differing = {
+                name: (self._open.begun_with[name], value)
+                for name, value in begun_with.items()
+                if name != "loss" and value != self._open.begun_with[name]
+            }
+            if differing:
+                raise RuntimeError(
+                    f"begin(): step {step_id!r} is open, and this call differs from the one that "
+                    f"opened it (there, here): {differing}"
+                )
+            return True
+        ended = self._ended.get(step_id)
+        if isinstance(ended, str):
+            raise RuntimeError(f"begin(): step {step_id!r} has ended, {ended}; take another id")
+        return ended is not None
+
+    def _current(self, step_id: str, what: str) -> OpenStep:
+        if self._open is not None and self._open.step_id == step_id:
+            return self._open
+        if step_id in self._ended:
+            ended = self._ended[step_id]
+            how = ended if isinstance(ended, str) else "it was finished"
+            raise RuntimeError(f"{what}(): step {step_id!r} is not open, {how}; begin() a new one")
+        open_one = "no step is" if self._open is None else f"step {self._open.step_id!r} is"
+        raise RuntimeError(f"{what}(): step {step_id!r} is not open, {open_one}; begin() it first")
+
+    def _refuse_failed(self, step: OpenStep, what: str) -> None:
+        if step.failure is not None:
+            raise RuntimeError(
+                f"{what}(): step {step.step_id!r} has failed: {step.failure}; abort() it"
+            )
+        refuse_if_poisoned()
+
+    def _end(self, step_id: str, how: StepResult | str) -> None:
+        self._open = None
+        self._ended[step_id] = how
+        while len(self._ended) > _REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+
+
+def _check(begun_with: dict[str, Any], step_id: str | None) -> None:
+    check_loss(begun_with["loss"])
+    for name in ("global_batch_size", "micro_batch_size", "rank_batch_size"):
+        value = begun_with[name]
+        if value is None and name == "rank_batch_size":
+            continue
+        if type(value) is not int or value < 1:
+            raise ValueError(f"begin() takes a positive int as {name}, got {value!r}")
+    if step_id is not None and not isinstance(step_id, str):
+        raise ValueError(f"begin() takes a str as step_id, got {step_id!r}")

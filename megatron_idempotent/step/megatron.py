@@ -1,0 +1,116 @@
+"""`TrainStep`: a split step on Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_idempotent.engine.catalogue import patches
+from megatron_idempotent.engine.landing import landed
+from megatron_idempotent.window.agreement import DEADLINE_S
+
+from .lifecycle import SplitStep
+from .megatron_backend import MegatronBackend
+from .megatron_run import Forward
+from .records import Batch
+from .snapshot import ModuleSnapshot, RandomSnapshot
+
+_HOOK = "aux-loss-scale-left-set"
+
+
+def gpt_forward(model: Any, microbatch: Batch) -> torch.Tensor:
+    """What a `GPTModel` makes of `input_ids` [B, T], and `position_ids` and `attention_mask`.
+
+    Logits [B, T, V] on the last pipeline stage, hidden states on the others. Positions are 0..T-1
+    where the batch has none.
+    """
+    tokens_BT = microbatch["input_ids"]
+    positions_BT = microbatch.get("position_ids")
+    if positions_BT is None:
+        positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        positions_BT = positions_BT.expand_as(tokens_BT)
+    output: torch.Tensor = model(tokens_BT, positions_BT, microbatch.get("attention_mask"))
+    return output
+
+
+class TrainStep(SplitStep):
+    """One optimizer step of Megatron's, in any number of pieces, safe to stop anywhere.
+
+    The gradient is that of one schedule call with all microbatches in the same order, bit for bit:
+    of a loss that is summed, divided by what is valid on all ranks. It is reduced and finalized
+    once. MoE, MTP and other auxiliary losses, which are means over a microbatch, count by its
+    positions (its rows, if the loss is of sequences) against the same divisor, as they do under
+    `calculate_per_token_loss`; with that set or not, gradients are the same but for rounding.
+
+    Log-probs, evaluation and export while a step is open belong into `reading()`.
+
+    Args:
+        model_chunks: this rank's chunks, wrapped in Megatron's `DistributedDataParallel`, and wired
+            (`wire_train_config`).
+        optimizer: what `get_megatron_optimizer` returned for them.
+        scheduler: its `step(increment=global_batch_size)` follows each update; may be None.
+        forward: makes the output of a chunk from (chunk, microbatch); for what needs more than
+            `gpt_forward` passes, such as packed sequences.
+        deadline_s: how long a rank waits for the others where ranks agree, in seconds.
+        undo: copy parameters and optimizer state to the host before each update, so that one that
+            fails half-way can be aborted too. Without it a step that fails inside of the inner
+            optimizer ends in an error that asks for a checkpoint.
+
+    Raises:
+        ValueError: chunks or an optimizer that are not Megatron's.
+        RuntimeError: `apply()` has not been called.
+
+    Example:
+        step = TrainStep(chunks, optimizer, scheduler)
+        step_id = step.begin(loss, global_batch_size=256, micro_batch_size=4)
+        for batch in stream:
+            step.microbatch(step_id, batch)
+        result = step.finish(step_id)
+    """
+
+    def __init__(
+        self,
+        model_chunks: Any,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        forward: Forward = gpt_forward,
+        deadline_s: float = DEADLINE_S,
+        undo: bool = False,
+    ) -> None:
+        if not landed(patches()[_HOOK]):
+            raise RuntimeError(
+                "TrainStep() stands on patches, which are not applied: call "
+                "megatron_idempotent.apply() and see its report"
+            )
+        backend = MegatronBackend(model_chunks, optimizer, scheduler, forward, undo=undo)
+        super().__init__(backend, deadline_s=deadline_s)
+        self._chunks = backend.chunks
+
+    @contextmanager
+    def reading(self) -> Iterator[list[Any]]:
+        """The chunks for log-probs, evaluation or export, whether or not a step is open.
+
+        Inside, parameters are those of the last update on all ranks, also under
+        overlap_param_gather; modules are in eval mode and no gradient is recorded. Afterwards
+        modes, buffers and random states are what they were. The data-parallel ranks take part where
+        parameters are still to be gathered; the gather is that of the next forward, so that ranks
+        may also enter it through `microbatch` or `finish`.
+
+        Example:
+            with step.reading() as chunks:
+                weights = {n: p.clone() for n, p in chunks[0].module.named_parameters()}
+        """
+        self._backend.join()
+        modules, random = ModuleSnapshot(self._chunks), RandomSnapshot()
+        for chunk in self._chunks:
+            chunk.eval()
+        try:
+            with torch.no_grad():
+                yield self._chunks
+        finally:
+            modules.restore()
+            random.restore()

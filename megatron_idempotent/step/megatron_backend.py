@@ -1,0 +1,194 @@
+"""A split step on Megatron's schedules, DDP and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_idempotent.patches._windows import open_windows
+from megatron_idempotent.window.abort import abort_window, checked
+from megatron_idempotent.window.guard_owed import Debts, bucket_groups
+
+from .backend import Update
+from .megatron_run import Forward, Runner
+from .megatron_state import MegatronSnapshot, forget_inference, undo_of
+from .records import Batch, StepLoss
+from .snapshot import StateUndo, lr_and_weight_decay
+from .totals import Row, Totals
+
+
+class MegatronBackend:
+    """This rank's chunks, optimizer and scheduler; see `Backend` for what the methods do."""
+
+    def __init__(
+        self, chunks: Any, optimizer: Any, scheduler: Any, forward: Forward, *, undo: bool
+    ) -> None:
+        self.chunks = checked("TrainStep()", chunks, optimizer)
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._keeps_undo = undo
+        self._runner = Runner(self.chunks, optimizer, forward)
+        self._snapshot: MegatronSnapshot | None = None
+        self._undo: StateUndo | None = None
+        self._updating = False
+        self._released = False
+        self._window = _Window(self._runner)
+
+    @property
+    def replica(self) -> int:
+        return self._runner.replica
+
+    @property
+    def device(self) -> Any:
+        return self._runner.device
+
+    @property
+    def speaks(self) -> bool:
+        return bool(
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
+        )
+
+    @property
+    def torn(self) -> bool:
+        return self._updating and self._undo is None
+
+    def open(self) -> None:
+        if any(window.holds(chunk) for window in open_windows for chunk in self.chunks):
+            raise RuntimeError(
+                "begin(): an accumulation_window() or another TrainStep is open for these chunks"
+            )
+        self._snapshot = MegatronSnapshot(self.chunks, self._optimizer, self._scheduler)
+        self._undo, self._updating, self._released = None, False, False
+        open_windows.append(self._window)
+        forget_inference(self.chunks)
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+
+    def accept(self, lists: Sequence[Sequence[Batch]]) -> None:
+        self._runner.accept(lists)
+
+    def coupled(self, deadline_s: float) -> tuple[bool, Any]:
+        return self._runner.coupled(deadline_s)
+
+    def run(
+        self, microbatches: Sequence[Batch], loss: StepLoss, *, reduce: bool, ghosts: bool
+    ) -> list[Row]:
+        self._released = self._released or reduce
+        return self._runner.run(microbatches, loss, reduce=reduce, ghosts=ghosts)
+
+    def check_ready(self) -> None:
+        if self._optimizer is None:
+            raise RuntimeError("finish(): TrainStep() was made without an optimizer")
+        if any(config.finalize_model_grads_func is None for config in self._runner.configs):
+            raise RuntimeError(
+                "finish(): config.finalize_model_grads_func is None, so gradients would never be "
+                "reduced: set it (megatron_idempotent.wire_train_config does)"
+            )
+
+    def join(self) -> None:
+        debts = Debts(self.chunks)
+        for chunk in self.chunks:
+            debts.gather(chunk)
+
+    def check_gradients(self) -> None:
+        for chunk in self.chunks:
+            options = chunk.ddp_config
+            large = getattr(options, "check_for_large_grads", False)
+            for group in bucket_groups(chunk):
+                # In a reduction one rank would raise, and the others wait for it.
+                if (options.check_for_nan_in_grad or large) and group.grad_reduce_handle is None:
+                    group.check_grads(
+                        check_for_nan_or_inf=options.check_for_nan_in_grad, check_for_large=large
+                    )
+
+    def update(self, totals: Totals, local: float, increment: int) -> Update:
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_grad_reduce and not self._released:
+                chunk.start_grad_sync()  # else finalizing dispatches by itself
+        finalize = self._runner.configs[0].finalize_model_grads_func
+        finalize(self.chunks, self._num_tokens(local), **self._runner.finalize_options)
+        if not self._runner.per_token:
+            size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+            for chunk in self.chunks:
+                # DDP has divided by the number of ranks.
+                chunk.scale_gradients(size / totals.normalizer)
+        updated, grad_norm = self._step()
+        lr, weight_decay = self.rates()
+        if updated and self._scheduler is not None:
+            self._scheduler.step(increment=increment)
+        return Update(updated=updated, grad_norm=grad_norm, lr=lr, weight_decay=weight_decay)
+
+    def rates(self) -> tuple[float, float]:
+        return lr_and_weight_decay(self._optimizer)
+
+    def skip(self) -> None:
+        abort_window(self.chunks, self._optimizer)
+        self.close()
+
+    def close(self) -> None:
+        self._snapshot = self._undo = None
+        if self._window in open_windows:
+            open_windows.remove(self._window)
+
+    def restore(self) -> None:
+        abort_window(self.chunks, self._optimizer)
+        if self._undo is not None:
+            self._undo.restore()
+        if self._snapshot is not None:
+            self._snapshot.restore()
+        self.close()
+
+    def _num_tokens(self, local: float) -> Any:
+        """What finalizing adds up over data and context parallel ranks and divides by, if it does.
+
+        Context parallel ranks are given the same rows, so that one of them counts.
+        """
+        if not self._runner.per_token:
+            return None
+        counted = local if parallel_state.get_context_parallel_rank() == 0 else 0.0
+        # As the schedules count; a sum of masks that are no zeros and ones needs more.
+        kind = torch.int if counted == int(counted) else torch.float64
+        return torch.tensor(counted, device=self.device).to(kind)
+
+    def _step(self) -> tuple[bool, float | None]:
+        begin_update = self._optimizer.step_with_ready_grads
+
+        def update(*args: Any, **kwargs: Any) -> Any:
+            if self._keeps_undo:
+                self._undo = undo_of(self.chunks, self._optimizer)
+            self._updating = True
+            return begin_update(*args, **kwargs)
+
+        self._optimizer.step_with_ready_grads = update
+        try:
+            updated, grad_norm, _ = self._optimizer.step()
+        finally:
+            del self._optimizer.step_with_ready_grads
+        return bool(updated), None if grad_norm is None else float(grad_norm)
+
+
+class _Window:
+    """What the patched schedules ask while a step is open, see `patches/_windows.py`."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def holds(self, chunk: Any) -> bool:
+        return any(chunk is mine for mine in self._runner.chunks)
+
+    def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
+        if call.get("forward_only", False) or self._runner.running:
+            return schedule(**call)
+        raise RuntimeError(
+            "a TrainStep is open for these chunks, and a schedule was called to train them: it "
+            "would reduce in the middle of the step. Use step.microbatch(), or finish() or "
+            "abort() the step first"
+        )

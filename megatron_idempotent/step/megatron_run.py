@@ -1,0 +1,188 @@
+"""One call of Megatron's schedule for some microbatches of a split step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+
+from megatron_idempotent.patches.grad_scale_func import LossScale
+from megatron_idempotent.window.agreement import WindowAborted, exchange, shared_group
+from megatron_idempotent.window.divisor import dividing_by
+from megatron_idempotent.window.guard_call import GuardedCall
+from megatron_idempotent.window.guard_zeros import no_gradient
+from megatron_idempotent.window.hold import hold_back, set_for
+
+from .megatron_state import MegatronSnapshot
+from .records import Batch, StepLoss
+from .totals import Row
+
+Forward = Callable[[Any, Batch], torch.Tensor]
+
+
+class Runner:
+    """The model chunks of this rank, run without a division and, but for `reduce`, a reduction."""
+
+    def __init__(self, chunks: list[Any], optimizer: Any, forward: Forward) -> None:
+        self.chunks = chunks
+        self.configs = list({id(c): c for c in map(get_model_config, chunks)}.values())
+        self.running = False
+        self.finalize_options: dict[str, Any] = {}
+        """What the schedule passes to the finalize function besides chunks and tokens."""
+        self._optimizer = optimizer
+        self._forward = forward
+        self._deadline_s = 0.0
+
+    @property
+    def replica(self) -> int:
+        """Data-parallel rank."""
+        return int(parallel_state.get_data_parallel_rank())
+
+    @property
+    def device(self) -> Any:
+        """Of the parameters."""
+        return next(self.chunks[0].parameters()).device
+
+    @property
+    def per_token(self) -> bool:
+        """Whether DDP sums gradients over ranks, instead of averaging them."""
+        return bool(self.configs[0].calculate_per_token_loss)
+
+    def accept(self, lists: Sequence[Sequence[Batch]]) -> None:
+        stages = int(parallel_state.get_pipeline_model_parallel_world_size())
+        for microbatches in lists:
+            if len(self.chunks) > 1 and len(microbatches) % stages:
+                raise ValueError(
+                    f"microbatch() got {len(microbatches)} microbatches of equal size for an "
+                    f"interleaved pipeline of {stages} stages, whose schedule takes multiples of "
+                    f"{stages}: send so many rows, padded with rows whose sample_mask is 0"
+                )
+
+    def coupled(self, deadline_s: float) -> tuple[bool, Any]:
+        self._deadline_s = deadline_s
+        config = self.configs[0]
+        balancing = config.moe_router_load_balancing_type or ()
+        if (config.expert_model_parallel_size or 1) > 1 or "global_aux_loss" in balancing:
+            return True, None
+        sizes = (
+            config.tensor_model_parallel_size,
+            config.pipeline_model_parallel_size,
+            config.context_parallel_size,
+        )
+        if max(sizes) == 1:
+            return False, None
+        return True, shared_group("replica", self.replica, deadline_s)
+
+    def run(
+        self, microbatches: Sequence[Batch], loss: StepLoss, *, reduce: bool, ghosts: bool
+    ) -> list[Row]:
+        rows: list[Row] = []
+        tokens_BT = microbatches[0]["input_ids"]
+        size, positions = tokens_BT.shape[:2]
+        iterators = [iter(microbatches) for _ in self.chunks]
+        arguments = {
+            "forward_step_func": self._forward_step(loss, rows, ghosts),
+            "data_iterator": iterators if len(iterators) > 1 else iterators[0],
+            "model": self.chunks,
+            "num_microbatches": len(microbatches),
+            "seq_length": positions,
+            "micro_batch_size": size,
+            "forward_only": False,
+        }
+        weight = 0.0 if ghosts else self._auxiliary_weight(loss, size, positions)
+        with ExitStack() as stack:
+            if ghosts:
+                # Routing counts and logs of microbatches that nobody has are not kept.
+                kept = MegatronSnapshot(self.chunks, None, None)
+                stack.callback(kept.restore)
+            self._hold(stack, reduce)
+            stack.enter_context(dividing_by(1, auxiliary_weight=weight))
+            for chunk in self.chunks:
+                if not chunk.training:  # an evaluation may have left it so
+                    chunk.train()
+            self._call(arguments, reduce)
+        return rows
+
+    def _hold(self, stack: ExitStack, reduce: bool) -> None:
+        set_for(stack, self, "running", True)
+        if reduce:
+            for config in self.configs:
+                set_for(stack, config, "finalize_model_grads_func", self._note_finalize)
+        else:
+            hold_back(stack, self.chunks, self.configs, self._note_finalize)
+        if self._optimizer is not None:
+            for config in self.configs:
+                if config.grad_scale_func is None:
+                    set_for(stack, config, "grad_scale_func", LossScale(self._optimizer))
+
+    def _call(self, arguments: dict[str, Any], reduce: bool) -> None:
+        schedule = get_forward_backward_func()
+        coupled, group = self.coupled(self._deadline_s)
+        if not coupled and not reduce:
+            schedule(**arguments)  # no rank waits for this one
+            return
+        tell: Callable[[str | None], dict[int, str]] = _nobody
+        if coupled:
+            tell = functools.partial(exchange, deadline_s=self._deadline_s, group=group)
+        call = GuardedCall(arguments, tell, check=False)
+        call.run(schedule)
+        if call.failures:
+            raise WindowAborted(
+                call.failures, "All ranks that share the model have finished the window."
+            ) from call.error
+        if call.error is not None:
+            raise call.error
+
+    def _forward_step(self, loss: StepLoss, rows: list[Row], ghosts: bool) -> Callable[..., Any]:
+        one = torch.ones((), dtype=torch.int, device=self.device)
+
+        def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Any]:
+            microbatch = next(data_iterator)
+            output = self._forward(model, microbatch)
+
+            def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+                if ghosts:
+                    return no_gradient(output), one, {}
+                total, metrics = loss(output, microbatch)
+                if total.numel() != 1:
+                    raise ValueError(
+                        f"the loss returned shape {tuple(total.shape)}: return the sum over the "
+                        "microbatch, a scalar"
+                    )
+                # Cloned, because the schedule works on the loss in place.
+                rows.append({"loss": _kept(total), **{n: _kept(v) for n, v in metrics.items()}})
+                # A token count of one, because dividing by what is valid comes at the end.
+                return total.reshape(()), one, {}
+
+            return output, loss_func
+
+        return forward_step
+
+    def _auxiliary_weight(self, loss: StepLoss, size: int, positions: int) -> float:
+        """What makes the auxiliary losses of a microbatch count as much as its share of the step.
+
+        They are means over a microbatch. With calculate_per_token_loss Megatron multiplies them
+        with the tokens itself, and all else is divided by the step's normalizer at the end.
+        """
+        of_tokens = loss.kind == "token"
+        if self.per_token:
+            return 1.0 if of_tokens else 1.0 / positions
+        return float(size * positions if of_tokens else size)
+
+    def _note_finalize(self, model: Any, num_tokens: Any = None, **options: Any) -> None:
+        self.finalize_options = options
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _nobody(failure: str | None) -> dict[int, str]:
+    """In place of an exchange where the others learn of it in `finish` or `abort`."""
+    return {}

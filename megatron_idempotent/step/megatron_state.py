@@ -1,0 +1,133 @@
+"""What a step on Megatron leaves in its modules, optimizer, schedule and globals."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
+
+from .snapshot import (
+    AttributeSnapshot,
+    GroupSnapshot,
+    ModuleSnapshot,
+    RandomSnapshot,
+    StateUndo,
+)
+
+_TRANSFORMER = "megatron.core.transformer"
+_SCALERS = (
+    (f"{_TRANSFORMER}.moe.moe_utils", "MoEAuxLossAutoScaler"),
+    (f"{_TRANSFORMER}.multi_token_prediction", "MTPLossAutoScaler"),
+    (f"{_TRANSFORMER}.experimental_attention_variant.dsa", "DSAIndexerLossAutoScaler"),
+)
+
+
+class _Part(Protocol):
+    def restore(self) -> None: ...
+
+
+class MegatronSnapshot:
+    """All that is small and that a step changes, as it is before the step."""
+
+    def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
+        self._modules = ModuleSnapshot(chunks)
+        self._logs = LogSnapshot()
+        self._parts: list[_Part] = [self._modules, RandomSnapshot(), _Trackers(), self._logs]
+        for module, name in _SCALERS:
+            scaler = getattr(sys.modules.get(module), name, None)
+            if scaler is not None:
+                self._parts.append(AttributeSnapshot(scaler, ["main_loss_backward_scale"]))
+        for one in _optimizers(optimizer):
+            scaler = getattr(one, "grad_scaler", None)
+            if scaler is not None:
+                self._parts.append(AttributeSnapshot(scaler))
+            if getattr(one, "optimizer", None) is not None:
+                self._parts.append(GroupSnapshot(one.optimizer.param_groups))
+        if scheduler is not None:
+            self._parts.append(AttributeSnapshot(scheduler))
+
+    def restore(self) -> None:
+        """Put all of it back; may be called again."""
+        for part in self._parts:
+            part.restore()
+
+
+class _Trackers:
+    """The random states of Megatron's tracker, which forwards draw dropout from."""
+
+    def __init__(self) -> None:
+        self._states = {
+            name: state.clone() if isinstance(state, Tensor) else state
+            for name, state in get_cuda_rng_tracker().get_states().items()
+        }
+
+    def restore(self) -> None:
+        states = {n: s.clone() if isinstance(s, Tensor) else s for n, s in self._states.items()}
+        get_cuda_rng_tracker().set_states(states)
+
+
+class LogSnapshot:
+    """What MoE, MTP and DSA layers add up for logging."""
+
+    def __init__(self) -> None:
+        self._values = [(value, value.clone()) for value in _logged()]
+
+    def restore(self) -> None:
+        """Put it back; what was first logged since is zero."""
+        known = {id(value): before for value, before in self._values}
+        for value in _logged():
+            before = known.get(id(value))
+            if before is None:
+                value.zero_()
+            else:
+                value.copy_(before)
+
+
+def _logged() -> Iterator[Tensor]:
+    logging = sys.modules.get(f"{_TRANSFORMER}.moe.moe_logging")
+    state = sys.modules.get("megatron.core.parallel_state")
+    moe_utils = sys.modules.get(f"{_TRANSFORMER}.moe.moe_utils")
+    if logging is not None:  # from 0.18 on
+        yield from (entry.values for entry in logging.get_moe_metrics_tracker().metrics.values())
+    else:
+        for owner in (moe_utils, state):
+            get = getattr(owner, "get_moe_layer_wise_logging_tracker", None)
+            if get is not None:
+                yield from (entry["values"] for entry in get().values())
+                break
+    for module, name in (
+        (f"{_TRANSFORMER}.multi_token_prediction", "MTPLossLoggingHelper"),
+        (f"{_TRANSFORMER}.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper"),
+    ):
+        tracker = getattr(getattr(sys.modules.get(module), name, None), "tracker", {})
+        yield from (value for value in tracker.values() if isinstance(value, Tensor))
+
+
+def undo_of(chunks: list[Any], optimizer: Any) -> StateUndo:
+    """A copy of parameters and optimizer state to go back to."""
+    inner = [one.optimizer for one in _optimizers(optimizer)]
+    return StateUndo(
+        [param for chunk in chunks for param in chunk.parameters()],
+        [one for one in inner if one is not None],
+    )
+
+
+def forget_inference(chunks: list[Any]) -> None:
+    """Drop what generation has left in the modules that are about to train."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if getattr(module, "inference_params", None) is not None:
+                module.inference_params = None
+            if hasattr(module, "reset_inference_cache"):
+                module.reset_inference_cache()
+            if getattr(module, "_inference_key_value_memory", None) is not None:
+                module._inference_key_value_memory = None
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    if optimizer is None:
+        return []
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))

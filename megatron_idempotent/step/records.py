@@ -1,0 +1,110 @@
+"""What goes into a split step and comes out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+
+Normalizer = Literal["tokens", "sequences", "none"]
+"""Denominator of a metric: valid tokens or sequences of all ranks in the step, or none at all."""
+
+Kind = Literal["token", "sequence"]
+"""What a loss is a mean over: the step's valid tokens, or its valid sequences."""
+
+Batch = Mapping[str, Any]
+"""Tensors whose first dimension is the rows; other values are the same for all rows."""
+
+
+class StepLoss(Protocol):
+    """A loss that is a sum, with what the sum is to be divided by.
+
+    Example:
+        class Policy:
+            kind = "token"
+            normalizers = {"kl": "tokens", "samples": "none"}
+
+            def __call__(self, output, microbatch):
+                logprobs_BT = token_logprobs(output, microbatch["targets"])
+                loss_BT = -logprobs_BT * microbatch["advantages"][:, None]
+                return (loss_BT * microbatch["loss_mask"]).sum(), {"samples": len(output)}
+    """
+
+    @property
+    def kind(self) -> Kind:
+        """Whether gradients are divided by the valid tokens or sequences of all ranks."""
+
+    @property
+    def normalizers(self) -> Mapping[str, Normalizer]:
+        """Denominator by name of metric; metrics that are not named use that of the gradient."""
+
+    def __call__(
+        self, output: torch.Tensor, microbatch: Batch
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]:
+        """The sum (not the mean) of the loss over one microbatch, a scalar, and its metrics.
+
+        Called on the last pipeline stage. Metrics are scalars, sums too unless their normalizer
+        is "none"; those with `_min` or `_max` in their name are extrema and never divided.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Receipt:
+    """What one `microbatch()` call added. Example: `step.microbatch(step_id, batch).rows`."""
+
+    microbatch_id: str
+    rows: int
+    """Sequences of the batch, masked ones included."""
+    microbatches: int
+    """Forward and backward passes that this rank made for them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one optimizer step did; equal on all ranks. Example: `step.finish(step_id).metrics`."""
+
+    step_id: str
+    updated: bool
+    """Whether the optimizer changed parameters."""
+    skipped: str | None
+    """Why it did not: nothing valid in the step, or an overflow under a dynamic loss scale."""
+    grad_norm: float | None
+    """Norm before clipping, of gradients divided by the normalizer; None where not computed."""
+    global_valid_sequences: float
+    global_valid_tokens: float
+    microbatches: int
+    """Microbatches of all data-parallel ranks together."""
+    auxiliary_loss_scale: float
+    """1 / microbatches of this rank: what Megatron's logging of MoE and MTP losses wants, in
+    `track_moe_metrics(loss_scale=…)`. The one field that may differ between ranks."""
+    lr: float
+    """What this step used, before the scheduler moved on."""
+    weight_decay: float
+    metrics: Mapping[str, float]
+    """Over all microbatches of all ranks: sums divided by their normalizer, minima, maxima."""
+    rows: tuple[Mapping[str, float], ...]
+    """One per microbatch, by data-parallel rank and then in order; each normalised as `metrics` is,
+    and with `lr`, `wd`, `global_valid_seqs` and `global_valid_toks`."""
+
+
+def check_loss(loss: Any) -> None:
+    """Raise `ValueError` unless `loss` says what a `StepLoss` has to say."""
+    kinds, normalizers = get_args(Kind), get_args(Normalizer)
+    if not callable(loss) or getattr(loss, "kind", None) not in kinds:
+        raise ValueError(
+            f"begin() got {loss!r} as loss, with kind {getattr(loss, 'kind', None)!r}: pass a "
+            f"callable object whose `kind` is one of {', '.join(kinds)}"
+        )
+    named = getattr(loss, "normalizers", None)
+    if not isinstance(named, Mapping):
+        raise ValueError(
+            f"begin() got a loss whose `normalizers` is {named!r}: give it a mapping from names of "
+            f"metrics to one of {', '.join(normalizers)}; empty where all use the gradient's"
+        )
+    wrong = {name: value for name, value in named.items() if value not in normalizers}
+    if wrong:
+        raise ValueError(
+            f"begin() got a loss with normalizers {wrong!r}: use one of {', '.join(normalizers)}"
+        )

@@ -1,0 +1,152 @@
+"""What a step changes besides gradients and parameters, and how to put it back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class ModuleSnapshot:
+    """Training modes and buffers of modules, as they are now."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modes = [(m, m.training) for module in modules for m in module.modules()]
+        # Not module.buffers(): Megatron's DDP has a list of that name.
+        self._buffers = [(b, b.clone()) for module in modules for b in nn.Module.buffers(module)]
+
+    def restore(self) -> None:
+        """Put both back; may be called again."""
+        for module, training in self._modes:
+            module.training = training
+        self.restore_buffers()
+
+    def restore_buffers(self) -> None:
+        """Put the buffers back, into the memory they are in."""
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+
+
+class RandomSnapshot:
+    """Torch's random states, on the host and on the device: what a forward draws from.
+
+    Those of Python and NumPy belong to the caller, who may draw from them while a step is open.
+    """
+
+    def __init__(self) -> None:
+        self._host = torch.get_rng_state()
+        self._device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+    def restore(self) -> None:
+        """Put both back; may be called again."""
+        torch.set_rng_state(self._host)
+        if self._device is not None:
+            torch.cuda.set_rng_state(self._device)
+
+
+class AttributeSnapshot:
+    """The plain values and tensors among an object's attributes.
+
+    Tensors are put back in place, because captured graphs and aliases hold their memory.
+    """
+
+    def __init__(self, owner: Any, names: Iterable[str] | None = None) -> None:
+        self._owner = owner
+        held = vars(owner) if names is None else {name: getattr(owner, name) for name in names}
+        self._tensors = {
+            name: (value, value.detach().clone())
+            for name, value in held.items()
+            if isinstance(value, Tensor)
+        }
+        self._plain = {
+            name: copy.copy(value)
+            for name, value in held.items()
+            if value is None or isinstance(value, (bool, int, float, str, list, tuple))
+        }
+
+    def restore(self) -> None:
+        """Put them back; may be called again."""
+        for name, plain in self._plain.items():
+            setattr(self._owner, name, copy.copy(plain))
+        for name, (tensor, value) in self._tensors.items():
+            with torch.no_grad():
+                tensor.copy_(value)
+            setattr(self._owner, name, tensor)
+
+
+class GroupSnapshot:
+    """What stands in an optimizer's parameter groups besides the parameters."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+        self._groups = [
+            (group, {name: _copied(value) for name, value in group.items() if name != "params"})
+            for group in groups
+        ]
+
+    def restore(self) -> None:
+        """Put it back; may be called again."""
+        for group, values in self._groups:
+            for name, value in values.items():
+                if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
+                    with torch.no_grad():
+                        group[name].copy_(value)
+                else:
+                    group[name] = _copied(value)
+
+
+class StateUndo:
+    """Copies of parameters and optimizer state on the host, from before an update.
+
+    Costs the memory of what it copies, and the time; so it is for who asks for it.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> None:
+        self._values = [(p, p.detach().to("cpu", copy=True)) for p in parameters]
+        self._optimizers = [
+            (optimizer, {p: _state_copied(state) for p, state in optimizer.state.items()})
+            for optimizer in optimizers
+        ]
+        main = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        self._values += [(p, p.detach().to("cpu", copy=True)) for p in main]
+
+    def restore(self) -> None:
+        """Put all of it back in place; state that the update has created is gone again."""
+        with torch.no_grad():
+            for parameter, value in self._values:
+                parameter.copy_(value)
+            for optimizer, states in self._optimizers:
+                for parameter in list(optimizer.state):
+                    if parameter not in states:
+                        del optimizer.state[parameter]
+                for parameter, saved in states.items():
+                    state = optimizer.state[parameter]
+                    for name in [name for name in state if name not in saved]:
+                        del state[name]
+                    for name, value in saved.items():
+                        if isinstance(value, Tensor) and isinstance(state.get(name), Tensor):
+                            state[name].copy_(value)
+                        else:
+                            state[name] = _copied(value)
+
+
+def lr_and_weight_decay(optimizer: Any) -> tuple[float, float]:
+    """Those of the parameters that neither is scaled for; 0 where the optimizer has no groups."""
+    groups = list(getattr(optimizer, "param_groups", ()))
+    plain = [g for g in groups if g.get("lr_mult", 1.0) == 1.0 and g.get("wd_mult", 1.0) == 1.0]
+    group = (plain or groups or [{}])[0]
+    return float(group.get("lr", 0.0)), float(group.get("weight_decay", 0.0))
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+def _state_copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else _copied(value)
+        for name, value in state.items()
+    }

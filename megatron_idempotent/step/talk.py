@@ -1,0 +1,82 @@
+"""What ranks tell each other before any of them goes on: over the host, with a deadline.
+
+A rank that would go on alone waits in a collective for ever, or trains on half of a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from megatron_idempotent.window.agreement import WindowAborted, control_group, poison
+
+Doing = Literal["begin", "chunk", "last", "finish", "updated", "abort"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Say:
+    """Where one rank is in a step. Example: `Say(doing="abort", step_id="3")`."""
+
+    doing: Doing
+    step_id: str
+    failure: str | None = None
+    """What went wrong on this rank, if anything did."""
+    torn: bool = False
+    """Whether this rank's update has begun, and it cannot go back."""
+    replica: int = 0
+    """Data-parallel rank; ranks of one replica are given the same batches."""
+    lists: tuple[tuple[int, int, int], ...] = ()
+    """The batch as microbatches, rows of each, and positions of each; one entry per call."""
+    specs: tuple[Mapping[str, Any], ...] = ()
+    """What a microbatch of each entry looks like, for ranks that have none."""
+    counts: tuple[float, float] = (0.0, 0.0)
+    """Valid sequences and tokens, on one rank of each replica."""
+    rows: tuple[Mapping[str, float], ...] = ()
+    """Un-normalised metrics of each microbatch, on that rank too."""
+
+
+def hear(say: Say, deadline_s: float, group: Any = None) -> list[Say]:
+    """What all ranks of the group say, in order of rank. A collective of two host gathers.
+
+    `group` is a gloo group whose operations end after `deadline_s`, None for that of all ranks.
+
+    Raises:
+        SessionPoisoned: a rank did not come in time.
+    """
+    if not dist.is_initialized():
+        return [say]
+    try:
+        group = group or control_group(deadline_s)
+        said: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(said, say, group=group)
+    except RuntimeError as lost:
+        own = "" if say.failure is None else f"; this rank failed itself: {say.failure}"
+        raise poison(
+            f"not all ranks came to {say.doing} of step {say.step_id!r} within {deadline_s:g} s "
+            f"({lost}){own}"
+        ) from lost
+    return said
+
+
+def failures(said: Sequence[Say], ranks: Sequence[int] | None = None) -> dict[int, str]:
+    """What stops the step, by global rank: failures, aborts, and ranks in another step."""
+    ids = {say.step_id for say in said}
+    found = {}
+    for index, say in enumerate(said):
+        rank = index if ranks is None else ranks[index]
+        if say.failure is not None:
+            found[rank] = say.failure
+        elif say.doing == "abort":
+            found[rank] = "abort() was called"
+        elif len(ids) > 1:
+            found[rank] = f"is in step {say.step_id!r}"
+    return found
+
+
+def stop(found: Mapping[int, str], consequence: str, cause: BaseException | None) -> None:
+    """Raise `WindowAborted`, on all ranks alike, if there are failures."""
+    if found:
+        raise WindowAborted(found, consequence) from cause

@@ -1,0 +1,104 @@
+"""From what ranks say at the end of a step to its normalizer and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .records import Kind, Normalizer, StepLoss
+
+# Per microbatch: what the loss reported, with tensors still on the device.
+Row = Mapping[str, Any]
+
+
+def as_numbers(rows: Sequence[Row]) -> tuple[dict[str, float], ...]:
+    """The rows' values as floats, with one transfer from the device for all of them.
+
+    Raises:
+        ValueError: a metric is neither a number nor a tensor of one element.
+    """
+    found = [(index, name, value) for index, row in enumerate(rows) for name, value in row.items()]
+    tensors = []
+    for _, name, value in found:
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise ValueError(
+                    f"the loss reported {name!r} of shape {tuple(value.shape)}: metrics are "
+                    "scalars, summed over the microbatch"
+                )
+            tensors.append(value.detach().reshape(()).to(torch.float64))
+        elif not isinstance(value, (int, float)):
+            raise ValueError(
+                f"the loss reported {name!r} as {type(value).__name__}: metrics are numbers or "
+                "tensors of one element"
+            )
+    numbers = iter(torch.stack(tensors).tolist() if tensors else ())
+    result: tuple[dict[str, float], ...] = tuple({} for _ in rows)
+    for index, name, value in found:
+        result[index][name] = next(numbers) if isinstance(value, torch.Tensor) else float(value)
+    return result
+
+
+class Totals:
+    """Sums over all ranks. `sequences` and `tokens` are the valid ones of the step."""
+
+    def __init__(
+        self,
+        loss: StepLoss,
+        counts: Iterable[tuple[float, float]],
+        rows: Sequence[Mapping[str, float]],
+    ) -> None:
+        self.sequences = self.tokens = 0.0
+        for sequences, tokens in counts:
+            self.sequences += sequences
+            self.tokens += tokens
+        self._kind: Kind = loss.kind
+        self._normalizers = loss.normalizers
+        self._rows = rows
+
+    @property
+    def normalizer(self) -> float:
+        """What gradients are divided by: valid tokens or sequences, as the loss says."""
+        return self.tokens if self._kind == "token" else self.sequences
+
+    def rows(self, **also: float) -> tuple[dict[str, float], ...]:
+        """Each microbatch's metrics, divided by their normalizers, and what all have in common."""
+        everywhere = {
+            **also,
+            "global_valid_seqs": self.sequences,
+            "global_valid_toks": self.tokens,
+        }
+        return tuple(
+            {**{name: value * self._scale(name) for name, value in row.items()}, **everywhere}
+            for row in self._rows
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Over the whole step: extrema by name, everything else summed."""
+        found: dict[str, list[float]] = {}
+        for row in self._rows:
+            for name, value in row.items():
+                found.setdefault(name, []).append(value)
+        return {name: _over_all(name)(values) * self._scale(name) for name, values in found.items()}
+
+    def _scale(self, name: str) -> float:
+        if _is_extremum(name):
+            return 1.0
+        of_gradient: Normalizer = "tokens" if self._kind == "token" else "sequences"
+        kind = self._normalizers.get(name, of_gradient)
+        if kind == "none":
+            return 1.0
+        # With nothing valid the sums are sums of nothing.
+        return 1.0 / ((self.tokens if kind == "tokens" else self.sequences) or 1.0)
+
+
+def _is_extremum(name: str) -> bool:
+    return "_min" in name or "_max" in name
+
+
+def _over_all(name: str) -> Any:
+    if "_min" in name:
+        return min
+    return max if "_max" in name else sum

@@ -1,0 +1,158 @@
+"""Data, losses and the one-shot step that split steps are compared with.
+
+Legend: B rows, T positions. Runs on a rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import megatron_idempotent
+from megatron_idempotent.cpu import tiny
+
+ROWS, T = tiny.BATCH, tiny.SEQUENCE
+DEADLINE_S = 20.0
+
+
+class TokenLoss:
+    """Cross entropy, summed over valid tokens."""
+
+    kind = "token"
+    normalizers = {"nll_by_sequence": "sequences", "rows": "none"}
+
+    def __call__(self, output, microbatch):
+        mask_BT = mask_of(microbatch)
+        nll = (output.float() * mask_BT).sum()
+        return nll, {
+            "nll": nll,
+            "nll_by_sequence": nll,
+            "rows": output.shape[0],
+            "nll_max": output.max(),
+            "nll_min": output.min(),
+        }
+
+
+class SequenceLoss(TokenLoss):
+    """Cross entropy, a mean over each sequence's tokens, summed over valid sequences."""
+
+    kind = "sequence"
+    normalizers = {}
+
+    def __call__(self, output, microbatch):
+        mask_BT = mask_of(microbatch)
+        means_B = (output.float() * mask_BT).sum(1) / mask_BT.sum(1).clamp(min=1)
+        return means_B.sum(), {}
+
+
+def mask_of(microbatch):
+    """1 where position t predicts a valid token, [B, T]; the last position predicts none."""
+    valid_BT = microbatch["token_mask"] * microbatch["sample_mask"][:, None]
+    return torch.cat((valid_BT[:, 1:], torch.zeros(len(valid_BT), 1)), 1)
+
+
+def forward(model, microbatch):
+    """The tiny GPT's loss of each position [B, T] on the last stage."""
+    tokens_BT = microbatch["input_ids"]
+    positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
+    hidden = torch.ones(1, 1, tokens_BT.shape[1], tokens_BT.shape[1]).tril() < 0.5
+    return model(tokens_BT, positions_BT, hidden, labels=tokens_BT.roll(-1, 1))
+
+
+def data(seed: int, rows: int, replica: int, *, full: bool = False) -> dict[str, Any]:
+    """A replica's rows of a step: about half of the tokens and most rows valid, or all of them."""
+    generator = torch.Generator().manual_seed(1000 * seed + replica)
+    tokens_BT = torch.randint(0, tiny.VOCABULARY, (rows, T), generator=generator)
+    token_mask_BT = (torch.rand(rows, T, generator=generator) < 0.5).float()
+    sample_mask_B = (torch.rand(rows, generator=generator) < 0.8).float()
+    if full:
+        token_mask_BT, sample_mask_B = torch.ones(rows, T), torch.ones(rows)
+    return {"input_ids": tokens_BT, "token_mask": token_mask_BT, "sample_mask": sample_mask_B}
+
+
+def cut(batch, sizes):
+    """The batch in pieces of so many microbatches each."""
+    start = 0
+    for size in sizes:
+        yield {name: value[start : start + size * ROWS] for name, value in batch.items()}
+        start += size * ROWS
+
+
+def build(**options):
+    """A tiny model with all patches applied, its scheduler, and its replica's number."""
+    megatron_idempotent.apply()
+    overrides = {"calculate_per_token_loss": True, **options.pop("config_overrides", {})}
+    model = tiny.build(config_overrides=overrides, **options)
+    from megatron.core import parallel_state
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    scheduler = OptimizerParamScheduler(
+        model.optimizer,
+        init_lr=0.0,
+        max_lr=1e-2,
+        min_lr=1e-3,
+        lr_warmup_steps=100,
+        lr_decay_steps=1000,
+        lr_decay_style="linear",
+        start_wd=0.0,
+        end_wd=0.1,
+        wd_incr_steps=1000,
+        wd_incr_style="linear",
+    )
+    return model, scheduler, parallel_state.get_data_parallel_rank()
+
+
+def split_step(step, loss, batch, sizes, *, last=False, between=None, **begin):
+    """A whole step in pieces of `sizes` microbatches; its result."""
+    step_id = step.begin(loss, **{"global_batch_size": 8, "micro_batch_size": ROWS, **begin})
+    pieces = list(cut(batch, sizes))
+    for index, piece in enumerate(pieces):
+        step.microbatch(step_id, piece, last=last and index == len(pieces) - 1)
+        if between is not None:
+            between(step_id)
+    return step.finish(step_id)
+
+
+def one_shot(model, scheduler, loss, batch):
+    """The same step as a program writes it with nothing but Megatron; its gradient norm."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    for chunk in model.chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    model.optimizer.zero_grad()
+
+    def forward_step(data_iterator, chunk):
+        microbatch = next(data_iterator)
+
+        def loss_func(output):
+            total, _ = loss(output, microbatch)
+            if loss.kind == "token":
+                count = mask_of(microbatch).sum()
+            else:
+                count = microbatch["sample_mask"].sum()
+            return total, count.to(torch.int), {"loss": total.detach().clone()}
+
+        return forward(chunk, microbatch), loss_func
+
+    number = len(batch["input_ids"]) // ROWS
+    iterators = [cut(batch, [1] * number) for _ in model.chunks]
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=model.chunks,
+        num_microbatches=number,
+        seq_length=T,
+        micro_batch_size=ROWS,
+        forward_only=False,
+    )
+    _, grad_norm, _ = model.step()
+    scheduler.step(increment=8)
+    return grad_norm
+
+
+def parameters(model):
+    """All parameters of this rank, gathered first."""
+    megatron_idempotent.ensure_params_synced(model.chunks)
+    return model.parameters()

@@ -1,0 +1,79 @@
+"""A step in any number of pieces is the one-shot step, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+SIZES = {1: [16], 2: [8, 8], 5: [1, 2, 3, 4, 6], 16: [1] * 16}
+
+
+def compared(sizes: dict[int, list[int]], options: dict[str, Any]) -> dict[str, list[bool]]:
+    """On a rank: two steps in pieces against two one-shot ones; equal gradients, norms, weights."""
+    import torch
+    from split_bench import DEADLINE_S, TokenLoss, build, data, forward, one_shot, parameters
+    from split_bench import split_step
+
+    from megatron_idempotent import TrainStep
+
+    loss = TokenLoss()
+
+    def run(pieces: list[int], split: bool, last: bool = False) -> list[Any]:
+        model, scheduler, replica = build(**options)
+        step = TrainStep(
+            model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=DEADLINE_S
+        )
+        seen: list[Any] = []
+        for seed in (1, 2):
+            batch = data(seed, 2 * sum(pieces), replica)
+            if split:
+                norm = split_step(step, loss, batch, pieces, last=last).grad_norm
+            else:
+                norm = one_shot(model, scheduler, loss, batch)
+            seen += [torch.tensor(float(norm)), model.gradients(), parameters(model)]
+        return seen
+
+    want = run([sum(sizes[1])], split=False)
+    assert want[1].abs().max() > 0
+    found = {}
+    for number, pieces in sizes.items():
+        for last in (False, True):
+            got = run(pieces, split=True, last=last)
+            found[f"{number} {last}"] = [torch.equal(a, b) for a, b in zip(got, want, strict=True)]
+    return found
+
+
+EVEN = {1: [16], 2: [8, 8], 5: [2, 4, 2, 6, 2], 8: [2] * 8}
+VPP = {"pp": 2, "vpp": 2, "layers_per_stage": 1}
+BIAS = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "none",
+}
+LAYOUTS: dict[str, tuple[int, dict[int, list[int]], dict[str, Any]]] = {
+    "dp2": (2, SIZES, {}),
+    "dp2, all-reduce": (2, SIZES, {"distributed_optimizer": False}),
+    "dp2, no overlap": (2, SIZES, {"overlap_grad_reduce": False}),
+    "dp2, gathers": (2, SIZES, {"overlap_param_gather": True}),
+    "dp2, tied": (2, SIZES, {"tied": True, "overlap_param_gather": True}),
+    "dp2, bf16": (2, SIZES, {"dtype": "bf16"}),
+    "dp2, fp16": (2, SIZES, {"dtype": "fp16", "loss_scale": 256.0}),
+    "pp2": (2, SIZES, {"pp": 2}),
+    "pp2, tied": (2, SIZES, {"pp": 2, "tied": True}),
+    "pp2 dp2, gathers": (4, SIZES, {"pp": 2, "overlap_param_gather": True}),
+    "pp2 vpp2": (2, EVEN, VPP),
+    "pp2 vpp2 dp2, aligned": (4, EVEN, {**VPP, "align": True, "overlap_param_gather": True}),
+    "tp2, sequence parallel": (2, SIZES, {"tp": 2, "sequence_parallel": True}),
+    "tp2 dp2": (4, SIZES, {"tp": 2, "overlap_param_gather": True, "tied": True}),
+    "experts": (2, SIZES, {"experts": 4}),
+    "ep2": (2, SIZES, {"experts": 4, "ep": 2, "overlap_param_gather": True}),
+    "expert bias": (2, SIZES, {"experts": 4, "config_overrides": BIAS}),
+}
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_pieces(megatron_ranks, layout):
+    ranks, sizes, options = LAYOUTS[layout]
+    for found in megatron_ranks(ranks, compared, sizes, options, timeout_s=120):
+        assert all(all(v) for v in found.values()), found
