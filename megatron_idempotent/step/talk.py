@@ -51,14 +51,17 @@ def hear(say: Say, deadline_s: float, group: Any = None) -> list[Say]:
     try:
         group = group or control_group(deadline_s)
         said: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, say, group=group)
+        # As a dictionary: where this class was pickled by value, as a Ray actor may be, plain pickle
+        # does not find it under its name.
+        plain = {field.name: getattr(say, field.name) for field in dataclasses.fields(say)}
+        dist.all_gather_object(said, plain, group=group)
     except RuntimeError as lost:
         own = "" if say.failure is None else f"; this rank failed itself: {say.failure}"
         raise poison(
             f"not all ranks came to {say.doing} of step {say.step_id!r} within {deadline_s:g} s "
             f"({lost}){own}"
         ) from lost
-    return said
+    return [Say(**each) for each in said]
 
 
 def failures(said: Sequence[Say], ranks: Sequence[int] | None = None) -> dict[int, str]:

@@ -5,7 +5,7 @@ Legend: B rows, T positions. Runs on a rank.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,7 +20,7 @@ class TokenLoss:
     """Cross entropy, summed over valid tokens."""
 
     kind = "token"
-    normalizers = {"nll_by_sequence": "sequences", "rows": "none"}
+    normalizers: ClassVar = {"nll_by_sequence": "sequences", "rows": "none"}
 
     def __call__(self, output, microbatch):
         mask_BT = mask_of(microbatch)
@@ -38,7 +38,7 @@ class SequenceLoss(TokenLoss):
     """Cross entropy, a mean over each sequence's tokens, summed over valid sequences."""
 
     kind = "sequence"
-    normalizers = {}
+    normalizers: ClassVar = {}
 
     def __call__(self, output, microbatch):
         mask_BT = mask_of(microbatch)

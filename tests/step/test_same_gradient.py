@@ -12,8 +12,16 @@ SIZES = {1: [16], 2: [8, 8], 5: [1, 2, 3, 4, 6], 16: [1] * 16}
 def compared(sizes: dict[int, list[int]], options: dict[str, Any]) -> dict[str, list[bool]]:
     """On a rank: two steps in pieces against two one-shot ones; equal gradients, norms, weights."""
     import torch
-    from split_bench import DEADLINE_S, TokenLoss, build, data, forward, one_shot, parameters
-    from split_bench import split_step
+    from split_bench import (
+        DEADLINE_S,
+        TokenLoss,
+        build,
+        data,
+        forward,
+        one_shot,
+        parameters,
+        split_step,
+    )
 
     from megatron_idempotent import TrainStep
 

@@ -1,0 +1,246 @@
+"""A step is begun, fed and ended once per id; anything else is an error that changes nothing."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+
+def _raised(error, call, *args, **kwargs):
+    try:
+        call(*args, **kwargs)
+    except error as raised:
+        return str(raised)
+    raise AssertionError(f"{call} raised no {error}")
+
+
+def calls_out_of_order() -> None:
+    """On a rank: every call that has no open step, or has one already."""
+    from split_bench import ROWS, TokenLoss, build, data, forward
+
+    from megatron_idempotent import TrainStep
+
+    model, scheduler, replica = build()
+    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
+    loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
+    batch = data(1, 4, replica)
+
+    step.abort()
+    assert "no step is" in _raised(RuntimeError, step.microbatch, "step-0", batch)
+    assert "no step is" in _raised(RuntimeError, step.finish, "step-0")
+    first = step.begin(loss, **sizes)
+    assert step.open_step_id == first
+    assert repr(first) in _raised(RuntimeError, step.begin, loss, **sizes)
+    assert repr(first) in _raised(RuntimeError, step.microbatch, "other", batch)
+    assert repr(first) in _raised(RuntimeError, step.abort, "other")
+    step.abort(first)
+    assert step.open_step_id is None
+    assert "aborted" in _raised(RuntimeError, step.finish, first)
+    assert "aborted" in _raised(RuntimeError, step.begin, loss, **sizes, step_id=first)
+    second = step.begin(loss, **sizes)
+    assert second != first
+    step.microbatch(second, batch, last=True)
+    assert "last batch" in _raised(RuntimeError, step.microbatch, second, batch)
+    step.finish(second)
+    assert "was finished" in _raised(RuntimeError, step.microbatch, second, batch)
+    step.abort()
+
+
+def test_calls_out_of_order_are_errors_that_name_the_open_step(megatron_ranks):
+    megatron_ranks(2, calls_out_of_order)
+
+
+def calls_sent_again() -> None:
+    """On a rank: the same ids again, and the numbers of a run in which nothing was repeated."""
+    import torch
+    from split_bench import ROWS, TokenLoss, build, cut, data, forward, parameters
+
+    from megatron_idempotent import TrainStep
+
+    loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
+
+    def run(times: int):
+        model, scheduler, replica = build(overlap_param_gather=True)
+        step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
+        results = []
+        for number in range(2):
+            name = f"outer {number}"
+            pieces = list(cut(data(number, 8, replica), [1, 3]))
+            for _ in range(times):
+                assert step.begin(loss, **sizes, step_id=name) == name
+            for index, piece in enumerate(pieces):
+                first = step.microbatch(name, piece, microbatch_id=f"piece {index}")
+                for _ in range(times - 1):
+                    assert step.begin(loss, **sizes, step_id=name) == name
+                    again = step.microbatch(name, piece, microbatch_id=f"piece {index}")
+                    assert again is first
+            result = step.finish(name)
+            for _ in range(times - 1):
+                assert step.finish(name) is result
+                assert step.begin(loss, **sizes, step_id=name) == name
+            results.append(result)
+        assert step.open_step_id is None
+        differing = {**sizes, "micro_batch_size": 1}
+        step.begin(loss, **sizes, step_id="third")
+        assert "(2, 1)" in _raised(RuntimeError, step.begin, loss, **differing, step_id="third")
+        step.abort()
+        return results, parameters(model)
+
+    once, twice = run(1), run(3)
+    assert once[0] == twice[0]
+    assert torch.equal(once[1], twice[1])
+
+
+def test_what_is_sent_again_changes_nothing(megatron_ranks):
+    megatron_ranks(2, calls_sent_again)
+
+
+def bad_arguments() -> list[str]:
+    """On a rank: what each is told; the step goes on as if they had not been."""
+    import torch
+    from split_bench import ROWS, TokenLoss, build, cut, data, forward, split_step
+
+    from megatron_idempotent import TrainStep
+
+    model, scheduler, replica = build()
+    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
+    loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
+    batch = data(1, 8, replica)
+    want = split_step(step, loss, batch, [4])
+
+    model, scheduler, replica = build()
+    told = [
+        _raised(ValueError, TrainStep, model.chunks[0], model.optimizer),
+        _raised(ValueError, TrainStep, [], model.optimizer),
+        _raised(ValueError, TrainStep, model.chunks, torch.optim.SGD([torch.ones(1)])),
+        _raised(ValueError, TrainStep, model.chunks, model.optimizer, deadline_s=0),
+        _raised(ValueError, TrainStep, model.chunks, model.optimizer, deadline_s="1"),
+    ]
+    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
+
+    class Kindless(TokenLoss):
+        kind = "mean"
+
+    class Wrong(TokenLoss):
+        normalizers: ClassVar = {"nll": "words"}
+
+    for bad in (Kindless(), Wrong(), len):
+        told.append(_raised(ValueError, step.begin, bad, **sizes))
+    for name, value in [("global_batch_size", 0), ("micro_batch_size", 2.0), ("step_id", 3)]:
+        told.append(_raised(ValueError, step.begin, loss, **{**sizes, name: value}))
+    told.append(_raised(ValueError, step.begin, loss, **sizes, rank_batch_size=-1))
+    name = step.begin(loss, **sizes, rank_batch_size=8)
+    first, second = cut(batch, [1, 3])
+    step.microbatch(name, first)
+    for bad in (
+        [1, 2],
+        {"tokens": batch["input_ids"]},
+        {"input_ids": torch.ones(3)},
+        {**first, "token_mask": torch.ones(3, 4)},
+        {**first, "sample_mask": torch.ones(ROWS, 2)},
+        {**first, "sample_mask": [1.0, 1.0]},
+        {**first, "weight": torch.tensor(1.0)},
+        batch,
+    ):
+        told.append(_raised(ValueError, step.microbatch, name, bad))
+    step.microbatch(name, second)
+    assert step.finish(name).metrics == want.metrics
+    return told
+
+
+def test_bad_arguments_are_named_and_harm_nothing(megatron_ranks):
+    for told in megatron_ranks(2, bad_arguments):
+        parts = (
+            "pass the list", "no model chunk", "SGD", "positive, got 0", "'1'",
+            "'mean'", "'words'", "len",
+            "global_batch_size, got 0", "micro_batch_size, got 2.0", "step_id, got 3",
+            "rank_batch_size, got -1",
+            "list", "NoneType", "(3,)", "(3, 4)", "(2, 2)", "list", "()", "rank_batch_size=8",
+        )  # fmt: skip
+        assert len(told) == len(parts)
+        for text, part in zip(told, parts, strict=True):
+            assert part in text
+
+
+def without_what_it_needs() -> None:
+    """On a rank: no patches, no finalize function, no optimizer, a schedule called directly."""
+    import torch
+    from split_bench import ROWS, TokenLoss, build, cut, data, forward, one_shot
+
+    import megatron_idempotent
+    from megatron_idempotent import TrainStep
+
+    model, scheduler, replica = build()
+    megatron_idempotent.revert()
+    assert "apply()" in _raised(RuntimeError, TrainStep, model.chunks, model.optimizer)
+    megatron_idempotent.apply()
+    loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
+    batch = data(1, 4, replica)
+
+    reference = TrainStep(model.chunks, forward=forward, deadline_s=20)
+    name = reference.begin(loss, **sizes)
+    reference.microbatch(name, batch)
+    assert "without an optimizer" in _raised(RuntimeError, reference.finish, name)
+    reference.abort()
+
+    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
+    name = step.begin(loss, **sizes)
+    assert "is open for these chunks" in _raised(
+        RuntimeError, TrainStep(model.chunks, model.optimizer).begin, loss, **sizes
+    )
+    step.microbatch(name, batch)
+    gradients = model.gradients()
+    assert "is open for these chunks" in _raised(
+        RuntimeError, model.forward_backward, 1, data_seed=1, zero_first=False
+    )
+    assert torch.equal(model.gradients(), gradients)
+    finalize = model.config.finalize_model_grads_func
+    model.config.finalize_model_grads_func = None
+    assert "wire_train_config" in _raised(RuntimeError, step.finish, name)
+    model.config.finalize_model_grads_func = finalize
+    assert step.finish(name).updated
+    # A config function that is None is None again, and the others are the caller's.
+    assert model.config.finalize_model_grads_func is finalize
+    assert model.config.grad_sync_func is None
+    assert model.config.no_sync_func == model.chunks[0].no_sync
+    one_shot(model, scheduler, loss, next(cut(batch, [2])))
+
+
+def test_what_it_stands_on_is_asked_for_before_any_collective(megatron_ranks):
+    megatron_ranks(2, without_what_it_needs)
+
+
+def pickled(by_value: bool) -> bytes:
+    """On a rank: the class as a reference, or with its code."""
+    import sys
+
+    import cloudpickle
+
+    from megatron_idempotent import TrainStep
+
+    own = [m for name, m in sys.modules.items() if name.startswith("megatron_idempotent.step.")]
+    assert len(own) > 5
+    for module in own if by_value else ():
+        cloudpickle.register_pickle_by_value(module)
+    return cloudpickle.dumps(TrainStep)
+
+
+def stepped_by(sent: bytes, by_value: bool) -> None:
+    """On another rank: a step by the class that arrives."""
+    import cloudpickle
+    from split_bench import TokenLoss, build, data, forward, split_step
+
+    from megatron_idempotent import TrainStep
+
+    model, scheduler, replica = build()
+    arrived = cloudpickle.loads(sent)
+    assert (arrived is TrainStep) is not by_value
+    step = arrived(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
+    assert split_step(step, TokenLoss(), data(1, 4, replica), [1, 1]).updated
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+def test_the_class_travels_through_cloudpickle(megatron_ranks, by_value):
+    (sent,) = megatron_ranks(1, pickled, by_value)
+    megatron_ranks(2, stepped_by, sent, by_value)
