@@ -69,10 +69,11 @@ class Backend(Protocol):
     def check_gradients(self) -> None:
         """Raise where a gradient would be refused in the reduction."""
 
-    def update(self, totals: Totals, local: float, increment: int) -> Update:
+    def update(self, totals: Totals, local: float, increment: int, timeout_s: float) -> Update:
         """Reduce and finalize once, divide, step the optimizer and the scheduler.
 
-        `local` is this replica's part of the normalizer. All ranks take part.
+        `local` is this replica's part of the normalizer. All ranks take part; none waits longer
+        than `timeout_s` in a collective, where that can be had.
         """
 
     def rates(self) -> tuple[float, float]:

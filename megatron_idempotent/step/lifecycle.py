@@ -8,7 +8,7 @@ from megatron_idempotent.window.agreement import DEADLINE_S, refuse_if_poisoned
 
 from .backend import Backend
 from .open_step import OpenStep
-from .records import Batch, Receipt, StepLoss, StepResult, check_loss
+from .records import Batch, Receipt, StepLoss, StepResult, check_begin
 
 _REMEMBERED = 8
 
@@ -76,7 +76,7 @@ class SplitStep:
             "micro_batch_size": micro_batch_size,
             "rank_batch_size": rank_batch_size,
         }
-        _check(begun_with, step_id)
+        check_begin(begun_with, step_id)
         if step_id is not None and self._is_repeated(step_id, begun_with):
             return step_id
         refuse_if_poisoned()
@@ -164,11 +164,13 @@ class SplitStep:
             return ended
         step = self._current(step_id, "finish")
         self._refuse_failed(step, "finish")
-        self._backend.check_ready()
+        if not step.committed:
+            self._backend.check_ready()
         try:
             result = step.finish()
         finally:
             self._torn = self._torn or step.torn
+        self._backend.close()
         self._end(step_id, result)
         return result
 
@@ -189,9 +191,15 @@ class SplitStep:
             raise RuntimeError(
                 f"abort(): got step {step_id!r}, which is not open; step {step.step_id!r} is"
             )
+        if step.committed:
+            raise RuntimeError(
+                f"abort(): all ranks have updated in step {step.step_id!r}; finish() it again for "
+                "its result"
+            )
         try:
             step.tell_of_abort()
         finally:
+            self._torn = self._torn or self._backend.torn
             self._backend.restore()
             self._end(step.step_id, "it was aborted")
 
@@ -236,15 +244,3 @@ class SplitStep:
         self._ended[step_id] = how
         while len(self._ended) > _REMEMBERED:
             del self._ended[next(iter(self._ended))]
-
-
-def _check(begun_with: dict[str, Any], step_id: str | None) -> None:
-    check_loss(begun_with["loss"])
-    for name in ("global_batch_size", "micro_batch_size", "rank_batch_size"):
-        value = begun_with[name]
-        if value is None and name == "rank_batch_size":
-            continue
-        if type(value) is not int or value < 1:
-            raise ValueError(f"begin() takes a positive int as {name}, got {value!r}")
-    if step_id is not None and not isinstance(step_id, str):
-        raise ValueError(f"begin() takes a str as step_id, got {step_id!r}")

@@ -16,7 +16,7 @@ from .lifecycle import SplitStep
 from .megatron_backend import MegatronBackend
 from .megatron_run import Forward
 from .records import Batch
-from .snapshot import ModuleSnapshot, RandomSnapshot
+from .snapshot import ModuleSnapshot, TorchSnapshot
 
 _HOOK = "aux-loss-scale-left-set"
 
@@ -105,7 +105,7 @@ class TrainStep(SplitStep):
                 weights = {n: p.clone() for n, p in chunks[0].module.named_parameters()}
         """
         self._backend.join()
-        modules, random = ModuleSnapshot(self._chunks), RandomSnapshot()
+        modules, random = ModuleSnapshot(self._chunks), TorchSnapshot()
         for chunk in self._chunks:
             chunk.eval()
         try:

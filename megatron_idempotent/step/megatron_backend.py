@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 
 from megatron_idempotent.patches._windows import open_windows
 from megatron_idempotent.window.abort import abort_window, checked
+from megatron_idempotent.window.bounded import bounded
 from megatron_idempotent.window.guard_owed import Debts, bucket_groups
 
 from .backend import Update
@@ -58,6 +59,7 @@ class MegatronBackend:
         return self._updating and self._undo is None
 
     def open(self) -> None:
+        self.close()  # a step whose end was interrupted may still be here
         if any(window.holds(chunk) for window in open_windows for chunk in self.chunks):
             raise RuntimeError(
                 "begin(): an accumulation_window() or another TrainStep is open for these chunks"
@@ -109,7 +111,16 @@ class MegatronBackend:
                         check_for_nan_or_inf=options.check_for_nan_in_grad, check_for_large=large
                     )
 
-    def update(self, totals: Totals, local: float, increment: int) -> Update:
+    def update(self, totals: Totals, local: float, increment: int, timeout_s: float) -> Update:
+        with bounded(self._runner.groups(), timeout_s):
+            self._finalize(totals, local)
+            updated, grad_norm = self._step()
+        lr, weight_decay = self.rates()
+        if updated and self._scheduler is not None:
+            self._scheduler.step(increment=increment)
+        return Update(updated=updated, grad_norm=grad_norm, lr=lr, weight_decay=weight_decay)
+
+    def _finalize(self, totals: Totals, local: float) -> None:
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_grad_reduce and not self._released:
                 chunk.start_grad_sync()  # else finalizing dispatches by itself
@@ -120,11 +131,6 @@ class MegatronBackend:
             for chunk in self.chunks:
                 # DDP has divided by the number of ranks.
                 chunk.scale_gradients(size / totals.normalizer)
-        updated, grad_norm = self._step()
-        lr, weight_decay = self.rates()
-        if updated and self._scheduler is not None:
-            self._scheduler.step(increment=increment)
-        return Update(updated=updated, grad_norm=grad_norm, lr=lr, weight_decay=weight_decay)
 
     def rates(self) -> tuple[float, float]:
         return lr_and_weight_decay(self._optimizer)
@@ -135,6 +141,7 @@ class MegatronBackend:
 
     def close(self) -> None:
         self._snapshot = self._undo = None
+        self._updating = False
         if self._window in open_windows:
             open_windows.remove(self._window)
 

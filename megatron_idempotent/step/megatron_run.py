@@ -13,7 +13,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from megatron_idempotent.patches.grad_scale_func import LossScale
+from megatron_idempotent.patches.process_groups_leak import live_groups
 from megatron_idempotent.window.agreement import WindowAborted, exchange, shared_group
+from megatron_idempotent.window.bounded import bounded
 from megatron_idempotent.window.divisor import dividing_by
 from megatron_idempotent.window.guard_call import GuardedCall
 from megatron_idempotent.window.guard_zeros import no_gradient
@@ -38,6 +40,7 @@ class Runner:
         self._optimizer = optimizer
         self._forward = forward
         self._deadline_s = 0.0
+        self._groups: tuple[Any, list[Any]] = None, []
 
     @property
     def replica(self) -> int:
@@ -131,13 +134,22 @@ class Runner:
         if coupled:
             tell = functools.partial(exchange, deadline_s=self._deadline_s, group=group)
         call = GuardedCall(arguments, tell, check=False)
-        call.run(schedule)
+        with bounded(self.groups(), self._deadline_s):
+            call.run(schedule)
         if call.failures:
             raise WindowAborted(
                 call.failures, "All ranks that share the model have finished the window."
             ) from call.error
         if call.error is not None:
             raise call.error
+
+    def groups(self) -> list[Any]:
+        """Megatron's process groups that this rank is in."""
+        # The group itself tells one initialisation from the next.
+        known = parallel_state.get_tensor_model_parallel_group()
+        if self._groups[0] is not known:
+            self._groups = known, live_groups()
+        return self._groups[1]
 
     def _forward_step(self, loss: StepLoss, rows: list[Row], ghosts: bool) -> Callable[..., Any]:
         one = torch.ones((), dtype=torch.int, device=self.device)

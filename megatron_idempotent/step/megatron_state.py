@@ -6,15 +6,20 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import get_model_config
 from torch import Tensor
+
+from megatron_idempotent.window.guard_owed import bucket_groups
 
 from .snapshot import (
     AttributeSnapshot,
+    FunctionSnapshot,
     GroupSnapshot,
     ModuleSnapshot,
-    RandomSnapshot,
     StateUndo,
+    TorchSnapshot,
 )
 
 _TRANSFORMER = "megatron.core.transformer"
@@ -23,6 +28,16 @@ _SCALERS = (
     (f"{_TRANSFORMER}.multi_token_prediction", "MTPLossAutoScaler"),
     (f"{_TRANSFORMER}.experimental_attention_variant.dsa", "DSAIndexerLossAutoScaler"),
 )
+# What a step sets aside while it runs. Each is back when a call ends, in whatever way; but that a
+# second exception interrupts the putting back.
+_ASIDE = (
+    "finalize_model_grads_func",
+    "grad_scale_func",
+    "grad_sync_func",
+    "no_sync_func",
+    "param_sync_func",
+)
+_OVERRIDDEN = ("start_grad_sync", "register_grad_ready", "check_grads")
 
 
 class _Part(Protocol):
@@ -35,7 +50,16 @@ class MegatronSnapshot:
     def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
         self._modules = ModuleSnapshot(chunks)
         self._logs = LogSnapshot()
-        self._parts: list[_Part] = [self._modules, RandomSnapshot(), _Trackers(), self._logs]
+        self._parts: list[_Part] = [self._modules, TorchSnapshot(), _Trackers(), self._logs]
+        for config in {id(c): c for c in map(get_model_config, chunks)}.values():
+            self._parts.append(FunctionSnapshot(config, _ASIDE))
+        steps = ("backward_step", "forward_step", "forward_step_calc_loss")
+        self._parts.append(FunctionSnapshot(schedules, steps))
+        self._parts += [
+            FunctionSnapshot(group, _OVERRIDDEN) for c in chunks for group in bucket_groups(c)
+        ]
+        if optimizer is not None:
+            self._parts.append(FunctionSnapshot(optimizer, ["step_with_ready_grads"]))
         for module, name in _SCALERS:
             scaler = getattr(sys.modules.get(module), name, None)
             if scaler is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from megatron_idempotent.window.agreement import SessionPoisoned, describe
+from megatron_idempotent.window.agreement import SessionPoisoned, WindowAborted, describe, poison
 
 from .backend import Backend, Update
 from .batch import rows_of, spec, split, valid_counts
+from .outcome import result_of
 from .plan import calls, differing_replicas
 from .records import Batch, Receipt, StepLoss, StepResult
 from .talk import Doing, Say, failures, hear, stop
@@ -36,6 +38,7 @@ class OpenStep:
         self._counts: list[Any] = []
         self._batch_rows = 0
         self._microbatches = 0
+        self._done: tuple[Totals, Update | None, int] | None = None
 
     def add(self, batch: Batch | None, last: bool, name: str) -> Receipt:
         """Run a batch, after ranks that would wait for each other agree on what it is."""
@@ -53,31 +56,49 @@ class OpenStep:
             rows, lists, bad = 0, [], error
         said: list[Say] = []
         release = False
-        if coupled:
-            said = self._meet("last" if last else "chunk", lists, bad, group)
-            release = last and group is None and all(say.doing == "last" for say in said)
-        if last and (group is not None or not coupled):
-            everybody = self._meet("last", lists, None, None)
-            release = all(say.doing == "last" and say.lists for say in everybody)
-        number = self._run(lists, said, release)
-        if batch is not None and rows:
-            self._counts.append(valid_counts(batch))
-        self._batch_rows += rows
-        self._microbatches += number
-        self.last = last
-        self.receipts[name] = Receipt(microbatch_id=name, rows=rows, microbatches=number)
+        with self._failing(unless=WindowAborted):
+            if coupled:
+                said = self._meet("last" if last else "chunk", lists, bad, group)
+                release = last and group is None and all(say.doing == "last" for say in said)
+            if last and (group is not None or not coupled):
+                everybody = self._meet("last", lists, None, None)
+                release = all(say.doing == "last" and say.lists for say in everybody)
+        with self._failing():
+            number = self._run(lists, said, release)
+            if batch is not None and rows:
+                self._counts.append(valid_counts(batch))
+            self._batch_rows += rows
+            self._microbatches += number
+            self.last = last
+            self.receipts[name] = Receipt(microbatch_id=name, rows=rows, microbatches=number)
         return self.receipts[name]
 
     def finish(self) -> StepResult:
-        """Agree that nothing failed, then update."""
-        totals, local, microbatches = self._totals()
-        if totals.normalizer == 0:
-            self._backend.skip()
-            update = None
-        else:
-            update = self._update(totals, local)
-            self._backend.close()
-        return self._result(totals, update, microbatches)
+        """Agree that nothing failed, then update; after that, only tell what was done."""
+        if self._done is None:
+            with self._failing(unless=WindowAborted):
+                totals, local, microbatches = self._totals()
+                update = None
+                if totals.normalizer:
+                    update = self._update(totals, local)
+                else:
+                    self._backend.skip()
+                self._done = totals, update, microbatches
+        totals, update, microbatches = self._done
+        return result_of(
+            self.step_id,
+            self._loss.kind,
+            totals,
+            update,
+            self._backend.rates(),
+            microbatches=microbatches,
+            own_microbatches=self._microbatches,
+        )
+
+    @property
+    def committed(self) -> bool:
+        """Whether all ranks have updated, so that there is no way back."""
+        return self._done is not None
 
     def tell_of_abort(self) -> None:
         """Have the peers stop too; those who know already do not wait for it."""
@@ -112,7 +133,7 @@ class OpenStep:
             lists=tuple((len(each), *each[0]["input_ids"].shape[:2]) for each in lists),
             specs=tuple(spec(each[0]) for each in lists),
         )
-        said = self._hear(say, group)
+        said = hear(say, self._deadline_s, group)
         found = failures(said)
         differing = differing_replicas(said)
         if differing and not found:
@@ -122,11 +143,15 @@ class OpenStep:
         stop(found, "No rank has run this batch; the step is as it was.", bad)
         return said
 
-    def _hear(self, say: Say, group: Any) -> list[Say]:
+    @contextmanager
+    def _failing(self, *, unless: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
+        """The step has failed where the block raises, whatever it is."""
         try:
-            return hear(say, self._deadline_s, group)
-        except SessionPoisoned as error:
-            self._fail(describe(error), known=True)
+            yield
+        except unless:
+            raise  # all who would wait for this rank have stopped as well
+        except BaseException as error:
+            self._fail(describe(error), known=isinstance(error, SessionPoisoned))
             raise
 
     def _fail(self, failure: str, *, known: bool) -> None:
@@ -136,16 +161,12 @@ class OpenStep:
     def _run(self, lists: list[list[Batch]], said: list[Say], release: bool) -> int:
         plan = list(calls(lists, said, self._backend.device))
         number = 0
-        try:
-            for index, (microbatches, ghosts) in enumerate(plan):
-                reduce = release and index == len(plan) - 1
-                rows = self._backend.run(microbatches, self._loss, reduce=reduce, ghosts=ghosts)
-                if not ghosts:
-                    self._rows += rows
-                    number += len(microbatches)
-        except BaseException as error:
-            self._fail(describe(error), known=isinstance(error, SessionPoisoned))
-            raise
+        for index, (microbatches, ghosts) in enumerate(plan):
+            reduce = release and index == len(plan) - 1
+            rows = self._backend.run(microbatches, self._loss, reduce=reduce, ghosts=ghosts)
+            if not ghosts:
+                self._rows += rows
+                number += len(microbatches)
         return number
 
     def _totals(self) -> tuple[Totals, float, int]:
@@ -173,7 +194,7 @@ class OpenStep:
                 counts=local if speaks else (0.0, 0.0),
                 rows=rows if speaks else (),
             )
-            said = self._hear(say, None)
+            said = hear(say, self._deadline_s)
             found = failures(said)
             if found:
                 self._fail("; ".join(found.values()), known=True)
@@ -190,52 +211,42 @@ class OpenStep:
     def _update(self, totals: Totals, local: float) -> Update:
         error: BaseException | None = None
         update: Update | None = None
+        increment = self.begun_with["global_batch_size"]
         try:
-            update = self._backend.update(totals, local, self.begun_with["global_batch_size"])
+            # Half, so that a rank whose peer has failed still meets it below.
+            update = self._backend.update(totals, local, increment, self._deadline_s / 2)
         except BaseException as caught:  # noqa: BLE001  told to all ranks, and raised on all
             error = caught
+        self.torn = self._backend.torn
         say = Say(
             doing="updated",
             step_id=self.step_id,
             failure=None if error is None else describe(error),
-            torn=self._backend.torn,
+            torn=self.torn,
         )
-        try:
-            said = self._hear(say, None)
-        except SessionPoisoned as lost:
-            self.torn = self._backend.torn
-            raise lost from error
+        said = hear(say, self._deadline_s)
         found = failures(said)
         if found:
             self._fail("; ".join(found.values()), known=True)
             self.torn = any(each.torn for each in said)
-            if error is not None and not isinstance(error, Exception):
-                raise error
-            stop(found, _TORN if self.torn else "All ranks can go back: abort() the step.", error)
+            self._raise_failed_update(said, found, error)
+        self.torn = False
         assert update is not None
         return update
 
-    def _result(self, totals: Totals, update: Update | None, microbatches: int) -> StepResult:
-        lr, wd = self._backend.rates() if update is None else (update.lr, update.weight_decay)
-        skipped = None
-        if update is None:
-            skipped = f"no valid {self._loss.kind} on any rank"
-        elif not update.updated:
-            skipped = "gradients overflowed; the loss scale is lower now"
-        return StepResult(
-            step_id=self.step_id,
-            updated=skipped is None,
-            skipped=skipped,
-            grad_norm=None if update is None else update.grad_norm,
-            global_valid_sequences=totals.sequences,
-            global_valid_tokens=totals.tokens,
-            microbatches=microbatches,
-            auxiliary_loss_scale=1.0 / max(self._microbatches, 1),
-            lr=lr,
-            weight_decay=wd,
-            metrics=totals.metrics(),
-            rows=totals.rows(lr=lr, wd=wd),
-        )
+    def _raise_failed_update(
+        self, said: list[Say], found: dict[int, str], error: BaseException | None
+    ) -> None:
+        how = _TORN if self.torn else "All ranks can go back: abort() the step."
+        if len({say.failure for say in said}) > 1:
+            # A rank left collectives that the others were in, or have started since.
+            told = "; ".join(f"rank {rank}: {text}" for rank, text in found.items())
+            poisoned = poison(f"a step was left in its update: {told}. {how}")
+            if error is None or isinstance(error, Exception):
+                raise poisoned from error
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        stop(found, how, error)
 
 
 _TORN = (

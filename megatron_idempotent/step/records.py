@@ -89,8 +89,7 @@ class StepResult:
     and with `lr`, `wd`, `global_valid_seqs` and `global_valid_toks`."""
 
 
-def check_loss(loss: Any) -> None:
-    """Raise `ValueError` unless `loss` says what a `StepLoss` has to say."""
+def _check_loss(loss: Any) -> None:
     kinds, normalizers = get_args(Kind), get_args(Normalizer)
     if not callable(loss) or getattr(loss, "kind", None) not in kinds:
         raise ValueError(
@@ -108,3 +107,16 @@ def check_loss(loss: Any) -> None:
         raise ValueError(
             f"begin() got a loss with normalizers {wrong!r}: use one of {', '.join(normalizers)}"
         )
+
+
+def check_begin(begun_with: Mapping[str, Any], step_id: str | None) -> None:
+    """Raise `ValueError` unless a step can begin with these arguments."""
+    _check_loss(begun_with["loss"])
+    for name in ("global_batch_size", "micro_batch_size", "rank_batch_size"):
+        value = begun_with[name]
+        if value is None and name == "rank_batch_size":
+            continue
+        if type(value) is not int or value < 1:
+            raise ValueError(f"begin() takes a positive int as {name}, got {value!r}")
+    if step_id is not None and not isinstance(step_id, str):
+        raise ValueError(f"begin() takes a str as step_id, got {step_id!r}")

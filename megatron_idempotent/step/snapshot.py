@@ -31,18 +31,21 @@ class ModuleSnapshot:
                 buffer.copy_(value)
 
 
-class RandomSnapshot:
-    """Torch's random states, on the host and on the device: what a forward draws from.
+class TorchSnapshot:
+    """Whether gradients are recorded, and random states on the host and on the device.
 
     Those of Python and NumPy belong to the caller, who may draw from them while a step is open.
     """
 
     def __init__(self) -> None:
+        # An exception inside of `no_grad`'s own exit leaves it off.
+        self._records = torch.is_grad_enabled()
         self._host = torch.get_rng_state()
         self._device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
     def restore(self) -> None:
-        """Put both back; may be called again."""
+        """Put them back; may be called again."""
+        torch.set_grad_enabled(self._records)
         torch.set_rng_state(self._host)
         if self._device is not None:
             torch.cuda.set_rng_state(self._device)
@@ -76,6 +79,23 @@ class AttributeSnapshot:
             with torch.no_grad():
                 tensor.copy_(value)
             setattr(self._owner, name, tensor)
+
+
+class FunctionSnapshot:
+    """Attributes that hold functions, and what an object overrides of its class."""
+
+    def __init__(self, owner: Any, names: Sequence[str]) -> None:
+        self._owner = owner
+        self._names = names
+        self._own = {name: vars(owner)[name] for name in names if name in vars(owner)}
+
+    def restore(self) -> None:
+        """Put them back; what the object did not override is its class's again."""
+        for name in self._names:
+            if name in self._own:
+                setattr(self._owner, name, self._own[name])
+            else:
+                vars(self._owner).pop(name, None)
 
 
 class GroupSnapshot:

@@ -51,8 +51,8 @@ def hear(say: Say, deadline_s: float, group: Any = None) -> list[Say]:
     try:
         group = group or control_group(deadline_s)
         said: list[Any] = [None] * dist.get_world_size(group)
-        # As a dictionary: where this class was pickled by value, as a Ray actor may be, plain pickle
-        # does not find it under its name.
+        # As a dictionary: where this class arrived pickled by value, as in some Ray actors, plain
+        # pickle does not find it under its name.
         plain = {field.name: getattr(say, field.name) for field in dataclasses.fields(say)}
         dist.all_gather_object(said, plain, group=group)
     except RuntimeError as lost:

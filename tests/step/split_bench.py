@@ -83,15 +83,16 @@ def build(**options):
     """A tiny model with all patches applied, its scheduler, and its replica's number."""
     megatron_idempotent.apply()
     overrides = {"calculate_per_token_loss": True, **options.pop("config_overrides", {})}
-    model = tiny.build(config_overrides=overrides, **options)
+    rates = {"min_lr": 1e-4, **options.pop("optimizer_overrides", {})}
+    model = tiny.build(config_overrides=overrides, optimizer_overrides=rates, **options)
     from megatron.core import parallel_state
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     scheduler = OptimizerParamScheduler(
         model.optimizer,
         init_lr=0.0,
-        max_lr=1e-2,
-        min_lr=1e-3,
+        max_lr=1e-3,
+        min_lr=1e-4,
         lr_warmup_steps=100,
         lr_decay_steps=1000,
         lr_decay_style="linear",

@@ -1,0 +1,79 @@
+"""Every call that a piece of Python makes, and an exception raised at the n-th of them.
+
+`sys.setprofile` sees each call as it starts, ours, Megatron's and torch's alike; what it raises is
+raised there, as a keyboard interrupt would be. Nothing is picked by hand.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+OURS = ("/megatron/", "/megatron_idempotent/", "/patches/", "/tests/step/")
+
+
+class Injected(BaseException):
+    """Raised at a call site; not an `Exception`, because a keyboard interrupt is none either."""
+
+
+class Failed(RuntimeError):
+    """The same as an ordinary error."""
+
+
+def sites(run: Callable[[], Any]) -> dict[tuple[str, int, str], int]:
+    """Where calls are made from Megatron or this library: caller, line, callee → its first call."""
+    found: dict[tuple[str, int, str], int] = {}
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        site = _site(frame, event, argument)
+        if site is not None:
+            found.setdefault(site, count)
+            count += 1
+
+    _profiled(profile, run)
+    return found
+
+
+def interrupt(run: Callable[[], Any], at: int, kind: type[BaseException]) -> BaseException | None:
+    """Run, raising at call number `at`; what comes out of it, None if nothing does."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        if _site(frame, event, argument) is not None:
+            count += 1
+            if count == at + 1:
+                sys.setprofile(None)
+                raise kind(f"call {at}")
+
+    try:
+        _profiled(profile, run)
+    except BaseException as raised:  # noqa: BLE001  it is what is asked for
+        return raised
+    return None
+
+
+def _profiled(profile: Callable[..., None], run: Callable[[], Any]) -> None:
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+
+
+def _site(frame: Any, event: str, argument: Any) -> tuple[str, int, str] | None:
+    if event == "call":
+        caller, callee = frame.f_back, frame.f_code.co_qualname
+    elif event == "c_call":
+        caller, callee = frame, getattr(argument, "__qualname__", repr(argument))
+    else:
+        return None
+    if caller is None or caller.f_code.co_filename == __file__:
+        return None
+    name = caller.f_code.co_filename
+    if not any(part in name for part in OURS):
+        return None
+    return name.rsplit("/", 2)[-2] + "/" + name.rsplit("/", 1)[-1], caller.f_lineno, callee
