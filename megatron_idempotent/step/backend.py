@@ -57,7 +57,8 @@ class Backend(Protocol):
         """Forward and backward, with the loss not normalised; each microbatch's metrics.
 
         With `reduce`, reductions start as they would in the last microbatch of a one-shot step.
-        Of `ghosts` nothing may reach a gradient.
+        Of `ghosts` nothing may reach a gradient. Raises `Carried` for a failure on this rank after
+        which it did all that other ranks wait for, and `WindowAborted` for one that all know.
         """
 
     def check_ready(self) -> None:

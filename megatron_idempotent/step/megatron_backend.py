@@ -9,7 +9,8 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_idempotent.patches._windows import open_windows
-from megatron_idempotent.window.abort import abort_window, checked
+from megatron_idempotent.window.abort import abort_window, checked, let_go
+from megatron_idempotent.window.agreement import is_poisoned
 from megatron_idempotent.window.bounded import bounded
 from megatron_idempotent.window.guard_owed import Debts, bucket_groups
 
@@ -146,6 +147,8 @@ class MegatronBackend:
             open_windows.remove(self._window)
 
     def restore(self) -> None:
+        if is_poisoned():
+            let_go(self.chunks)
         abort_window(self.chunks, self._optimizer)
         if self._undo is not None:
             self._undo.restore()

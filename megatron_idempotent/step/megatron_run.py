@@ -23,6 +23,7 @@ from megatron_idempotent.window.hold import hold_back, set_for
 
 from .megatron_state import MegatronSnapshot
 from .records import Batch, StepLoss
+from .talk import Carried
 from .totals import Row
 
 Forward = Callable[[Any, Batch], torch.Tensor]
@@ -141,7 +142,7 @@ class Runner:
                 call.failures, "All ranks that share the model have finished the window."
             ) from call.error
         if call.error is not None:
-            raise call.error
+            raise Carried(call.error)
 
     def groups(self) -> list[Any]:
         """Megatron's process groups that this rank is in."""

@@ -6,14 +6,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_idempotent.window.agreement import SessionPoisoned, WindowAborted, describe, poison
+from megatron_idempotent.window.agreement import (
+    SessionPoisoned,
+    WindowAborted,
+    describe,
+    is_poisoned,
+    poison,
+)
 
 from .backend import Backend, Update
 from .batch import rows_of, spec, split, valid_counts
 from .outcome import result_of
 from .plan import calls, differing_replicas
 from .records import Batch, Receipt, StepLoss, StepResult
-from .talk import Doing, Say, failures, hear, stop
+from .talk import Carried, Doing, Say, failures, hear, stop
 from .totals import Row, Totals, as_numbers
 
 
@@ -101,12 +107,15 @@ class OpenStep:
         return self._done is not None
 
     def tell_of_abort(self) -> None:
-        """Have the peers stop too; those who know already do not wait for it."""
+        """Have the peers stop too, unless they know."""
         if self.known:
             return
+        poisoned = is_poisoned()
         try:
-            self._backend.join()
-            hear(Say(doing="abort", step_id=self.step_id), self._deadline_s)
+            if not poisoned:
+                self._backend.join()
+            say = Say(doing="abort", step_id=self.step_id, failure=self.failure, poisoned=poisoned)
+            self._hear(say)
         except SessionPoisoned:
             if self.failure is None:
                 raise
@@ -133,7 +142,7 @@ class OpenStep:
             lists=tuple((len(each), *each[0]["input_ids"].shape[:2]) for each in lists),
             specs=tuple(spec(each[0]) for each in lists),
         )
-        said = hear(say, self._deadline_s, group)
+        said = self._hear(say, group)
         found = failures(said)
         differing = differing_replicas(said)
         if differing and not found:
@@ -143,6 +152,14 @@ class OpenStep:
         stop(found, "No rank has run this batch; the step is as it was.", bad)
         return said
 
+    def _hear(self, say: Say, group: Any = None) -> list[Say]:
+        try:
+            return hear(say, self._deadline_s, group)
+        except BaseException:
+            # Nobody listens any more, or all know.
+            self.known = self.known or group is None
+            raise
+
     @contextmanager
     def _failing(self, *, unless: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
         """The step has failed where the block raises, whatever it is."""
@@ -151,14 +168,30 @@ class OpenStep:
         except unless:
             raise  # all who would wait for this rank have stopped as well
         except BaseException as error:
-            self._fail(describe(error), known=isinstance(error, SessionPoisoned))
+            self._fail(describe(error))
             raise
 
-    def _fail(self, failure: str, *, known: bool) -> None:
+    def _fail(self, failure: str, *, known: bool = False) -> None:
         self.failure = self.failure or failure
         self.known = self.known or known
 
     def _run(self, lists: list[list[Batch]], said: list[Say], release: bool) -> int:
+        """Forward and backward; how many microbatches were this rank's own."""
+        try:
+            return self._run_calls(lists, said, release)
+        except Carried as carried:
+            raise carried.error from None
+        except (WindowAborted, SessionPoisoned):
+            raise
+        except BaseException as error:
+            if said or release:
+                # The others have begun, and wait for this rank.
+                poisoned = poison(f"a batch was left by {describe(error)}")
+                if isinstance(error, Exception):
+                    raise poisoned from error
+            raise
+
+    def _run_calls(self, lists: list[list[Batch]], said: list[Say], release: bool) -> int:
         plan = list(calls(lists, said, self._backend.device))
         number = 0
         for index, (microbatches, ghosts) in enumerate(plan):
@@ -194,7 +227,7 @@ class OpenStep:
                 counts=local if speaks else (0.0, 0.0),
                 rows=rows if speaks else (),
             )
-            said = hear(say, self._deadline_s)
+            said = self._hear(say)
             found = failures(said)
             if found:
                 self._fail("; ".join(found.values()), known=True)
@@ -224,7 +257,7 @@ class OpenStep:
             failure=None if error is None else describe(error),
             torn=self.torn,
         )
-        said = hear(say, self._deadline_s)
+        said = self._hear(say)
         found = failures(said)
         if found:
             self._fail("; ".join(found.values()), known=True)

@@ -11,7 +11,12 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from megatron_idempotent.window.agreement import WindowAborted, control_group, poison
+from megatron_idempotent.window.agreement import (
+    WindowAborted,
+    control_group,
+    describe,
+    poison,
+)
 
 Doing = Literal["begin", "chunk", "last", "finish", "updated", "abort"]
 
@@ -26,6 +31,8 @@ class Say:
     """What went wrong on this rank, if anything did."""
     torn: bool = False
     """Whether this rank's update has begun, and it cannot go back."""
+    poisoned: bool = False
+    """Whether this rank has left collectives that others are in, or may be."""
     replica: int = 0
     """Data-parallel rank; ranks of one replica are given the same batches."""
     lists: tuple[tuple[int, int, int], ...] = ()
@@ -38,13 +45,21 @@ class Say:
     """Un-normalised metrics of each microbatch, on that rank too."""
 
 
+class Carried(Exception):
+    """A failure after which this rank did all that others wait for; `error` is what it was."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 def hear(say: Say, deadline_s: float, group: Any = None) -> list[Say]:
     """What all ranks of the group say, in order of rank. A collective of two host gathers.
 
     `group` is a gloo group whose operations end after `deadline_s`, None for that of all ranks.
 
     Raises:
-        SessionPoisoned: a rank did not come in time.
+        SessionPoisoned: a rank did not come in time, or one that did is poisoned.
     """
     if not dist.is_initialized():
         return [say]
@@ -61,7 +76,15 @@ def hear(say: Say, deadline_s: float, group: Any = None) -> list[Say]:
             f"not all ranks came to {say.doing} of step {say.step_id!r} within {deadline_s:g} s "
             f"({lost}){own}"
         ) from lost
-    return [Say(**each) for each in said]
+    except BaseException as error:
+        # Peers may be in the second of the two gathers, and would take our next one for it.
+        poison(f"a rank left the agreement on step {say.step_id!r} by {describe(error)}")
+        raise
+    heard = [Say(**each) for each in said]
+    left = [f"{rank}: {each.failure}" for rank, each in enumerate(heard) if each.poisoned]
+    if left:
+        raise poison(f"collectives were left on rank {'; on rank '.join(left)}")
+    return heard
 
 
 def failures(said: Sequence[Say], ranks: Sequence[int] | None = None) -> dict[int, str]:

@@ -128,6 +128,18 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
         abandon(machine)
 
 
+def let_go(chunks: Sequence[Any]) -> None:
+    """Forget collectives under way of a poisoned session, some of which will never end.
+
+    Whether a gather ended may differ between ranks, so all gather again before the next forward.
+    """
+    for chunk in chunks:
+        for group in bucket_groups(chunk):
+            group.grad_reduce_handle = None
+            group.param_gather_handle = None
+            group.param_gather_dispatched = False
+
+
 def checked(what: str, model_chunks: Any, optimizer: Any) -> list[Any]:
     """The chunks as a list, if they and the optimizer are Megatron's; `what` asks for them.
 

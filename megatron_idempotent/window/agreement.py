@@ -164,6 +164,11 @@ def poison(reason: str) -> SessionPoisoned:
     return SessionPoisoned(f"{_poisoned}.{heard} {_remedy()}")
 
 
+def is_poisoned() -> bool:
+    """Whether an earlier window of this process could not be finished."""
+    return _poisoned is not None
+
+
 def refuse_if_poisoned() -> None:
     """Raise where an earlier window of this process could not be finished."""
     if _poisoned is not None:

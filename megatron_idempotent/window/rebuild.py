@@ -12,11 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_idempotent.patches._ddp import bucket_groups
 from megatron_idempotent.patches.process_groups_leak import live_groups
 
 from . import agreement
-from .abort import abort_window
+from .abort import abort_window, let_go
 from .rebuild_holders import replace_everywhere
 
 
@@ -51,7 +50,7 @@ def rebuild_process_groups(
     anew, or start the processes anew.
     """
     chunks = list(model_chunks or ())
-    _let_go(chunks)
+    let_go(chunks)
     old = _unique([*live_groups(), *groups])
     agreement.forget()
     left = replace_everywhere(old, _anew(old, timeout_s))
@@ -63,18 +62,6 @@ def rebuild_process_groups(
             f"the process groups are new, but old ones are still held by {holders}"
         )
     return len(old)
-
-
-def _let_go(chunks: list[Any]) -> None:
-    """Forget collectives under way, some of which will never end.
-
-    Whether a gather ended may differ between ranks, so all gather again before the next forward.
-    """
-    for chunk in chunks:
-        for group in bucket_groups(chunk):
-            group.grad_reduce_handle = None
-            group.param_gather_handle = None
-            group.param_gather_dispatched = False
 
 
 def _anew(old: list[Any], timeout_s: float | None) -> list[Any]:

@@ -18,7 +18,7 @@ from megatron_idempotent import TrainStep, rebuild_process_groups
 from megatron_idempotent.window.agreement import (
     SessionPoisoned,
     WindowAborted,
-    refuse_if_poisoned,
+    is_poisoned,
 )
 
 PIECES = [1, 2]
@@ -143,17 +143,9 @@ def _once(steps: Steps, number: int, which: int, at: int | None, kind: Any) -> s
                 raise
             call()
             return "committed"
-        if _is_poisoned():
+        if is_poisoned():
             outcome = "SessionPoisoned"
             rebuild_process_groups(steps.model.chunks, steps.model.optimizer)
         steps.whole(number)
         return outcome
     return "not reached"
-
-
-def _is_poisoned() -> bool:
-    try:
-        refuse_if_poisoned()
-    except SessionPoisoned:
-        return True
-    return False
