@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 
 from megatron_idempotent.patches._windows import open_windows
 from megatron_idempotent.window.abort import abort_window, checked, let_go
-from megatron_idempotent.window.agreement import is_poisoned
+from megatron_idempotent.window.agreement import describe, is_poisoned, poison
 from megatron_idempotent.window.bounded import bounded
 from megatron_idempotent.window.guard_owed import Debts, bucket_groups
 
@@ -149,7 +149,12 @@ class MegatronBackend:
     def restore(self) -> None:
         if is_poisoned():
             let_go(self.chunks)
-        abort_window(self.chunks, self._optimizer)
+        try:
+            abort_window(self.chunks, self._optimizer)
+        except RuntimeError as lost:  # from the wait for what a peer has not joined
+            poison(f"a reduction of an aborted step did not end: {describe(lost)}")
+            let_go(self.chunks)
+            abort_window(self.chunks, self._optimizer)
         if self._undo is not None:
             self._undo.restore()
         if self._snapshot is not None:

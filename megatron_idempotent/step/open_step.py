@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_idempotent.window.agreement import (
@@ -15,35 +14,29 @@ from megatron_idempotent.window.agreement import (
 )
 
 from .backend import Backend, Update
-from .batch import rows_of, spec, split, valid_counts
+from .batch import rows_of, split, valid_counts
 from .outcome import result_of
-from .plan import calls, differing_replicas
-from .records import Batch, Receipt, StepLoss, StepResult
-from .talk import Carried, Doing, Say, failures, hear, stop
-from .totals import Row, Totals, as_numbers
+from .records import Batch, Receipt, StepResult
+from .talk import Say, failures, stop
+from .totals import Totals, as_numbers
+from .turns import Turns
 
 
-class OpenStep:
-    """A step that has begun and not ended. `failure` is what stops it, `known` to all or not."""
+class OpenStep(Turns):
+    """A step that has begun and not ended."""
 
     def __init__(
         self, backend: Backend, step_id: str, begun_with: Mapping[str, Any], deadline_s: float
     ) -> None:
-        self.step_id = step_id
-        self.begun_with = begun_with
+        super().__init__(backend, step_id, begun_with, deadline_s)
         self.receipts: dict[str, Receipt] = {}
-        self.failure: str | None = None
-        self.known = False
         self.torn = False
         self.last = False
-        self._backend = backend
-        self._deadline_s = deadline_s
-        self._loss: StepLoss = begun_with["loss"]
-        self._rows: list[Row] = []
         # On the device until the end, so that counting never waits for it.
         self._counts: list[Any] = []
         self._batch_rows = 0
         self._microbatches = 0
+        self._updating = False
         self._done: tuple[Totals, Update | None, int] | None = None
 
     def add(self, batch: Batch | None, last: bool, name: str) -> Receipt:
@@ -79,6 +72,16 @@ class OpenStep:
             self.receipts[name] = Receipt(microbatch_id=name, rows=rows, microbatches=number)
         return self.receipts[name]
 
+    def _is_last(self, rows: int) -> bool:
+        whole = self.begun_with["rank_batch_size"]
+        after = self._batch_rows + rows
+        if whole is not None and after > whole:
+            raise ValueError(
+                f"microbatch() got {rows} rows, after {self._batch_rows} of rank_batch_size="
+                f"{whole}: begin() with the true number, or without it"
+            )
+        return bool(rows) and after == whole
+
     def finish(self) -> StepResult:
         """Agree that nothing failed, then update; after that, only tell what was done."""
         if self._done is None:
@@ -112,95 +115,18 @@ class OpenStep:
             return
         poisoned = is_poisoned()
         try:
-            if not poisoned:
+            # In an update all of that is behind us, and the next gathers are those of its result.
+            if not poisoned and not self._updating:
                 self._backend.join()
             say = Say(doing="abort", step_id=self.step_id, failure=self.failure, poisoned=poisoned)
-            self._hear(say)
+            said = self._hear(say)
+            if self._updating and any(
+                (each.doing, each.failure) != ("abort", self.failure) for each in said
+            ):
+                raise poison(f"the update of step {self.step_id!r} was left on some ranks only")
         except SessionPoisoned:
             if self.failure is None:
                 raise
-
-    def _is_last(self, rows: int) -> bool:
-        whole = self.begun_with["rank_batch_size"]
-        after = self._batch_rows + rows
-        if whole is not None and after > whole:
-            raise ValueError(
-                f"microbatch() got {rows} rows, after {self._batch_rows} of rank_batch_size="
-                f"{whole}: begin() with the true number, or without it"
-            )
-        return bool(rows) and after == whole
-
-    def _meet(
-        self, doing: Doing, lists: list[list[Batch]], bad: ValueError | None, group: Any
-    ) -> list[Say]:
-        """Tell the group what this rank is about to run, and hear whether anybody cannot."""
-        say = Say(
-            doing=doing,
-            step_id=self.step_id,
-            failure=None if bad is None else describe(bad),
-            replica=self._backend.replica,
-            lists=tuple((len(each), *each[0]["input_ids"].shape[:2]) for each in lists),
-            specs=tuple(spec(each[0]) for each in lists),
-        )
-        said = self._hear(say, group)
-        found = failures(said)
-        differing = differing_replicas(said)
-        if differing and not found:
-            found = {0: differing}
-        if any(each.doing == "abort" or each.step_id != self.step_id for each in said):
-            self._fail("; ".join(found.values()), known=group is None)
-        stop(found, "No rank has run this batch; the step is as it was.", bad)
-        return said
-
-    def _hear(self, say: Say, group: Any = None) -> list[Say]:
-        try:
-            return hear(say, self._deadline_s, group)
-        except BaseException:
-            # Nobody listens any more, or all know.
-            self.known = self.known or group is None
-            raise
-
-    @contextmanager
-    def _failing(self, *, unless: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
-        """The step has failed where the block raises, whatever it is."""
-        try:
-            yield
-        except unless:
-            raise  # all who would wait for this rank have stopped as well
-        except BaseException as error:
-            self._fail(describe(error))
-            raise
-
-    def _fail(self, failure: str, *, known: bool = False) -> None:
-        self.failure = self.failure or failure
-        self.known = self.known or known
-
-    def _run(self, lists: list[list[Batch]], said: list[Say], release: bool) -> int:
-        """Forward and backward; how many microbatches were this rank's own."""
-        try:
-            return self._run_calls(lists, said, release)
-        except Carried as carried:
-            raise carried.error from None
-        except (WindowAborted, SessionPoisoned):
-            raise
-        except BaseException as error:
-            if said or release:
-                # The others have begun, and wait for this rank.
-                poisoned = poison(f"a batch was left by {describe(error)}")
-                if isinstance(error, Exception):
-                    raise poisoned from error
-            raise
-
-    def _run_calls(self, lists: list[list[Batch]], said: list[Say], release: bool) -> int:
-        plan = list(calls(lists, said, self._backend.device))
-        number = 0
-        for index, (microbatches, ghosts) in enumerate(plan):
-            reduce = release and index == len(plan) - 1
-            rows = self._backend.run(microbatches, self._loss, reduce=reduce, ghosts=ghosts)
-            if not ghosts:
-                self._rows += rows
-                number += len(microbatches)
-        return number
 
     def _totals(self) -> tuple[Totals, float, int]:
         """What all ranks have run, once all of them have come to the end."""
@@ -245,6 +171,7 @@ class OpenStep:
         error: BaseException | None = None
         update: Update | None = None
         increment = self.begun_with["global_batch_size"]
+        self._updating = True
         try:
             # Half, so that a rank whose peer has failed still meets it below.
             update = self._backend.update(totals, local, increment, self._deadline_s / 2)

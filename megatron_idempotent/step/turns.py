@@ -1,0 +1,109 @@
+"""What one rank does in an open step while others may wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_idempotent.window.agreement import (
+    SessionPoisoned,
+    WindowAborted,
+    describe,
+    poison,
+)
+
+from .backend import Backend
+from .batch import spec
+from .plan import calls, differing_replicas
+from .records import Batch, StepLoss
+from .talk import Carried, Doing, Say, failures, hear, stop
+from .totals import Row
+
+
+class Turns:
+    """Agreements and calls of one step. `failure` is what stops it, `known` to all or not yet."""
+
+    def __init__(
+        self, backend: Backend, step_id: str, begun_with: Mapping[str, Any], deadline_s: float
+    ) -> None:
+        self.step_id = step_id
+        self.begun_with = begun_with
+        self.failure: str | None = None
+        self.known = False
+        self._backend = backend
+        self._deadline_s = deadline_s
+        self._loss: StepLoss = begun_with["loss"]
+        self._rows: list[Row] = []
+
+    def _meet(
+        self, doing: Doing, lists: list[list[Batch]], bad: ValueError | None, group: Any
+    ) -> list[Say]:
+        """Tell the group what this rank is about to run, and hear whether anybody cannot."""
+        say = Say(
+            doing=doing,
+            step_id=self.step_id,
+            failure=None if bad is None else describe(bad),
+            replica=self._backend.replica,
+            lists=tuple((len(each), *each[0]["input_ids"].shape[:2]) for each in lists),
+            specs=tuple(spec(each[0]) for each in lists),
+        )
+        said = self._hear(say, group)
+        found = failures(said)
+        differing = differing_replicas(said)
+        if differing and not found:
+            found = {0: differing}
+        if any(each.doing == "abort" or each.step_id != self.step_id for each in said):
+            self._fail("; ".join(found.values()), known=group is None)
+        stop(found, "No rank has run this batch; the step is as it was.", bad)
+        return said
+
+    def _hear(self, say: Say, group: Any = None) -> list[Say]:
+        try:
+            return hear(say, self._deadline_s, group)
+        except BaseException:
+            # Nobody listens any more, or all know.
+            self.known = self.known or group is None
+            raise
+
+    @contextmanager
+    def _failing(self, *, unless: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
+        """The step has failed where the block raises, whatever it is."""
+        try:
+            yield
+        except unless:
+            raise  # all who would wait for this rank have stopped as well
+        except BaseException as error:
+            self._fail(describe(error))
+            raise
+
+    def _fail(self, failure: str, *, known: bool = False) -> None:
+        self.failure = self.failure or failure
+        self.known = self.known or known
+
+    def _run(self, lists: list[list[Batch]], said: list[Say], release: bool) -> int:
+        """Forward and backward; how many microbatches were this rank's own."""
+        try:
+            return self._run_calls(lists, said, release)
+        except Carried as carried:
+            raise carried.error from None
+        except (WindowAborted, SessionPoisoned):
+            raise
+        except BaseException as error:
+            if said or release:
+                # The others have begun, and wait for this rank.
+                poisoned = poison(f"a batch was left by {describe(error)}")
+                if isinstance(error, Exception):
+                    raise poisoned from error
+            raise
+
+    def _run_calls(self, lists: list[list[Batch]], said: list[Say], release: bool) -> int:
+        plan = list(calls(lists, said, self._backend.device))
+        number = 0
+        for index, (microbatches, ghosts) in enumerate(plan):
+            reduce = release and index == len(plan) - 1
+            rows = self._backend.run(microbatches, self._loss, reduce=reduce, ghosts=ghosts)
+            if not ghosts:
+                self._rows += rows
+                number += len(microbatches)
+        return number
