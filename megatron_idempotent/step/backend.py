@@ -64,8 +64,8 @@ class Backend(Protocol):
     def check_ready(self) -> None:
         """Raise `RuntimeError` where gradients could not be finalized; starts no collective."""
 
-    def join(self) -> None:
-        """Take part in what peers start in a forward, if this rank had none."""
+    def join(self, *, wait: bool = True) -> None:
+        """Take part in what peers start in a forward, if this rank had none; wait for its end."""
 
     def check_gradients(self) -> None:
         """Raise where a gradient would be refused in the reduction."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.window.agreement import DEADLINE_S, refuse_if_poisoned
+import torch.distributed as dist
+
+from megatron_idempotent.window.agreement import DEADLINE_S, control_group, refuse_if_poisoned
 
 from .backend import Backend
 from .open_step import OpenStep
@@ -47,7 +49,9 @@ class SplitStep:
         rank_batch_size: int | None = None,
         step_id: str | None = None,
     ) -> str:
-        """Open a step: gradients are zero, the model trains. Starts no collective.
+        """Open a step: gradients are zero, the model trains.
+
+        All ranks call it; the first time it makes gloo groups, after that it waits for nobody.
 
         Args:
             loss: see `StepLoss`; the same on all ranks.
@@ -90,6 +94,10 @@ class SplitStep:
                 "may be half updated: load a checkpoint and make a new TrainStep"
             )
         step_id = f"step-{self._begun}" if step_id is None else step_id
+        if dist.is_initialized():
+            # Here, where all ranks come by: later one may be in a forward while another asks.
+            control_group(self._deadline_s)
+            self._backend.coupled(self._deadline_s)
         try:
             self._backend.open()
         except BaseException:

@@ -96,10 +96,10 @@ class MegatronBackend:
                 "reduced: set it (megatron_idempotent.wire_train_config does)"
             )
 
-    def join(self) -> None:
+    def join(self, *, wait: bool = True) -> None:
         debts = Debts(self.chunks)
         for chunk in self.chunks:
-            debts.gather(chunk)
+            debts.gather(chunk, wait=wait)
 
     def check_gradients(self) -> None:
         for chunk in self.chunks:

@@ -14,7 +14,12 @@ from megatron.core.utils import get_model_config
 
 from megatron_idempotent.patches.grad_scale_func import LossScale
 from megatron_idempotent.patches.process_groups_leak import live_groups
-from megatron_idempotent.window.agreement import WindowAborted, exchange, shared_group
+from megatron_idempotent.window.agreement import (
+    WindowAborted,
+    exchange,
+    lockstep_group,
+    shared_group,
+)
 from megatron_idempotent.window.bounded import bounded
 from megatron_idempotent.window.divisor import dividing_by
 from megatron_idempotent.window.guard_call import GuardedCall
@@ -81,6 +86,8 @@ class Runner:
         )
         if max(sizes) == 1:
             return False, None
+        if max(sizes[0], sizes[2]) > 1:
+            lockstep_group()  # which a guarded call would make in mid-step
         return True, shared_group("replica", self.replica, deadline_s)
 
     def run(

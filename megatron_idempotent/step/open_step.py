@@ -56,6 +56,9 @@ class OpenStep(Turns):
         said: list[Say] = []
         release = False
         with self._failing(unless=WindowAborted):
+            if last:
+                # A peer in its first forward waits for this, and is not yet where ranks meet.
+                self._backend.join(wait=False)
             if coupled:
                 said = self._meet("last" if last else "chunk", lists, bad, group)
                 release = last and group is None and all(say.doing == "last" for say in said)

@@ -55,7 +55,7 @@ class Debts:
                 vars(group).pop("register_grad_ready", None)
                 vars(group).pop("check_grads", None)
 
-    def gather(self, chunk: Any) -> None:
+    def gather(self, chunk: Any, *, wait: bool = True) -> None:
         """Start the parameter gathers that the peers' forward pre-hooks start, then wait."""
         if not getattr(chunk, "remove_forward_pre_hook_handles", None):
             return
@@ -68,7 +68,7 @@ class Debts:
         for group in chain:
             if not group.param_gather_dispatched:
                 group.start_param_sync()
-        for group in chain:
+        for group in chain if wait else ():
             group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def reduce(self, chunk: Any) -> None:
