@@ -55,6 +55,7 @@ class Turns:
             found = {0: differing}
         if any(each.doing == "abort" or each.step_id != self.step_id for each in said):
             self._fail("; ".join(found.values()), known=group is None)
+            stop(found, "No rank has run this batch; abort() the step.", bad)
         stop(found, "No rank has run this batch; the step is as it was.", bad)
         return said
 
