@@ -65,6 +65,41 @@ def train(
     return running.losses, running.parameters().numpy().tobytes(), running.args.iteration
 
 
+def train_and_use(layout: Layout, folder: str) -> tuple[list[float], bytes, int]:
+    """On a rank: as `train`, three calls of two, each followed by what RL does between them.
+
+    A forward in eval mode without gradients, as for sampling and log-probs, and a checkpoint.
+    """
+    import queue
+
+    import torch
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.training.checkpointing import save_checkpoint
+
+    import megatron_idempotent
+    from megatron_idempotent.cpu import program
+
+    megatron_idempotent.apply(strict=True)
+    # Or upstream starts a process for it, which imports Megatron: some ten seconds.
+    filesystem_async._results_queue = queue.Queue()
+    running = program.start(layout.options)
+    positions_BT = torch.arange(program.SEQUENCE)[None]
+    hidden = torch.ones(1, 1, program.SEQUENCE, program.SEQUENCE).tril() < 0.5
+    (chunk,) = running.chunks
+    for _ in range(3):
+        running.train(2)
+        chunk.eval()
+        with torch.no_grad():
+            chunk.module(positions_BT, positions_BT, hidden)
+        chunk.train()
+        running.args.save = folder
+        save_checkpoint(
+            running.args.iteration, running.chunks, running.optimizer, running.scheduler, 0
+        )
+        running.args.save = None
+    return running.losses, running.parameters().numpy().tobytes(), running.args.iteration
+
+
 def train_apply_revert(layout: Layout) -> str:
     """On a rank: two calls that work, then what a third one says after `revert()`."""
     import megatron_idempotent
@@ -87,6 +122,15 @@ def test_three_calls_of_two_iterations_equal_one_call_of_six(layout, megatron_ra
     assert all(iteration == 6 for _, _, iteration in thrice)
     last_stage_losses = thrice[-1][0]
     assert len(set(last_stage_losses)) > 6, "the losses must change from window to window"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+def test_forwards_and_checkpoints_between_calls_do_not_show(layout, megatron_ranks, tmp_path):
+    used = megatron_ranks(layout.ranks, train_and_use, layout, str(tmp_path))
+    once = megatron_ranks(layout.ranks, train, layout, (6,), applied=True)
+    assert used == once
+    saved = sorted(path.name for path in tmp_path.glob("iter_*"))
+    assert saved == ["iter_0000002", "iter_0000004", "iter_0000006"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
