@@ -16,7 +16,7 @@ class RunConfig:
     """Where a run lives and how long it lasts. Example: `RunConfig(rollouts=3, out="runs/a")`."""
 
     rollouts: int = setting(110, low=1)
-    """Rollouts in the whole run; each is one call of Megatron's `train()`."""
+    """Rollouts in the whole run; each is followed by `optimizer.steps_per_rollout` steps."""
     seed: int = setting(1, low=0, high=2**31 - 1)
     """Seed of the initial weights, the order of the prompts and the sampled tokens."""
     ranks: int = setting(2, low=1, high=64)
@@ -128,9 +128,11 @@ class OptimizerConfig:
     warmup_steps: int = setting(4, low=0)
     """Optimizer steps over which the learning rate rises from zero."""
     steps_per_rollout: int = setting(4, low=1, high=1024)
-    """Optimizer steps per `train()` call; each sample is used in exactly one of them."""
+    """Optimizer steps per rollout; each sample is used in exactly one of them."""
     microbatches_per_step: int = setting(2, low=1, high=1024)
     """Microbatches per optimizer step on each rank; gradients are reduced in the last one."""
+    chunks_per_step: int = setting(1, low=1, high=1024)
+    """Chunks that a step's microbatches come in, a divisor of them; weights do not depend on it."""
     beta1: float = setting(0.9, low=0, high=0.9999)
     """Adam's decay of the first moment."""
     beta2: float = setting(0.95, low=0, high=0.99999)
@@ -142,6 +144,11 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_section(self, "optimizer")
+        if self.microbatches_per_step % self.chunks_per_step:
+            raise ConfigError(
+                f"optimizer.chunks_per_step is {self.chunks_per_step}; allowed: a divisor of "
+                f"optimizer.microbatches_per_step, which is {self.microbatches_per_step}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,3 +199,18 @@ class Config:
         """Sequences per microbatch on one rank."""
         pieces = self.optimizer.steps_per_rollout * self.optimizer.microbatches_per_step
         return self.samples_per_rank // pieces
+
+    @property
+    def rank_batch_size(self) -> int:
+        """Sequences that one rank trains on in one optimizer step."""
+        return self.microbatch_size * self.optimizer.microbatches_per_step
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of all ranks in one optimizer step."""
+        return self.rank_batch_size * self.run.ranks
+
+    @property
+    def chunk_size(self) -> int:
+        """Sequences that one rank hands over at once, in whole microbatches."""
+        return self.rank_batch_size // self.optimizer.chunks_per_step

@@ -19,7 +19,6 @@ class Job:
     config: Config
     out: Path
     resume_from: Path | None = None
-    apply: bool = True
     quiet: bool = False
 
 

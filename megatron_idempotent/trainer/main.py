@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
     prompts = read_prompts(data_path(config))
     check_answers_fit(prompts, max_response_tokens=config.rollout.max_response_tokens)
     load_reward(config.task.reward)  # the ranks load it again; a mistake is told here
-    job = prepare(config, resume=options.resume, apply=options.apply, quiet=options.quiet)
+    job = prepare(config, resume=options.resume, quiet=options.quiet)
     try:
         launch(job, prompts)
     except KeyboardInterrupt:
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-idempotent train",
         description="Train a small decoder by GRPO on a verifiable task: real Megatron on CPU "
-        "ranks, one call of its train() per rollout.",
+        "ranks, each optimizer step taken in chunks.",
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="settings in TOML, instead of the shipped ones"
@@ -129,11 +129,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", metavar="DIR", help="output directory, empty or new")
     parser.add_argument("--data", metavar="FILE", help="prompts in JSONL")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
-    parser.add_argument(
-        "--no-apply",
-        dest="apply",
-        action="store_false",
-        help="leave Megatron as it is, to see its second train() fail",
-    )
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     return parser

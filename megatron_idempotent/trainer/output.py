@@ -26,13 +26,14 @@ _FREE = frozenset(
         "run.checkpoint_every",
         "run.keep_checkpoints",
         "run.timeout_s",
+        "optimizer.chunks_per_step",
         "evaluation.every",
         "task.data",  # its content counts, not its path
     }
 )
 
 
-def prepare(config: Config, *, resume: bool, apply: bool, quiet: bool) -> Job:
+def prepare(config: Config, *, resume: bool, quiet: bool) -> Job:
     """Choose and make the output directory and, to resume, check the newest checkpoint in it.
 
     Errors: `OutputError` where it cannot be written or holds another run; `CheckpointError` where
@@ -53,7 +54,7 @@ def prepare(config: Config, *, resume: bool, apply: bool, quiet: bool) -> Job:
         checkpoint = newest_checkpoint(out)
         _same_settings(saved.verify(checkpoint)["config"], resume_state(config), checkpoint)
     (out / CONFIG_FILE).write_text(as_toml(config), encoding="utf-8")
-    return Job(config=config, out=out, resume_from=checkpoint, apply=apply, quiet=quiet)
+    return Job(config=config, out=out, resume_from=checkpoint, quiet=quiet)
 
 
 def newest_checkpoint(out: Path) -> Path:

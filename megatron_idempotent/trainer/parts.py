@@ -22,7 +22,8 @@ class StepMetrics:
     """What one rollout's training did, over all ranks.
 
     `loss`, `kl` and `clip_fraction` are means over response tokens on all ranks; `grad_norm` is
-    the mean over optimizer steps of the norm before clipping. Example: `metrics.loss`.
+    the mean over optimizer steps of the norm before clipping, and `learning_rate` that of the last
+    one. Example: `metrics.loss`.
     """
 
     loss: float
@@ -49,7 +50,10 @@ class Policy(Protocol):
     """Learns from a batch."""
 
     def weights(self) -> AbstractContextManager[torch.nn.Module]:
-        """Collective: the decoder with all of its parameters up to date, for one block."""
+        """Collective: the decoder for one block, with all of its parameters up to date.
+
+        It is in eval mode and records no gradient there, and is back in its own mode afterwards.
+        """
         ...
 
     def train(self, batch: Batch, *, index: int) -> StepMetrics:

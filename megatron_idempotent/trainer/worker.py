@@ -27,15 +27,14 @@ def work(job: Job) -> None:
     """Train as one of the ranks of the default process group; all of them run this."""
     rank = dist.get_rank()
     with _output_to(job.out / "logs" / f"rank-{rank}.log") as terminal:
-        if job.apply:
-            megatron_idempotent.apply()
+        megatron_idempotent.apply()
         prompts = read_prompts(data_path(job.config))
         tokenizer = WordTokenizer.build(prompts.all)
         positions = sequence_positions(prompts, tokenizer, job)
         policy = MegatronPolicy(
             job.config, positions=positions, vocabulary_size=tokenizer.vocabulary_size
         )
-        checkpoints = Checkpoints(job.out / "checkpoints", job.config, policy.stock)
+        checkpoints = Checkpoints(job.out / "checkpoints", job.config, policy)
         first_rollout = checkpoints.load(job.resume_from) if job.resume_from else 0
         with contextlib.closing(_loggers(job, rank, first_rollout, terminal)) as logger:
             parts = loop.Parts(

@@ -21,7 +21,7 @@ def test_asking_for_help_imports_neither_torch_nor_megatron():
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "--no-apply" in done.stdout
+    assert "--resume" in done.stdout
 
 
 @pytest.mark.skipif(

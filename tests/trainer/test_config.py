@@ -49,6 +49,12 @@ def test_a_configuration_survives_the_way_through_toml(tmp_path):
         ("model.heads=5", "model.heads is 5 and model.hidden is 64"),
         ("model.query_groups=3", "model.query_groups is 3; allowed: a divisor of model.heads"),
         ("rollout.prompts=63", "rollout.prompts is 63; allowed: a multiple of run.ranks"),
+        ("optimizer.chunks_per_step=0", "optimizer.chunks_per_step is 0; allowed: 1 to 1024"),
+        (
+            "optimizer.chunks_per_step=3",
+            "optimizer.chunks_per_step is 3; allowed: a divisor of "
+            "optimizer.microbatches_per_step, which is 2",
+        ),
         ("optimizer.steps_per_rollout=7", "allowed: a divisor of the 512 samples each rank"),
     ],
 )

@@ -7,7 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_idempotent.trainer.policy.loss import grpo_loss  # noqa: E402 - after the skip
+from megatron_idempotent.step.batch import valid_counts  # noqa: E402 - after the skip
+from megatron_idempotent.trainer.config import LossConfig  # noqa: E402
+from megatron_idempotent.trainer.policy.batch import Batch  # noqa: E402
+from megatron_idempotent.trainer.policy.forward import PolicyLoss, token_logprobs  # noqa: E402
+from megatron_idempotent.trainer.policy.loss import grpo_loss  # noqa: E402
 
 B, T = 5, 7
 CLIP_LOW, CLIP_HIGH, KL = 0.2, 0.3, 0.05
@@ -111,6 +115,37 @@ def test_on_policy_the_gradient_is_the_plain_policy_gradient():
     values = logprobs.clone().requires_grad_()
     grpo_loss(values, logprobs, advantages, mask, clip_low=0.2, clip_high=0.2).loss.backward()
     assert torch.allclose(values.grad, -advantages[:, None] * mask, atol=1e-15, rtol=0)
+
+
+def test_a_split_steps_loss_is_the_objective_of_the_batch():
+    _, old, advantages, mask, ref = as_tensors(make_inputs())
+    generator = torch.Generator().manual_seed(4)
+    targets = torch.randint(0, 6, (B, T), generator=generator)
+    logits = torch.randn(B, T, 6, generator=generator, dtype=torch.float64)
+    batch = Batch(
+        tokens_BT=targets,
+        targets_BT=targets,
+        old_logprobs_BT=old,
+        advantages_B=advantages,
+        loss_mask_BT=mask,
+        reference_logprobs_BT=ref,
+    )
+    config = LossConfig(clip_low=CLIP_LOW, clip_high=CLIP_HIGH, kl_coefficient=KL)
+    loss, metrics = PolicyLoss(config, temperature=0.7)(logits, batch.tensors())
+    parts = grpo_loss(
+        token_logprobs(logits, targets, temperature=0.7),
+        old,
+        advantages,
+        mask,
+        clip_low=CLIP_LOW,
+        clip_high=CLIP_HIGH,
+        reference_logprobs_BT=ref,
+        kl_coefficient=KL,
+    )
+    assert torch.equal(loss, parts.loss)
+    assert metrics == {"kl": parts.kl, "clip_fraction": parts.clipped}
+    # What the step divides by is what the sums go over.
+    assert valid_counts(batch.tensors()).tolist() == [B, int(parts.tokens)]
 
 
 def test_a_kl_coefficient_without_a_reference_is_an_error():

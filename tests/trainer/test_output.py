@@ -15,7 +15,7 @@ def make_run(tmp_path, *rollouts, **state):
     """A run directory with sealed checkpoints of two small files each."""
     out = tmp_path / "run"
     config = load_config(overrides=[f"run.out={out}"])
-    prepare(config, resume=False, apply=True, quiet=True)
+    prepare(config, resume=False, quiet=True)
     for number in rollouts:
         unfinished = saved.unfinished_path(out / "checkpoints", number)
         (unfinished / "megatron").mkdir(parents=True)
@@ -27,7 +27,7 @@ def make_run(tmp_path, *rollouts, **state):
 
 
 def resume(config):
-    return prepare(config, resume=True, apply=True, quiet=True).resume_from
+    return prepare(config, resume=True, quiet=True).resume_from
 
 
 def test_a_sealed_checkpoint_is_found_and_verified(tmp_path):
@@ -84,9 +84,11 @@ def test_resuming_with_another_setting_names_it_and_both_values(tmp_path):
         resume(other)
 
 
-def test_resuming_for_more_rollouts_is_allowed(tmp_path):
+def test_resuming_for_more_rollouts_or_in_other_chunks_is_allowed(tmp_path):
     config, checkpoints = make_run(tmp_path, 3)
-    longer = load_config(overrides=[f"run.out={config.run.out}", "run.rollouts=500"])
+    free = ("run.rollouts=500", "optimizer.chunks_per_step=1")
+    longer = load_config(overrides=[f"run.out={config.run.out}", *free])
+    assert longer.optimizer.chunks_per_step != config.optimizer.chunks_per_step
     assert resume(longer) == saved.path_for(checkpoints, 3)
 
 
@@ -101,7 +103,7 @@ def test_there_must_be_something_to_resume(tmp_path):
 def test_a_directory_with_another_run_is_not_written_to(tmp_path):
     config, _ = make_run(tmp_path)
     with pytest.raises(OutputError, match="not empty; continue that run with --resume"):
-        prepare(config, resume=False, apply=True, quiet=True)
+        prepare(config, resume=False, quiet=True)
 
 
 def test_an_output_directory_that_cannot_be_made_is_refused(tmp_path):
@@ -109,7 +111,7 @@ def test_an_output_directory_that_cannot_be_made_is_refused(tmp_path):
     blocker.write_text("")
     config = load_config(overrides=[f"run.out={blocker / 'run'}"])
     with pytest.raises(OutputError, match=r"Not a directory; choose a directory .* --out"):
-        prepare(config, resume=False, apply=True, quiet=True)
+        prepare(config, resume=False, quiet=True)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -117,14 +119,14 @@ def test_an_output_directory_without_permission_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     config = load_config(overrides=[f"run.out={tmp_path / 'run'}"])
     with pytest.raises(OutputError, match="Permission denied"):
-        prepare(config, resume=False, apply=True, quiet=True)
+        prepare(config, resume=False, quiet=True)
 
 
 def test_runs_without_a_name_are_numbered_and_the_last_is_resumed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config()
-    first = prepare(config, resume=False, apply=True, quiet=True)
-    second = prepare(config, resume=False, apply=True, quiet=True)
+    first = prepare(config, resume=False, quiet=True)
+    second = prepare(config, resume=False, quiet=True)
     assert [first.out.name, second.out.name] == ["train-001", "train-002"]
     assert load_config(second.out / "config.toml") == config
     with pytest.raises(CheckpointError, match="train-002"):

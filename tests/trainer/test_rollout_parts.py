@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_idempotent.trainer.policy.batch import microbatches, pack  # noqa: E402 - after the skip
+from megatron_idempotent.trainer.policy.batch import chunks, pack  # noqa: E402 - after the skip
 from megatron_idempotent.trainer.rollout.advantages import group_advantages  # noqa: E402
 from megatron_idempotent.trainer.rollout.records import Group, Sample, ScoredGroup  # noqa: E402
 from megatron_idempotent.trainer.rollout.uniforms import token_uniforms  # noqa: E402
@@ -97,6 +97,9 @@ def test_packing_shifts_targets_by_one_and_masks_the_response():
     assert batch.loss_mask_BT.tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0]]
     assert batch.old_logprobs_BT[0].tolist() == [0, 0, -0.5, -0.25, 0, 0]
     assert batch.advantages_B.tolist() == [1.0, -1.0]
+    tensors = batch.tensors()
+    assert tensors["token_mask"].tolist() == [[0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 0]]
+    assert "reference_logprobs" not in tensors
 
 
 def test_packing_into_too_few_positions_is_an_error():
@@ -104,13 +107,13 @@ def test_packing_into_too_few_positions_is_an_error():
         pack(scored_groups(), positions=4, pad_id=0)
 
 
-def test_microbatches_use_every_sequence_once_in_a_seeded_order():
+def test_chunks_use_every_sequence_once_in_a_seeded_order():
     batch = pack(scored_groups() * 6, positions=5, pad_id=0)
     marked = batch.rows(torch.arange(12))
     marked.advantages_B.copy_(torch.arange(12.0))
 
     def order(seed, index):
-        pieces = list(microbatches(marked, size=4, seed=seed, index=index))
+        pieces = list(chunks(marked, size=4, seed=seed, index=index))
         assert [len(piece) for piece in pieces] == [4, 4, 4]
         return [int(value) for piece in pieces for value in piece.advantages_B]
 

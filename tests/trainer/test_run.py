@@ -1,4 +1,4 @@
-"""Whole runs on two ranks, small: sampling, repeating, resuming, and Megatron as it is."""
+"""Whole runs on two ranks, small: sampling, repeating and resuming."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 from megatron_idempotent.cpu import RankError
 from megatron_idempotent.engine.source import locate
 from megatron_idempotent.trainer import launch, saved
-from megatron_idempotent.trainer.failures import explain_failure, hazard_of
+from megatron_idempotent.trainer.failures import explain_failure
 from megatron_idempotent.trainer.main import main
 from megatron_idempotent.trainer.output import prepare
 from megatron_idempotent.trainer.settings import load_config
@@ -34,9 +34,9 @@ SMALL = (
 TIMEOUT_S = 120.0
 
 
-def job_for(out, *overrides, resume=False, apply=True):
+def job_for(out, *overrides, resume=False):
     config = load_config(overrides=[*SMALL, f"run.out={out}", *overrides])
-    return prepare(config, resume=resume, apply=apply, quiet=True)
+    return prepare(config, resume=resume, quiet=True)
 
 
 def reproducible(job):
@@ -148,34 +148,14 @@ def test_a_run_repeats_and_resumes_bit_for_bit(megatron_ranks, tmp_path):
     assert digest(other, 2) != digest(whole, 2)  # or the digest would say nothing
 
 
-def test_without_apply_the_second_train_call_fails_and_the_hazard_is_named(
-    megatron_ranks, tmp_path, monkeypatch, capsys
-):
-    def start_ranks(job):
-        megatron_ranks(job.config.run.ranks, launch.run_rank, job, timeout_s=TIMEOUT_S)
-
-    monkeypatch.setattr(launch, "start_ranks", start_ranks)
-    out = tmp_path / "run"
-    overrides = [word for setting in SMALL for word in ("--set", setting)]
-    code = main([*overrides, "--no-apply", "--rollouts", "3", "--out", str(out), "--quiet"])
-    assert code == 1
-    told = capsys.readouterr().err
-    assert "When overlap_grad_reduce is True, config.no_sync_func must be None" in told
-    assert "megatron/training/training.py" in told
-    assert "megatron-idempotent explain no-sync-func-reentry" in told
-    # The first call went through: what fails is calling again.
-    assert [row["rollout"] for row in read_metrics(out / METRICS_FILE)] == [0, 1]
-
-
 def fail_in_the_data(job):
     raise ValueError("a bug of mine")
 
 
-def test_an_error_that_is_no_hazard_comes_with_its_traceback(megatron_ranks, tmp_path):
+def test_the_error_of_a_rank_comes_with_its_traceback(megatron_ranks, tmp_path):
     job = job_for(tmp_path / "run")
     with pytest.raises(RankError) as error:
         megatron_ranks(1, fail_in_the_data, job, timeout_s=TIMEOUT_S)
-    assert hazard_of(error.value) is None
     told = explain_failure(error.value, job)
     assert "ValueError: a bug of mine" in told
     assert "in fail_in_the_data" in told

@@ -22,7 +22,6 @@ def megatron_arguments(config: Config, *, positions: int, vocabulary_size: int) 
         *_optimizer(config),
         *_OVERLAP,
         *_CPU,
-        *_QUIET,
     ]
 
 
@@ -47,13 +46,6 @@ _CPU = (
     "--no-bias-dropout-fusion",
     "--no-rope-fusion",
     "--rerun-mode=disabled",
-)
-
-_QUIET = (
-    # The loop does its own logging and its own evaluation, once per train() call.
-    f"--log-interval={_FOREVER}",
-    f"--eval-interval={_FOREVER}",
-    "--eval-iters=0",
 )
 
 
@@ -87,10 +79,9 @@ def _model(config: Config, positions: int, vocabulary_size: int) -> list[str]:
 
 def _optimizer(config: Config) -> list[str]:
     optimizer = config.optimizer
-    step_samples = config.microbatch_size * optimizer.microbatches_per_step * config.run.ranks
     return [
         f"--micro-batch-size={config.microbatch_size}",
-        f"--global-batch-size={step_samples}",
+        f"--global-batch-size={config.global_batch_size}",
         f"--train-iters={_FOREVER}",
         "--optimizer=adam",
         f"--lr={optimizer.lr}",

@@ -1,4 +1,4 @@
-"""From scored groups to the tensors of one `train()` call.
+"""From scored groups to the chunks of their optimizer steps.
 
 Shapes: B sequences, T positions; position t of the targets is predicted from tokens 0..t.
 """
@@ -19,7 +19,7 @@ class Batch:
 
     `tokens_BT` and `targets_BT` are int64, the rest float32. The log-probs and `loss_mask_BT` are
     aligned with the targets; the reference's are None where no KL penalty asks for them.
-    Example: `batch.rows(torch.arange(8))` is a microbatch of eight.
+    Example: `batch.rows(torch.arange(8))` has the first eight.
     """
 
     tokens_BT: torch.Tensor
@@ -43,6 +43,23 @@ class Batch:
             loss_mask_BT=self.loss_mask_BT[index],
             reference_logprobs_BT=None if reference is None else reference[index],
         )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The batch as `TrainStep.microbatch` takes it.
+
+        `token_mask` [B, T + 1] is aligned with the tokens of the sequence, as everywhere: its first
+        one, which nothing predicts, and the T targets.
+        """
+        tensors = {
+            "input_ids": self.tokens_BT,
+            "targets": self.targets_BT,
+            "old_logprobs": self.old_logprobs_BT,
+            "advantages": self.advantages_B,
+            "token_mask": torch.nn.functional.pad(self.loss_mask_BT, (1, 0)),
+        }
+        if self.reference_logprobs_BT is not None:
+            tensors["reference_logprobs"] = self.reference_logprobs_BT
+        return tensors
 
 
 def pack(groups: Sequence[ScoredGroup], *, positions: int, pad_id: int) -> Batch:
@@ -77,12 +94,12 @@ def pack(groups: Sequence[ScoredGroup], *, positions: int, pad_id: int) -> Batch
     )
 
 
-def microbatches(batch: Batch, *, size: int, seed: int, index: int) -> Iterator[Batch]:
+def chunks(batch: Batch, *, size: int, seed: int, index: int) -> Iterator[Batch]:
     """The batch in a seeded random order, `size` sequences at a time.
 
     `index` is the rollout's. Every sequence comes exactly once; `size` must divide their number.
     """
-    assert len(batch) % size == 0, f"{len(batch)} sequences in microbatches of {size}"
+    assert len(batch) % size == 0, f"{len(batch)} sequences in chunks of {size}"
     # A generator of its own: drawing from the default one would move Megatron's RNG.
     generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
     order = torch.randperm(len(batch), generator=generator)

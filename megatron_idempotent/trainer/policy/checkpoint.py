@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_idempotent.trainer import saved
 from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.output import resume_state
-from megatron_idempotent.trainer.policy.stock import Stock
+from megatron_idempotent.trainer.policy.megatron import MegatronPolicy
 
 
 class Checkpoints:
@@ -28,10 +28,10 @@ class Checkpoints:
     Example: `first = checkpoints.load(path)`.
     """
 
-    def __init__(self, directory: Path, config: Config, stock: Stock) -> None:
+    def __init__(self, directory: Path, config: Config, policy: MegatronPolicy) -> None:
         self._directory = directory
         self._config = config
-        self._stock = stock
+        self._policy = policy
 
     def save(self, done: int) -> None:
         """Write the checkpoint behind `done` rollouts, then drop the oldest."""
@@ -43,21 +43,26 @@ class Checkpoints:
             unfinished.mkdir(parents=True)
         dist.barrier()  # no rank may write before the directory is empty
         _collect_results_in_this_process()
-        args = self._stock.args
-        with _argument(args, "save", str(unfinished / "megatron")):
+        stock = self._policy.stock
+        iteration = done * self._config.optimizer.steps_per_rollout
+        with (
+            self._policy.weights() as module,
+            _argument(stock.args, "save", str(unfinished / "megatron")),
+        ):
             save_checkpoint(
-                args.iteration,
-                self._stock.chunks,
-                self._stock.optimizer,
-                self._stock.scheduler,
-                args.num_floating_point_operations_so_far,
+                iteration,
+                stock.chunks,
+                stock.optimizer,
+                stock.scheduler,
+                num_floating_point_operations_so_far=0,  # nobody counts them here
             )
+            digest = weights_digest(module)
         dist.barrier()  # rank 0 lists the files of all ranks
         if dist.get_rank() == 0:
             state = {
                 "rollouts": done,
                 "config": resume_state(self._config),
-                "weights sha256": weights_digest(self._stock.module),
+                "weights sha256": digest,
             }
             saved.seal(unfinished, saved.path_for(self._directory, done), state)
             saved.keep_newest(self._directory, self._config.run.keep_checkpoints)
@@ -70,14 +75,11 @@ class Checkpoints:
         """
         from megatron.training.checkpointing import load_checkpoint
 
-        args = self._stock.args
+        stock = self._policy.stock
         # no_grad: the optimizer copies into views of float32 parameters, which are leaves here.
-        with _argument(args, "load", str(checkpoint / "megatron")), torch.no_grad():
-            args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
-                self._stock.chunks, self._stock.optimizer, self._stock.scheduler
-            )
-        args.train_iters = args.iteration
-        done: int = args.iteration // self._config.optimizer.steps_per_rollout
+        with _argument(stock.args, "load", str(checkpoint / "megatron")), torch.no_grad():
+            iteration, _ = load_checkpoint(stock.chunks, stock.optimizer, stock.scheduler)
+        done: int = iteration // self._config.optimizer.steps_per_rollout
         return done
 
 
@@ -104,7 +106,7 @@ def _collect_results_in_this_process() -> None:
 
 @contextmanager
 def _argument(args: Any, name: str, value: str) -> Iterator[None]:
-    """Set one of Megatron's arguments for a block; `train()` must not see a save directory."""
+    """Set one of Megatron's arguments for a block: a path belongs to one call only."""
     before = getattr(args, name)
     setattr(args, name, value)
     try:

@@ -1,23 +1,18 @@
-"""Log-probabilities of given tokens under the decoder, and the forward step Megatron calls.
+"""What `TrainStep` runs per microbatch: the decoder's forward, and its loss.
 
 Shapes: B sequences, T positions, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from megatron_idempotent.step.records import Batch, Kind, Normalizer
 from megatron_idempotent.trainer.config import LossConfig
-from megatron_idempotent.trainer.policy.batch import Batch
-from megatron_idempotent.trainer.policy.loss import LossParts, grpo_loss
-
-# What Megatron's schedule expects of a loss under --calculate-per-token-loss: the sum, the number
-# of tokens it was summed over, and what to report.
-LossResult = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
-ForwardStep = Callable[[Iterator[Batch], Any], tuple[torch.Tensor, Callable[[Any], LossResult]]]
+from megatron_idempotent.trainer.policy.loss import grpo_loss
 
 
 def causal_mask(positions: int) -> torch.Tensor:
@@ -41,35 +36,37 @@ def token_logprobs(
     return logprobs_BTV.gather(-1, targets_BT[..., None]).squeeze(-1)
 
 
-def make_forward_step(
-    loss_config: LossConfig, *, temperature: float, record: Callable[[LossParts], None]
-) -> ForwardStep:
-    """The `forward_step_func` for `train()`: one microbatch forward, and its loss.
+def forward(module: Any, microbatch: Batch) -> torch.Tensor:
+    """Logits [B, T, V] of a microbatch."""
+    return decoder_logits(module, microbatch["input_ids"])
 
-    `record` receives the detached parts of every microbatch on this rank.
+
+class PolicyLoss:
+    """The GRPO objective as a split step asks for it, over `Batch.tensors()`.
+
+    Its gradient is divided by the response tokens of all ranks in the optimizer step, and so are
+    its metrics. Example: `step.begin(PolicyLoss(config.loss, temperature=1.0), …)`.
     """
 
-    def forward_step(
-        batches: Iterator[Batch], model: Any
-    ) -> tuple[torch.Tensor, Callable[[Any], LossResult]]:
-        batch = next(batches)
+    kind: Kind = "token"
 
-        def loss(logits_BTV: torch.Tensor) -> LossResult:
-            parts = grpo_loss(
-                token_logprobs(logits_BTV, batch.targets_BT, temperature=temperature),
-                batch.old_logprobs_BT,
-                batch.advantages_B,
-                batch.loss_mask_BT,
-                clip_low=loss_config.clip_low,
-                clip_high=loss_config.clip_high,
-                reference_logprobs_BT=batch.reference_logprobs_BT,
-                kl_coefficient=loss_config.kl_coefficient,
-            )
-            record(parts)
-            tokens = parts.tokens.to(torch.int32)  # the schedule adds it to an int32 in place
-            report = torch.stack((parts.loss.detach(), parts.tokens.to(parts.loss.dtype)))
-            return parts.loss, tokens, {"policy loss": report}
+    def __init__(self, config: LossConfig, *, temperature: float) -> None:
+        self.normalizers: Mapping[str, Normalizer] = {"kl": "tokens", "clip_fraction": "tokens"}
+        self._config = config
+        self._temperature = temperature
 
-        return decoder_logits(model, batch.tokens_BT), loss
-
-    return forward_step
+    def __call__(
+        self, output: torch.Tensor, microbatch: Batch
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Sums over the response tokens of a microbatch, from its logits [B, T, V]."""
+        parts = grpo_loss(
+            token_logprobs(output, microbatch["targets"], temperature=self._temperature),
+            microbatch["old_logprobs"],
+            microbatch["advantages"],
+            microbatch["token_mask"][:, 1:],
+            clip_low=self._config.clip_low,
+            clip_high=self._config.clip_high,
+            reference_logprobs_BT=microbatch.get("reference_logprobs"),
+            kl_coefficient=self._config.kl_coefficient,
+        )
+        return parts.loss, {"kl": parts.kl, "clip_fraction": parts.clipped}

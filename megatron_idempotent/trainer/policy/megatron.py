@@ -1,36 +1,34 @@
-"""The policy on stock Megatron: one call of `megatron.training.training.train()` per rollout.
-
-This is the program that upstream does not expect: `train()` assumes that it is called once per
-process. `megatron_idempotent.apply()` is what makes the second call work.
-"""
+"""The policy on real Megatron: each optimizer step is a `TrainStep` that is fed in chunks."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+import megatron_idempotent
+from megatron_idempotent.step.records import StepResult
 from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.parts import StepMetrics
 from megatron_idempotent.trainer.policy.arguments import megatron_arguments
-from megatron_idempotent.trainer.policy.batch import Batch, microbatches
+from megatron_idempotent.trainer.policy.batch import Batch, chunks
 from megatron_idempotent.trainer.policy.forward import (
+    PolicyLoss,
     decoder_logits,
-    make_forward_step,
+    forward,
     token_logprobs,
 )
-from megatron_idempotent.trainer.policy.loss import LossParts
 from megatron_idempotent.trainer.policy.stock import Stock, build_stock
 
 
 class MegatronPolicy:
     """A decoder, its optimizer and its schedule, on all data-parallel ranks.
 
-    Building it and `train` are collective: every rank of the default group takes part.
+    Building it, `weights` and `train` are collective: every rank of the default group takes part.
     Example: `metrics = policy.train(batch, index=0)`.
     """
 
@@ -45,62 +43,59 @@ class MegatronPolicy:
         self._initial = {
             name: value.detach().clone() for name, value in self.stock.module.named_parameters()
         }
-        self._grad_norms: list[float] = []
-        self.stock.optimizer.step = _recording(self.stock.optimizer.step, self._grad_norms)
-        self._parts: list[LossParts] = []
-        self._forward_step = make_forward_step(
-            config.loss, temperature=config.rollout.temperature, record=self._record
+        megatron_idempotent.wire_train_config(self.stock.chunks, self.stock.optimizer)
+        self._step = megatron_idempotent.TrainStep(
+            self.stock.chunks,
+            self.stock.optimizer,
+            self.stock.scheduler,
+            forward=forward,
+            # A verifier may keep one rank busy for as long as the run may take.
+            deadline_s=config.run.timeout_s,
         )
+        self._loss = PolicyLoss(config.loss, temperature=config.rollout.temperature)
 
     @contextmanager
     def weights(self) -> Iterator[torch.nn.Module]:
-        """The decoder, to sample from or to export, with all of its parameters up to date.
-
-        With `--overlap-param-gather` the shards of other ranks arrive late, in forward pre-hooks.
-        Where hooks are in place the shards are gathered here, and the hooks put aside for the
-        block: collective, but a no-op after a `train()` that returned.
-        """
-        hooked = [chunk for chunk in self.stock.chunks if chunk.remove_forward_pre_hook_handles]
-        for chunk in hooked:
-            chunk.disable_forward_pre_hook(param_sync=True)
-        try:
-            yield self.stock.module
-        finally:
-            for chunk in hooked:
-                chunk.enable_forward_pre_hook()
+        """The decoder, to sample from or to export: up to date, in eval mode, without gradients."""
+        with self._step.reading() as (chunk,):
+            yield chunk.module
 
     def train(self, batch: Batch, *, index: int) -> StepMetrics:
         """`steps_per_rollout` optimizer steps over the batch, each sequence used once.
 
-        `index` is the rollout's: it orders the microbatches. Every rank passes a batch of the same
-        size. Returns what happened on all ranks.
+        `index` is the rollout's: it orders the sequences. Every rank passes a batch of the same
+        size. Returns what happened on all ranks. An error on any rank is raised on all of them,
+        with the step that it stopped undone.
         """
-        from megatron.training import training
-
-        steps = self._config.optimizer.steps_per_rollout
-        self._grad_norms.clear()
-        self._parts.clear()
-        self.stock.args.train_iters += steps
-        # Looked up on the module at every call: that is where patches land.
-        training.train(
-            forward_step_func=self._forward_step,
-            model=self.stock.chunks,
-            optimizer=self.stock.optimizer,
-            opt_param_scheduler=self.stock.scheduler,
-            train_data_iterator=self._microbatches(batch, index),
-            valid_data_iterator=None,
-            process_non_loss_data_func=None,
-            config=self.stock.config,
-            checkpointing_context={},
-            non_loss_data_func=None,
-        )
-        return self._metrics()
-
-    def _microbatches(self, batch: Batch, index: int) -> Iterator[Batch]:
+        optimizer = self._config.optimizer
         batch = dataclasses.replace(batch, reference_logprobs_BT=self._reference_logprobs(batch))
-        return microbatches(
-            batch, size=self._config.microbatch_size, seed=self._config.run.seed, index=index
+        stream = chunks(
+            batch, size=self._config.chunk_size, seed=self._config.run.seed, index=index
         )
+        return training_metrics(
+            [
+                self._optimizer_step(itertools.islice(stream, optimizer.chunks_per_step))
+                for _ in range(optimizer.steps_per_rollout)
+            ]
+        )
+
+    def _optimizer_step(self, stream: Iterable[Batch]) -> StepResult:
+        step = self._step
+        step_id = step.begin(
+            self._loss,
+            global_batch_size=self._config.global_batch_size,
+            micro_batch_size=self._config.microbatch_size,
+            # Known here, so that the last chunk's backward overlaps the reductions.
+            rank_batch_size=self._config.rank_batch_size,
+        )
+        try:
+            for chunk in stream:
+                step.microbatch(step_id, chunk.tensors())
+            return step.finish(step_id)
+        except Exception:
+            # All ranks come here: the others hear of a failure where they would wait for this one.
+            step.abort(step_id)
+            raise
 
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
         """Log-probs [B, T] under the policy that the KL penalty ties to, if there is a penalty."""
@@ -109,7 +104,7 @@ class MegatronPolicy:
         if self._config.loss.kl_reference == "old":
             return batch.old_logprobs_BT
         temperature = self._config.rollout.temperature
-        with torch.no_grad(), self.weights() as module:
+        with self.weights() as module:
 
             def at_initial_weights(*inputs: torch.Tensor) -> Any:
                 return torch.func.functional_call(module, self._initial, inputs)
@@ -117,36 +112,24 @@ class MegatronPolicy:
             logits_BTV = decoder_logits(at_initial_weights, batch.tokens_BT)
             return token_logprobs(logits_BTV, batch.targets_BT, temperature=temperature)
 
-    def _record(self, parts: LossParts) -> None:
-        detached = {
-            field.name: getattr(parts, field.name).detach() for field in dataclasses.fields(parts)
-        }
-        self._parts.append(LossParts(**detached))
 
-    def _metrics(self) -> StepMetrics:
-        """Sums over microbatches and ranks; all ranks must enter: the all-reduce would hang."""
-        columns = [[p.loss, p.kl, p.clipped, p.tokens] for p in self._parts]
-        sums = torch.tensor([[float(value) for value in row] for row in columns]).double().sum(0)
-        dist.all_reduce(sums)
-        loss, kl, clipped, tokens = sums.tolist()
-        return StepMetrics(
-            loss=loss / max(tokens, 1.0),
-            kl=kl / max(tokens, 1.0),
-            clip_fraction=clipped / max(tokens, 1.0),
-            grad_norm=sum(self._grad_norms) / max(len(self._grad_norms), 1),
-            learning_rate=float(self.stock.optimizer.param_groups[0]["lr"]),
-            response_tokens=int(tokens),
-            optimizer_steps=len(self._grad_norms),
-        )
+def training_metrics(results: Sequence[StepResult]) -> StepMetrics:
+    """The steps of a rollout as one: means over their response tokens, and over their updates."""
+    tokens = sum(result.global_valid_tokens for result in results)
+    updates = [result for result in results if result.updated]
+    norms = [update.grad_norm for update in updates if update.grad_norm is not None]
 
+    def mean(name: str) -> float:
+        # The step's metrics are means over its own tokens.
+        total = sum(result.metrics[name] * result.global_valid_tokens for result in results)
+        return total / (tokens or 1.0)
 
-def _recording(step: Callable[[], Any], grad_norms: list[float]) -> Callable[[], Any]:
-    """The optimizer's step, with its gradient norm noted: `train()` logs it and returns it not."""
-
-    def recorded_step() -> Any:
-        successful, grad_norm, zeros = step()
-        if successful and grad_norm is not None:
-            grad_norms.append(float(grad_norm))
-        return successful, grad_norm, zeros
-
-    return recorded_step
+    return StepMetrics(
+        loss=mean("loss"),
+        kl=mean("kl"),
+        clip_fraction=mean("clip_fraction"),
+        grad_norm=sum(norms) / (len(norms) or 1),
+        learning_rate=results[-1].lr,
+        response_tokens=int(tokens),
+        optimizer_steps=len(updates),
+    )

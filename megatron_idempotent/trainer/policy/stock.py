@@ -15,14 +15,13 @@ class Stock:
     """What `setup_model_and_optimizer` made. Example: `Stock(args=args, chunks=[ddp], ...)`.
 
     `args` is Megatron's global namespace, `chunks` the DDP-wrapped pipeline chunks of this rank
-    (one: the trainer has no pipeline), `config` the transformer configuration they share.
+    (one: the trainer has no pipeline).
     """
 
     args: Any
     chunks: list[Any]
     optimizer: Any
     scheduler: Any
-    config: Any
 
     @property
     def module(self) -> torch.nn.Module:
@@ -34,7 +33,6 @@ class Stock:
 def build_stock(arguments: Sequence[str], *, vocabulary_size: int, positions: int) -> Stock:
     """Parse, initialise and build. All ranks take part: the optimizer makes process groups."""
     from megatron.core.enums import ModelType
-    from megatron.core.utils import get_model_config
     from megatron.training import get_args, training
 
     _initialize(arguments)
@@ -49,16 +47,7 @@ def build_stock(arguments: Sequence[str], *, vocabulary_size: int, positions: in
     chunks, optimizer, scheduler = training.setup_model_and_optimizer(
         model_provider_func=provide_model, model_type=ModelType.encoder_or_decoder
     )
-    args = get_args()
-    # One train() call runs until `train_iters`: the policy raises it by its steps before each call.
-    args.train_iters = args.iteration
-    return Stock(
-        args=args,
-        chunks=chunks,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        config=get_model_config(chunks[0]),
-    )
+    return Stock(args=get_args(), chunks=chunks, optimizer=optimizer, scheduler=scheduler)
 
 
 def gpt_model(

@@ -123,7 +123,8 @@ def generate(
 
     `uniforms_BT` in [0, 1) decides the tokens: token t is where the cumulative distribution passes
     `uniforms_BT[:, t]`. Behind an end token rows are meaningless; the loop stops early, leaving
-    end tokens, when every row has ended. Leaves the module in training mode if it was.
+    end tokens, when every row has ended. The module is in eval mode and records no gradient, as
+    `Policy.weights()` hands it out.
     """
     from megatron.core.inference.contexts import StaticInferenceContext
 
@@ -133,24 +134,16 @@ def generate(
     logprobs_BT = torch.zeros(rows, positions)
     ended_B = torch.zeros(rows, dtype=torch.bool)
     context = StaticInferenceContext(rows, prompt_length + positions)
-    was_training = module.training
-    module.eval()
-    try:
-        # no_grad and not inference_mode: Megatron keeps the rotary table that this forward makes,
-        # and the next training forward could not save an inference tensor for its backward.
-        with torch.no_grad():
-            given_BP = prompt_BP
-            for step in range(positions):
-                logprobs_BV = _next_logprobs(module, given_BP, context, temperature)
-                token_B = _inverse_cdf(logprobs_BV, uniforms_BT[:, step])
-                tokens_BT[:, step] = token_B
-                logprobs_BT[:, step] = logprobs_BV.gather(-1, token_B[:, None])[:, 0]
-                ended_B |= token_B == end_id
-                if bool(ended_B.all()):
-                    break
-                given_BP = token_B[:, None]
-    finally:
-        module.train(was_training)
+    given_BP = prompt_BP
+    for step in range(positions):
+        logprobs_BV = _next_logprobs(module, given_BP, context, temperature)
+        token_B = _inverse_cdf(logprobs_BV, uniforms_BT[:, step])
+        tokens_BT[:, step] = token_B
+        logprobs_BT[:, step] = logprobs_BV.gather(-1, token_B[:, None])[:, 0]
+        ended_B |= token_B == end_id
+        if bool(ended_B.all()):
+            break
+        given_BP = token_B[:, None]
     return tokens_BT, logprobs_BT
 
 

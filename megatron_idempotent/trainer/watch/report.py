@@ -50,7 +50,7 @@ def print_summary(summary: Summary, out: Path) -> None:
 
     table = Table(show_header=False, title=str(out))
     for name, value in (
-        ("rollouts, one train() call each", str(summary.rollouts)),
+        ("rollouts", str(summary.rollouts)),
         ("held-out reward at the start", f"{summary.first_held_out:.3f}"),
         ("held-out reward at the end", f"{summary.last_held_out:.3f}"),
         ("best held-out reward", f"{summary.best_held_out:.3f}"),
