@@ -23,8 +23,8 @@ WORK = Path(".nox")
 PROVEN = WORK / "proven"
 #: tests/parity/test_hazards.py is what `prove` does, and that writes down what it found.
 SUITES = (
-    *("tests/patches", "tests/parity", "tests/engine/test_case_files.py"),
-    "--ignore=tests/parity/test_hazards.py",
+    *("tests/patches", "tests/step", "tests/parity", "tests/engine/test_case_files.py"),
+    *("--ignore=tests/parity/test_hazards.py", "-m", "not exhaustive"),
 )
 #: What the gate runs of them; it proves every hazard, too.
 GATE = ("tests/engine/test_case_files.py",)
