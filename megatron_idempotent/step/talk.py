@@ -6,9 +6,11 @@ A rank that would go on alone waits in a collective for ever, or trains on half 
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from megatron_idempotent.window.agreement import (
@@ -18,7 +20,11 @@ from megatron_idempotent.window.agreement import (
     poison,
 )
 
-Doing = Literal["begin", "chunk", "last", "finish", "updated", "abort"]
+Doing = Literal["chunk", "last", "finish", "updated", "abort"]
+
+# Bytes of each rank in the first gather; those of a rank with dozens of metrics' rows are more.
+_ROOM = 4096
+_LENGTH = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +60,10 @@ class Carried(Exception):
 
 
 def hear(say: Say, deadline_s: float, group: Any = None) -> list[Say]:
-    """What all ranks of the group say, in order of rank. A collective of two host gathers.
+    """What all ranks of the group say, in order of rank. A collective of one host gather.
 
-    `group` is a gloo group whose operations end after `deadline_s`, None for that of all ranks.
+    A second one follows where what a rank says is longer than a few kilobytes. `group` is a gloo
+    group whose operations end after `deadline_s`, None for that of all ranks.
 
     Raises:
         SessionPoisoned: a rank did not come in time, or one that did is poisoned.
@@ -64,12 +71,10 @@ def hear(say: Say, deadline_s: float, group: Any = None) -> list[Say]:
     if not dist.is_initialized():
         return [say]
     try:
-        group = group or control_group(deadline_s)
-        said: list[Any] = [None] * dist.get_world_size(group)
         # As a dictionary: where this class arrived pickled by value, as in some Ray actors, plain
         # pickle does not find it under its name.
         plain = {field.name: getattr(say, field.name) for field in dataclasses.fields(say)}
-        dist.all_gather_object(said, plain, group=group)
+        said = _gathered(pickle.dumps(plain), group or control_group(deadline_s))
     except RuntimeError as lost:
         own = "" if say.failure is None else f"; this rank failed itself: {say.failure}"
         raise poison(
@@ -80,19 +85,39 @@ def hear(say: Say, deadline_s: float, group: Any = None) -> list[Say]:
         # Peers may be in the second of the two gathers, and would take our next one for it.
         poison(f"a rank left the agreement on step {say.step_id!r} by {describe(error)}")
         raise
-    heard = [Say(**each) for each in said]
+    heard = [Say(**pickle.loads(each)) for each in said]
     left = [f"{rank}: {each.failure}" for rank, each in enumerate(heard) if each.poisoned]
     if left:
         raise poison(f"collectives were left on rank {'; on rank '.join(left)}")
     return heard
 
 
-def failures(said: Sequence[Say], ranks: Sequence[int] | None = None) -> dict[int, str]:
-    """What stops the step, by global rank: failures, aborts, and ranks in another step."""
+def _gathered(message: bytes, group: Any) -> list[bytes]:
+    """Each rank's message, whatever their lengths."""
+    start = len(message).to_bytes(_LENGTH, "little") + message[: _ROOM - _LENGTH]
+    everybody = _gathered_evenly(start, _ROOM, group)
+    lengths = [int.from_bytes(each[:_LENGTH], "little") for each in everybody]
+    longest = max(lengths)
+    if longest > _ROOM - _LENGTH:
+        everybody = _gathered_evenly(message, longest, group)
+        return [each[:length] for each, length in zip(everybody, lengths, strict=True)]
+    both = zip(everybody, lengths, strict=True)
+    return [each[_LENGTH : _LENGTH + length] for each, length in both]
+
+
+def _gathered_evenly(message: bytes, size: int, group: Any) -> list[bytes]:
+    own = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
+    shape = dist.get_world_size(group), size
+    everybody = list(torch.empty(shape, dtype=torch.uint8, device="cpu"))
+    dist.all_gather(everybody, own, group=group)
+    return [each.numpy().tobytes() for each in everybody]
+
+
+def failures(said: Sequence[Say]) -> dict[int, str]:
+    """What stops the step, by rank in the group: failures, aborts, and ranks in another step."""
     ids = {say.step_id for say in said}
     found = {}
-    for index, say in enumerate(said):
-        rank = index if ranks is None else ranks[index]
+    for rank, say in enumerate(said):
         if say.failure is not None:
             found[rank] = say.failure
         elif say.doing == "abort":
