@@ -68,9 +68,11 @@ class MegatronBackend:
         self._snapshot = MegatronSnapshot(self.chunks, self._optimizer, self._scheduler)
         self._undo, self._updating, self._released = None, False, False
         open_windows.append(self._window)
-        forget_inference(self.chunks)
+        modules = self._snapshot.modules
+        forget_inference(modules.modules)
         for chunk in self.chunks:
-            chunk.train()
+            if not modules.training:
+                chunk.train()
             chunk.zero_grad_buffer()
         if self._optimizer is not None:
             self._optimizer.zero_grad()

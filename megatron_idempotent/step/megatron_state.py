@@ -48,9 +48,8 @@ class MegatronSnapshot:
     """All that is small and that a step changes, as it is before the step."""
 
     def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
-        self._modules = ModuleSnapshot(chunks)
-        self._logs = LogSnapshot()
-        self._parts: list[_Part] = [self._modules, TorchSnapshot(), _Trackers(), self._logs]
+        self.modules = ModuleSnapshot(chunks)
+        self._parts: list[_Part] = [self.modules, TorchSnapshot(), _Trackers(), LogSnapshot()]
         for config in {id(c): c for c in map(get_model_config, chunks)}.values():
             self._parts.append(FunctionSnapshot(config, _ASIDE))
         steps = ("backward_step", "forward_step", "forward_step_calc_loss")
@@ -139,16 +138,19 @@ def undo_of(chunks: list[Any], optimizer: Any) -> StateUndo:
     )
 
 
-def forget_inference(chunks: list[Any]) -> None:
+def forget_inference(modules: list[Any]) -> None:
     """Drop what generation has left in the modules that are about to train."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            if getattr(module, "inference_params", None) is not None:
-                module.inference_params = None
-            if hasattr(module, "reset_inference_cache"):
-                module.reset_inference_cache()
-            if getattr(module, "_inference_key_value_memory", None) is not None:
-                module._inference_key_value_memory = None
+    for module in modules:
+        for name in ("inference_params", "_inference_key_value_memory"):
+            if _has(module, name) and getattr(module, name) is not None:
+                setattr(module, name, None)
+        if _has(module, "reset_inference_cache"):
+            module.reset_inference_cache()
+
+
+def _has(module: Any, name: str) -> bool:
+    # Not hasattr(): what a module lacks it looks for in its parameters, and formats an error.
+    return name in vars(module) or hasattr(type(module), name)
 
 
 def _optimizers(optimizer: Any) -> list[Any]:

@@ -14,9 +14,17 @@ class ModuleSnapshot:
     """Training modes and buffers of modules, as they are now."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modes = [(m, m.training) for module in modules for m in module.modules()]
-        # Not module.buffers(): Megatron's DDP has a list of that name.
-        self._buffers = [(b, b.clone()) for module in modules for b in nn.Module.buffers(module)]
+        self.modules = [m for module in modules for m in module.modules()]
+        """All of them, with those inside."""
+        self._modes = [(m, m.training) for m in self.modules]
+        # Not module.buffers(): Megatron's DDP has a list of that name, and it would walk once more.
+        held = {id(b): b for m in self.modules for b in m._buffers.values() if b is not None}
+        self._buffers = [(b, b.clone()) for b in held.values()]
+
+    @property
+    def training(self) -> bool:
+        """Whether all of them were training."""
+        return all(training for _, training in self._modes)
 
     def restore(self) -> None:
         """Put both back; may be called again."""
