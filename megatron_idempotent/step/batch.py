@@ -81,14 +81,12 @@ def valid_counts(batch: Batch) -> Tensor:
     sample_mask_B = batch.get(SAMPLE_MASK)
     if sample_mask_B is None:
         sample_mask_B = torch.ones(tokens_BT.shape[0], device=tokens_BT.device)
-    sample_mask_B = sample_mask_B.to(torch.float64)
-    sequences = sample_mask_B.sum()
+    sample_mask_B = sample_mask_B.double()
     token_mask_BT = batch.get(TOKEN_MASK)
-    if token_mask_BT is None:
-        tokens = sequences * tokens_BT.shape[1]
-    else:
-        tokens = (token_mask_BT[:, 1:].to(torch.float64) * sample_mask_B[:, None]).sum()
-    return torch.stack((sequences, tokens))
+    tokens_B: Tensor | int = tokens_BT.shape[1]
+    if token_mask_BT is not None:
+        tokens_B = token_mask_BT[:, 1:].sum(1, dtype=torch.float64)
+    return torch.stack((sample_mask_B, sample_mask_B * tokens_B)).sum(1)
 
 
 def spec(microbatch: Batch) -> Batch:

@@ -45,6 +45,7 @@ class Runner:
         """What the schedule passes to the finalize function besides chunks and tokens."""
         self._optimizer = optimizer
         self._forward = forward
+        self._parameter = next(chunks[0].parameters())
         self._deadline_s = 0.0
         self._groups: tuple[Any, list[Any]] = None, []
 
@@ -56,7 +57,7 @@ class Runner:
     @property
     def device(self) -> Any:
         """Of the parameters."""
-        return next(self.chunks[0].parameters()).device
+        return self._parameter.device
 
     @property
     def per_token(self) -> bool:

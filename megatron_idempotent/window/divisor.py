@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,22 +24,20 @@ def dividing_by(divisor: int, *, auxiliary_weight: float = 1.0) -> Iterator[None
     late = hasattr(schedules, "forward_step_calc_loss")  # 0.14 on; before, forward_step divides
     name = "forward_step_calc_loss" if late else "forward_step"
     original = getattr(schedules, name)
-    parameters = list(inspect.signature(original).parameters)
-    number, config = parameters.index("num_microbatches"), parameters.index("config")
+    number, config = _places(original)
 
     def with_divisor(*args: Any, **kwargs: Any) -> Any:
         if len(args) > number:
             args = (*args[:number], divisor, *args[number + 1 :])
         else:
             kwargs["num_microbatches"] = divisor
+        if auxiliary_weight == 1.0:
+            return original(*args, **kwargs)
         with ExitStack() as stack:
-            if auxiliary_weight != 1.0:
-                its = args[config] if len(args) > config else kwargs["config"]
-                # Inside of this function it scales the auxiliary losses only; the loss itself is
-                # scaled when its backward starts.
-                set_for(
-                    stack, its, "grad_scale_func", _times(auxiliary_weight, its.grad_scale_func)
-                )
+            its = args[config] if len(args) > config else kwargs["config"]
+            # Inside of this function it scales the auxiliary losses only; the loss itself is
+            # scaled when its backward starts.
+            set_for(stack, its, "grad_scale_func", _times(auxiliary_weight, its.grad_scale_func))
             return original(*args, **kwargs)
 
     setattr(schedules, name, with_divisor)
@@ -46,6 +45,13 @@ def dividing_by(divisor: int, *, auxiliary_weight: float = 1.0) -> Iterator[None
         yield
     finally:
         setattr(schedules, name, original)
+
+
+@functools.lru_cache(maxsize=8)
+def _places(function: Callable[..., Any]) -> tuple[int, int]:
+    """Where the number of microbatches and the config stand among its parameters."""
+    parameters = list(inspect.signature(function).parameters)
+    return parameters.index("num_microbatches"), parameters.index("config")
 
 
 def _times(weight: float, scale: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
