@@ -1,0 +1,148 @@
+"""A step in pieces starts the collectives of the one-shot step, whatever the number of pieces."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+PIECES = {1: [16], 2: [8, 8], 5: [1, 2, 3, 4, 6], 16: [1] * 16}
+STEPS = 2
+# Operation, group, and elements and type of each tensor.
+Call = tuple[str, str, tuple[tuple[int, str], ...]]
+
+
+def recorded(run: Any) -> tuple[Counter[Call], Counter[Call]]:
+    """What reaches the process groups while `run` runs: the model's, and the host's agreements.
+
+    Messages between pipeline stages too. Seen by torch's dispatcher, so that it does not matter
+    under which name or in which form a collective was called.
+    """
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    from megatron_idempotent.window import agreement
+
+    seen: list[Call] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "c10d":
+                values = tree_leaves((args, kwargs))
+                group = "".join(
+                    ProcessGroup.unbox(value).group_name
+                    for value in values
+                    if isinstance(value, torch.ScriptObject)
+                    and "ProcessGroup" in value._type().str()
+                )
+                tensors = tuple(
+                    (value.numel(), str(value.dtype))
+                    for value in values
+                    if isinstance(value, torch.Tensor)
+                )
+                seen.append((func._opname, group, tensors))
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        run()
+    control = {group.group_name: name for (name, _), (_, group) in agreement._control.items()}
+    models = Counter(call for call in seen if call[1] not in control)
+    hosts = Counter((op, control[group], sizes) for op, group, sizes in seen if group in control)
+    return models, hosts
+
+
+def reductions(calls: Counter[Call]) -> Counter[tuple[int, ...]]:
+    """Elements of each bucket in each reduction of a bucket group."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for (op, _, tensors), number in calls.items():
+        sizes = [size for size, _ in tensors]
+        if op == "allreduce_coalesced_":
+            found[tuple(sizes)] += number
+        elif op == "reduce_scatter_tensor_coalesced_":
+            found[tuple(sizes[len(sizes) // 2 :])] += number  # outputs come first
+    return found
+
+
+def compared(options: dict[str, Any]) -> list[Any]:
+    """On a rank, for each way to cut the step: what differs, and the host's agreements."""
+    from split_bench import DEADLINE_S, TokenLoss, build, data, forward, one_shot, split_step
+
+    from megatron_idempotent import TrainStep
+    from megatron_idempotent.window.guard_owed import bucket_groups
+
+    loss = TokenLoss()
+
+    def run(pieces: list[int] | None, last: bool) -> tuple[list[Any], Any]:
+        model, scheduler, replica = build(**options)
+        step = TrainStep(
+            model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=DEADLINE_S
+        )
+        buckets = Counter(
+            tuple(bucket.grad_data.numel() for bucket in group.buckets)
+            for chunk in model.chunks
+            for group in bucket_groups(chunk)
+        )
+        models, hosts = [], Counter()
+        for seed in range(STEPS):
+            batch = data(seed, 32, replica)
+            if pieces is None:
+                calls, hosts = recorded(lambda b=batch: one_shot(model, scheduler, loss, b))
+            else:
+                calls, hosts = recorded(
+                    lambda b=batch: split_step(step, loss, b, pieces, last=last)
+                )
+            assert reductions(calls) == buckets, (seed, pieces, last)
+            models.append(calls)
+        return models, hosts
+
+    want, none = run(None, False)
+    assert len(want[1]) > 1
+    assert not none
+    found = []
+    for number, pieces in PIECES.items():
+        for last in (False, True):
+            calls, hosts = run(pieces, last)
+            differing = [(a - b, b - a) for a, b in zip(calls, want, strict=True) if a != b]
+            found.append((number, last, differing, hosts))
+    return found
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "dp2, all-reduce": (2, {"distributed_optimizer": False}),
+    "dp2, no overlap": (2, {"overlap_grad_reduce": False}),
+    "dp2, gathers": (2, {"overlap_param_gather": True}),
+    "pp2": (2, {"pp": 2, "tied": True}),
+    "tp2, sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
+    "ep2": (2, {"experts": 4, "ep": 2, "overlap_param_gather": True}),
+}
+
+
+def agreements(layout: str, number: int, last: bool) -> Counter[tuple[str, str, int]]:
+    """Operation, who takes part, and bytes of each rank: what a step in pieces may cost besides."""
+    gather, flag = "allgather_", "allreduce_"
+    whole = Counter({(gather, "all", 4096): 2 + last})
+    # Where ranks meet inside of the model they agree before each call on what it is, and after it
+    # on whether it went well.
+    if layout in ("pp2", "tp2, sequence parallel"):
+        return whole + Counter({(gather, "replica", 4096): number, (flag, "replica", 4): number})
+    if layout == "ep2":
+        # The last call's agreement says that it is the last.
+        return Counter({(gather, "all", 4096): 2 + number, (flag, "all", 4): number})
+    return whole
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_collectives_are_those_of_the_one_shot_step(megatron_ranks, layout):
+    ranks, options = LAYOUTS[layout]
+    for found in megatron_ranks(ranks, compared, options, timeout_s=180):
+        for number, last, differing, hosts in found:
+            assert not differing, (number, last, differing)
+            cost: Counter[tuple[str, str, int]] = Counter()
+            for (op, who, tensors), count in hosts.items():
+                size, kind = tensors[-1]  # the input of this rank
+                cost[op, who, size * {"torch.uint8": 1, "torch.int32": 4}[kind]] += count
+            assert cost == agreements(layout, number, last), (number, last)
