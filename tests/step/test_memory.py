@@ -1,0 +1,113 @@
+"""A step in pieces holds no more memory than the one-shot step: no copy of any gradient."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+
+PIECES = {1: [8], 8: [1] * 8}
+# Bytes. Above it are activations of the tiny model and buckets of its gradients; below it are the
+# host's messages, 4 KiB for each rank, and the states of random generators, 5 KiB each.
+SMALL = 10_000
+# Five such states, which an open step could go back to, and each microbatch's metrics and counts.
+HELD = 30_000
+RUNS = 3
+
+
+def allocated(run: Any) -> list[int]:
+    """Bytes that the allocator gives (positive) and takes back (negative), in order of time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # it writes to stderr that it starts
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = [
+        event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def peak(run: Any) -> int:
+    """Most bytes that `run` holds at a time, above what was held before.
+
+    The least of some runs: what gloo's threads give back goes unseen, and counts as held.
+    """
+    return min(max(itertools.accumulate(allocated(run))) for _ in range(RUNS))
+
+
+def compared(options: dict[str, Any]) -> dict[str, Any]:
+    """On a rank: what each way to cut a step allocates beyond the one-shot step."""
+    from split_bench import DEADLINE_S, TokenLoss, build, data, forward, one_shot, split_step
+
+    from megatron_idempotent import TrainStep
+    from megatron_idempotent.window.guard_owed import bucket_groups
+
+    loss = TokenLoss()
+    # Clipped in every step, or none, so that all allocate the same; the schedule asks for min_lr
+    # once it has warmed up.
+    optimizer = {"clip_grad": 1e-3, "min_lr": 1e-3}
+    model, scheduler, replica = build(optimizer_overrides=optimizer, **options)
+    step = TrainStep(
+        model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=DEADLINE_S
+    )
+    buckets = [
+        bucket.grad_data.nbytes
+        for chunk in model.chunks
+        for group in bucket_groups(chunk)
+        for bucket in group.buckets
+    ]
+    assert min(buckets) > SMALL
+    batch = data(1, 16, replica)
+
+    def plain() -> None:
+        one_shot(model, scheduler, loss, batch)
+
+    split_step(step, loss, batch, [8])
+    plain()  # twice, for the optimizer's state and the order of the reductions
+    large, most = _large(allocated(plain)), peak(plain)
+    assert sum(large.values()) > len(buckets)
+    found: dict[str, Any] = {}
+    for number, pieces in PIECES.items():
+        for last in (False, True):
+
+            def split(pieces: list[int] = pieces, last: bool = last) -> None:
+                split_step(step, loss, batch, pieces, last=last)
+
+            more = _large(allocated(split)) - large
+            found[f"{number} {last}"] = dict(more), peak(split) - most
+    held = allocated(lambda: _open(step, loss, batch))
+    found["while it is open"] = {}, sum(held)
+    step.abort()
+    return found
+
+
+def _large(sizes: list[int]) -> Counter[int]:
+    return Counter(size for size in sizes if size > SMALL)
+
+
+def _open(step: Any, loss: Any, batch: Any) -> None:
+    from split_bench import ROWS
+
+    step_id = step.begin(loss, global_batch_size=8, micro_batch_size=ROWS)
+    step.microbatch(step_id, batch)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"distributed_optimizer": False},
+        {"overlap_param_gather": True},
+        {"dtype": "bf16"},
+        {"config_overrides": {"calculate_per_token_loss": False}},
+    ],
+    ids=str,
+)
+def test_nothing_large_is_allocated_that_the_one_shot_step_does_not(megatron_ranks, options):
+    for found in megatron_ranks(2, compared, options, timeout_s=120):
+        assert not {way: more for way, (more, _) in found.items() if more}
+        assert max(held for _, held in found.values()) < HELD, found
