@@ -1,0 +1,140 @@
+"""One model, one step of data, and the ways to run it: a plain Megatron step, and `TrainStep`.
+
+Runs on a rank. Legend: B rows of a microbatch, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import megatron_idempotent
+from megatron_idempotent import TrainStep
+from megatron_idempotent.cpu import tiny
+
+T = tiny.SEQUENCE
+
+
+class TokenLoss:
+    """Cross entropy, summed over valid tokens."""
+
+    kind = "token"
+
+    def __init__(self) -> None:
+        self.normalizers: dict[str, Any] = {}
+
+    def __call__(self, output: Any, microbatch: Any) -> tuple[Any, dict[str, Any]]:
+        return (output.float() * _mask(microbatch)).sum(), {}
+
+
+class Sides:
+    """A tiny GPT that is trained by either of two programs on the same rows.
+
+    `options` are those of `tiny.build`. Each replica has `microbatches` of B=`rows` in a step.
+    """
+
+    def __init__(self, hidden: int, microbatches: int, rows: int, **options: Any) -> None:
+        megatron_idempotent.apply()
+        self.model = tiny.build(
+            config_overrides={"hidden_size": hidden, "calculate_per_token_loss": True},
+            # A layer has 12 x hidden x hidden weights: four to five buckets, whatever the size.
+            ddp_overrides={"bucket_size": 8 * hidden * hidden},
+            optimizer_overrides={"lr": 1e-4, "min_lr": 1e-5},
+            **options,
+        )
+        from megatron.core import parallel_state
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.scheduler = OptimizerParamScheduler(
+            self.model.optimizer,
+            init_lr=0.0,
+            max_lr=1e-4,
+            min_lr=1e-5,
+            lr_warmup_steps=100,
+            lr_decay_steps=100_000,
+            lr_decay_style="linear",
+            start_wd=0.0,
+            end_wd=0.1,
+            wd_incr_steps=100_000,
+            wd_incr_style="linear",
+        )
+        self.microbatches, self.rows = microbatches, rows
+        self._schedule = get_forward_backward_func()
+        self._positions_BT = torch.arange(T).expand(rows, -1)
+        self._hidden = torch.ones(1, 1, T, T).tril() < 0.5
+        self._loss = TokenLoss()
+        self._batch = _data(microbatches * rows, parallel_state.get_data_parallel_rank())
+        self._step = TrainStep(
+            self.model.chunks, self.model.optimizer, self.scheduler, forward=self._forward
+        )
+
+    def plain(self) -> None:
+        """The step as a program writes it with nothing but Megatron."""
+        for chunk in self.model.chunks:
+            chunk.zero_grad_buffer()
+        self.model.optimizer.zero_grad()
+
+        def forward_step(data_iterator: Any, chunk: Any) -> tuple[Any, Any]:
+            microbatch = next(data_iterator)
+
+            def loss_func(output: Any) -> tuple[Any, Any, Any]:
+                total, _ = self._loss(output, microbatch)
+                count = _mask(microbatch).sum().to(torch.int)
+                return total, count, {"loss": total.detach().clone()}
+
+            return self._forward(chunk, microbatch), loss_func
+
+        self._schedule(
+            forward_step_func=forward_step,
+            data_iterator=self._pieces(self.microbatches),
+            model=self.model.chunks,
+            num_microbatches=self.microbatches,
+            seq_length=T,
+            micro_batch_size=self.rows,
+            forward_only=False,
+        )
+        self.model.optimizer.step()
+        self.scheduler.step(increment=self.microbatches * self.rows)
+
+    def split(self, chunks: int, *, last: bool) -> Callable[[], None]:
+        """The same step as `chunks` calls of `microbatch`."""
+
+        def step() -> None:
+            step_id = self._step.begin(
+                self._loss,
+                global_batch_size=self.microbatches * self.rows,
+                micro_batch_size=self.rows,
+            )
+            for index, piece in enumerate(self._pieces(chunks)):
+                self._step.microbatch(step_id, piece, last=last and index == chunks - 1)
+            self._step.finish(step_id)
+
+        return step
+
+    def _forward(self, chunk: Any, microbatch: Any) -> Any:
+        tokens_BT = microbatch["input_ids"]
+        labels_BT = tokens_BT.roll(-1, 1)
+        return chunk(tokens_BT, self._positions_BT, self._hidden, labels=labels_BT)
+
+    def _pieces(self, number: int) -> Any:
+        size = self.microbatches // number * self.rows
+        for start in range(0, self.microbatches * self.rows, size):
+            yield {name: value[start : start + size] for name, value in self._batch.items()}
+
+
+def _data(rows: int, replica: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(replica)
+    return {
+        "input_ids": torch.randint(0, tiny.VOCABULARY, (rows, T), generator=generator),
+        "token_mask": (torch.rand(rows, T, generator=generator) < 0.5).float(),
+        "sample_mask": torch.ones(rows),
+    }
+
+
+def _mask(microbatch: Any) -> Any:
+    """1 where position t predicts a valid token, [B, T]; the last position predicts none."""
+    valid_BT = microbatch["token_mask"] * microbatch["sample_mask"][:, None]
+    return torch.cat((valid_BT[:, 1:], torch.zeros(len(valid_BT), 1)), 1)

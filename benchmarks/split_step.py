@@ -1,0 +1,190 @@
+"""What a step in pieces costs: `TrainStep` ÷ a plain Megatron step, and eight chunks ÷ one.
+
+    python -m benchmarks.split_step [--rounds 20] [--hidden 256] [--json]
+                                    [--latency-ms 2] [--gigabytes-per-s 0.2]
+
+On CPU ranks, in one run per layout, by programs that take turns on one model and the same data:
+a step of Megatron's alone, and split ones with and without `last=True`. Medians of each round's
+ratios, of wall time and of the rank's CPU time, which a busy machine leaves more repeatable.
+
+On two pipeline stages each chunk fills and drains the pipeline anew, so that eight chunks cost what
+those bubbles do: (microbatches + 8 x (stages - 1)) / (microbatches + stages - 1) slots of a forward
+and a backward each. The wall ratio is printed beside it. No bubble is in the CPU time.
+
+Then what is left of communication, with a delay in each reduction of two replicas, on microbatches
+of 16 rows; and the most memory that a step holds, by the allocator's events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_idempotent import cpu
+
+CHUNKS = 8
+WARM_UP = 3
+#: Measured together.
+STEPS = 3
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    # Ranks, microbatches of each replica, options of the model.
+    "one rank": (1, 8, {}),
+    "two replicas": (2, 8, {"overlap_param_gather": True}),
+    "two stages": (2, 16, {"pp": 2, "layers_per_stage": 1}),
+}
+PAIRS = [
+    ("one", "plain"),
+    ("one, last", "plain"),
+    ("eight", "one"),
+    ("eight, last", "one, last"),
+]
+Seconds = dict[str, list[tuple[float, ...]]]
+
+
+def _sides(hidden: int, microbatches: int, rows: int, **options: Any) -> Any:
+    import logging
+
+    from benchmarks._step_sides import Sides
+
+    logging.disable(logging.WARNING)
+    sides = Sides(hidden, microbatches, rows, **options)
+    return sides, {
+        "plain": sides.plain,
+        "one": sides.split(1, last=False),
+        "one, last": sides.split(1, last=True),
+        "eight": sides.split(CHUNKS, last=False),
+        "eight, last": sides.split(CHUNKS, last=True),
+    }
+
+
+def _in_turn(rounds: int, sides: dict[str, Callable[[], None]], clocks: Any) -> Seconds:
+    """What each clock advances by in a step of each side, in each round."""
+    import torch
+
+    found: Seconds = {name: [] for name in sides}
+    names = list(sides)
+    for number in range(rounds + WARM_UP):
+        first = number % len(names)
+        order = names[first:] + names[:first]
+        for name in order if number % 2 else order[::-1]:
+            sides[name]()  # finds what the other side has left in the caches
+            torch.distributed.barrier()
+            start = [clock() for clock in clocks]
+            for _ in range(STEPS):
+                sides[name]()
+            passed = tuple((c() - s) / STEPS for c, s in zip(clocks, start, strict=True))
+            if number >= WARM_UP:
+                found[name].append(passed)
+    return found
+
+
+def times(rounds: int, hidden: int, microbatches: int, options: dict[str, Any]) -> Seconds:
+    """On a rank: wall and CPU seconds."""
+    _, sides = _sides(hidden, microbatches, 2, **options)
+    return _in_turn(rounds, sides, (time.perf_counter, time.process_time))
+
+
+def exposed(rounds: int, hidden: int, latency_s: float, bytes_per_s: float) -> tuple[Seconds, int]:
+    """On a rank: wall seconds, and those in which nothing hid the network; bytes of gradients."""
+    from benchmarks._network import Network
+
+    built, sides = _sides(hidden, CHUNKS, 16)
+    network = Network(latency_s=latency_s, bytes_per_s=bytes_per_s)
+    network.install()
+    size = sum(b.grad_data.nbytes for chunk in built.model.chunks for b in chunk.buffers)
+    return _in_turn(rounds, sides, (time.perf_counter, lambda: network.exposed_s)), size
+
+
+def memory(hidden: int) -> dict[str, float]:
+    """On a rank: most bytes that a step of each side holds, in sizes of the gradient buffer."""
+    from torch.profiler import ProfilerActivity, profile
+
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # it writes to stderr that it starts
+    built, sides = _sides(hidden, CHUNKS, 2)
+    size = sum(b.grad_data.nbytes for chunk in built.model.chunks for b in chunk.buffers)
+    peaks: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(4):
+        for name, step in sides.items():
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+                step()
+            events = profiled.profiler.kineto_results.events()
+            found = sorted(
+                (e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()
+            )
+            if number:  # the first steps make the optimizer's state
+                peaks[name].append(max(itertools.accumulate(e.nbytes() for e in found)) / size)
+    # What gloo's threads give back goes unseen, and counts as held: the least is the true one.
+    return {name: min(values) for name, values in peaks.items()}
+
+
+def main() -> None:
+    """Print ratios of times, exposed communication, and memory."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--hidden", type=int, default=256, help="size of the hidden layers")
+    parser.add_argument("--latency-ms", type=float, default=2.0)
+    parser.add_argument("--gigabytes-per-s", type=float, default=0.2)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    results: dict[str, Any] = {}
+
+    def show(name: str, found: Any, text: str) -> None:
+        results[name] = found
+        if not options.json:
+            print(text, flush=True)
+
+    for layout, (ranks, microbatches, model) in LAYOUTS.items():
+        arguments = (options.rounds, options.hidden, microbatches, model)
+        seconds = cpu.run_ranks(ranks, times, *arguments, timeout_s=1200.0)[0]
+        for clock, kind in enumerate(("wall", "CPU")):
+            found = _ratios(seconds, clock, PAIRS)
+            plain_ms = 1e3 * statistics.median(each[clock] for each in seconds["plain"])
+            text = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+            show(
+                f"{layout}, {kind}", found, f"{layout:12} {kind:4} plain {plain_ms:6.1f} ms; {text}"
+            )
+        stages = model.get("pp", 1)
+        if stages > 1:
+            slots = (microbatches + CHUNKS * (stages - 1)) / (microbatches + stages - 1)
+            show(f"{layout}, bubbles", slots, f"{layout:12} bubbles alone: eight/one {slots:.3f}")
+    network = (options.latency_ms / 1e3, options.gigabytes_per_s * 1e9)
+    (mine, size), (theirs, _) = cpu.run_ranks(
+        2, exposed, options.rounds, options.hidden, *network, timeout_s=1200.0
+    )
+    wire_ms = 1e3 * size / network[1]
+    show("wire_ms", wire_ms, f"network: {size / 1e6:.1f} MB of gradients, {wire_ms:.1f} ms on it")
+    for name in mine:
+        wall_ms = 1e3 * statistics.median(wall for wall, _ in mine[name])
+        # The rank that all wait for; it may be another one in each round.
+        both = zip(mine[name], theirs[name], strict=True)
+        exposed_ms = 1e3 * statistics.median(max(a[1], b[1]) for a, b in both)
+        text = f"{name:12} step {wall_ms:6.1f} ms, of which exposed {exposed_ms:5.2f} ms"
+        show(f"network, {name}", {"wall_ms": wall_ms, "exposed_ms": exposed_ms}, text)
+    pairs = [("one, last", "one"), ("eight, last", "eight")]
+    found = _ratios(mine, 0, pairs)
+    text = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+    show("network, ratios", found, f"network, wall: {text}")
+    held = cpu.run_ranks(2, memory, options.hidden, timeout_s=600.0)[0]
+    text = ", ".join(f"{name} {value:.3f}" for name, value in held.items())
+    show("memory", held, f"memory at most, in gradient buffers: {text}")
+    if options.json:
+        print(json.dumps(results))
+
+
+def _ratios(seconds: Seconds, clock: int, pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+    return {
+        f"({above})/({below})": statistics.median(
+            a[clock] / b[clock] for a, b in zip(seconds[above], seconds[below], strict=True)
+        )
+        for above, below in pairs
+    }
+
+
+if __name__ == "__main__":
+    main()
