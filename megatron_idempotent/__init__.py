@@ -18,6 +18,7 @@ from .engine.report import Report, Row
 from .engine.verify import verify
 
 if TYPE_CHECKING:
+    from .step.fsdp import FSDPTrainStep
     from .step.megatron import TrainStep
     from .window.abort import abort_window
     from .window.accumulation import accumulation_window
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "FSDPTrainStep",
     "PatchError",
     "ReplicaMismatchError",
     "Report",
@@ -59,6 +61,7 @@ __all__ = [
 
 # Loaded on first use, because they belong to programs that have torch and Megatron anyway.
 _LAZY = {
+    "FSDPTrainStep": "step.fsdp",
     "ReplicaMismatchError": "window.check",
     "SessionPoisoned": "window.agreement",
     "TrainStep": "step.megatron",

@@ -1,0 +1,153 @@
+"""`FSDPTrainStep`: a split step on FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from megatron_idempotent.window.agreement import DEADLINE_S
+
+from .fsdp_backend import FSDPBackend, stranger_shapes
+from .fsdp_run import Forward
+from .fsdp_state import AccumulatedSnapshot, Shards
+from .lifecycle import SplitStep
+from .records import Batch
+from .snapshot import ModuleSnapshot, RandomSnapshot
+
+
+def tokens_forward(model: Any, microbatch: Batch) -> torch.Tensor:
+    """What a model makes of `input_ids` [B, T]."""
+    output: torch.Tensor = model(microbatch["input_ids"])
+    return output
+
+
+class FSDPTrainStep(SplitStep):
+    """`TrainStep` on a model that `torch.distributed.fsdp.fully_shard` shards; needs no Megatron.
+
+    The gradient is that of a loop with all microbatches in the same order, which reduces in the
+    last one's backward, bit for bit: of a loss that is summed, divided by what is valid on all
+    ranks, whatever FSDP2 divides by. It is reduced once. Until then gradients are accumulated
+    unsharded, as with `set_requires_gradient_sync(False)`: that takes the memory of a whole model's
+    gradients on each rank, in the reduce dtype where it is another one.
+
+    Ranks meet in every layer, where its parameters are gathered, so all of them take part in each
+    `microbatch()`; those with fewer rows than others send zeros through the model. A failure
+    in the loss, or in `forward` before or after the model, stops the step on all ranks. So does one
+    in the model if all ranks have it at the same place; else the others may wait in a collective,
+    and the session is poisoned.
+
+    `finish()` raises where the gradient's norm is not finite, before the update.
+
+    Args:
+        model: the root that `fully_shard` was applied to, on a 1-D or 2-D mesh, with or without
+            tensor parallelism; all of its parameters that need gradients are sharded.
+        optimizer: a torch optimizer of its parameters, made after `fully_shard`.
+        scheduler: its `step()` follows each update; may be None.
+        forward: makes the output, a tensor, from (model, microbatch).
+        clip_grad: largest norm of the gradient; None to leave it as it is.
+        deadline_s: how long a rank waits for the others where ranks agree, in seconds.
+        undo: copy parameters and optimizer state to the host before each update, so that one that
+            fails half-way can be aborted too.
+
+    Raises:
+        ValueError: a model that is not sharded, or not all of it; an optimizer of other parameters.
+        RuntimeError: a torch whose FSDP2 cannot be reset after an exception.
+
+    Example:
+        step = FSDPTrainStep(model, optimizer, scheduler)
+        step_id = step.begin(loss, global_batch_size=256, micro_batch_size=4)
+        for batch in stream:
+            step.microbatch(step_id, batch)
+        result = step.finish(step_id)
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any = None,
+        *,
+        forward: Forward = tokens_forward,
+        clip_grad: float | None = 1.0,
+        deadline_s: float = DEADLINE_S,
+        undo: bool = False,
+    ) -> None:
+        self._shards = _checked(model, optimizer)
+        if clip_grad is not None and not clip_grad > 0:
+            raise ValueError(f"clip_grad must be positive or None, got {clip_grad!r}")
+        backend = FSDPBackend(
+            self._shards, optimizer, scheduler, forward, clip_grad=clip_grad, undo=undo
+        )
+        super().__init__(backend, deadline_s=deadline_s)
+
+    @contextmanager
+    def reading(self) -> Iterator[list[Any]]:
+        """The model for log-probs, evaluation or export, whether or not a step is open.
+
+        In a list, as `TrainStep` gives its chunks. Inside, parameters are DTensors, and those of
+        the last update; modules are in eval mode and no gradient is recorded. Afterwards modes,
+        buffers, random states and accumulated gradients are what they were. All ranks take part in
+        a forward and in `full_tensor()`.
+
+        Example:
+            with step.reading() as [model]:
+                weights = {n: p.full_tensor() for n, p in model.named_parameters()}
+        """
+        model = self._shards.model
+        modules, random = ModuleSnapshot([model]), RandomSnapshot()
+        accumulated = AccumulatedSnapshot(self._shards)
+        self._shards.reshard()
+        model.eval()
+        try:
+            with torch.no_grad():
+                yield [model]
+        finally:
+            # Forwards leave modules unsharded, which an update would make stale.
+            self._shards.settle()
+            accumulated.restore()
+            modules.restore()
+            random.restore()
+
+
+def _checked(model: Any, optimizer: Any) -> Shards:
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise RuntimeError(
+            "FSDPTrainStep() needs FSDPModule.reset_iter_state to go on after an exception, which "
+            f"torch {torch.__version__} lacks and 2.13 has"
+        )
+    if not isinstance(model, FSDPModule):
+        raise ValueError(
+            f"FSDPTrainStep() got a {type(model).__name__} that is not fully sharded: apply "
+            "torch.distributed.fsdp.fully_shard to its layers, and then to the model itself"
+        )
+    shards = Shards(model)
+    shards.reshard()  # a forward before may have left parameters whole
+    plain = [
+        name
+        for name, parameter in shards.model.named_parameters()
+        if parameter.requires_grad and not isinstance(parameter, DTensor)
+    ]
+    if plain:
+        raise ValueError(
+            f"FSDPTrainStep() got a model with {len(plain)} parameters that are not sharded, whose "
+            f"gradients nothing reduces, such as {plain[0]!r}: leave them out of ignored_params, "
+            "or freeze them"
+        )
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"FSDPTrainStep() got a {type(optimizer).__name__} as optimizer: pass a "
+            "torch.optim.Optimizer of the sharded parameters"
+        )
+    strangers = stranger_shapes(shards, optimizer)
+    if strangers:
+        raise ValueError(
+            f"FSDPTrainStep() got an optimizer of which {len(strangers)} parameters are not the "
+            f"model's, such as one of shape {strangers[0]}: make it after fully_shard, which "
+            "replaces parameters"
+        )
+    return shards

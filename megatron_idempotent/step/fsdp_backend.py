@@ -1,0 +1,222 @@
+"""A split step on FSDP2's `fully_shard`, torch's optimizers and learning rate schedulers."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_idempotent.window.agreement import describe, poison
+
+from .backend import Update
+from .fsdp_run import Call, Forward, Watch
+from .fsdp_state import SchedulerSnapshot, Shards, SyncSnapshot
+from .records import Batch, StepLoss
+from .snapshot import (
+    GroupSnapshot,
+    ModuleSnapshot,
+    RandomSnapshot,
+    StateUndo,
+    lr_and_weight_decay,
+)
+from .totals import Row, Totals
+
+# Models that a step is open for.
+_open: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class FSDPBackend:
+    """This rank's model, optimizer and scheduler; see `Backend` for what the methods do."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        optimizer: Any,
+        scheduler: Any,
+        forward: Forward,
+        *,
+        clip_grad: float | None,
+        undo: bool,
+    ) -> None:
+        self.shards = shards
+        self._model = shards.model
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._forward = forward
+        self._clip_grad = clip_grad
+        self._keeps_undo = undo
+        self._watch = Watch(self._model)
+        self._snapshot: list[Any] = []
+        self._undo: StateUndo | None = None
+        self._updating = False
+        self._released = False
+        self._deadline_s = 0.0
+
+    @property
+    def replica(self) -> int:
+        return self.shards.replica
+
+    @property
+    def speaks(self) -> bool:
+        return self.shards.speaks
+
+    @property
+    def device(self) -> Any:
+        return self.shards.device
+
+    @property
+    def torn(self) -> bool:
+        return self._updating and self._undo is None
+
+    def open(self) -> None:
+        if self._model in _open:
+            raise RuntimeError("begin(): another FSDPTrainStep is open for this model")
+        self.shards.drop()
+        self._snapshot = [
+            ModuleSnapshot([self._model]),
+            RandomSnapshot(),
+            GroupSnapshot(self._optimizer.param_groups),
+            SyncSnapshot(self.shards),
+        ]
+        if self._scheduler is not None:
+            self._snapshot.append(SchedulerSnapshot(self._scheduler))
+        self._undo, self._updating, self._released = None, False, False
+        _open.add(self._model)
+        self._watch.install()
+        self._model.set_is_last_backward(True)
+        self._model.train()
+
+    def accept(self, lists: Sequence[Sequence[Batch]]) -> None:
+        """Microbatches of any shape are run."""
+
+    def coupled(self, deadline_s: float) -> tuple[bool, Any]:
+        self._deadline_s = deadline_s
+        return True, None  # every layer's parameters are gathered from all ranks
+
+    def run(
+        self, microbatches: Sequence[Batch], loss: StepLoss, *, reduce: bool, ghosts: bool
+    ) -> list[Row]:
+        self._released = self._released or reduce
+        call = Call(self.shards, self._watch, self._forward)
+        rows = []
+        try:
+            with ExitStack() as stack:
+                if ghosts:
+                    # What a microbatch that nobody has counted or drew from is not kept.
+                    stack.callback(RandomSnapshot().restore)
+                    stack.callback(ModuleSnapshot([self._model]).restore_buffers)
+                if not self._model.training:  # an evaluation may have left it so
+                    self._model.train()
+                for number, microbatch in enumerate(microbatches, start=1):
+                    last = reduce and number == len(microbatches)
+                    self._model.set_requires_gradient_sync(last)
+                    row = call.run(microbatch, None if ghosts else loss)
+                    if call.stopped:
+                        break
+                    if row is not None:
+                        rows.append(row)
+        except BaseException as error:
+            # An interrupt: the other ranks may be anywhere in the model.
+            poison(f"a microbatch was left by {describe(error)}")
+            raise
+        call.settle(self._deadline_s)
+        return rows
+
+    def check_ready(self) -> None:
+        strangers = stranger_shapes(self.shards, self._optimizer)
+        if strangers:
+            raise RuntimeError(
+                f"finish(): {len(strangers)} of the optimizer's parameters are not the model's any "
+                f"more, such as one of shape {strangers[0]}, so it would not update the model: "
+                "load weights in place (not with assign=True)"
+            )
+
+    def join(self) -> None:
+        """FSDP2 starts nothing in a forward that it does not end there."""
+
+    def check_gradients(self) -> None:
+        """FSDP2 refuses no gradient; `update` looks at the norm, which is the same on all ranks."""
+
+    def update(self, totals: Totals, local: float, increment: int) -> Update:
+        if not self._released:
+            self.shards.reduce()
+        self.shards.multiply(1.0 / totals.normalizer)
+        parameters = [p for p in self.shards.parameters() if p.grad is not None]
+        norm = total_norm([p.grad for p in parameters if p.grad is not None])
+        grad_norm = float(norm)
+        if not math.isfinite(grad_norm):
+            raise RuntimeError(
+                f"the norm of the gradients is {grad_norm}, and the update would spread that to "
+                "all parameters; no rank has begun it"
+            )
+        if self._clip_grad is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
+        if self._keeps_undo:
+            self._undo = StateUndo([], [self._optimizer])
+        self._updating = True
+        self._optimizer.step()
+        # Forwards in eval leave some modules unsharded: those copies are old now.
+        self.shards.reshard()
+        lr, weight_decay = self.rates()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return Update(updated=True, grad_norm=grad_norm, lr=lr, weight_decay=weight_decay)
+
+    def rates(self) -> tuple[float, float]:
+        return lr_and_weight_decay(self._optimizer)
+
+    def skip(self) -> None:
+        self.shards.drop()
+        self.close()
+
+    def close(self) -> None:
+        for part in self._snapshot:
+            if isinstance(part, SyncSnapshot):
+                part.restore()
+        self._snapshot, self._undo = [], None
+        self._watch.remove()
+        _open.discard(self._model)
+
+    def restore(self) -> None:
+        if not self._snapshot:
+            return  # another step is open for the model, and this one never was
+        self.shards.drop()
+        if self._undo is not None:
+            self._undo.restore()
+        for part in self._snapshot:
+            part.restore()
+        self.close()
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all gradients on all ranks, a scalar. All ranks take part.
+
+    Those on one device mesh are taken together, as `clip_grad_norm_` does with all.
+    """
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        assert isinstance(gradient, DTensor)
+        by_mesh.setdefault(gradient.device_mesh, []).append(gradient)
+    norms = []
+    for group in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm(group)
+        assert isinstance(norm, DTensor)
+        norms.append(norm.full_tensor())
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def stranger_shapes(shards: Shards, optimizer: Any) -> list[tuple[int, ...]]:
+    """Shapes of the optimizer's parameters that the model does not have."""
+    known = {id(parameter) for parameter in shards.parameters()}
+    return [
+        tuple(parameter.shape)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in known
+    ]
