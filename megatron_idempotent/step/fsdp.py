@@ -126,7 +126,12 @@ def _checked(model: Any, optimizer: Any) -> Shards:
             "torch.distributed.fsdp.fully_shard to its layers, and then to the model itself"
         )
     shards = Shards(model)
-    shards.reshard()  # a forward before may have left parameters whole
+    if shards.is_part:
+        raise ValueError(
+            f"FSDPTrainStep() got a {type(model).__name__} that has run as a part of a larger "
+            "sharded model: pass that model"
+        )
+    shards.settle()  # a forward may have left parameters whole
     plain = [
         name
         for name, parameter in shards.model.named_parameters()

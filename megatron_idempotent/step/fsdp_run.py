@@ -195,7 +195,9 @@ class Call:
 
     def _stop(self, error: Exception, where: str) -> None:
         self._carry(error, where)
-        self._place = f"{where}; microbatch {self._number}; {self._shards.place()}"
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
+        self._place = f"microbatch {self._number}; {self._shards.place()}; {lines}"
 
 
 def zeros_for(output: Any) -> Zeros:

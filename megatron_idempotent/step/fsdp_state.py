@@ -31,6 +31,11 @@ class Shards:
         self._line = widest.mesh_info.mesh.mesh.flatten().tolist()
 
     @property
+    def is_part(self) -> bool:
+        """Whether another sharded model has called this one, and keeps its iteration's state."""
+        return self._root._is_root is False
+
+    @property
     def replica(self) -> int:
         """Data-parallel rank: the place in the mesh that fully_shard was given."""
         return int(self._line.index(dist.get_rank()))

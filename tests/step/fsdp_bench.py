@@ -5,6 +5,7 @@ Legend: B rows, T positions, H features, V vocabulary. Runs on a rank.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -70,26 +71,74 @@ class Counting:
 
     def __init__(self, model: Model) -> None:
         self.counts = {"gather": 0, "scatter": 0}
-        for module in (*model.blocks, model):
-            module.set_custom_all_gather(_counted(DefaultAllGather, "gather", self.counts))
-            module.set_custom_reduce_scatter(_counted(DefaultReduceScatter, "scatter", self.counts))
+        watch_collectives(model, self.called)
+
+    def called(self, name):
+        self.counts[name] += 1
 
 
-def _counted(kind, name, counts):
-    class Counted(kind):
-        def __call__(self, *args, **kwargs):
-            counts[name] += 1
-            return super().__call__(*args, **kwargs)
-
-    return Counted()
+class Tripped(RuntimeError):
+    """What a `Trip` raises."""
 
 
-def build(layout="shard", seed=7):
+class Trip:
+    """Raises at one of the places that a step passes: in each layer, collective, and the update.
+
+    Place `at` counts from 1, from when it was set; the names of all passed are in `passed`.
+    """
+
+    def __init__(self, model, optimizer, scheduler) -> None:
+        self.at, self.passed = 0, []
+        watch_collectives(model, lambda name: self.passing(name))
+        for name, module in model.named_modules():
+            if not list(module.children()):
+                module.register_forward_hook(functools.partial(self._in_layer, name))
+        optimizer.register_step_pre_hook(lambda *_: self.passing("before the update"))
+        optimizer.register_step_post_hook(lambda *_: self.passing("after the update"))
+        original = scheduler.step
+
+        def step():
+            original()
+            self.passing("after the schedule")
+
+        scheduler.step = step
+
+    def set(self, at):
+        self.at, self.passed = at, []
+
+    def passing(self, name):
+        self.passed.append(name)
+        if len(self.passed) == self.at:
+            raise Tripped(name)
+
+    def _in_layer(self, name, module, args, output):
+        self.passing(f"forward of {name}")
+        if output.requires_grad:
+            output.register_hook(lambda grad: self.passing(f"backward of {name}"))
+
+
+def watch_collectives(model, called):
+    """Have `called` get "gather" or "scatter" before each."""
+
+    def watched(kind, name):
+        class Watched(kind):
+            def __call__(self, *args, **kwargs):
+                called(name)
+                return super().__call__(*args, **kwargs)
+
+        return Watched()
+
+    for module in (*model.blocks, model):
+        module.set_custom_all_gather(watched(DefaultAllGather, "gather"))
+        module.set_custom_reduce_scatter(watched(DefaultReduceScatter, "scatter"))
+
+
+def build(layout="shard", seed=7, mesh=None):
     """A sharded model with AdamW and a schedule of two parts; layouts as `LAYOUTS` has them."""
     torch.manual_seed(seed)
     model = Model()
     ranks = torch.distributed.get_world_size()
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (ranks,))}
+    options: dict[str, Any] = {"mesh": mesh or init_device_mesh("cpu", (ranks,))}
     if layout == "replicate and shard":
         options = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
     elif layout == "tensor parallel":
@@ -210,3 +259,8 @@ def state(model, optimizer, scheduler):
         *(buffer.clone() for buffer in model.buffers()),
         torch.get_rng_state(),
     ]
+
+
+def same(got, want):
+    """Whether two states have the same bits."""
+    return len(got) == len(want) and all(map(torch.equal, got, want))

@@ -1,0 +1,237 @@
+"""After a failed step on FSDP2, the next one is what it is where nothing has ever failed."""
+
+from __future__ import annotations
+
+import pytest
+
+PIECES = [1, 1]
+
+
+def steps_with_failures(layout, last):
+    """On a rank: as many steps as a step has places; all ranks leave step n at place n, abort it
+    and run it again.
+
+    Returns the names of all places, and those after which something was different from a run
+    without failures.
+    """
+    import torch
+    from fsdp_bench import CLIP, Trip, Tripped, build, replica_of, same, state, step_of
+    from split_bench import TokenLoss, data, split_step
+
+    from megatron_idempotent import WindowAborted
+
+    ranks = torch.distributed.get_world_size()
+    batch = data(1, 2 * sum(PIECES), replica_of(layout))
+    loss = TokenLoss()
+
+    def setting():
+        parts = build(layout)
+        clip = None if layout == "tensor parallel" else CLIP
+        return parts, step_of(*parts, undo=True, clip_grad=clip), Trip(*parts)
+
+    parts, step, trip = setting()
+    states, results = [state(*parts)], []
+    while len(results) < max(1, len(trip.passed)):
+        trip.set(0)
+        results.append(split_step(step, loss, batch, PIECES, last=last))
+        states.append(state(*parts))
+    names = list(trip.passed)
+    differing = []
+    parts, step, trip = setting()
+    for place, name in enumerate(names, start=1):
+        trip.set(place)
+        with pytest.raises(WindowAborted) as stopped:
+            split_step(step, loss, batch, PIECES, last=last)
+        assert isinstance(stopped.value.__cause__, Tripped)
+        assert sorted(stopped.value.failures) == list(range(ranks))
+        trip.set(0)
+        step.abort()
+        if not same(state(*parts), states[place - 1]):
+            differing.append(f"{name}, aborted")
+        if any(parameter.grad is not None for parameter in parts[0].parameters()):
+            differing.append(f"{name}, gradients")
+        result = split_step(step, loss, batch, PIECES, last=last)
+        wanted = results[place - 1]
+        if not same(state(*parts), states[place]) or result.metrics != wanted.metrics:
+            differing.append(name)
+        if result.grad_norm != wanted.grad_norm or trip.passed != names:
+            differing.append(f"{name}, norm or places")
+    return names, differing
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_all_ranks_leave_at_each_place(megatron_ranks, last):
+    answers = megatron_ranks(2, steps_with_failures, "shard", last, timeout_s=120)
+    check_places(answers)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["replicate and shard", "tensor parallel"])
+def test_four_ranks_leave_at_each_place(megatron_ranks, layout):
+    check_places(megatron_ranks(4, steps_with_failures, layout, True, timeout_s=300))
+
+
+def check_places(answers):
+    for names, differing in answers:
+        assert names.count("gather") == 10
+        assert names.count("scatter") == 3
+        assert {"backward of blocks.0.up", "before the update", "after the schedule"} < set(names)
+        assert not differing
+
+
+def on_one_rank(where, last):
+    """On a rank: rank 0 fails outside of the model, in the second of three microbatches."""
+    import torch
+    from fsdp_bench import Tripped, build, same, state, step_of
+    from split_bench import TokenLoss, data, split_step
+
+    from megatron_idempotent import WindowAborted
+
+    rank = torch.distributed.get_rank()
+    calls = {"forward": 0, "loss": 0}
+    armed = False
+
+    def passing(name, at):
+        calls[name] += at == "before" if name == "forward" else 1
+        if armed and rank == 0 and where == f"{name} {at}" and calls[name] == 3:
+            raise Tripped(where)
+
+    def forward(model, microbatch):
+        passing("forward", "before")
+        output = model(microbatch["input_ids"])
+        passing("forward", "after")
+        return output
+
+    class Loss(TokenLoss):
+        def __call__(self, output, microbatch):
+            passing("loss", "itself")
+            return super().__call__(output, microbatch)
+
+    loss, batch = Loss(), data(1, 8, rank)
+    sizes = [1, 3]
+
+    def setting():
+        parts = build()
+        return parts, step_of(*parts, forward=forward)
+
+    parts, step = setting()
+    split_step(step, loss, batch, sizes, last=last)
+    want = state(*parts)
+    parts, step = setting()
+    before = state(*parts)
+    calls, armed = {"forward": 0, "loss": 0}, True
+    with pytest.raises(WindowAborted) as stopped:
+        split_step(step, loss, batch, sizes, last=last)
+    assert list(stopped.value.failures) == [0]
+    assert isinstance(stopped.value.__cause__, Tripped) == (rank == 0)
+    assert calls["forward"] >= 4  # the rest of the call was run, for the others
+    with pytest.raises(RuntimeError, match="has failed"):
+        step.finish(step.open_step_id)
+    armed = False
+    step.abort()
+    aborted = same(state(*parts), before)
+    split_step(step, loss, batch, sizes, last=last)
+    return aborted, same(state(*parts), want)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("where", ["forward before", "forward after", "loss itself"])
+def test_one_rank_fails_outside_of_the_model(megatron_ranks, where, last):
+    assert megatron_ranks(2, on_one_rank, where, last) == [(True, True)] * 2
+
+
+def inside_the_model_of_one_rank():
+    """On a rank: rank 0 leaves a layer; the others' collective has a timeout of its own."""
+    import datetime
+    import time
+
+    import torch
+    from fsdp_bench import Trip, build, step_of
+    from split_bench import TokenLoss, data, split_step
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from megatron_idempotent import SessionPoisoned
+
+    rank = torch.distributed.get_rank()
+    group = torch.distributed.new_group(timeout=datetime.timedelta(seconds=2))
+    parts = build(mesh=DeviceMesh.from_group(group, "cpu"))
+    step, trip = step_of(*parts, deadline_s=6.0), Trip(*parts)
+    begun = time.monotonic()
+    trip.set(3 if rank == 0 else 0)
+    with pytest.raises(SessionPoisoned, match="same place"):
+        split_step(step, TokenLoss(), data(1, 2, rank), [1])
+    assert time.monotonic() - begun < 10.0
+    step.abort()
+    with pytest.raises(SessionPoisoned, match="half-way"):
+        split_step(step, TokenLoss(), data(1, 2, rank), [1])
+    assert all(parameter.grad is None for parameter in parts[0].parameters())
+
+
+def test_one_rank_fails_inside_of_the_model(megatron_ranks):
+    megatron_ranks(2, inside_the_model_of_one_rank)
+
+
+def in_the_update_of_one_rank(undo):
+    """On a rank: rank 0 fails in the optimizer; what the next begin() and step make of it."""
+    import torch
+    from fsdp_bench import Trip, Tripped, build, same, state, step_of
+    from split_bench import TokenLoss, data, split_step
+
+    from megatron_idempotent import WindowAborted
+
+    rank = torch.distributed.get_rank()
+    loss, batch = TokenLoss(), data(1, 2, rank)
+    parts = build()
+    split_step(step_of(*parts), loss, batch, [1])
+    want = state(*parts)
+    parts = build()
+    step, trip = step_of(*parts, undo=undo), Trip(*parts)
+    trip.passing = lambda name: _trip(rank == 0 and name == "after the update", Tripped)
+    with pytest.raises(WindowAborted, match="can go back" if undo else "load a checkpoint"):
+        split_step(step, loss, batch, [1])
+    trip.passing = lambda name: None
+    step.abort()
+    if not undo:
+        with pytest.raises(RuntimeError, match="half updated"):
+            split_step(step, loss, batch, [1])
+        return True
+    split_step(step, loss, batch, [1])
+    return same(state(*parts), want)
+
+
+def _trip(now, error):
+    if now:
+        raise error
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_one_rank_fails_in_the_update(megatron_ranks, undo):
+    assert megatron_ranks(2, in_the_update_of_one_rank, undo) == [True, True]
+
+
+def gradient_that_is_not_a_number():
+    """On a rank: one rank's loss is NaN, and the next step's is not."""
+    import torch
+    from fsdp_bench import build, same, state, step_of
+    from split_bench import TokenLoss, data, split_step
+
+    from megatron_idempotent import WindowAborted
+
+    rank = torch.distributed.get_rank()
+
+    class Loss(TokenLoss):
+        def __call__(self, output, microbatch):
+            return super().__call__(output * (torch.nan if rank == 0 else 1.0), microbatch)
+
+    parts = build()
+    step = step_of(*parts)
+    before = state(*parts)
+    with pytest.raises(WindowAborted, match="norm of the gradients is nan"):
+        split_step(step, Loss(), data(1, 2, rank), [1])
+    step.abort()
+    assert same(state(*parts), before)
+    assert split_step(step, TokenLoss(), data(1, 2, rank), [1]).updated
+
+
+def test_a_gradient_that_is_not_a_number_is_not_stepped_with(megatron_ranks):
+    megatron_ranks(2, gradient_that_is_not_a_number)
