@@ -1,0 +1,72 @@
+"""FSDP2 and Megatron agree on the same weights and data."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def both(kind, tied):
+    """On a rank: two steps of each engine on one GPT; names of what differs."""
+    import split_bench
+    import torch
+    from fsdp_bench import DEADLINE_S
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import megatron_idempotent
+    from megatron_idempotent import FSDPTrainStep, TrainStep
+    from megatron_idempotent.cpu import tiny
+
+    loss = getattr(split_bench, kind)()
+    options = {
+        "distributed_optimizer": False,
+        "tied": tied,
+        "config_overrides": {"calculate_per_token_loss": True},
+        "optimizer_overrides": {"lr": 1e-3, "weight_decay": 0.0, "clip_grad": 0.0},
+    }
+    common = {"forward": split_bench.forward, "deadline_s": DEADLINE_S}
+    megatron_idempotent.apply()
+    megatron = tiny.build(**options)
+    by_megatron = TrainStep(megatron.chunks, megatron.optimizer, **common)
+    module = tiny.build(**options, with_optimizer=False).chunks[0].module
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in module.modules():
+        if isinstance(layer, TransformerLayer):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.0)
+    by_fsdp = FSDPTrainStep(module, optimizer, clip_grad=None, **common)
+    theirs = dict(megatron.chunks[0].module.named_parameters())
+    differing = []
+    for seed in (1, 2):
+        batch = split_bench.data(seed, 16, torch.distributed.get_rank())
+        want = split_bench.split_step(by_megatron, loss, batch, [1, 4, 3])
+        got = split_bench.split_step(by_fsdp, loss, batch, [1, 4, 3])
+        squares, elements = 0.0, 0
+        for name, ours in module.named_parameters():
+            gradient = ours.grad.full_tensor()
+            squares += float(gradient.double().square().sum())
+            elements += gradient.numel()
+            if not gradient.any() or not torch.equal(gradient, theirs[name].main_grad):
+                differing.append(f"{seed}: gradient of {name}")
+            if not torch.equal(ours.detach().full_tensor(), theirs[name].detach()):
+                differing.append(f"{seed}: {name}")
+        # A sum of n squares in float32 in any order is off by n u at most, u = 2**-24, and its
+        # root by half of that and a rounding more.
+        bound = (elements / 2 + 1) * 2.0**-24
+        for norm in (got.grad_norm, want.grad_norm):
+            assert abs(norm - squares**0.5) <= bound * squares**0.5
+        for name in ("metrics", "rows", "microbatches", "global_valid_tokens", "lr"):
+            if getattr(got, name) != getattr(want, name):
+                differing.append(f"{seed}: {name}")
+    return differing
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["TokenLoss", "SequenceLoss"])
+def test_both_engines_agree(megatron_ranks, kind, tied):
+    # To the bit, and not only to float32's accuracy: both engines add up the same gradients of the
+    # same microbatches in the same order, a sum over two ranks has one order, and FSDP2's mean
+    # over two is divided by 2 and multiplied by 2 without rounding: x / 2 * (2 / N) = x * (1 / N).
+    assert megatron_ranks(2, both, kind, tied) == [[], []]
