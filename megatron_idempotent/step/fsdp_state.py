@@ -93,11 +93,6 @@ class Shards:
         """Put back what forwards and backwards leave in FSDP2, exceptions in them included."""
         if self._root._is_root:  # before the first forward there is nothing, nor its streams
             self.model.reset_iter_state()
-        for group in self._groups:
-            for param in group.fsdp_params:
-                if param.grad_offload_event is not None:
-                    param.grad_offload_event.synchronize()
-                    param.grad_offload_event = None
         self.reshard()
 
     def drop(self) -> None:

@@ -88,7 +88,7 @@ class Trip:
     """
 
     def __init__(self, model, optimizer, scheduler) -> None:
-        self.at, self.passed = 0, []
+        self.at, self.passed, self.error = 0, [], Tripped
         watch_collectives(model, lambda name: self.passing(name))
         for name, module in model.named_modules():
             if not list(module.children()):
@@ -103,13 +103,13 @@ class Trip:
 
         scheduler.step = step
 
-    def set(self, at):
-        self.at, self.passed = at, []
+    def set(self, at, error=None):
+        self.at, self.passed, self.error = at, [], error or Tripped
 
     def passing(self, name):
         self.passed.append(name)
         if len(self.passed) == self.at:
-            raise Tripped(name)
+            raise self.error(name)
 
     def _in_layer(self, name, module, args, output):
         self.passing(f"forward of {name}")

@@ -81,6 +81,9 @@ def check_places(answers):
 
 def on_one_rank(where, last):
     """On a rank: rank 0 fails outside of the model, in the second of three microbatches."""
+    import gc
+    import weakref
+
     import torch
     from fsdp_bench import Tripped, build, same, state, step_of
     from split_bench import TokenLoss, data, split_step
@@ -89,7 +92,7 @@ def on_one_rank(where, last):
 
     rank = torch.distributed.get_rank()
     calls = {"forward": 0, "loss": 0}
-    armed = False
+    armed, outputs = False, []
 
     def passing(name, at):
         calls[name] += at == "before" if name == "forward" else 1
@@ -99,6 +102,7 @@ def on_one_rank(where, last):
     def forward(model, microbatch):
         passing("forward", "before")
         output = model(microbatch["input_ids"])
+        outputs.append(weakref.ref(output))
         passing("forward", "after")
         return output
 
@@ -129,6 +133,8 @@ def on_one_rank(where, last):
         step.finish(step.open_step_id)
     armed = False
     step.abort()
+    gc.collect()
+    assert not any(output() is not None for output in outputs)  # the error holds none of them
     aborted = same(state(*parts), before)
     split_step(step, loss, batch, sizes, last=last)
     return aborted, same(state(*parts), want)
@@ -140,7 +146,7 @@ def test_one_rank_fails_outside_of_the_model(megatron_ranks, where, last):
     assert megatron_ranks(2, on_one_rank, where, last) == [(True, True)] * 2
 
 
-def inside_the_model_of_one_rank():
+def inside_the_model_of_one_rank(interrupt):
     """On a rank: rank 0 leaves a layer; the others' collective has a timeout of its own."""
     import datetime
     import time
@@ -157,18 +163,23 @@ def inside_the_model_of_one_rank():
     parts = build(mesh=DeviceMesh.from_group(group, "cpu"))
     step, trip = step_of(*parts, deadline_s=6.0), Trip(*parts)
     begun = time.monotonic()
-    trip.set(3 if rank == 0 else 0)
-    with pytest.raises(SessionPoisoned, match="same place"):
+    if rank == 0:
+        trip.set(4, KeyboardInterrupt if interrupt else None)
+    error, text = SessionPoisoned, "agree within 6 s" if interrupt else "same place"
+    if interrupt and rank == 0:
+        error, text = KeyboardInterrupt, "forward of blocks.0.norm"
+    with pytest.raises(error, match=text):
         split_step(step, TokenLoss(), data(1, 2, rank), [1])
-    assert time.monotonic() - begun < 10.0
+    assert time.monotonic() - begun < 15.0
     step.abort()
     with pytest.raises(SessionPoisoned, match="half-way"):
         split_step(step, TokenLoss(), data(1, 2, rank), [1])
     assert all(parameter.grad is None for parameter in parts[0].parameters())
 
 
-def test_one_rank_fails_inside_of_the_model(megatron_ranks):
-    megatron_ranks(2, inside_the_model_of_one_rank)
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_one_rank_fails_inside_of_the_model(megatron_ranks, interrupt):
+    megatron_ranks(2, inside_the_model_of_one_rank, interrupt)
 
 
 def in_the_update_of_one_rank(undo):

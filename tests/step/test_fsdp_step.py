@@ -1,9 +1,6 @@
-"""What else a split step on FSDP2 promises: uneven data, reading, errors that name the remedy."""
+"""What a split step on FSDP2 makes of uneven data, and of what a program has set or left."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
 
 import pytest
 
@@ -102,93 +99,6 @@ def test_a_step_without_valid_rows_is_skipped(megatron_ranks):
     assert megatron_ranks(2, nothing_valid) == [True, True]
 
 
-def reading(last):
-    """On a rank: log-probs, export and a failed evaluation after every piece."""
-    import torch
-    from fsdp_bench import Trip, Tripped, build, parameters, same, state, step_of
-    from split_bench import TokenLoss, data, split_step
-    from torch.distributed.tensor import DTensor
-
-    rank = torch.distributed.get_rank()
-    batch, loss = data(1, 8, rank), TokenLoss()
-    logprobs = []
-
-    def run(between=None):
-        parts = build()
-        step, trip = step_of(*parts), Trip(*parts)
-        for _ in range(2):
-            split_step(
-                step,
-                loss,
-                batch,
-                [1, 2, 1],
-                last=last,
-                between=between and (lambda _: between(step, trip)),
-            )
-        if between is not None:
-            between(step, trip)
-        return state(*parts), [parameter.grad.to_local() for parameter in parts[0].parameters()]
-
-    def look(step, trip):
-        with step.reading() as [model]:
-            assert not any(module.training for module in model.modules())
-            named = dict(model.named_parameters())
-            assert all(isinstance(parameter, DTensor) for parameter in named.values())
-            whole = parameters(model)
-            logprobs.append((model(batch["input_ids"]).sum().item(), whole))
-            assert not torch.is_grad_enabled()
-        trip.set(2)
-        with pytest.raises(Tripped), step.reading() as [model]:
-            model(batch["input_ids"])
-        trip.set(0)
-
-    want, got = run(), run(look)
-    assert same(want[1], got[1])
-    # Between two updates all of them see the same parameters, and after one others.
-    values = [value for value, _ in logprobs]
-    assert len(set(values[:3])) == len(set(values[3:6])) == 1
-    assert len({values[0], values[3], values[6]}) == 3
-    assert torch.equal(logprobs[6][1], want[0][0])
-    return same(want[0], got[0])
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_reading_disturbs_nothing(megatron_ranks, last):
-    assert megatron_ranks(2, reading, last) == [True, True]
-
-
-def evaluated_outside():
-    """On a rank: a program evaluates without reading() before the update, and is not one behind."""
-    import torch
-    from fsdp_bench import build, same, state, step_of
-    from split_bench import TokenLoss, data, split_step
-
-    batch, loss = data(1, 4, torch.distributed.get_rank()), TokenLoss()
-
-    def run(between):
-        parts = build()
-        step = step_of(*parts)
-        for _ in range(3):
-            split_step(step, loss, batch, [2], last=True, between=between and between(parts[0]))
-        return state(*parts)
-
-    def evaluation(model):
-        def evaluate(_):
-            random = torch.get_rng_state()
-            model.eval()
-            with torch.no_grad():
-                model(batch["input_ids"])
-            torch.set_rng_state(random)
-
-        return evaluate
-
-    return same(run(evaluation), run(None))
-
-
-def test_an_evaluation_before_the_update_leaves_no_old_parameters(megatron_ranks):
-    assert megatron_ranks(2, evaluated_outside) == [True, True]
-
-
 def settings_of_the_program():
     """On a rank: what the program had set on the model is so again after a step, and an abort."""
     import torch
@@ -216,6 +126,7 @@ def settings_of_the_program():
     step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
     step.microbatch(step_id, batch)
     assert model.blocks[1].training
+    assert context.is_last_backward  # or nothing would wait for the reduction
     step.abort()
     assert settings() == before
     assert not model.blocks[1].training
@@ -225,17 +136,17 @@ def test_settings_of_the_program_are_put_back(megatron_ranks):
     megatron_ranks(2, settings_of_the_program)
 
 
-def leftovers():
+def leftovers(layout):
     """On a rank: a step after a loop that was left in the middle of an accumulation."""
     import torch
     from fsdp_bench import Trip, Tripped, build, same, state, step_of
     from split_bench import TokenLoss, data, split_step
 
     batch, loss = data(1, 4, torch.distributed.get_rank()), TokenLoss()
-    parts = build()
+    parts = build(layout)
     split_step(step_of(*parts), loss, batch, [2])
     want = state(*parts)
-    parts = build()
+    parts = build(layout)
     model = parts[0]
     random, trip = torch.get_rng_state(), Trip(*parts)
     model.set_requires_gradient_sync(False)
@@ -251,89 +162,27 @@ def leftovers():
     return same(state(*parts), want)
 
 
-def test_begin_drops_what_a_loop_has_left(megatron_ranks):
-    assert megatron_ranks(2, leftovers) == [True, True]
+@pytest.mark.parametrize("layout", ["shard", "half precision"])
+def test_begin_drops_what_a_loop_has_left(megatron_ranks, layout):
+    assert megatron_ranks(2, leftovers, layout) == [True, True]
 
 
-def forwards_that_are_refused():
-    """On a rank: a forward for training, and another step, while one is open."""
+def different_batches():
+    """On a rank: the two ranks of replica 0 are given different numbers of rows."""
     import torch
-    from fsdp_bench import build, same, state, step_of
-    from split_bench import ROWS, TokenLoss, data, split_step
-
-    batch, loss = data(1, 4, torch.distributed.get_rank()), TokenLoss()
-    parts = build()
-    split_step(step_of(*parts), loss, batch, [1, 1])
-    want = state(*parts)
-    model, _, _ = parts = build()
-    step, other = step_of(*parts), step_of(*parts)
-
-    def between(_):
-        with pytest.raises(RuntimeError, match=r"use step\.microbatch|Use step\.microbatch"):
-            model(batch["input_ids"])
-        with pytest.raises(RuntimeError, match="another FSDPTrainStep is open"):
-            other.begin(loss, global_batch_size=8, micro_batch_size=ROWS)
-        assert other.open_step_id is None
-
-    split_step(step, loss, batch, [1, 1], between=between)
-    model(batch["input_ids"]).sum().backward()
-    other.begin(loss, global_batch_size=8, micro_batch_size=ROWS)
-    return same(state(*parts)[:1], want[:1])
-
-
-def test_an_open_step_refuses_other_training(megatron_ranks):
-    assert megatron_ranks(2, forwards_that_are_refused) == [True, True]
-
-
-def bad_arguments():
-    """On a rank: what the constructor says no to, and weights that were swapped under a step."""
-    import torch
-    from fsdp_bench import Model, build, step_of
+    from fsdp_bench import build, step_of
     from split_bench import ROWS, TokenLoss, data
-    from torch.distributed.fsdp import fully_shard
 
-    from megatron_idempotent import FSDPTrainStep
+    from megatron_idempotent import WindowAborted
 
-    model, optimizer, scheduler = build()
-    plain = Model()
-    with pytest.raises(ValueError, match="Model that is not fully sharded: apply"):
-        FSDPTrainStep(plain, optimizer)
-    early = torch.optim.SGD(plain.parameters())
-    partly = set(plain.head.parameters())
-    fully_shard(plain, ignored_params=partly)
-    with pytest.raises(ValueError, match=r"2 parameters that are not sharded.*'head\.weight'"):
-        FSDPTrainStep(plain, early)
-    plain.head.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"of which 13 parameters are not.*\(128, 16\).*after"):
-        FSDPTrainStep(plain, early)
-    with pytest.raises(ValueError, match="got a NoneType as optimizer"):
-        FSDPTrainStep(model, None)
-    for wrong in (0.0, -1.0):
-        with pytest.raises(ValueError, match="clip_grad must be positive or None, got"):
-            FSDPTrainStep(model, optimizer, clip_grad=wrong)
-    step = step_of(model, optimizer, scheduler)
+    rank = torch.distributed.get_rank()
+    step = step_of(*build("tensor parallel"), clip_grad=None)
     step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
-    step.microbatch(step_id, data(1, 2, torch.distributed.get_rank()))
-    with torch.no_grad():
-        weights = {name: value.clone() for name, value in model.state_dict().items()}
-    model.load_state_dict(weights, assign=True)
-    with pytest.raises(RuntimeError, match="15 of the optimizer's parameters are not the model's"):
-        step.finish(step_id)
-    step.abort()
-    with pytest.raises(ValueError, match="part of a larger sharded model: pass that"):
-        FSDPTrainStep(model.blocks[0], torch.optim.SGD(model.blocks[0].parameters()))
+    with pytest.raises(WindowAborted, match="data-parallel rank 0 was given"):
+        step.microbatch(step_id, data(1, 2 if rank == 1 else 4, rank // 2))
+    step.microbatch(step_id, data(1, 4, rank // 2))
+    return step.finish(step_id).microbatches
 
 
-def test_bad_arguments_are_errors_that_name_the_remedy(megatron_ranks):
-    megatron_ranks(2, bad_arguments)
-
-
-def test_megatron_is_not_imported():
-    program = (
-        "import sys; from megatron_idempotent import FSDPTrainStep; "
-        "print([name for name in sys.modules if name.split('.')[0] == 'megatron'])"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert found.stdout.strip() == "[]"
+def test_tensor_parallel_ranks_with_different_batches_are_refused(megatron_ranks):
+    assert megatron_ranks(4, different_batches) == [4] * 4
