@@ -41,7 +41,8 @@ class FSDPTrainStep(SplitStep):
     in the model if all ranks have it at the same place; else the others may wait in a collective,
     and the session is poisoned.
 
-    `finish()` raises where the gradient's norm is not finite, before the update.
+    Where the gradient's norm is not finite, and no scaler lowers its scale for it, `finish()`
+    raises on all ranks before the update.
 
     Args:
         model: the root that `fully_shard` was applied to, on a 1-D or 2-D mesh, with or without
@@ -50,6 +51,8 @@ class FSDPTrainStep(SplitStep):
         scheduler: its `step()` follows each update; may be None.
         forward: makes the output, a tensor, from (model, microbatch).
         clip_grad: largest norm of the gradient; None to leave it as it is.
+        grad_scaler: a `torch.amp.GradScaler` for half precision: a step whose gradients overflow
+            is skipped, and its scale is lowered.
         deadline_s: how long a rank waits for the others where ranks agree, in seconds.
         undo: copy parameters and optimizer state to the host before each update, so that one that
             fails half-way can be aborted too.
@@ -74,6 +77,7 @@ class FSDPTrainStep(SplitStep):
         *,
         forward: Forward = tokens_forward,
         clip_grad: float | None = 1.0,
+        grad_scaler: Any = None,
         deadline_s: float = DEADLINE_S,
         undo: bool = False,
     ) -> None:
@@ -81,7 +85,13 @@ class FSDPTrainStep(SplitStep):
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad must be positive or None, got {clip_grad!r}")
         backend = FSDPBackend(
-            self._shards, optimizer, scheduler, forward, clip_grad=clip_grad, undo=undo
+            self._shards,
+            optimizer,
+            scheduler,
+            forward,
+            clip_grad=clip_grad,
+            grad_scaler=grad_scaler,
+            undo=undo,
         )
         super().__init__(backend, deadline_s=deadline_s)
 

@@ -16,7 +16,7 @@ from megatron_idempotent.window.agreement import describe, poison
 
 from .backend import Update
 from .fsdp_run import Call, Forward, Watch
-from .fsdp_state import SchedulerSnapshot, Shards, SyncSnapshot
+from .fsdp_state import ScalerSnapshot, SchedulerSnapshot, Shards, SyncSnapshot
 from .records import Batch, StepLoss
 from .snapshot import (
     GroupSnapshot,
@@ -42,6 +42,7 @@ class FSDPBackend:
         forward: Forward,
         *,
         clip_grad: float | None,
+        grad_scaler: Any,
         undo: bool,
     ) -> None:
         self.shards = shards
@@ -50,6 +51,7 @@ class FSDPBackend:
         self._scheduler = scheduler
         self._forward = forward
         self._clip_grad = clip_grad
+        self._scaler = grad_scaler
         self._keeps_undo = undo
         self._watch = Watch(self._model)
         self._snapshot: list[Any] = []
@@ -86,6 +88,8 @@ class FSDPBackend:
         ]
         if self._scheduler is not None:
             self._snapshot.append(SchedulerSnapshot(self._scheduler))
+        if self._scaler is not None:
+            self._snapshot.append(ScalerSnapshot(self._scaler, self.device))
         self._undo, self._updating, self._released = None, False, False
         _open.add(self._model)
         self._watch.install()
@@ -103,7 +107,7 @@ class FSDPBackend:
         self, microbatches: Sequence[Batch], loss: StepLoss, *, reduce: bool, ghosts: bool
     ) -> list[Row]:
         self._released = self._released or reduce
-        call = Call(self.shards, self._watch, self._forward)
+        call = Call(self.shards, self._watch, self._forward, self._scaler)
         rows = []
         try:
             with ExitStack() as stack:
@@ -147,26 +151,49 @@ class FSDPBackend:
         if not self._released:
             self.shards.reduce()
         self.shards.multiply(1.0 / totals.normalizer)
-        parameters = [p for p in self.shards.parameters() if p.grad is not None]
-        norm = total_norm([p.grad for p in parameters if p.grad is not None])
-        grad_norm = float(norm)
-        if not math.isfinite(grad_norm):
-            raise RuntimeError(
-                f"the norm of the gradients is {grad_norm}, and the update would spread that to "
-                "all parameters; no rank has begun it"
-            )
-        if self._clip_grad is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
+        grad_norm = self._clipped()
+        if grad_norm is None:
+            lr, decay = self.rates()
+            return Update(updated=False, grad_norm=None, lr=lr, weight_decay=decay)
         if self._keeps_undo:
             self._undo = StateUndo([], [self._optimizer])
         self._updating = True
-        self._optimizer.step()
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
         # Forwards in eval leave some modules unsharded: those copies are old now.
         self.shards.reshard()
         lr, weight_decay = self.rates()
         if self._scheduler is not None:
             self._scheduler.step()
         return Update(updated=True, grad_norm=grad_norm, lr=lr, weight_decay=weight_decay)
+
+    def _clipped(self) -> float | None:
+        """The norm before clipping; None where gradients overflowed, for which the scale is lower.
+
+        Raises:
+            RuntimeError: the norm is not finite, and no lower scale would change that.
+        """
+        scale = None if self._scaler is None else self._scaler.get_scale()
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizer)
+        parameters = [p for p in self.shards.parameters() if p.grad is not None]
+        norm = total_norm([p.grad for p in parameters if p.grad is not None])
+        grad_norm = float(norm)
+        if not math.isfinite(grad_norm):
+            if self._scaler is not None:
+                self._scaler.update()
+                if self._scaler.get_scale() < scale:
+                    return None
+            raise RuntimeError(
+                f"the norm of the gradients is {grad_norm}, and the update would spread that to "
+                "all parameters; no rank has begun it"
+            )
+        if self._clip_grad is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
+        return grad_norm
 
     def rates(self) -> tuple[float, float]:
         return lr_and_weight_decay(self._optimizer)

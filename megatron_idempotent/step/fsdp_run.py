@@ -97,10 +97,11 @@ class Watch:
 class Call:
     """The microbatches that all ranks run between two agreements, on this rank."""
 
-    def __init__(self, shards: Shards, watch: Watch, forward: Forward) -> None:
+    def __init__(self, shards: Shards, watch: Watch, forward: Forward, scaler: Any) -> None:
         self._shards = shards
         self._watch = watch
         self._forward = forward
+        self._scaler = scaler
         self._error: Exception | None = None
         self._told: str | None = None
         self._place = _THROUGH
@@ -169,7 +170,9 @@ class Call:
                     "the graph that it was computed by"
                 )
             row = {"loss": _kept(total), **{name: _kept(v) for name, v in metrics.items()}}
-            return total.reshape(()).backward, row
+            total = total.reshape(())
+            scaled = total if self._scaler is None else self._scaler.scale(total)
+            return scaled.backward, row
         except Exception as error:  # noqa: BLE001  told to all ranks, and raised on all
             self._carry(error, "loss")
             return functools.partial(_send, zeros_for(output)), None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -149,3 +150,20 @@ class SchedulerSnapshot:
     def restore(self) -> None:
         """Put it back; may be called again."""
         self._scheduler.load_state_dict(copy.deepcopy(self._state))
+
+
+class ScalerSnapshot:
+    """The scale of a `torch.amp.GradScaler`, which has not looked at gradients yet."""
+
+    def __init__(self, scaler: Any, device: Any) -> None:
+        self._scaler = scaler
+        self._state = scaler.state_dict()
+        self._device = device
+
+    def restore(self) -> None:
+        """Put it back; may be called again."""
+        if self._state:  # it has none where it is not enabled
+            # Only update() forgets what gradients were looked at, and only after a first scale().
+            self._scaler.scale(torch.zeros((), device=self._device))
+            self._scaler.update(self._state["scale"])
+            self._scaler.load_state_dict(self._state)
