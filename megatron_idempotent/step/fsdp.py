@@ -17,7 +17,7 @@ from .fsdp_run import Forward
 from .fsdp_state import AccumulatedSnapshot, Shards
 from .lifecycle import SplitStep
 from .records import Batch
-from .snapshot import ModuleSnapshot, RandomSnapshot
+from .snapshot import ModuleSnapshot, TorchSnapshot
 
 
 def tokens_forward(model: Any, microbatch: Batch) -> torch.Tensor:
@@ -109,7 +109,7 @@ class FSDPTrainStep(SplitStep):
                 weights = {n: p.full_tensor() for n, p in model.named_parameters()}
         """
         model = self._shards.model
-        modules, random = ModuleSnapshot([model]), RandomSnapshot()
+        modules, random = ModuleSnapshot([model]), TorchSnapshot()
         accumulated = AccumulatedSnapshot(self._shards)
         self._shards.reshard()
         model.eval()

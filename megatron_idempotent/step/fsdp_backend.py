@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_idempotent.window.agreement import describe, poison
+from megatron_idempotent.window.bounded import bounded
 
 from .backend import Update
 from .fsdp_run import Call, Forward, Watch
@@ -21,14 +21,14 @@ from .records import Batch, StepLoss
 from .snapshot import (
     GroupSnapshot,
     ModuleSnapshot,
-    RandomSnapshot,
     StateUndo,
+    TorchSnapshot,
     lr_and_weight_decay,
 )
 from .totals import Row, Totals
 
-# Models that a step is open for.
-_open: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Models that a step is open for, and whose it is.
+_open: weakref.WeakKeyDictionary[nn.Module, FSDPBackend] = weakref.WeakKeyDictionary()
 
 
 class FSDPBackend:
@@ -77,12 +77,13 @@ class FSDPBackend:
         return self._updating and self._undo is None
 
     def open(self) -> None:
+        self.close()  # a step whose end was interrupted may still be here
         if self._model in _open:
             raise RuntimeError("begin(): another FSDPTrainStep is open for this model")
         self.shards.drop()
         self._snapshot = [
             ModuleSnapshot([self._model]),
-            RandomSnapshot(),
+            TorchSnapshot(),
             GroupSnapshot(self._optimizer.param_groups),
             SyncSnapshot(self.shards),
         ]
@@ -90,8 +91,8 @@ class FSDPBackend:
             self._snapshot.append(SchedulerSnapshot(self._scheduler))
         if self._scaler is not None:
             self._snapshot.append(ScalerSnapshot(self._scaler, self.device))
-        self._undo, self._updating, self._released = None, False, False
-        _open.add(self._model)
+        self._released = False
+        _open[self._model] = self
         self._watch.install()
         self._model.set_is_last_backward(True)
         self._model.train()
@@ -109,26 +110,23 @@ class FSDPBackend:
         self._released = self._released or reduce
         call = Call(self.shards, self._watch, self._forward, self._scaler)
         rows = []
-        try:
-            with ExitStack() as stack:
-                if ghosts:
-                    # What a microbatch that nobody has counted or drew from is not kept.
-                    stack.callback(RandomSnapshot().restore)
-                    stack.callback(ModuleSnapshot([self._model]).restore_buffers)
-                if not self._model.training:  # an evaluation may have left it so
-                    self._model.train()
-                for number, microbatch in enumerate(microbatches, start=1):
-                    last = reduce and number == len(microbatches)
-                    self._model.set_requires_gradient_sync(last)
-                    row = call.run(microbatch, None if ghosts else loss)
-                    if call.stopped:
-                        break
-                    if row is not None:
-                        rows.append(row)
-        except BaseException as error:
-            # An interrupt: the other ranks may be anywhere in the model.
-            poison(f"a microbatch was left by {describe(error)}")
-            raise
+        with ExitStack() as stack:
+            # Half, so that a rank whose peer has left the model still meets it below.
+            stack.enter_context(bounded(self.shards.process_groups(), self._deadline_s / 2))
+            if ghosts:
+                # What a microbatch that nobody has counted or drew from is not kept.
+                stack.callback(TorchSnapshot().restore)
+                stack.callback(ModuleSnapshot([self._model]).restore_buffers)
+            if not self._model.training:  # an evaluation may have left it so
+                self._model.train()
+            for number, microbatch in enumerate(microbatches, start=1):
+                last = reduce and number == len(microbatches)
+                self._model.set_requires_gradient_sync(last)
+                row = call.run(microbatch, None if ghosts else loss)
+                if call.stopped:
+                    break
+                if row is not None:
+                    rows.append(row)
         call.settle(self._deadline_s)
         return rows
 
@@ -147,11 +145,12 @@ class FSDPBackend:
     def check_gradients(self) -> None:
         """FSDP2 refuses no gradient; `update` looks at the norm, which is the same on all ranks."""
 
-    def update(self, totals: Totals, local: float, increment: int) -> Update:
-        if not self._released:
-            self.shards.reduce()
-        self.shards.multiply(1.0 / totals.normalizer)
-        grad_norm = self._clipped()
+    def update(self, totals: Totals, local: float, increment: int, timeout_s: float) -> Update:
+        with bounded(self.shards.process_groups(), timeout_s):
+            if not self._released:
+                self.shards.reduce()
+            self.shards.multiply(1.0 / totals.normalizer)
+            grad_norm = self._clipped()
         if grad_norm is None:
             lr, decay = self.rates()
             return Update(updated=False, grad_norm=None, lr=lr, weight_decay=decay)
@@ -206,9 +205,10 @@ class FSDPBackend:
         for part in self._snapshot:
             if isinstance(part, SyncSnapshot):
                 part.restore()
-        self._snapshot, self._undo = [], None
+        self._snapshot, self._undo, self._updating = [], None, False
         self._watch.remove()
-        _open.discard(self._model)
+        if _open.get(self._model) is self:
+            del _open[self._model]
 
     def restore(self) -> None:
         if not self._snapshot:

@@ -133,12 +133,12 @@ def watch_collectives(model, called):
         module.set_custom_reduce_scatter(watched(DefaultReduceScatter, "scatter"))
 
 
-def build(layout="shard", seed=7, mesh=None):
+def build(layout="shard", seed=7):
     """A sharded model with AdamW and a schedule of two parts; layouts as `LAYOUTS` has them."""
     torch.manual_seed(seed)
     model = Model()
     ranks = torch.distributed.get_world_size()
-    options: dict[str, Any] = {"mesh": mesh or init_device_mesh("cpu", (ranks,))}
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (ranks,))}
     if layout == "replicate and shard":
         options = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
     elif layout == "tensor parallel":
