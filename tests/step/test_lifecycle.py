@@ -6,6 +6,8 @@ from typing import ClassVar
 
 import pytest
 
+ENGINES = ["megatron", "fsdp"]
+
 
 def _raised(error, call, *args, **kwargs):
     try:
@@ -15,14 +17,12 @@ def _raised(error, call, *args, **kwargs):
     raise AssertionError(f"{call} raised no {error}")
 
 
-def calls_out_of_order() -> None:
+def calls_out_of_order(engine: str) -> None:
     """On a rank: every call that has no open step, or has one already."""
-    from split_bench import ROWS, TokenLoss, build, data, forward
+    from engines import step_on
+    from split_bench import ROWS, TokenLoss, data
 
-    from megatron_idempotent import TrainStep
-
-    model, scheduler, replica = build()
-    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
+    step, replica, _ = step_on(engine)
     loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
     batch = data(1, 4, replica)
 
@@ -47,22 +47,21 @@ def calls_out_of_order() -> None:
     step.abort()
 
 
-def test_calls_out_of_order_are_errors_that_name_the_open_step(megatron_ranks):
-    megatron_ranks(2, calls_out_of_order)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_calls_out_of_order_are_errors_that_name_the_open_step(megatron_ranks, engine):
+    megatron_ranks(2, calls_out_of_order, engine)
 
 
-def calls_sent_again() -> None:
+def calls_sent_again(engine: str) -> None:
     """On a rank: the same ids again, and the numbers of a run in which nothing was repeated."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, cut, data, forward, parameters
-
-    from megatron_idempotent import TrainStep
+    from engines import step_on
+    from split_bench import ROWS, TokenLoss, cut, data
 
     loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
 
     def run(times: int):
-        model, scheduler, replica = build(overlap_param_gather=True)
-        step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
+        step, replica, parameters = step_on(engine, overlap_param_gather=True)
         results = []
         for number in range(2):
             name = f"outer {number}"
@@ -85,15 +84,16 @@ def calls_sent_again() -> None:
         step.begin(loss, **sizes, step_id="third")
         assert "(2, 1)" in _raised(RuntimeError, step.begin, loss, **differing, step_id="third")
         step.abort()
-        return results, parameters(model)
+        return results, parameters()
 
     once, twice = run(1), run(3)
     assert once[0] == twice[0]
     assert torch.equal(once[1], twice[1])
 
 
-def test_what_is_sent_again_changes_nothing(megatron_ranks):
-    megatron_ranks(2, calls_sent_again)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_sent_again_changes_nothing(megatron_ranks, engine):
+    megatron_ranks(2, calls_sent_again, engine)
 
 
 def bad_arguments() -> list[str]:
