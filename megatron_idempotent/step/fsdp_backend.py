@@ -162,8 +162,6 @@ class FSDPBackend:
         else:
             self._scaler.step(self._optimizer)
             self._scaler.update()
-        # Forwards in eval leave some modules unsharded: those copies are old now.
-        self.shards.reshard()
         lr, weight_decay = self.rates()
         if self._scheduler is not None:
             self._scheduler.step()
@@ -178,6 +176,7 @@ class FSDPBackend:
         scale = None if self._scaler is None else self._scaler.get_scale()
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
+        # This reshards: an evaluation may have left whole copies, which the update makes old.
         parameters = [p for p in self.shards.parameters() if p.grad is not None]
         norm = total_norm([p.grad for p in parameters if p.grad is not None])
         grad_norm = float(norm)
