@@ -57,8 +57,6 @@ class Shards:
         for group in self._groups:
             meshes = [group.mesh_info.mesh, *(p._sharding_spec.mesh for p in group.fsdp_params)]
             found += [each for mesh in dict.fromkeys(meshes) for each in mesh.get_all_groups()]
-            apart = getattr(group.mesh_info, "reduce_scatter_process_group", None)
-            found += [] if apart is None else [apart]
         return list(dict.fromkeys(found))
 
     def parameters(self) -> list[nn.Parameter]:

@@ -159,6 +159,8 @@ def build(layout="shard", seed=7):
         model.blocks[0].set_gradient_divide_factor(float(ranks))
         model.set_force_sum_reduction_for_comms(True)
         model.set_gradient_divide_factor(1.0)
+        # Has a group reduce zeros whenever it is asked to.
+        model.set_reduce_scatter_unused_params(True)
     return (model, *optimizer_of(model))
 
 

@@ -189,7 +189,7 @@ def bad_arguments():
     with pytest.raises(ValueError, match="part of a larger sharded model: pass that"):
         FSDPTrainStep(model.blocks[0], torch.optim.SGD(model.blocks[0].parameters()))
     del FSDPModule.reset_iter_state  # as before torch 2.13
-    with pytest.raises(RuntimeError, match="needs FSDPModule.reset_iter_state"):
+    with pytest.raises(RuntimeError, match=r"needs FSDPModule\.reset_iter_state"):
         FSDPTrainStep(model, optimizer)
 
 
