@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_idempotent.window.bounded import bounded
@@ -26,9 +25,6 @@ from .snapshot import (
     lr_and_weight_decay,
 )
 from .totals import Row, Totals
-
-# Models that a step is open for, and whose it is.
-_open: weakref.WeakKeyDictionary[nn.Module, FSDPBackend] = weakref.WeakKeyDictionary()
 
 
 class FSDPBackend:
@@ -78,7 +74,7 @@ class FSDPBackend:
 
     def open(self) -> None:
         self.close()  # a step whose end was interrupted may still be here
-        if self._model in _open:
+        if self._watch.is_taken():
             raise RuntimeError("begin(): another FSDPTrainStep is open for this model")
         self.shards.drop()
         self._snapshot = [
@@ -92,7 +88,6 @@ class FSDPBackend:
         if self._scaler is not None:
             self._snapshot.append(ScalerSnapshot(self._scaler, self.device))
         self._released = False
-        _open[self._model] = self
         self._watch.install()
         self._model.set_is_last_backward(True)
         self._model.train()
@@ -206,8 +201,6 @@ class FSDPBackend:
                 part.restore()
         self._snapshot, self._undo, self._updating = [], None, False
         self._watch.remove()
-        if _open.get(self._model) is self:
-            del _open[self._model]
 
     def restore(self) -> None:
         if not self._snapshot:

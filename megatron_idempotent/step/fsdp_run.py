@@ -49,6 +49,11 @@ class Watch:
         # Not the output itself, which may be large, and done with before the loss is computed.
         self.zeros: Zeros = []
 
+    def is_taken(self) -> bool:
+        """Whether another step watches the model, which is open then."""
+        hooks = self._model._forward_pre_hooks.values()
+        return any(isinstance(getattr(hook, "__self__", None), Watch) for hook in hooks)
+
     def install(self) -> None:
         self._handles = [
             # Ahead of FSDP2's, which would leave traces of a forward that is refused.

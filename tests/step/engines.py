@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 
-def step_on(engine, **options):
+def class_of(engine):
+    import megatron_idempotent
+
+    name = {"megatron": "TrainStep", "fsdp": "FSDPTrainStep"}[engine]
+    return getattr(megatron_idempotent, name)
+
+
+def step_on(engine, kind=None, **options):
     """A step on a small model, this rank's data-parallel rank, and a reader of all parameters.
 
-    `options` are those of `cpu.tiny.build`, for Megatron.
+    `kind` is the class of the step, if not the engine's. `options` are those of `cpu.tiny.build`,
+    for Megatron.
     """
+    import split_bench
+
+    kind = kind or class_of(engine)
     if engine == "fsdp":
         import fsdp_bench
         import torch
 
         parts = fsdp_bench.build()
-        step, rank = fsdp_bench.step_of(*parts), torch.distributed.get_rank()
-        return step, rank, lambda: fsdp_bench.parameters(parts[0])
-    import split_bench
-
-    from megatron_idempotent import TrainStep
-
+        step = kind(*parts, deadline_s=split_bench.DEADLINE_S)
+        return step, torch.distributed.get_rank(), lambda: fsdp_bench.parameters(parts[0])
     model, scheduler, replica = split_bench.build(**options)
-    step = TrainStep(
+    step = kind(
         model.chunks,
         model.optimizer,
         scheduler,
