@@ -29,13 +29,18 @@ def reading(last):
                 batch,
                 [1, 2, 1],
                 last=last,
-                between=between and (lambda _: between(step, trip)),
+                between=between and (lambda _: between(parts[0], step, trip)),
             )
         if between is not None:
-            between(step, trip)
+            between(parts[0], step, trip)
         return state(*parts), [parameter.grad.to_local() for parameter in parts[0].parameters()]
 
-    def look(step, trip):
+    def look(model, step, trip):
+        with torch.no_grad():
+            model.eval()(batch["input_ids"])  # leaves the root whole
+        model.train()
+        model.blocks[1].eval()
+        modes = [module.training for module in model.modules()]
         with step.reading() as [model]:
             assert not any(module.training for module in model.modules())
             named = dict(model.named_parameters())
@@ -43,6 +48,10 @@ def reading(last):
             whole = parameters(model)
             logprobs.append((model(batch["input_ids"]).sum().item(), whole))
             assert not torch.is_grad_enabled()
+            torch.rand(1)
+            model.blocks[0].forwards += 1
+        assert modes == [module.training for module in model.modules()]
+        model.train()
         trip.set(2)
         with pytest.raises(Tripped), step.reading() as [model]:
             model(batch["input_ids"])
