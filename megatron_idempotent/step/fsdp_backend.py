@@ -134,7 +134,7 @@ class FSDPBackend:
                 "load weights in place (not with assign=True)"
             )
 
-    def join(self) -> None:
+    def join(self, *, wait: bool = True) -> None:
         """FSDP2 starts nothing in a forward that it does not end there."""
 
     def check_gradients(self) -> None:
