@@ -113,11 +113,15 @@ def _gathered_evenly(message: bytes, size: int, group: Any) -> list[bytes]:
     return [each.numpy().tobytes() for each in everybody]
 
 
-def failures(said: Sequence[Say]) -> dict[int, str]:
-    """What stops the step, by rank in the group: failures, aborts, and ranks in another step."""
+def failures(said: Sequence[Say], group: Any = None) -> dict[int, str]:
+    """What stops the step, by global rank: failures, aborts, and ranks in another step.
+
+    `group` is the one that was heard, None for all ranks.
+    """
     ids = {say.step_id for say in said}
     found = {}
-    for rank, say in enumerate(said):
+    ranks = range(len(said)) if group is None else dist.get_process_group_ranks(group)
+    for rank, say in zip(ranks, said, strict=True):
         if say.failure is not None:
             found[rank] = say.failure
         elif say.doing == "abort":

@@ -49,7 +49,7 @@ class Turns:
             specs=tuple(spec(each[0]) for each in lists),
         )
         said = self._hear(say, group)
-        found = failures(said)
+        found = failures(said, group)
         differing = differing_replicas(said)
         if differing and not found:
             found = {0: differing}
