@@ -123,8 +123,9 @@ class OpenStep(Turns):
                 self._backend.join()
             say = Say(doing="abort", step_id=self.step_id, failure=self.failure, poisoned=poisoned)
             said = self._hear(say)
-            if self._updating and any(
-                (each.doing, each.failure) != ("abort", self.failure) for each in said
+            ours = "abort", self.failure
+            if any(each.doing == "updated" for each in said) or (
+                self._updating and any((each.doing, each.failure) != ours for each in said)
             ):
                 raise poison(f"the update of step {self.step_id!r} was left on some ranks only")
         except SessionPoisoned:

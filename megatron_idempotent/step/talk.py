@@ -75,6 +75,7 @@ def hear(say: Say, deadline_s: float, group: Any = None) -> list[Say]:
         # pickle does not find it under its name.
         plain = {field.name: getattr(say, field.name) for field in dataclasses.fields(say)}
         said = _gathered(pickle.dumps(plain), group or control_group(deadline_s))
+        heard = [Say(**pickle.loads(each)) for each in said]
     except RuntimeError as lost:
         own = "" if say.failure is None else f"; this rank failed itself: {say.failure}"
         raise poison(
@@ -82,10 +83,9 @@ def hear(say: Say, deadline_s: float, group: Any = None) -> list[Say]:
             f"({lost}){own}"
         ) from lost
     except BaseException as error:
-        # Peers may be in the second of the two gathers, and would take our next one for it.
+        # Peers go on, or are in a second gather and would take our next one for it.
         poison(f"a rank left the agreement on step {say.step_id!r} by {describe(error)}")
         raise
-    heard = [Say(**pickle.loads(each)) for each in said]
     left = [f"{rank}: {each.failure}" for rank, each in enumerate(heard) if each.poisoned]
     if left:
         raise poison(f"collectives were left on rank {'; on rank '.join(left)}")
