@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
 from megatron_idempotent.patches._windows import open_windows
 from megatron_idempotent.window.abort import abort_window, checked, let_go
@@ -29,6 +30,7 @@ class MegatronBackend:
         self, chunks: Any, optimizer: Any, scheduler: Any, forward: Forward, *, undo: bool
     ) -> None:
         self.chunks = checked("TrainStep()", chunks, optimizer)
+        _refuse(self.chunks)
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._keeps_undo = undo
@@ -190,6 +192,22 @@ class MegatronBackend:
         finally:
             del self._optimizer.step_with_ready_grads
         return bool(updated), None if grad_norm is None else float(grad_norm)
+
+
+def _refuse(chunks: Sequence[Any]) -> None:
+    """Raise for what would give another gradient, or none."""
+    for chunk in chunks:
+        config = get_model_config(chunk)
+        if getattr(config, "overlap_moe_expert_parallel_comm", False):
+            raise ValueError(
+                "TrainStep() got overlap_moe_expert_parallel_comm=True, whose schedule runs two "
+                "microbatches in one and cannot be taken apart: set it to False"
+            )
+        if getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+            raise ValueError(
+                "TrainStep() got reuse_grad_buf_for_mxfp8_param_ag=True, where a gather of "
+                "parameters would overwrite the gradients of an open step: set it to False"
+            )
 
 
 class _Window:

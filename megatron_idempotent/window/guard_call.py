@@ -17,6 +17,7 @@ from .agreement import SessionPoisoned, describe, poison
 from .guard_layers import Layers
 from .guard_owed import Debts
 from .guard_zeros import gradient_like, no_gradient, output_like
+from .hold import set_for
 
 
 class GuardedCall:
@@ -83,13 +84,10 @@ class GuardedCall:
             stack.enter_context(self.debts.watched())
             for name, step in (("forward_step", self._forward), ("backward_step", self._backward)):
                 original = getattr(schedules, name)
-                step = functools.partial(step, original)
-                stack.enter_context(_replaced(schedules, name, step))
+                set_for(stack, schedules, name, functools.partial(step, original))
             if finalize is not None:
                 finalize_all = functools.partial(self._finalize, finalize)
-                stack.enter_context(
-                    _replaced(self.config, "finalize_model_grads_func", finalize_all)
-                )
+                set_for(stack, self.config, "finalize_model_grads_func", finalize_all)
             yield
 
     def settle(self) -> None:
@@ -216,16 +214,6 @@ class GuardedCall:
                 for name in ("embedding_activation_buffer", "grad_output_buffer"):
                     if getattr(module, name, None):
                         getattr(module, name).clear()
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _single(output: Any) -> Any:

@@ -96,6 +96,22 @@ def test_what_is_sent_again_changes_nothing(megatron_ranks, engine):
     megatron_ranks(2, calls_sent_again, engine)
 
 
+def _refused(model) -> list[str]:
+    """What a step is told that asks for what it cannot do."""
+    from megatron_idempotent import TrainStep
+
+    told = []
+    for owner, name in (
+        (model.config, "overlap_moe_expert_parallel_comm"),
+        (model.chunks[0].ddp_config, "reuse_grad_buf_for_mxfp8_param_ag"),
+    ):
+        before = getattr(owner, name, False)
+        setattr(owner, name, True)
+        told.append(_raised(ValueError, TrainStep, model.chunks, model.optimizer))
+        setattr(owner, name, before)
+    return told
+
+
 def bad_arguments() -> list[str]:
     """On a rank: what each is told; the step goes on as if they had not been."""
     import torch
@@ -114,6 +130,7 @@ def bad_arguments() -> list[str]:
         _raised(ValueError, TrainStep, model.chunks[0], model.optimizer),
         _raised(ValueError, TrainStep, [], model.optimizer),
         _raised(ValueError, TrainStep, model.chunks, torch.optim.SGD([torch.ones(1)])),
+        *_refused(model),
         _raised(ValueError, TrainStep, model.chunks, model.optimizer, deadline_s=0),
         _raised(ValueError, TrainStep, model.chunks, model.optimizer, deadline_s="1"),
     ]
@@ -152,7 +169,9 @@ def bad_arguments() -> list[str]:
 def test_bad_arguments_are_named_and_harm_nothing(megatron_ranks):
     for told in megatron_ranks(2, bad_arguments):
         parts = (
-            "pass the list", "no model chunk", "SGD", "positive, got 0", "'1'",
+            "pass the list", "no model chunk", "SGD",
+            "overlap_moe_expert_parallel_comm", "reuse_grad_buf_for_mxfp8_param_ag",
+            "positive, got 0", "'1'",
             "'mean'", "'words'", "len",
             "global_batch_size, got 0", "micro_batch_size, got 2.0", "step_id, got 3",
             "rank_batch_size, got -1",
