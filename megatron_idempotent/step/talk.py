@@ -68,7 +68,7 @@ def hear(say: Say, deadline_s: float, group: Any = None) -> list[Say]:
     Raises:
         SessionPoisoned: a rank did not come in time, or one that did is poisoned.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [say]
     try:
         # As a dictionary: where this class arrived pickled by value, as in some Ray actors, plain
