@@ -20,6 +20,7 @@ from .engine.verify import verify
 if TYPE_CHECKING:
     from .step.fsdp import FSDPTrainStep
     from .step.megatron import TrainStep
+    from .step.records import StepLoss, StepResult
     from .window.abort import abort_window
     from .window.accumulation import accumulation_window
     from .window.agreement import SessionPoisoned, WindowAborted, agree
@@ -39,6 +40,8 @@ __all__ = [
     "Report",
     "Row",
     "SessionPoisoned",
+    "StepLoss",
+    "StepResult",
     "TrainStep",
     "UnknownPatchError",
     "VerificationError",
@@ -64,6 +67,8 @@ _LAZY = {
     "FSDPTrainStep": "step.fsdp",
     "ReplicaMismatchError": "window.check",
     "SessionPoisoned": "window.agreement",
+    "StepLoss": "step.records",
+    "StepResult": "step.records",
     "TrainStep": "step.megatron",
     "WindowAborted": "window.agreement",
     "abort_window": "window.abort",

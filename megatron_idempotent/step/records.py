@@ -41,7 +41,7 @@ class StepLoss(Protocol):
         """Denominator by name of metric; metrics that are not named use that of the gradient."""
 
     def __call__(
-        self, output: torch.Tensor, microbatch: Batch
+        self, output: torch.Tensor, microbatch: Batch, /
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]:
         """The sum (not the mean) of the loss over one microbatch, a scalar, and its metrics.
 

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 
+from megatron_idempotent import StepResult
 from megatron_idempotent.engine.source import locate
-from megatron_idempotent.step.records import StepResult
 from megatron_idempotent.trainer import saved
 from megatron_idempotent.trainer.output import prepare
 from megatron_idempotent.trainer.policy.megatron import training_metrics

@@ -56,11 +56,11 @@ class PolicyLoss:
         self._temperature = temperature
 
     def __call__(
-        self, output: torch.Tensor, microbatch: Batch
+        self, logits_BTV: torch.Tensor, microbatch: Batch
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Sums over the response tokens of a microbatch, from its logits [B, T, V]."""
+        """Sums over the response tokens of a microbatch."""
         parts = grpo_loss(
-            token_logprobs(output, microbatch["targets"], temperature=self._temperature),
+            token_logprobs(logits_BTV, microbatch["targets"], temperature=self._temperature),
             microbatch["old_logprobs"],
             microbatch["advantages"],
             microbatch["token_mask"][:, 1:],

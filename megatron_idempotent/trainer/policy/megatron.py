@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 import megatron_idempotent
-from megatron_idempotent.step.records import StepResult
 from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.parts import StepMetrics
 from megatron_idempotent.trainer.policy.arguments import megatron_arguments
@@ -79,7 +78,7 @@ class MegatronPolicy:
             ]
         )
 
-    def _optimizer_step(self, stream: Iterable[Batch]) -> StepResult:
+    def _optimizer_step(self, stream: Iterable[Batch]) -> megatron_idempotent.StepResult:
         step = self._step
         step_id = step.begin(
             self._loss,
@@ -113,7 +112,7 @@ class MegatronPolicy:
             return token_logprobs(logits_BTV, batch.targets_BT, temperature=temperature)
 
 
-def training_metrics(results: Sequence[StepResult]) -> StepMetrics:
+def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> StepMetrics:
     """The steps of a rollout as one: means over their response tokens, and over their updates."""
     tokens = sum(result.global_valid_tokens for result in results)
     updates = [result for result in results if result.updated]
