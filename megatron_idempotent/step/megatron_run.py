@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
@@ -153,11 +154,11 @@ class Runner:
             raise Carried(call.error)
 
     def groups(self) -> list[Any]:
-        """Megatron's process groups that this rank is in."""
+        """Megatron's process groups that this rank is in; 0.12 uses the default one, too."""
         # The group itself tells one initialisation from the next.
         known = parallel_state.get_tensor_model_parallel_group()
         if self._groups[0] is not known:
-            self._groups = known, live_groups()
+            self._groups = known, [*live_groups(), dist.group.WORLD]
         return self._groups[1]
 
     def _forward_step(self, loss: StepLoss, rows: list[Row], ghosts: bool) -> Callable[..., Any]:

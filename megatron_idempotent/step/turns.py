@@ -10,6 +10,7 @@ from megatron_idempotent.window.agreement import (
     SessionPoisoned,
     WindowAborted,
     describe,
+    is_poisoned,
     poison,
 )
 
@@ -63,8 +64,8 @@ class Turns:
         try:
             return hear(say, self._deadline_s, group)
         except BaseException:
-            # Nobody listens any more, or all know.
-            self.known = self.known or group is None
+            # Nobody listens any more, or all know; unless it had not begun.
+            self.known = self.known or (group is None and is_poisoned())
             raise
 
     @contextmanager

@@ -53,6 +53,7 @@ def reported(options: dict[str, Any]) -> None:
         assert first.metrics[name] == pytest.approx(sum(row[name] for row in rows), rel=1e-12)
     assert first.metrics["nll_max"] == max(row["nll_max"] for row in rows)
     assert first.metrics["nll_min"] == min(row["nll_min"] for row in rows)
+    assert 2 < first.metrics["nll_min"] < first.metrics["nll"] < first.metrics["nll_max"] < 8
     # An untrained model is about as good as guessing: the mean is over valid tokens.
     assert 4 < first.metrics["nll"] < 6
     everywhere: list[Any] = [None] * torch.distributed.get_world_size()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -50,6 +51,8 @@ def test_on_all_ranks(megatron_ranks, call, sample):
 @pytest.mark.parametrize("call", list(CALLS))
 def test_on_one_rank(megatron_ranks, call, sample):
     which, last, kind = CALLS[call]
+    if which == 2 and version("megatron-core").startswith("0.12."):
+        pytest.skip("0.12 adds up gradient norms in the default group, which no rebuild replaces")
     options = {**OPTIONS, "deadline_s": 2.0}
     for outcomes, wrong in megatron_ranks(
         2, stopped, options, last, which, kind, sample, 1, timeout_s=600
