@@ -126,6 +126,18 @@ def modes_and_logs() -> None:
     assert torch.equal(router.local_tokens_per_expert, counted)
     assert not any(module.training for module in model.chunks[0].modules())
     assert torch.equal(torch.get_rng_state(), random)
+    step_id = begin()
+    step.microbatch(step_id, batch)
+    open_state = torch.get_rng_state(), model.gradients(), router.local_tokens_per_expert.clone()
+    with step.reading() as (chunk,):
+        assert not any(module.training for module in chunk.modules())
+        assert not torch.is_grad_enabled()
+        torch.rand(3)
+        router.local_tokens_per_expert += 1
+    now = torch.get_rng_state(), model.gradients(), router.local_tokens_per_expert
+    assert all(map(torch.equal, open_state, now))
+    assert all(module.training for module in model.chunks[0].modules())
+    step.abort()
     # And an evaluation that does not put its mode back does not change what a step trains.
     step_id = begin()
     model.chunks[0].eval()
