@@ -102,8 +102,9 @@ class MegatronBackend:
 
     def join(self, *, wait: bool = True) -> None:
         debts = Debts(self.chunks)
-        for chunk in self.chunks:
-            debts.gather(chunk, wait=wait)
+        with bounded(self._runner.groups(), self._runner.deadline_s):
+            for chunk in self.chunks:
+                debts.gather(chunk, wait=wait)
 
     def check_gradients(self) -> None:
         for chunk in self.chunks:

@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 from megatron_idempotent.patches.grad_scale_func import LossScale
 from megatron_idempotent.patches.process_groups_leak import live_groups
 from megatron_idempotent.window.agreement import (
+    DEADLINE_S,
     WindowAborted,
     exchange,
     lockstep_group,
@@ -42,12 +43,12 @@ class Runner:
         self.chunks = chunks
         self.configs = list({id(c): c for c in map(get_model_config, chunks)}.values())
         self.running = False
+        self.deadline_s = DEADLINE_S
         self.finalize_options: dict[str, Any] = {}
         """What the schedule passes to the finalize function besides chunks and tokens."""
         self._optimizer = optimizer
         self._forward = forward
         self._parameter = next(chunks[0].parameters())
-        self._deadline_s = 0.0
         self._groups: tuple[Any, list[Any]] = None, []
 
     @property
@@ -76,7 +77,7 @@ class Runner:
                 )
 
     def coupled(self, deadline_s: float) -> tuple[bool, Any]:
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         config = self.configs[0]
         balancing = config.moe_router_load_balancing_type or ()
         if (config.expert_model_parallel_size or 1) > 1 or "global_aux_loss" in balancing:
@@ -136,15 +137,15 @@ class Runner:
 
     def _call(self, arguments: dict[str, Any], reduce: bool) -> None:
         schedule = get_forward_backward_func()
-        coupled, group = self.coupled(self._deadline_s)
+        coupled, group = self.coupled(self.deadline_s)
         if not coupled and not reduce:
             schedule(**arguments)  # no rank waits for this one
             return
         tell: Callable[[str | None], dict[int, str]] = _nobody
         if coupled:
-            tell = functools.partial(exchange, deadline_s=self._deadline_s, group=group)
+            tell = functools.partial(exchange, deadline_s=self.deadline_s, group=group)
         call = GuardedCall(arguments, tell, check=False)
-        with bounded(self.groups(), self._deadline_s):
+        with bounded(self.groups(), self.deadline_s):
             call.run(schedule)
         if call.failures:
             raise WindowAborted(

@@ -131,6 +131,10 @@ class OpenStep(Turns):
         except SessionPoisoned:
             if self.failure is None:
                 raise
+        except RuntimeError as lost:  # of a gather that a peer has not joined
+            poisoned_now = poison(f"step {self.step_id!r} was aborted by {describe(lost)}")
+            if self.failure is None:
+                raise poisoned_now from lost
 
     def _totals(self) -> tuple[Totals, float, int]:
         """What all ranks have run, once all of them have come to the end."""
