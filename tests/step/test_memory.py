@@ -13,8 +13,9 @@ PIECES = {1: [8], 8: [1] * 8}
 # Bytes. Above it are activations of the tiny model and buckets of its gradients; below it are the
 # host's messages, 4 KiB for each rank, and the states of random generators, 5 KiB each.
 SMALL = 10_000
-# Five such states, which an open step could go back to, and each microbatch's metrics and counts.
-HELD = 30_000
+# Five such states, which an open step could go back to, each microbatch's metrics and counts, and
+# the messages of three agreements between two ranks, whose release is seen or not: see `peak`.
+HELD = 30_000 + 3 * 2 * 4096
 RUNS = 3
 
 
