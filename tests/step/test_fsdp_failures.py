@@ -61,7 +61,7 @@ def steps_with_failures(layout, last):
     return names, differing
 
 
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("last", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_all_ranks_leave_at_each_place(megatron_ranks, last):
     answers = megatron_ranks(2, steps_with_failures, "shard", last, timeout_s=120)
     check_places(answers)
