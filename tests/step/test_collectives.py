@@ -136,7 +136,7 @@ def agreements(layout: str, number: int, last: bool) -> Counter[tuple[str, str, 
     return whole
 
 
-ALWAYS = ("dp2, gathers", "pp2", "ep2")
+ALWAYS = ("dp2, gathers", "pp2")
 
 
 @pytest.mark.parametrize(

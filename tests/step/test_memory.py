@@ -103,8 +103,10 @@ def _open(step: Any, loss: Any, batch: Any) -> None:
         {},
         {"distributed_optimizer": False},
         {"overlap_param_gather": True},
-        {"dtype": "bf16"},
-        {"config_overrides": {"calculate_per_token_loss": False}},
+        pytest.param({"dtype": "bf16"}, marks=pytest.mark.matrix),
+        pytest.param(
+            {"config_overrides": {"calculate_per_token_loss": False}}, marks=pytest.mark.matrix
+        ),
     ],
     ids=str,
 )

@@ -87,7 +87,7 @@ ALWAYS = (
     "dp2, fp16",
     "pp2, tied",
     "pp2 vpp2 dp2, aligned",
-    "tp2 dp2",
+    "tp2, sequence parallel",
     "ep2",
     "expert bias",
 )
