@@ -87,4 +87,4 @@ class Backend(Protocol):
         """The step has ended with a result: forget what `restore` would put back."""
 
     def restore(self) -> None:
-        """Drop the gradients, and put back what `open` found."""
+        """Drop the gradients, and put back what `open` found; nothing where that was refused."""

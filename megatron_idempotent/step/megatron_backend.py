@@ -152,6 +152,8 @@ class MegatronBackend:
             open_windows.remove(self._window)
 
     def restore(self) -> None:
+        if self._snapshot is None:
+            return  # another step is open for these chunks, and this one never was
         if is_poisoned():
             let_go(self.chunks)
         try:
@@ -162,8 +164,7 @@ class MegatronBackend:
             abort_window(self.chunks, self._optimizer)
         if self._undo is not None:
             self._undo.restore()
-        if self._snapshot is not None:
-            self._snapshot.restore()
+        self._snapshot.restore()
         self.close()
 
     def _num_tokens(self, local: float) -> Any:

@@ -205,11 +205,12 @@ def without_what_it_needs() -> None:
 
     step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
     name = step.begin(loss, **sizes)
-    assert "is open for these chunks" in _raised(
-        RuntimeError, TrainStep(model.chunks, model.optimizer).begin, loss, **sizes
-    )
     step.microbatch(name, batch)
     gradients = model.gradients()
+    assert gradients.any()
+    other = TrainStep(model.chunks, model.optimizer)
+    assert "is open for these chunks" in _raised(RuntimeError, other.begin, loss, **sizes)
+    assert torch.equal(model.gradients(), gradients)
     assert "is open for these chunks" in _raised(
         RuntimeError, model.forward_backward, 1, data_seed=1, zero_first=False
     )
