@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_idempotent.window.agreement import DEADLINE_S, control_group, refuse_if_poisoned
+from megatron_idempotent.window.left_open import close_contexts
 
 from .backend import Backend
 from .open_step import OpenStep
@@ -100,7 +101,8 @@ class SplitStep:
             self._backend.coupled(self._deadline_s)
         try:
             self._backend.open()
-        except BaseException:
+        except BaseException as error:
+            close_contexts(error)
             self._backend.restore()
             raise
         self._begun += 1

@@ -86,10 +86,15 @@ class _Trackers:
             name: state.clone() if isinstance(state, Tensor) else state
             for name, state in get_cuda_rng_tracker().get_states().items()
         }
+        # Of a fork that was left in the wrong order; Transformer Engine's tracker has none.
+        self._current = vars(get_cuda_rng_tracker()).get("_current_state_name")
 
     def restore(self) -> None:
+        tracker = get_cuda_rng_tracker()
         states = {n: s.clone() if isinstance(s, Tensor) else s for n, s in self._states.items()}
-        get_cuda_rng_tracker().set_states(states)
+        tracker.set_states(states)
+        if self._current is not None:
+            tracker._current_state_name = self._current
 
 
 class LogSnapshot:

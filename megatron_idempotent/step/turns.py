@@ -13,6 +13,7 @@ from megatron_idempotent.window.agreement import (
     is_poisoned,
     poison,
 )
+from megatron_idempotent.window.left_open import close_contexts
 
 from .backend import Backend
 from .batch import spec
@@ -76,6 +77,7 @@ class Turns:
         except unless:
             raise  # all who would wait for this rank have stopped as well
         except BaseException as error:
+            close_contexts(error)
             self._fail(describe(error))
             raise
 

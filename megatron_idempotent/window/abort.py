@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +17,8 @@ from megatron_idempotent.patches.moe_tokens_of_aborted_window import forget_toke
 from megatron_idempotent.patches.reduction_outlives_its_window import drain
 from megatron_idempotent.patches.rerun_state_after_exception import abandon, live_machine
 from megatron_idempotent.patches.shared_experts_wedged import start_over
+
+from .left_open import close_contexts, drop_coalescing, leave_no_sync
 
 # What Megatron times between the start of a window and the end of its step. Timers of the caller's,
 # around several windows, run on.
@@ -71,12 +71,13 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
     wait in a collective for ever, or have sent what nobody reads: agree between ranks first.
 
     What is put back: reductions in flight have ended and gradients are zero, in the buffers, in
-    `param.grad` and in the optimizer; gathers in flight have ended; `no_sync` is left, also where a
-    traceback still holds it; a first window's counts are dropped; MoE token counts, auxiliary
-    losses kept for logging, router replay, overlapped shared experts and deferred embedding
-    gradients are empty; Megatron's timers of a window are stopped; the rerun state machine waits
-    for a step, and no recomputation is under way. Config, training mode, hooks, random states and
-    loss scale stay.
+    `param.grad` and in the optimizer; gathers in flight have ended, and collectives that were being
+    put together are dropped; `no_sync` is left, also where a traceback still holds it, and so are,
+    where the exception is being handled, other contexts whose exit it interrupted; a first window's
+    counts are dropped; MoE token counts, auxiliary losses kept for logging, router replay,
+    overlapped shared experts and deferred embedding gradients are empty; Megatron's timers of a
+    window are stopped; the rerun state machine waits for a step, and no recomputation is under way.
+    Config, training mode, hooks, random states and loss scale stay.
 
     What cannot be put back: an update that has begun. If `optimizer.step()` raised before its
     inner optimizer ran, parameters are as they were; else its step count, `state["step"]`, is one
@@ -104,7 +105,9 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
             abort_window(chunks, optimizer)
     """
     chunks = checked("abort_window()", model_chunks, optimizer)
-    _leave_no_sync(chunks)
+    close_contexts(sys.exc_info()[1])
+    leave_no_sync(chunks)
+    drop_coalescing(chunks)
     for chunk in chunks:
         for group in bucket_groups(chunk):
             # First, because gathers and reductions may write into the gradients.
@@ -166,18 +169,6 @@ def checked(what: str, model_chunks: Any, optimizer: Any) -> list[Any]:
             "step_with_ready_grads: pass what get_megatron_optimizer() returned, or None"
         )
     return chunks
-
-
-def _leave_no_sync(chunks: list[Any]) -> None:
-    """Close upstream's generators that a traceback keeps suspended inside `no_sync`.
-
-    When the traceback is freed they would turn synchronisation on, in the middle of some window.
-    """
-    for found in gc.get_objects():
-        if type(found) is types.GeneratorType and found.__name__ == "no_sync":
-            frame = found.gi_frame
-            if frame is not None and any(frame.f_locals.get("self") is chunk for chunk in chunks):
-                found.close()
 
 
 def _forget_activations(chunk: Any) -> None:

@@ -16,6 +16,7 @@ from megatron_idempotent.patches.process_groups_leak import live_groups
 
 from . import agreement
 from .abort import abort_window, let_go
+from .left_open import leave_coalescing
 from .rebuild_holders import replace_everywhere
 
 
@@ -53,6 +54,7 @@ def rebuild_process_groups(
     let_go(chunks)
     old = _unique([*live_groups(), *groups])
     agreement.forget()
+    leave_coalescing()
     left = replace_everywhere(old, _anew(old, timeout_s))
     if chunks:
         abort_window(chunks, optimizer)

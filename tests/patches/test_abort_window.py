@@ -61,6 +61,51 @@ def test_a_no_sync_that_a_traceback_holds_is_left_for_good(megatron_ranks):
     assert all(megatron_ranks(1, no_sync_held_by_a_traceback))
 
 
+def coalescing_held_by_a_traceback(after: str) -> tuple[float, int]:
+    """On a rank: a sum over the ranks after a reduction was interrupted as it was put together."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.distributed import param_and_grad_buffer
+
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(distributed_optimizer=False)
+    held = []
+
+    class Coalescing:
+        """Stands for a KeyboardInterrupt that the exit of upstream's context comes upon."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            held.append(coalescing(*args, **kwargs))
+
+        def __enter__(self) -> Any:
+            return held[-1].__enter__()
+
+        def __exit__(self, *_: Any) -> None:
+            raise Interrupted
+
+    coalescing = param_and_grad_buffer._coalescing_manager
+    param_and_grad_buffer._coalescing_manager = Coalescing
+    with pytest.raises(Interrupted):
+        model.forward_backward(1, data_seed=0)
+    param_and_grad_buffer._coalescing_manager = coalescing
+    if after == "abort_window":
+        _abort(model)
+    else:
+        megatron_idempotent.rebuild_process_groups(model.chunks, model.optimizer)
+    one = torch.ones(1)
+    dist.all_reduce(one, group=parallel_state.get_data_parallel_group())
+    model.forward_backward(1, data_seed=0)
+    return float(one), len(held)
+
+
+@pytest.mark.parametrize("after", ["abort_window", "rebuild_process_groups"])
+def test_later_sums_are_not_added_to_an_interrupted_reduction(megatron_ranks, after):
+    assert megatron_ranks(2, coalescing_held_by_a_traceback, after) == [(2.0, 1)] * 2
+
+
 def gathers_in_flight() -> tuple[int, int]:
     """On a rank: gathers in flight after a forward was interrupted, and after the abort."""
     from megatron_idempotent.cpu import tiny

@@ -1,0 +1,94 @@
+"""Contexts that an exception has left open, because it came before or instead of their exit.
+
+Nothing is wrong with them until they end after all: a suspended generator runs its `finally` when
+the traceback that holds it is freed, which is in the middle of some later window.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed import distributed_c10d
+
+from megatron_idempotent.patches._ddp import bucket_groups
+from megatron_idempotent.patches.process_groups_leak import live_groups
+
+
+def close_contexts(error: BaseException | None) -> None:
+    """End contexts whose exit the exception interrupted, innermost first.
+
+    Such as `fork()` of Megatron's random states, which would put old ones back later. The frames
+    that are looked at are those of `contextlib`; the caller's stay as they are for a debugger.
+    """
+    for raised in reversed(list(_chain(error))):
+        frames = []
+        link = raised.__traceback__
+        while link is not None:
+            frames.append(link.tb_frame)
+            link = link.tb_next
+        for frame in reversed(frames):
+            if frame.f_code.co_filename == contextlib.__file__:
+                context = frame.f_locals.get("self")
+                if isinstance(context, contextlib._GeneratorContextManager):
+                    # What it complains of, such as an inner context that was left late, is behind
+                    # us; a context around all of this is executing, and refuses.
+                    with contextlib.suppress(Exception):
+                        context.gen.close()
+
+
+def leave_no_sync(chunks: list[Any]) -> None:
+    """Close upstream's generators that a traceback keeps suspended inside `no_sync`.
+
+    The schedules enter it by hand, so no frame of `contextlib` tells of it. Later they would turn
+    synchronisation on.
+    """
+    for generator in _suspended("no_sync"):
+        if any(generator.gi_frame.f_locals.get("self") is chunk for chunk in chunks):
+            generator.close()
+
+
+def leave_coalescing() -> None:
+    """Close torch's generators that a traceback keeps suspended, and that hold process groups."""
+    for generator in _suspended("_coalescing_manager"):
+        generator.close()
+
+
+def drop_coalescing(chunks: list[Any]) -> None:
+    """Forget collectives that were being collected for one launch.
+
+    torch collects on as long as its table has the group: every later `all_reduce` would only be
+    noted down, and return without having reduced anything.
+    """
+    state = distributed_c10d._world.pg_coalesce_state
+    if not state:
+        return
+    ours = {id(group) for group in (distributed_c10d.GroupMember.WORLD, *live_groups())}
+    for chunk in chunks:
+        for holder in bucket_groups(chunk):
+            ours.update(map(id, vars(holder).values()))
+    for group in [group for group in state if id(group) in ours]:
+        del state[group]
+
+
+def _suspended(name: str) -> list[Any]:
+    return [
+        item
+        for item in gc.get_objects()
+        if type(item) is types.GeneratorType and item.__name__ == name and item.gi_frame is not None
+    ]
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception, and those that it came from."""
+    seen: set[int] = set()
+    queue = [error]
+    while queue:
+        one = queue.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            queue += [one.__cause__, one.__context__]
