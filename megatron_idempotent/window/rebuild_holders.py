@@ -8,11 +8,12 @@ import functools
 import gc
 import inspect
 import types
+from itertools import compress, filterfalse
 from typing import Any
 
 from megatron_idempotent.patches.process_groups_leak import held
 
-_UNTRACKED = (dict, tuple)
+_UNTRACKED = frozenset((dict, tuple))
 """Containers which the garbage collector does not list while they hold nothing that it tracks."""
 _BATCH = 256
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -22,7 +23,7 @@ class _Substitutes:
     """Old object → new one, by identity."""
 
     def __init__(self, old: list[Any], new: list[Any]) -> None:
-        self._kept = old  # or an id could come to mean another object
+        self.old = old  # kept, or an id could come to mean another object
         self._new = {id(a): b for a, b in zip(old, new, strict=True)}
         self.ids = frozenset(self._new)
 
@@ -69,22 +70,22 @@ def replace_everywhere(old: list[Any], new: list[Any]) -> list[str]:
 
 def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
     """Every object that refers to an outdated one, except for frames of this module."""
-    found: list[Any] = []
     wanted = substitutes.ids
-    seen: set[int] = set()
+    found = gc.get_referrers(*substitutes.old)
     queue = gc.get_objects()
+    seen: set[int] = set()
     spared = {*spared, id(queue), id(found)}
+    # What the collector does not list is found through what it lists. A million objects refer to
+    # many more, so that each step of this is one loop in C.
     while queue:
-        untracked = []
+        fresh: dict[int, Any] = {}
         for start in range(0, len(queue), _BATCH):
-            batch = queue[start : start + _BATCH]
-            parts = gc.get_referents(*batch)
-            untracked += [p for p in parts if type(p) in _UNTRACKED and not gc.is_tracked(p)]
-            if not wanted.isdisjoint(map(id, parts)):
-                found += [i for i in batch if not wanted.isdisjoint(map(id, gc.get_referents(i)))]
-        fresh = {id(part): part for part in untracked if id(part) not in seen}
+            parts = gc.get_referents(*queue[start : start + _BATCH])
+            containers = compress(parts, map(_UNTRACKED.__contains__, map(type, parts)))
+            fresh.update((id(part), part) for part in filterfalse(gc.is_tracked, containers))
+        queue = [part for place, part in fresh.items() if place not in seen]
         seen.update(fresh)
-        queue = list(fresh.values())
+        found += [i for i in queue if not wanted.isdisjoint(map(id, gc.get_referents(i)))]
     return [item for item in found if id(item) not in spared and not _frame_here(item)]
 
 
