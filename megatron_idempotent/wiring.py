@@ -11,10 +11,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.utils import get_model_config
 
 from .patches.grad_scale_func import LossScale
 from .patches.pipeline_seed_offset import STAGE_OFFSET
+from .window.hold import configs_of
 
 
 def wire_train_config(
@@ -50,7 +50,7 @@ def wire_train_config(
         functions = [getattr(chunk, method) for chunk in chunks]
         return functions[0] if len(functions) == 1 else functions
 
-    for config in {id(c): c for c in map(get_model_config, chunks)}.values():
+    for config in configs_of(chunks):
         config.grad_scale_func = None if optimizer is None else LossScale(optimizer)
         config.finalize_model_grads_func = finalize_model_grads
         config.no_sync_func = per_chunk("no_sync") if ddp.overlap_grad_reduce else None

@@ -122,5 +122,11 @@ def expect_gradients(model: Any, expected: Any) -> None:
 
 
 def bucket_groups(chunk: Any) -> list[Any]:
-    """All bucket groups of a chunk in Megatron's DDP, dense ones first, as upstream walks them."""
-    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    """All bucket groups of a chunk in Megatron's DDP, dense ones first, as upstream walks them.
+
+    None of a bare module.
+    """
+    return [
+        *getattr(chunk, "bucket_groups", ()),
+        *getattr(chunk, "expert_parallel_bucket_groups", ()),
+    ]

@@ -25,6 +25,11 @@ class Window(Protocol):
 open_windows: list[Window] = []
 
 
+def are_held(chunks: list[Any]) -> bool:
+    """Whether an open window holds one of the chunks."""
+    return any(window.holds(chunk) for window in open_windows for chunk in chunks)
+
+
 def around(schedule: Callable[..., Any], model: Any) -> Callable[..., Any]:
     """`schedule`, or the same inside of the open window that holds a chunk of `model`."""
     for window in open_windows:

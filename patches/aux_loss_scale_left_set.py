@@ -27,21 +27,14 @@ Remove when:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import Patch, Reproduction
 
-from . import _schedules, _windows
+from . import _auxiliary_losses, _schedules, _windows
 
 _AUXILIARY = ("num_moe_experts", "mtp_num_layers", "experimental_attention_variant")
-_TRANSFORMER = "megatron.core.transformer"
-_SCALERS = (
-    (f"{_TRANSFORMER}.moe.moe_utils", "MoEAuxLossAutoScaler"),
-    (f"{_TRANSFORMER}.multi_token_prediction", "MTPLossAutoScaler"),
-    (f"{_TRANSFORMER}.experimental_attention_variant.dsa", "DSAIndexerLossAutoScaler"),
-)
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -55,11 +48,9 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if all(getattr(config, name, None) is None for name in _AUXILIARY):
         return original(*args, **kwargs)
     saved = []
-    for module, name in _SCALERS:
-        scaler = getattr(sys.modules.get(module), name, None)
-        if scaler is not None:
-            scale = scaler.main_loss_backward_scale
-            saved.append((scaler, scale, None if scale is None else scale.clone()))
+    for scaler in _auxiliary_losses.scalers():
+        scale = scaler.main_loss_backward_scale
+        saved.append((scaler, scale, None if scale is None else scale.clone()))
     try:
         return original(*args, **kwargs)
     finally:

@@ -45,7 +45,7 @@ class Backend(Protocol):
     def accept(self, lists: Sequence[Sequence[Batch]]) -> None:
         """Raise `ValueError` where microbatches cannot be run so; nothing has happened yet."""
 
-    def coupled(self, deadline_s: float) -> tuple[bool, Any]:
+    def coupled(self) -> tuple[bool, Any]:
         """Whether ranks meet in the middle of a microbatch, and the gloo group of those who do.
 
         The group is None where it is all ranks. The first call is a collective of all ranks.

@@ -12,17 +12,18 @@ from torch.distributed.tensor import DTensor
 
 from megatron_idempotent.window.agreement import DEADLINE_S
 
+from .batch import TOKENS
 from .fsdp_backend import FSDPBackend, stranger_shapes
 from .fsdp_run import Forward
 from .fsdp_state import AccumulatedSnapshot, Shards
 from .lifecycle import SplitStep
-from .records import Batch
-from .snapshot import ModuleSnapshot, TorchSnapshot
+from .records import Batch, checked_deadline
+from .snapshot import evaluating
 
 
 def tokens_forward(model: Any, microbatch: Batch) -> torch.Tensor:
     """What a model makes of `input_ids` [B, T]."""
-    output: torch.Tensor = model(microbatch["input_ids"])
+    output: torch.Tensor = model(microbatch[TOKENS])
     return output
 
 
@@ -84,6 +85,7 @@ class FSDPTrainStep(SplitStep):
         self._shards = _checked(model, optimizer)
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad must be positive or None, got {clip_grad!r}")
+        deadline_s = checked_deadline(deadline_s)
         backend = FSDPBackend(
             self._shards,
             optimizer,
@@ -91,6 +93,7 @@ class FSDPTrainStep(SplitStep):
             forward,
             clip_grad=clip_grad,
             grad_scaler=grad_scaler,
+            deadline_s=deadline_s,
             undo=undo,
         )
         super().__init__(backend, deadline_s=deadline_s)
@@ -109,19 +112,15 @@ class FSDPTrainStep(SplitStep):
                 weights = {n: p.full_tensor() for n, p in model.named_parameters()}
         """
         model = self._shards.model
-        modules, random = ModuleSnapshot([model]), TorchSnapshot()
         accumulated = AccumulatedSnapshot(self._shards)
         self._shards.reshard()
-        model.eval()
         try:
-            with torch.no_grad():
+            with evaluating([model]):
                 yield [model]
         finally:
             # Forwards leave modules unsharded, which an update would make stale.
             self._shards.settle()
             accumulated.restore()
-            modules.restore()
-            random.restore()
 
 
 def _checked(model: Any, optimizer: Any) -> Shards:

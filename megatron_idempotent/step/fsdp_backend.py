@@ -39,6 +39,7 @@ class FSDPBackend:
         *,
         clip_grad: float | None,
         grad_scaler: Any,
+        deadline_s: float,
         undo: bool,
     ) -> None:
         self.shards = shards
@@ -54,7 +55,7 @@ class FSDPBackend:
         self._undo: StateUndo | None = None
         self._updating = False
         self._released = False
-        self._deadline_s = 0.0
+        self._deadline_s = deadline_s
 
     @property
     def replica(self) -> int:
@@ -95,8 +96,7 @@ class FSDPBackend:
     def accept(self, lists: Sequence[Sequence[Batch]]) -> None:
         """Microbatches of any shape are run."""
 
-    def coupled(self, deadline_s: float) -> tuple[bool, Any]:
-        self._deadline_s = deadline_s
+    def coupled(self) -> tuple[bool, Any]:
         return True, None  # every layer's parameters are gathered from all ranks
 
     def run(

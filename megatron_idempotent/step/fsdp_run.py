@@ -28,7 +28,7 @@ from megatron_idempotent.window.agreement import (
 from .batch import ghost, spec
 from .fsdp_state import Shards
 from .records import Batch, StepLoss
-from .totals import Row
+from .totals import Row, row_of
 
 Forward = Callable[[Any, Batch], torch.Tensor]
 
@@ -168,13 +168,7 @@ class Call:
             return functools.partial(_send, zeros_for(output)), None
         try:
             total, metrics = loss(output, microbatch)
-            if total.numel() != 1 or not total.requires_grad:
-                raise ValueError(
-                    f"the loss returned shape {tuple(total.shape)} with requires_grad="
-                    f"{total.requires_grad}: return the sum over the microbatch, a scalar with "
-                    "the graph that it was computed by"
-                )
-            row = {"loss": _kept(total), **{name: _kept(v) for name, v in metrics.items()}}
+            row = row_of(total, metrics)
             total = total.reshape(())
             scaled = total if self._scaler is None else self._scaler.scale(total)
             return scaled.backward, row
@@ -220,7 +214,3 @@ def zeros_for(output: Any) -> Zeros:
 def _send(zeros: Zeros) -> None:
     edges, gradients = zip(*zeros, strict=True)
     torch.autograd.backward(edges, gradients)
-
-
-def _kept(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_idempotent.window.agreement import DEADLINE_S, control_group, refuse_if_poisoned
+from megatron_idempotent.window.agreement import control_group, refuse_if_poisoned
 from megatron_idempotent.window.left_open import close_contexts
 
 from .backend import Backend
@@ -23,13 +23,9 @@ class SplitStep:
     `abort` calls; which rank gets how many batches is free, see `microbatch`.
     """
 
-    def __init__(self, backend: Backend, *, deadline_s: float = DEADLINE_S) -> None:
-        if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)):
-            raise ValueError(f"deadline_s is a number of seconds, got {deadline_s!r}")
-        if not deadline_s > 0:
-            raise ValueError(f"deadline_s must be positive, got {deadline_s!r}")
+    def __init__(self, backend: Backend, *, deadline_s: float) -> None:
         self._backend = backend
-        self._deadline_s = float(deadline_s)
+        self._deadline_s = deadline_s
         self._open: OpenStep | None = None
         # The steps that ended last: their results, or why there is none.
         self._ended: dict[str, StepResult | str] = {}
@@ -98,7 +94,7 @@ class SplitStep:
         if dist.is_initialized():
             # Here, where all ranks come by: later one may be in a forward while another asks.
             control_group(self._deadline_s)
-            self._backend.coupled(self._deadline_s)
+            self._backend.coupled()
         try:
             self._backend.open()
         except BaseException as error:

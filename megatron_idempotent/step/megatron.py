@@ -12,11 +12,12 @@ from megatron_idempotent.engine.catalogue import patches
 from megatron_idempotent.engine.landing import landed
 from megatron_idempotent.window.agreement import DEADLINE_S
 
+from .batch import TOKENS
 from .lifecycle import SplitStep
 from .megatron_backend import MegatronBackend
 from .megatron_run import Forward
-from .records import Batch
-from .snapshot import ModuleSnapshot, TorchSnapshot
+from .records import Batch, checked_deadline
+from .snapshot import evaluating
 
 _HOOK = "aux-loss-scale-left-set"
 
@@ -27,7 +28,7 @@ def gpt_forward(model: Any, microbatch: Batch) -> torch.Tensor:
     Logits [B, T, V] on the last pipeline stage, hidden states on the others. Positions are 0..T-1
     where the batch has none.
     """
-    tokens_BT = microbatch["input_ids"]
+    tokens_BT = microbatch[TOKENS]
     positions_BT = microbatch.get("position_ids")
     if positions_BT is None:
         positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
@@ -86,7 +87,15 @@ class TrainStep(SplitStep):
                 "TrainStep() stands on patches, which are not applied: call "
                 "megatron_idempotent.apply() and see its report"
             )
-        backend = MegatronBackend(model_chunks, optimizer, scheduler, forward, undo=undo)
+        deadline_s = checked_deadline(deadline_s)
+        backend = MegatronBackend(
+            model_chunks,
+            optimizer,
+            scheduler,
+            forward,
+            deadline_s=deadline_s,
+            undo=undo,
+        )
         super().__init__(backend, deadline_s=deadline_s)
         self._chunks = backend.chunks
 
@@ -105,12 +114,5 @@ class TrainStep(SplitStep):
                 weights = {n: p.clone() for n, p in chunks[0].module.named_parameters()}
         """
         self._backend.join()
-        modules, random = ModuleSnapshot(self._chunks), TorchSnapshot()
-        for chunk in self._chunks:
-            chunk.eval()
-        try:
-            with torch.no_grad():
-                yield self._chunks
-        finally:
-            modules.restore()
-            random.restore()
+        with evaluating(self._chunks):
+            yield self._chunks

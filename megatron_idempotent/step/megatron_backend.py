@@ -9,11 +9,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron_idempotent.patches._windows import open_windows
+from megatron_idempotent.patches._ddp import bucket_groups
+from megatron_idempotent.patches._windows import are_held, open_windows
 from megatron_idempotent.window.abort import abort_window, checked, let_go
 from megatron_idempotent.window.agreement import describe, is_poisoned, poison
 from megatron_idempotent.window.bounded import bounded
-from megatron_idempotent.window.guard_owed import Debts, bucket_groups
+from megatron_idempotent.window.guard_owed import gather
 
 from .backend import Update
 from .megatron_run import Forward, Runner
@@ -27,14 +28,21 @@ class MegatronBackend:
     """This rank's chunks, optimizer and scheduler; see `Backend` for what the methods do."""
 
     def __init__(
-        self, chunks: Any, optimizer: Any, scheduler: Any, forward: Forward, *, undo: bool
+        self,
+        chunks: Any,
+        optimizer: Any,
+        scheduler: Any,
+        forward: Forward,
+        *,
+        deadline_s: float,
+        undo: bool,
     ) -> None:
         self.chunks = checked("TrainStep()", chunks, optimizer)
         _refuse(self.chunks)
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._keeps_undo = undo
-        self._runner = Runner(self.chunks, optimizer, forward)
+        self._runner = Runner(self.chunks, optimizer, forward, deadline_s)
         self._snapshot: MegatronSnapshot | None = None
         self._undo: StateUndo | None = None
         self._updating = False
@@ -63,7 +71,7 @@ class MegatronBackend:
 
     def open(self) -> None:
         self.close()  # a step whose end was interrupted may still be here
-        if any(window.holds(chunk) for window in open_windows for chunk in self.chunks):
+        if are_held(self.chunks):
             raise RuntimeError(
                 "begin(): an accumulation_window() or another TrainStep is open for these chunks"
             )
@@ -82,8 +90,8 @@ class MegatronBackend:
     def accept(self, lists: Sequence[Sequence[Batch]]) -> None:
         self._runner.accept(lists)
 
-    def coupled(self, deadline_s: float) -> tuple[bool, Any]:
-        return self._runner.coupled(deadline_s)
+    def coupled(self) -> tuple[bool, Any]:
+        return self._runner.coupled()
 
     def run(
         self, microbatches: Sequence[Batch], loss: StepLoss, *, reduce: bool, ghosts: bool
@@ -101,10 +109,9 @@ class MegatronBackend:
             )
 
     def join(self, *, wait: bool = True) -> None:
-        debts = Debts(self.chunks)
         with bounded(self._runner.groups(), self._runner.deadline_s):
             for chunk in self.chunks:
-                debts.gather(chunk, wait=wait)
+                gather(chunk, wait=wait)
 
     def check_gradients(self) -> None:
         for chunk in self.chunks:
@@ -204,6 +211,12 @@ def _refuse(chunks: Sequence[Any]) -> None:
             raise ValueError(
                 "TrainStep() got overlap_moe_expert_parallel_comm=True, whose schedule runs two "
                 "microbatches in one and cannot be taken apart: set it to False"
+            )
+        shards = getattr(config, "gtp_weight_remat_size", None) or 1
+        if shards > 1:
+            raise ValueError(
+                f"TrainStep() got gtp_weight_remat_size={shards}, whose ranks share weights and "
+                "not batches, so that they are neither one replica nor several: set it to 1"
             )
         if getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
             raise ValueError(

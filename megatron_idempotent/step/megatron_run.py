@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
 
 from megatron_idempotent.patches.grad_scale_func import LossScale
 from megatron_idempotent.patches.process_groups_leak import live_groups
 from megatron_idempotent.window.agreement import (
-    DEADLINE_S,
     WindowAborted,
     exchange,
     lockstep_group,
@@ -25,13 +23,15 @@ from megatron_idempotent.window.agreement import (
 from megatron_idempotent.window.bounded import bounded
 from megatron_idempotent.window.divisor import dividing_by
 from megatron_idempotent.window.guard_call import GuardedCall
+from megatron_idempotent.window.guard_layers import across_replicas
 from megatron_idempotent.window.guard_zeros import no_gradient
-from megatron_idempotent.window.hold import hold_back, set_for
+from megatron_idempotent.window.hold import configs_of, hold_back, set_for
 
+from .batch import TOKENS
 from .megatron_state import MegatronSnapshot
 from .records import Batch, StepLoss
 from .talk import Carried
-from .totals import Row
+from .totals import Row, row_of
 
 Forward = Callable[[Any, Batch], torch.Tensor]
 
@@ -39,11 +39,13 @@ Forward = Callable[[Any, Batch], torch.Tensor]
 class Runner:
     """The model chunks of this rank, run without a division and, but for `reduce`, a reduction."""
 
-    def __init__(self, chunks: list[Any], optimizer: Any, forward: Forward) -> None:
+    def __init__(
+        self, chunks: list[Any], optimizer: Any, forward: Forward, deadline_s: float
+    ) -> None:
         self.chunks = chunks
-        self.configs = list({id(c): c for c in map(get_model_config, chunks)}.values())
+        self.configs = configs_of(chunks)
         self.running = False
-        self.deadline_s = DEADLINE_S
+        self.deadline_s = deadline_s
         self.finalize_options: dict[str, Any] = {}
         """What the schedule passes to the finalize function besides chunks and tokens."""
         self._optimizer = optimizer
@@ -76,11 +78,9 @@ class Runner:
                     f"{stages}: send so many rows, padded with rows whose sample_mask is 0"
                 )
 
-    def coupled(self, deadline_s: float) -> tuple[bool, Any]:
-        self.deadline_s = deadline_s
+    def coupled(self) -> tuple[bool, Any]:
         config = self.configs[0]
-        balancing = config.moe_router_load_balancing_type or ()
-        if (config.expert_model_parallel_size or 1) > 1 or "global_aux_loss" in balancing:
+        if across_replicas(config) is not None:
             return True, None
         sizes = (
             config.tensor_model_parallel_size,
@@ -91,13 +91,13 @@ class Runner:
             return False, None
         if max(sizes[0], sizes[2]) > 1:
             lockstep_group()  # which a guarded call would make in mid-step
-        return True, shared_group("replica", self.replica, deadline_s)
+        return True, shared_group("replica", self.replica, self.deadline_s)
 
     def run(
         self, microbatches: Sequence[Batch], loss: StepLoss, *, reduce: bool, ghosts: bool
     ) -> list[Row]:
         rows: list[Row] = []
-        tokens_BT = microbatches[0]["input_ids"]
+        tokens_BT = microbatches[0][TOKENS]
         size, positions = tokens_BT.shape[:2]
         iterators = [iter(microbatches) for _ in self.chunks]
         arguments = {
@@ -137,7 +137,7 @@ class Runner:
 
     def _call(self, arguments: dict[str, Any], reduce: bool) -> None:
         schedule = get_forward_backward_func()
-        coupled, group = self.coupled(self.deadline_s)
+        coupled, group = self.coupled()
         if not coupled and not reduce:
             schedule(**arguments)  # no rank waits for this one
             return
@@ -173,13 +173,7 @@ class Runner:
                 if ghosts:
                     return no_gradient(output), one, {}
                 total, metrics = loss(output, microbatch)
-                if total.numel() != 1:
-                    raise ValueError(
-                        f"the loss returned shape {tuple(total.shape)}: return the sum over the "
-                        "microbatch, a scalar"
-                    )
-                # Cloned, because the schedule works on the loss in place.
-                rows.append({"loss": _kept(total), **{n: _kept(v) for n, v in metrics.items()}})
+                rows.append(row_of(total, metrics))  # now: the schedule works on it in place
                 # A token count of one, because dividing by what is valid comes at the end.
                 return total.reshape(()), one, {}
 
@@ -200,10 +194,6 @@ class Runner:
 
     def _note_finalize(self, model: Any, num_tokens: Any = None, **options: Any) -> None:
         self.finalize_options = options
-
-
-def _kept(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _nobody(failure: str | None) -> dict[int, str]:

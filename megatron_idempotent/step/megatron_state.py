@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_idempotent.window.guard_owed import bucket_groups
+from megatron_idempotent.patches import _auxiliary_losses
+from megatron_idempotent.patches._ddp import bucket_groups
+from megatron_idempotent.window.hold import configs_of
 
 from .snapshot import (
     AttributeSnapshot,
@@ -22,12 +23,7 @@ from .snapshot import (
     TorchSnapshot,
 )
 
-_TRANSFORMER = "megatron.core.transformer"
-_SCALERS = (
-    (f"{_TRANSFORMER}.moe.moe_utils", "MoEAuxLossAutoScaler"),
-    (f"{_TRANSFORMER}.multi_token_prediction", "MTPLossAutoScaler"),
-    (f"{_TRANSFORMER}.experimental_attention_variant.dsa", "DSAIndexerLossAutoScaler"),
-)
+_MOE = "megatron.core.transformer.moe"
 # What a step sets aside while it runs. Each is back when a call ends, in whatever way; but that a
 # second exception interrupts the putting back.
 _ASIDE = (
@@ -50,7 +46,7 @@ class MegatronSnapshot:
     def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
         self.modules = ModuleSnapshot(chunks)
         self._parts: list[_Part] = [self.modules, TorchSnapshot(), _Trackers(), LogSnapshot()]
-        for config in {id(c): c for c in map(get_model_config, chunks)}.values():
+        for config in configs_of(chunks):
             self._parts.append(FunctionSnapshot(config, _ASIDE))
         steps = ("backward_step", "forward_step", "forward_step_calc_loss")
         self._parts.append(FunctionSnapshot(schedules, steps))
@@ -59,10 +55,8 @@ class MegatronSnapshot:
         ]
         if optimizer is not None:
             self._parts.append(FunctionSnapshot(optimizer, ["step_with_ready_grads"]))
-        for module, name in _SCALERS:
-            scaler = getattr(sys.modules.get(module), name, None)
-            if scaler is not None:
-                self._parts.append(AttributeSnapshot(scaler, ["main_loss_backward_scale"]))
+        for scaler in _auxiliary_losses.scalers():
+            self._parts.append(AttributeSnapshot(scaler, ["main_loss_backward_scale"]))
         for one in _optimizers(optimizer):
             scaler = getattr(one, "grad_scaler", None)
             if scaler is not None:
@@ -115,9 +109,9 @@ class LogSnapshot:
 
 
 def _logged() -> Iterator[Tensor]:
-    logging = sys.modules.get(f"{_TRANSFORMER}.moe.moe_logging")
+    logging = sys.modules.get(f"{_MOE}.moe_logging")
     state = sys.modules.get("megatron.core.parallel_state")
-    moe_utils = sys.modules.get(f"{_TRANSFORMER}.moe.moe_utils")
+    moe_utils = sys.modules.get(f"{_MOE}.moe_utils")
     if logging is not None:  # from 0.18 on
         yield from (entry.values for entry in logging.get_moe_metrics_tracker().metrics.values())
     else:
@@ -126,12 +120,7 @@ def _logged() -> Iterator[Tensor]:
             if get is not None:
                 yield from (entry["values"] for entry in get().values())
                 break
-    for module, name in (
-        (f"{_TRANSFORMER}.multi_token_prediction", "MTPLossLoggingHelper"),
-        (f"{_TRANSFORMER}.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper"),
-    ):
-        tracker = getattr(getattr(sys.modules.get(module), name, None), "tracker", {})
-        yield from (value for value in tracker.values() if isinstance(value, Tensor))
+    yield from _auxiliary_losses.layer_logs()
 
 
 def undo_of(chunks: list[Any], optimizer: Any) -> StateUndo:

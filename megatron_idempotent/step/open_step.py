@@ -17,7 +17,7 @@ from .backend import Backend, Update
 from .batch import rows_of, split, valid_counts
 from .outcome import result_of
 from .records import Batch, Receipt, StepResult
-from .talk import Say, failures, stop
+from .talk import Doing, Say, failures, stop
 from .totals import Totals, as_numbers
 from .turns import Turns
 
@@ -41,7 +41,7 @@ class OpenStep(Turns):
 
     def add(self, batch: Batch | None, last: bool, name: str) -> Receipt:
         """Run a batch, after ranks that would wait for each other agree on what it is."""
-        coupled, group = self._backend.coupled(self._deadline_s)
+        coupled, group = self._backend.coupled()
         rows, lists, bad = 0, [], None
         try:
             rows = 0 if batch is None else rows_of(batch)
@@ -60,7 +60,8 @@ class OpenStep(Turns):
                 # A peer in its first forward waits for this, and is not yet where ranks meet.
                 self._backend.join(wait=False)
             if coupled:
-                said = self._meet("last" if last else "chunk", lists, bad, group)
+                doing: Doing = "last" if last else "chunk"
+                said = self._meet(doing, lists, bad, group, uneven=group is None)
                 release = last and group is None and all(say.doing == "last" for say in said)
             if last and (group is not None or not coupled):
                 everybody = self._meet("last", lists, None, None)
@@ -150,17 +151,17 @@ class OpenStep(Turns):
             rows = as_numbers(self._rows)
         except Exception as caught:  # noqa: BLE001  told to all ranks, and raised on all
             error = caught
-        coupled, group = self._backend.coupled(self._deadline_s)
+        coupled, group = self._backend.coupled()
+        speaks = self._backend.speaks
+        say = Say(
+            doing="finish",
+            step_id=self.step_id,
+            failure=None if error is None else describe(error),
+            replica=self._backend.replica,
+            counts=local if speaks else (0.0, 0.0),
+            rows=rows if speaks else (),
+        )
         while True:
-            speaks = self._backend.speaks
-            say = Say(
-                doing="finish",
-                step_id=self.step_id,
-                failure=None if error is None else describe(error),
-                replica=self._backend.replica,
-                counts=local if speaks else (0.0, 0.0),
-                rows=rows if speaks else (),
-            )
             said = self._hear(say)
             found = failures(said)
             if found:

@@ -24,13 +24,14 @@ def calls(
         return
     for place in range(max(len(say.lists) for say in said)):
         numbers = [say.lists[place][0] if place < len(say.lists) else 0 for say in said]
-        example = said[numbers.index(max(numbers))].specs[place]
+        fullest = said[numbers.index(max(numbers))]
         mine = lists[place] if place < len(lists) else []
         done = 0
         for number in sorted(set(numbers) - {0}):
             if done < len(mine):
                 yield list(mine[done:number]), False
             else:
+                example = fullest.specs[place]
                 yield [ghost(example, device) for _ in range(number - done)], True
             done = number
 

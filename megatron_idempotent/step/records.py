@@ -120,3 +120,16 @@ def check_begin(begun_with: Mapping[str, Any], step_id: str | None) -> None:
             raise ValueError(f"begin() takes a positive int as {name}, got {value!r}")
     if step_id is not None and not isinstance(step_id, str):
         raise ValueError(f"begin() takes a str as step_id, got {step_id!r}")
+
+
+def checked_deadline(deadline_s: Any) -> float:
+    """Seconds.
+
+    Raises:
+        ValueError: no positive number.
+    """
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)):
+        raise ValueError(f"deadline_s is a number of seconds, got {deadline_s!r}")
+    if not deadline_s > 0:
+        raise ValueError(f"deadline_s must be positive, got {deadline_s!r}")
+    return float(deadline_s)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from megatron_idempotent.window.left_open import close_contexts
 
 
 class ModuleSnapshot:
@@ -133,13 +136,14 @@ class StateUndo:
     """
 
     def __init__(self, parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> None:
-        self._values = [(p, p.detach().to("cpu", copy=True)) for p in parameters]
+        main = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        # Without a half precision they are the model's own.
+        all_of_them = {id(p): p for p in (*parameters, *main)}
+        self._values = [(p, p.detach().to("cpu", copy=True)) for p in all_of_them.values()]
         self._optimizers = [
             (optimizer, {p: _state_copied(state) for p, state in optimizer.state.items()})
             for optimizer in optimizers
         ]
-        main = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        self._values += [(p, p.detach().to("cpu", copy=True)) for p in main]
 
     def restore(self) -> None:
         """Put all of it back in place; state that the update has created is gone again."""
@@ -159,6 +163,23 @@ class StateUndo:
                             state[name].copy_(value)
                         else:
                             state[name] = _copied(value)
+
+
+@contextmanager
+def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Eval mode without gradients; then modes, buffers and random states are as they were."""
+    kept, random = ModuleSnapshot(modules), TorchSnapshot()
+    for module in modules:
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    except BaseException as error:
+        close_contexts(error)  # what they put back comes before, not after, what is put back here
+        raise
+    finally:
+        kept.restore()
+        random.restore()
 
 
 def lr_and_weight_decay(optimizer: Any) -> tuple[float, float]:

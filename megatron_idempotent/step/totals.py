@@ -13,6 +13,22 @@ from .records import Kind, Normalizer, StepLoss
 Row = Mapping[str, Any]
 
 
+def row_of(total: Any, metrics: Mapping[str, Any]) -> Row:
+    """What a loss returned for a microbatch, kept apart from what happens to its tensors later.
+
+    Raises:
+        ValueError: a total that is no tensor of one element with its graph.
+    """
+    shape = tuple(total.shape) if isinstance(total, torch.Tensor) else type(total).__name__
+    graph = isinstance(total, torch.Tensor) and total.requires_grad
+    if not graph or total.numel() != 1:
+        raise ValueError(
+            f"the loss returned shape {shape} with requires_grad={graph}: return the sum over the "
+            "microbatch, a scalar with the graph that it was computed by"
+        )
+    return {"loss": _kept(total), **{name: _kept(value) for name, value in metrics.items()}}
+
+
 def as_numbers(rows: Sequence[Row]) -> tuple[dict[str, float], ...]:
     """The rows' values as floats, with one transfer from the device for all of them.
 
@@ -92,6 +108,10 @@ class Totals:
             return 1.0
         # With nothing valid the sums are sums of nothing.
         return 1.0 / ((self.tokens if kind == "tokens" else self.sequences) or 1.0)
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _is_extremum(name: str) -> bool:

@@ -16,7 +16,7 @@ from megatron_idempotent.window.agreement import (
 from megatron_idempotent.window.left_open import close_contexts
 
 from .backend import Backend
-from .batch import spec
+from .batch import TOKENS, spec
 from .plan import calls, differing_replicas
 from .records import Batch, StepLoss
 from .talk import Carried, Doing, Say, failures, hear, stop
@@ -39,16 +39,25 @@ class Turns:
         self._rows: list[Row] = []
 
     def _meet(
-        self, doing: Doing, lists: list[list[Batch]], bad: ValueError | None, group: Any
+        self,
+        doing: Doing,
+        lists: list[list[Batch]],
+        bad: ValueError | None,
+        group: Any,
+        *,
+        uneven: bool = False,
     ) -> list[Say]:
-        """Tell the group what this rank is about to run, and hear whether anybody cannot."""
+        """Tell the group what this rank is about to run, and hear whether anybody cannot.
+
+        If ranks may have an `uneven` number of microbatches, also what theirs look like.
+        """
         say = Say(
             doing=doing,
             step_id=self.step_id,
             failure=None if bad is None else describe(bad),
             replica=self._backend.replica,
-            lists=tuple((len(each), *each[0]["input_ids"].shape[:2]) for each in lists),
-            specs=tuple(spec(each[0]) for each in lists),
+            lists=tuple((len(each), *each[0][TOKENS].shape[:2]) for each in lists),
+            specs=tuple(spec(each[0]) for each in lists) if uneven else (),
         )
         said = self._hear(say, group)
         found = failures(said, group)

@@ -10,7 +10,7 @@ import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import get_model_config
 
-from megatron_idempotent.patches import _gather
+from megatron_idempotent.patches import _auxiliary_losses, _gather
 from megatron_idempotent.patches._ddp import bucket_groups
 from megatron_idempotent.patches.first_window_aborted import forget
 from megatron_idempotent.patches.moe_tokens_of_aborted_window import forget_tokens
@@ -52,11 +52,6 @@ WINDOW_TIMERS = frozenset(
         "params-all-gather",
     }
 )
-
-_LOSS_LOGS = {
-    "megatron.core.transformer.multi_token_prediction": "MTPLossLoggingHelper",
-    "megatron.core.transformer.experimental_attention_variant.dsa": "DSAIndexerLossLoggingHelper",
-}
 
 
 def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
@@ -193,11 +188,8 @@ def _clear_logs() -> None:
         logging.get_moe_metrics_tracker().clear()
     elif moe_utils is not None:
         moe_utils.clear_aux_losses_tracker()
-    for module, helper in _LOSS_LOGS.items():
-        tracker = getattr(getattr(sys.modules.get(module), helper, None), "tracker", {})
-        for value in tracker.values():
-            if isinstance(value, torch.Tensor):
-                value.zero_()
+    for value in _auxiliary_losses.layer_logs():
+        value.zero_()
 
 
 def _timers_of(chunks: list[Any], optimizer: Any) -> list[Any]:

@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from megatron.core.utils import get_model_config
-
 from megatron_idempotent.engine.catalogue import patches
 from megatron_idempotent.engine.landing import landed
-from megatron_idempotent.patches._windows import open_windows
+from megatron_idempotent.patches._windows import are_held, open_windows
 
 from .divisor import dividing_by
-from .hold import hold_back, set_for
+from .hold import configs_of, hold_back, set_for
 
 _HOOK = "aux-loss-scale-left-set"
 
@@ -28,7 +26,7 @@ class AccumulationWindow:
 
     def __init__(self, chunks: list[Any], total: int | None, expected: int | None) -> None:
         self._chunks = chunks
-        self._configs = list({id(c): c for c in map(get_model_config, chunks)}.values())
+        self._configs = configs_of(chunks)
         self.total: int | None = total
         """Microbatches of the step on this rank; None while it is not known."""
         self.done = 0
@@ -209,7 +207,7 @@ def accumulation_window(
             "is not applied: call megatron_idempotent.apply() and see its report"
         )
     window = AccumulationWindow(chunks, total_microbatches, expected_microbatches)
-    if any(other.holds(chunk) for other in open_windows for chunk in chunks):
+    if are_held(chunks):
         raise RuntimeError(
             "accumulation_window() is open for these chunks already: a step has one window"
         )

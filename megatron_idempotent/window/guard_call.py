@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config
 from .abort import abort_window
 from .agreement import SessionPoisoned, describe, poison
 from .guard_layers import Layers
-from .guard_owed import Debts
+from .guard_owed import Debts, gather
 from .guard_zeros import gradient_like, no_gradient, output_like
 from .hold import set_for
 
@@ -125,7 +125,7 @@ class GuardedCall:
             else:
                 self._remember(result[0], model)
                 return result
-        self.debts.gather(model)
+        gather(model)
         self._clear_deferred()
         device = next(model.parameters()).device
         output = output_like(self._arguments, self.config, input_tensor, device)

@@ -51,15 +51,36 @@ def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool
     """
     if type(arguments.get("p2p_communicator")).__name__ == "MultiModulePipelineCommunicator":
         return "a multi-module pipeline", False
-    if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
-        return "moe_router_load_balancing_type=global_aux_loss", False
-    alone = ("expert_model_parallel_size", "expert_tensor_parallel_size", "gtp_weight_remat_size")
-    for name in (*alone, "tensor_model_parallel_size", "context_parallel_size"):
-        size = getattr(config, name, None) or 1
-        if size > 1 and (name != "expert_tensor_parallel_size" or _has_experts(config)):
-            return f"{name}={size}", name not in alone
+    why = across_replicas(config)
+    if why is not None:
+        return why, False
+    experts = _expert_tensor_size(config)
+    if experts > 1:
+        return f"expert_tensor_parallel_size={experts}", False
+    for name in ("tensor_model_parallel_size", "context_parallel_size"):
+        if _size(config, name) > 1:
+            return f"{name}={_size(config, name)}", True
     return None, False
 
 
-def _has_experts(config: Any) -> bool:
-    return getattr(config, "num_moe_experts", None) is not None
+def across_replicas(config: Any) -> str | None:
+    """Why data-parallel replicas, each with a batch of its own, meet inside of a layer; or None."""
+    if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
+        return "moe_router_load_balancing_type=global_aux_loss"
+    for name in ("expert_model_parallel_size", "gtp_weight_remat_size"):
+        if _size(config, name) > 1:
+            return f"{name}={_size(config, name)}"
+    experts = _expert_tensor_size(config)
+    if experts > _size(config, "tensor_model_parallel_size"):
+        return f"expert_tensor_parallel_size={experts}"
+    return None
+
+
+def _expert_tensor_size(config: Any) -> int:
+    if getattr(config, "num_moe_experts", None) is None:
+        return 1
+    return _size(config, "expert_tensor_parallel_size")
+
+
+def _size(config: Any, name: str) -> int:
+    return int(getattr(config, name, None) or 1)

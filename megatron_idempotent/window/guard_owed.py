@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron_idempotent.patches._ddp import bucket_groups
+
 # Chunk → indices of its bucket groups in the order in which backward hooks started them last.
 _learned: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
@@ -54,22 +56,6 @@ class Debts:
                 vars(group).pop("start_grad_sync", None)
                 vars(group).pop("register_grad_ready", None)
                 vars(group).pop("check_grads", None)
-
-    def gather(self, chunk: Any, *, wait: bool = True) -> None:
-        """Start the parameter gathers that the peers' forward pre-hooks start, then wait."""
-        if not getattr(chunk, "remove_forward_pre_hook_handles", None):
-            return
-        chain = [
-            *reversed(chunk.bucket_groups),
-            *reversed(chunk.expert_parallel_bucket_groups),
-        ]
-        # All are started before any is waited for: dense and expert parameters alternate on the
-        # peers, and waiting in another order than theirs would be a deadlock.
-        for group in chain:
-            if not group.param_gather_dispatched:
-                group.start_param_sync()
-        for group in chain if wait else ():
-            group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def reduce(self, chunk: Any) -> None:
         """Start the reductions that the peers' hooks start in this backward, over zeros."""
@@ -134,12 +120,21 @@ class Debts:
                 _learned[chunk] = self._order[place]
 
 
-def bucket_groups(chunk: Any) -> list[Any]:
-    """All bucket groups of a chunk in Megatron's DDP; none for a bare module."""
-    return [
-        *getattr(chunk, "bucket_groups", ()),
-        *getattr(chunk, "expert_parallel_bucket_groups", ()),
+def gather(chunk: Any, *, wait: bool = True) -> None:
+    """Start the parameter gathers that the peers' forward pre-hooks start, then wait."""
+    if not getattr(chunk, "remove_forward_pre_hook_handles", None):
+        return
+    chain = [
+        *reversed(chunk.bucket_groups),
+        *reversed(chunk.expert_parallel_bucket_groups),
     ]
+    # All are started before any is waited for: dense and expert parameters alternate on the
+    # peers, and waiting in another order than theirs would be a deadlock.
+    for group in chain:
+        if not group.param_gather_dispatched:
+            group.start_param_sync()
+    for group in chain if wait else ():
+        group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def _note(

@@ -6,6 +6,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
+from megatron.core.utils import get_model_config
+
+
+def configs_of(chunks: Sequence[Any]) -> list[Any]:
+    """The chunks' configs, each once: mostly there is one for all of them."""
+    return list({id(config): config for config in map(get_model_config, chunks)}.values())
+
 
 def hold_back(
     stack: ExitStack,
