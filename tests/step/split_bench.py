@@ -153,6 +153,15 @@ def one_shot(model, scheduler, loss, batch):
     return grad_norm
 
 
+def raised_by(call, *args, **kwargs):
+    """The exception that a call ends in; None if it returns."""
+    try:
+        call(*args, **kwargs)
+    except Exception as raised:  # noqa: BLE001  it is what is asked for
+        return raised
+    return None
+
+
 def parameters(model):
     """All parameters of this rank, gathered first."""
     megatron_idempotent.ensure_params_synced(model.chunks)

@@ -12,18 +12,10 @@ class Broken(Exception):
     """What the failing rank raises."""
 
 
-def _told(call: Any, *args: Any, **kwargs: Any) -> BaseException | None:
-    try:
-        call(*args, **kwargs)
-    except Exception as raised:  # noqa: BLE001  it is what is asked for
-        return raised
-    return None
-
-
 def in_the_loss(options: dict[str, Any], last: bool) -> list[str]:
     """On a rank: the loss raises on the last rank; what each call of the step came to."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, parameters, split_step
+    from split_bench import ROWS, TokenLoss, build, data, forward, parameters, raised_by, split_step
 
     from megatron_idempotent import TrainStep
 
@@ -44,8 +36,8 @@ def in_the_loss(options: dict[str, Any], last: bool) -> list[str]:
         told: list[BaseException | None] = []
         if fail:
             step_id = step.begin(Failing(), global_batch_size=8, micro_batch_size=ROWS)
-            told.append(_told(step.microbatch, step_id, batch, last=last))
-            told.append(_told(step.finish, step_id) if told[0] is None else None)
+            told.append(raised_by(step.microbatch, step_id, batch, last=last))
+            told.append(raised_by(step.finish, step_id) if told[0] is None else None)
             step.abort(step_id)
         split_step(step, TokenLoss(), batch, [4])
         return told, parameters(model)
@@ -78,7 +70,7 @@ def a_bad_batch() -> None:
     Only the second replica has them; the first goes on without a word.
     """
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward
+    from split_bench import ROWS, TokenLoss, build, data, forward, raised_by
 
     from megatron_idempotent import TrainStep, WindowAborted
 
@@ -94,7 +86,7 @@ def a_bad_batch() -> None:
     ):
         if replica == 0:
             continue
-        told = _told(step.microbatch, step_id, given)
+        told = raised_by(step.microbatch, step_id, given)
         assert isinstance(told, WindowAborted)
         assert part in str(told)
         assert "as it was" in str(told)
@@ -109,7 +101,7 @@ def test_a_batch_that_one_stage_cannot_take_is_taken_by_none(megatron_ranks):
 def in_the_update(undo: bool) -> list[str]:
     """On a rank: the inner optimizer raises behind its update, on all ranks."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward, parameters, split_step
+    from split_bench import ROWS, TokenLoss, build, data, forward, parameters, raised_by, split_step
 
     from megatron_idempotent import TrainStep, WindowAborted
 
@@ -129,11 +121,11 @@ def in_the_update(undo: bool) -> list[str]:
         raise Broken("out of memory")
 
     inner.step = broken
-    told = _told(split_step, step, TokenLoss(), batch, [2])
+    told = raised_by(split_step, step, TokenLoss(), batch, [2])
     inner.step = update
     assert isinstance(told, WindowAborted)
     step.abort()
-    again = _told(step.begin, TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
+    again = raised_by(step.begin, TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
     return [str(told), str(again), str(torch.equal(parameters(model), before))]
 
 
@@ -153,7 +145,7 @@ def test_without_a_copy_a_checkpoint_is_asked_for(megatron_ranks):
 def absent() -> float:
     """On a rank: the other one never comes to the end of the step; seconds until that is told."""
     import torch
-    from split_bench import ROWS, TokenLoss, build, data, forward
+    from split_bench import ROWS, TokenLoss, build, data, forward, raised_by
 
     from megatron_idempotent import SessionPoisoned, TrainStep
 
@@ -165,13 +157,14 @@ def absent() -> float:
     if torch.distributed.get_rank() == 1:
         time.sleep(6)
         return 3.0
-    told = _told(step.finish, step_id)
+    told = raised_by(step.finish, step_id)
     assert isinstance(told, SessionPoisoned)
     assert "not all ranks came to finish of step 'step-0' within 3 s" in str(told)
     waited = time.monotonic() - start
     step.abort()
     assert isinstance(
-        _told(step.begin, TokenLoss(), global_batch_size=8, micro_batch_size=ROWS), SessionPoisoned
+        raised_by(step.begin, TokenLoss(), global_batch_size=8, micro_batch_size=ROWS),
+        SessionPoisoned,
     )
     return waited
 

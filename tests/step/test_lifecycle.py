@@ -10,11 +10,11 @@ ENGINES = ["megatron", "fsdp"]
 
 
 def _raised(error, call, *args, **kwargs):
-    try:
-        call(*args, **kwargs)
-    except error as raised:
-        return str(raised)
-    raise AssertionError(f"{call} raised no {error}")
+    from split_bench import raised_by
+
+    raised = raised_by(call, *args, **kwargs)
+    assert isinstance(raised, error), raised
+    return str(raised)
 
 
 def calls_out_of_order(engine: str) -> None:
@@ -101,12 +101,13 @@ def _refused(model) -> list[str]:
     from megatron_idempotent import TrainStep
 
     told = []
-    for owner, name in (
-        (model.config, "overlap_moe_expert_parallel_comm"),
-        (model.chunks[0].ddp_config, "reuse_grad_buf_for_mxfp8_param_ag"),
+    for owner, name, value in (
+        (model.config, "overlap_moe_expert_parallel_comm", True),
+        (model.config, "gtp_weight_remat_size", 2),
+        (model.chunks[0].ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", True),
     ):
-        before = getattr(owner, name, False)
-        setattr(owner, name, True)
+        before = getattr(owner, name, None)
+        setattr(owner, name, value)
         told.append(_raised(ValueError, TrainStep, model.chunks, model.optimizer))
         setattr(owner, name, before)
     return told
@@ -170,7 +171,8 @@ def test_bad_arguments_are_named_and_harm_nothing(megatron_ranks):
     for told in megatron_ranks(2, bad_arguments):
         parts = (
             "pass the list", "no model chunk", "SGD",
-            "overlap_moe_expert_parallel_comm", "reuse_grad_buf_for_mxfp8_param_ag",
+            "overlap_moe_expert_parallel_comm", "gtp_weight_remat_size",
+            "reuse_grad_buf_for_mxfp8_param_ag",
             "positive, got 0", "'1'",
             "'mean'", "'words'", "len",
             "global_batch_size, got 0", "micro_batch_size, got 2.0", "step_id, got 3",

@@ -24,7 +24,7 @@ def _begun(options: dict[str, Any], **more: Any):
 def loss_scale() -> None:
     """On a rank: an overflow has lowered the scale when the scheduler raises."""
     import torch
-    from split_bench import TokenLoss, split_step
+    from split_bench import TokenLoss, raised_by, split_step
 
     from megatron_idempotent import WindowAborted
 
@@ -46,12 +46,9 @@ def loss_scale() -> None:
         raise ValueError("logging failed")
 
     model.optimizer.step = raising
-    told = ""
-    try:
-        split_step(step, Infinite(), batch, [2])
-    except WindowAborted as aborted:
-        told = str(aborted)
-    assert "logging failed" in told
+    told = raised_by(split_step, step, Infinite(), batch, [2])
+    assert isinstance(told, WindowAborted)
+    assert "logging failed" in str(told)
     step.abort()
     model.optimizer.step = stepped
     assert float(model.optimizer.get_loss_scale()) == 1024.0
@@ -69,7 +66,7 @@ def test_the_loss_scale_of_an_aborted_step_never_was(megatron_ranks):
 def rates() -> None:
     """On a rank: the scheduler raises behind its step, and behind the update."""
     import torch
-    from split_bench import TokenLoss, parameters, split_step
+    from split_bench import TokenLoss, parameters, raised_by, split_step
 
     from megatron_idempotent import WindowAborted
 
@@ -83,12 +80,9 @@ def rates() -> None:
         raise ValueError("logging failed")
 
     scheduler.step = raising
-    told = ""
-    try:
-        split_step(step, TokenLoss(), batch, [2])
-    except WindowAborted as aborted:
-        told = str(aborted)
-    assert "logging failed" in told
+    told = raised_by(split_step, step, TokenLoss(), batch, [2])
+    assert isinstance(told, WindowAborted)
+    assert "logging failed" in str(told)
     assert scheduler.num_steps == 16
     step.abort()
     del scheduler.step
@@ -190,7 +184,7 @@ def test_the_loss_is_scaled_where_nobody_wired_it(megatron_ranks):
 def checked_gradients(overlap: bool) -> str:
     """On a rank: a NaN on one rank, with Megatron's check for it; what this rank is told."""
     import torch
-    from split_bench import TokenLoss, split_step
+    from split_bench import TokenLoss, raised_by, split_step
 
     from megatron_idempotent import WindowAborted
 
@@ -203,13 +197,11 @@ def checked_gradients(overlap: bool) -> str:
             bad = float("nan") if torch.distributed.get_rank() == 1 else 1.0
             return loss * bad, metrics
 
-    try:
-        split_step(step, Bad(), batch, [1, 1])
-    except WindowAborted as told:
-        step.abort()
-        assert split_step(step, TokenLoss(), batch, [1, 1]).updated
-        return str(told)
-    return ""
+    told = raised_by(split_step, step, Bad(), batch, [1, 1])
+    assert isinstance(told, WindowAborted)
+    step.abort()
+    assert split_step(step, TokenLoss(), batch, [1, 1]).updated
+    return str(told)
 
 
 def test_a_nan_is_found_before_any_rank_reduces(megatron_ranks):

@@ -6,11 +6,10 @@ Shapes: B sequences, T positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from megatron_idempotent.step.records import Batch, Kind, Normalizer
 from megatron_idempotent.trainer.config import LossConfig
 from megatron_idempotent.trainer.policy.loss import grpo_loss
 
@@ -36,7 +35,7 @@ def token_logprobs(
     return logprobs_BTV.gather(-1, targets_BT[..., None]).squeeze(-1)
 
 
-def forward(module: Any, microbatch: Batch) -> torch.Tensor:
+def forward(module: Any, microbatch: Mapping[str, Any]) -> torch.Tensor:
     """Logits [B, T, V] of a microbatch."""
     return decoder_logits(module, microbatch["input_ids"])
 
@@ -48,15 +47,18 @@ class PolicyLoss:
     its metrics. Example: `step.begin(PolicyLoss(config.loss, temperature=1.0), …)`.
     """
 
-    kind: Kind = "token"
+    kind: Literal["token"] = "token"
 
     def __init__(self, config: LossConfig, *, temperature: float) -> None:
-        self.normalizers: Mapping[str, Normalizer] = {"kl": "tokens", "clip_fraction": "tokens"}
+        self.normalizers: Mapping[str, Literal["tokens"]] = {
+            "kl": "tokens",
+            "clip_fraction": "tokens",
+        }
         self._config = config
         self._temperature = temperature
 
     def __call__(
-        self, logits_BTV: torch.Tensor, microbatch: Batch
+        self, logits_BTV: torch.Tensor, microbatch: Mapping[str, Any]
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Sums over the response tokens of a microbatch."""
         parts = grpo_loss(
