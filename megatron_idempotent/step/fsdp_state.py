@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
 
@@ -102,7 +103,11 @@ class Shards:
         """Put back what forwards and backwards leave in FSDP2, exceptions in them included."""
         if self._root._is_root:  # before the first forward there is nothing, nor its streams
             self.model.reset_iter_state()
-        self.reshard()
+        for group in self._groups:
+            # Whatever the group has noted: an exception may have come between its parameters.
+            for param in group.fsdp_params:
+                param.to_sharded()
+            group._sharded_state = ShardedState.SHARDED
 
     def drop(self) -> None:
         """`settle`, and no gradients: reset_iter_state() leaves those that are accumulated."""

@@ -239,10 +239,9 @@ class SplitStep:
         raise RuntimeError(f"{what}(): step {step_id!r} is not open, {open_one}; begin() it first")
 
     def _refuse_failed(self, step: OpenStep, what: str) -> None:
-        if step.failure is not None:
-            raise RuntimeError(
-                f"{what}(): step {step.step_id!r} has failed: {step.failure}; abort() it"
-            )
+        if step.failure is not None or step.owes:
+            how = step.failure or "it was interrupted"
+            raise RuntimeError(f"{what}(): step {step.step_id!r} has failed: {how}; abort() it")
         refuse_if_poisoned()
 
     def _end(self, step_id: str, how: StepResult | str) -> None:

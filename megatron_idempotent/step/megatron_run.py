@@ -16,14 +16,17 @@ from megatron_idempotent.patches.grad_scale_func import LossScale
 from megatron_idempotent.patches.process_groups_leak import live_groups
 from megatron_idempotent.window.agreement import (
     WindowAborted,
+    describe,
     exchange,
     lockstep_group,
+    poison,
     shared_group,
 )
 from megatron_idempotent.window.bounded import bounded
 from megatron_idempotent.window.divisor import dividing_by
 from megatron_idempotent.window.guard_call import GuardedCall
 from megatron_idempotent.window.guard_layers import across_replicas
+from megatron_idempotent.window.guard_owed import Debts
 from megatron_idempotent.window.guard_zeros import no_gradient
 from megatron_idempotent.window.hold import configs_of, hold_back, set_for
 
@@ -139,7 +142,15 @@ class Runner:
         schedule = get_forward_backward_func()
         coupled, group = self.coupled()
         if not coupled and not reduce:
-            schedule(**arguments)  # no rank waits for this one
+            debts = Debts(self.chunks)
+            try:
+                with debts.watched():
+                    schedule(**arguments)  # no rank waits for this one
+            except BaseException as error:
+                # But for gathers of parameters, which `join` makes up for unless it is unclear.
+                if debts.unclear:
+                    poison(f"a gather was interrupted as it started: {describe(error)}")
+                raise
             return
         tell: Callable[[str | None], dict[int, str]] = _nobody
         if coupled:

@@ -33,7 +33,7 @@ _ASIDE = (
     "no_sync_func",
     "param_sync_func",
 )
-_OVERRIDDEN = ("start_grad_sync", "register_grad_ready", "check_grads")
+_OVERRIDDEN = ("start_grad_sync", "start_param_sync", "register_grad_ready", "check_grads")
 
 
 class _Part(Protocol):

@@ -115,6 +115,9 @@ class OpenStep(Turns):
 
     def tell_of_abort(self) -> None:
         """Have the peers stop too, unless they know."""
+        if self.owes and not is_poisoned():
+            self._fail("it was interrupted on its way into a batch")
+            poison(f"a batch of step {self.step_id!r} was left before it was run")
         if self.known:
             return
         poisoned = is_poisoned()
@@ -162,12 +165,15 @@ class OpenStep(Turns):
             rows=rows if speaks else (),
         )
         while True:
+            self.owes = coupled and group is None
             said = self._hear(say)
             found = failures(said)
             if found:
+                self.owes = False
                 self._fail("; ".join(found.values()), known=True)
                 stop(found, "No rank has updated its parameters; abort() the step.", error)
             if all(each.doing == "finish" for each in said):
+                self.owes = False
                 break
             if coupled and group is None:
                 # Others still have data, and meet this rank inside of the model.

@@ -33,6 +33,11 @@ class Turns:
         self.begun_with = begun_with
         self.failure: str | None = None
         self.known = False
+        self.owes = False
+        """Whether peers may be in a batch that this rank has agreed to run with them.
+
+        Known before the agreement, because an interrupt may come right behind it.
+        """
         self._backend = backend
         self._deadline_s = deadline_s
         self._loss: StepLoss = begun_with["loss"]
@@ -59,11 +64,13 @@ class Turns:
             lists=tuple((len(each), *each[0][TOKENS].shape[:2]) for each in lists),
             specs=tuple(spec(each[0]) for each in lists) if uneven else (),
         )
+        self.owes = True
         said = self._hear(say, group)
         found = failures(said, group)
         differing = differing_replicas(said)
         if differing and not found:
             found = {0: differing}
+        self.owes = not found
         if any(each.doing == "abort" or each.step_id != self.step_id for each in said):
             self._fail("; ".join(found.values()), known=group is None)
             stop(found, "No rank has run this batch; abort() the step.", bad)
@@ -96,19 +103,24 @@ class Turns:
 
     def _run(self, lists: list[list[Batch]], said: list[Say], release: bool) -> int:
         """Forward and backward; how many microbatches were this rank's own."""
+        self.owes = bool(said) or release
         try:
-            return self._run_calls(lists, said, release)
+            number = self._run_calls(lists, said, release)
         except Carried as carried:
+            self.owes = False
             raise carried.error from None
         except (WindowAborted, SessionPoisoned):
+            self.owes = False
             raise
         except BaseException as error:
-            if said or release:
+            if self.owes:
                 # The others have begun, and wait for this rank.
                 poisoned = poison(f"a batch was left by {describe(error)}")
                 if isinstance(error, Exception):
                     raise poisoned from error
             raise
+        self.owes = False
+        return number
 
     def _run_calls(self, lists: list[list[Batch]], said: list[Say], release: bool) -> int:
         plan = list(calls(lists, said, self._backend.device))

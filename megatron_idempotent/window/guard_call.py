@@ -180,6 +180,11 @@ class GuardedCall:
     def _give_up(self, error: Exception, where: str) -> None:
         """Compute nothing more in this window, or end the session where others depend on it."""
         self._fail(error, where)
+        if self.debts.unclear:
+            raise poison(
+                f"{where}: {describe(error)}; it came as a collective was being started, and peers "
+                "may be in it"
+            ) from error
         self._layers.require_that_nobody_waits(error, where)
         self._skipping = True
 

@@ -13,7 +13,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_idempotent.patches._ddp import bucket_groups
+
+from .agreement import describe, poison
 
 # Chunk → indices of its bucket groups in the order in which backward hooks started them last.
 _learned: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
@@ -24,6 +28,8 @@ class Debts:
 
     def __init__(self, chunks: list[Any]) -> None:
         self._chunks = chunks
+        self.unclear = False
+        """Whether something raised behind the start of a collective that nobody has noted."""
         self._started: dict[int, list[int]] = {index: [] for index in range(len(chunks))}
         # Per chunk, its groups by when their last gradient became ready in this backward (an
         # ordered set), and the same of the last whole backward.
@@ -32,7 +38,7 @@ class Debts:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Note each bucket group's reduction as it starts, by an attribute of the instance.
+        """Note each bucket group's collectives as they start, by attributes of the instance.
 
         Until the order of a chunk is known, also when gradients become ready: every backward shows
         it, while reductions start in the last one only.
@@ -45,8 +51,10 @@ class Debts:
                     group.register_grad_ready = functools.partial(
                         _note_ready, group.register_grad_ready, ready, number
                     )
-                group.start_grad_sync = functools.partial(
-                    _note, group.start_grad_sync, started, number
+                reduce = functools.partial(_note, group.start_grad_sync, started, number)
+                group.start_grad_sync = functools.partial(self._starting, group, reduce)
+                group.start_param_sync = functools.partial(
+                    self._starting, group, group.start_param_sync
                 )
                 noted.append(group)
         try:
@@ -54,8 +62,19 @@ class Debts:
         finally:
             for group in noted:
                 vars(group).pop("start_grad_sync", None)
+                vars(group).pop("start_param_sync", None)
                 vars(group).pop("register_grad_ready", None)
                 vars(group).pop("check_grads", None)
+
+    def _starting(self, group: Any, start: Callable[..., None], *args: Any, **kw: Any) -> None:
+        before = _collectives(group)
+        self.unclear = True
+        try:
+            start(*args, **kw)
+        except BaseException:
+            self.unclear = _collectives(group) != before
+            raise
+        self.unclear = False
 
     def reduce(self, chunk: Any) -> None:
         """Start the reductions that the peers' hooks start in this backward, over zeros."""
@@ -132,7 +151,14 @@ def gather(chunk: Any, *, wait: bool = True) -> None:
     # peers, and waiting in another order than theirs would be a deadlock.
     for group in chain:
         if not group.param_gather_dispatched:
-            group.start_param_sync()
+            before = _collectives(group)
+            try:
+                group.start_param_sync()
+            except BaseException as error:
+                if _collectives(group) != before:
+                    # A second one would pair up with another gather of the peers.
+                    poison(f"a gather of parameters was left as it started: {describe(error)}")
+                raise
     for group in chain if wait else ():
         group.finish_param_sync(skip_next_bucket_dispatch=True)
 
@@ -143,6 +169,12 @@ def _note(
     start(*args, **kw)
     if number not in started:
         started.append(number)
+
+
+def _collectives(group: Any) -> list[int]:
+    """How many collectives have been started in each of the bucket group's process groups."""
+    held: list[Any] = [v for v in vars(group).values() if isinstance(v, dist.ProcessGroup)]
+    return [int(each._get_sequence_number_for_group()) for each in held]
 
 
 def _note_ready(

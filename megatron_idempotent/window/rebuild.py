@@ -43,8 +43,8 @@ def rebuild_process_groups(
         timeout_s: deadline of the new groups' collectives; None for torch's default.
 
     Raises:
-        RuntimeError: something still holds an old group, such as a local variable of a running
-            function; it is named. All else is done, and the session stays poisoned.
+        RuntimeError: something on some rank still holds an old group, such as a local variable of
+            a running function; it is named. All else is done, and the session stays poisoned.
 
     Not covered: what holds a communicator under another name: captured CUDA graphs, user buffers
     of Transformer Engine, DeepEP and symmetric memory, DeviceMesh and Megatron-FSDP. Build these
@@ -58,8 +58,10 @@ def rebuild_process_groups(
     left = replace_everywhere(old, _anew(old, timeout_s))
     if chunks:
         abort_window(chunks, optimizer)
-    if left:
-        holders = ", ".join(dict.fromkeys(left))
+    # All ranks leave together, so that none waits for another that is still walking its objects.
+    told = agreement.exchange(", ".join(dict.fromkeys(left)) or None, agreement.DEADLINE_S)
+    if told:
+        holders = "; ".join(f"{holders} on rank {rank}" for rank, holders in told.items())
         raise agreement.poison(
             f"the process groups are new, but old ones are still held by {holders}"
         )

@@ -11,7 +11,13 @@ from collections.abc import Callable
 from dis import opname
 from typing import Any
 
-OURS = ("/megatron/", "/megatron_idempotent/", "/patches/", "/tests/step/")
+OURS = (
+    "/megatron/",
+    "/megatron_idempotent/",
+    "/patches/",
+    "/tests/step/",
+    "/torch/distributed/fsdp/",
+)
 
 
 class Injected(BaseException):

@@ -166,3 +166,24 @@ def parameters(model):
     """All parameters of this rank, gathered first."""
     megatron_idempotent.ensure_params_synced(model.chunks)
     return model.parameters()
+
+
+def state(model, scheduler):
+    """What the next step depends on: parameters, moments, rates, schedule, random state.
+
+    Parameters are as they are, so that the next forward still has to gather them.
+    """
+    chained = getattr(model.optimizer, "chained_optimizers", [model.optimizer])
+    return [
+        model.parameters(),
+        torch.get_rng_state(),
+        torch.tensor([float(scheduler.num_steps)]),
+        torch.tensor([float(group["lr"]) for group in model.optimizer.param_groups]),
+        *(
+            value
+            for one in chained
+            for state in one.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ),
+    ]

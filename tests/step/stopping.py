@@ -6,15 +6,13 @@ Runs on a rank.
 from __future__ import annotations
 
 import collections
-import hashlib
 from typing import Any
 
 import call_sites
-import torch
 import torch.distributed as dist
-from split_bench import ROWS, TokenLoss, build, cut, data, forward, parameters
+from engines import bench_on
+from split_bench import ROWS, TokenLoss, cut, data
 
-from megatron_idempotent import TrainStep, rebuild_process_groups
 from megatron_idempotent.window.agreement import (
     SessionPoisoned,
     WindowAborted,
@@ -22,28 +20,30 @@ from megatron_idempotent.window.agreement import (
 )
 
 PIECES = [1, 2]
+AT_ONCE = 200
 
 
 class Steps:
     """A model with dropout, whose steps can be run call by call."""
 
     def __init__(
-        self, last: bool, *, undo: bool = True, deadline_s: float = 10.0, **options: Any
+        self,
+        engine: str,
+        last: bool,
+        *,
+        undo: bool = True,
+        deadline_s: float = 10.0,
+        **options: Any,
     ) -> None:
-        self.model, self.scheduler, self._replica = build(**options)
-        self.step = TrainStep(
-            self.model.chunks,
-            self.model.optimizer,
-            self.scheduler,
-            forward=forward,
-            deadline_s=deadline_s,
-            undo=undo,
-        )
+        self.bench = bench_on(engine, step={"undo": undo, "deadline_s": deadline_s}, **options)
+        self.step = self.bench.step
+        self.digest = self.bench.digest
         self._last = last
 
     def calls(self, number: int):
         """The calls of one step, to be made one after the other."""
-        first, second = cut(data(number, ROWS * sum(PIECES), self._replica), PIECES)
+        rows = data(number, ROWS * sum(PIECES), self.bench.replica)
+        first, second = cut(rows, PIECES)
         name = self.step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
         yield lambda: self.step.microbatch(name, first)
         yield lambda: self.step.microbatch(name, second, last=self._last)
@@ -54,43 +54,24 @@ class Steps:
         for call in self.calls(number):
             call()
 
-    def digest(self) -> str:
-        """Of parameters, optimizer state, schedule and random state."""
-        chained = getattr(self.model.optimizer, "chained_optimizers", [self.model.optimizer])
-        tensors = [
-            parameters(self.model),
-            torch.get_rng_state(),
-            torch.tensor([float(self.scheduler.num_steps)]),
-            torch.tensor([float(group["lr"]) for group in self.model.optimizer.param_groups]),
-            *(
-                value
-                for one in chained
-                for state in one.optimizer.state.values()
-                for value in state.values()
-                if isinstance(value, torch.Tensor)
-            ),
-        ]
-        digest = hashlib.sha256()
-        for tensor in tensors:
-            digest.update(tensor.detach().contiguous().numpy().tobytes())
-        return digest.hexdigest()
-
 
 def stopped(
+    engine: str,
     options: dict[str, Any],
     last: bool,
     which: int,
     kind: str,
     sample: slice,
     only_rank: int | None = None,
-) -> tuple[dict[str, int], str]:
+    skip: int = 0,
+) -> tuple[dict[str, int], str, int | None]:
     """One step per site of call `which`: stopped there, aborted and made again.
 
     On all ranks alike, at the sites that all of them have, or on `only_rank`. Returns how often
-    each outcome was seen, and the first site behind which a step is not the one of a run in which
-    nothing was ever stopped.
+    each outcome was seen, the first site behind which a step is not the one of a run in which
+    nothing was ever stopped, and how many sites are done if this process cannot do the rest.
     """
-    clean = Steps(last, **options)
+    clean = Steps(engine, last, **options)
     clean.whole(0)
     clean.whole(1)
     found: dict[Any, int] = {}
@@ -103,22 +84,26 @@ def stopped(
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, sorted(found))
     here = everywhere if only_rank is None else [everywhere[only_rank]]
-    chosen = sorted(set.intersection(*map(set, here)))[sample]
-    for number in range(3, len(chosen) + 2):
+    sites = sorted(set.intersection(*map(set, here)))[sample]
+    done = skip + AT_ONCE
+    for number in range(3, len(sites[skip:done]) + 2):
         clean.whole(number)
         want[number] = clean.digest()
 
-    steps = Steps(last, **options)
+    steps = Steps(engine, last, **options)
     steps.whole(0)
     steps.whole(1)
     mine = only_rank in (None, dist.get_rank())
     outcomes: collections.Counter[str] = collections.Counter()
-    for number, site in enumerate(chosen, start=2):
+    for number, site in enumerate(sites[skip:done], start=2):
         at = found[site] if mine else None
-        outcomes[_once(steps, number, which, at, getattr(call_sites, kind))] += 1
+        outcome = _once(steps, number, which, at, getattr(call_sites, kind))
+        outcomes[outcome] += 1
+        if is_poisoned():
+            return dict(outcomes), "", skip + number - 1
         if steps.digest() != want[number]:
-            return dict(outcomes), f"{site}: {dict(outcomes)}"
-    return dict(outcomes), ""
+            return dict(outcomes), f"{site}: {dict(outcomes)}", None
+    return dict(outcomes), "", done if done < len(sites) else None
 
 
 def _once(steps: Steps, number: int, which: int, at: int | None, kind: Any) -> str:
@@ -145,7 +130,9 @@ def _once(steps: Steps, number: int, which: int, at: int | None, kind: Any) -> s
             return "committed"
         if is_poisoned():
             outcome = "SessionPoisoned"
-            rebuild_process_groups(steps.model.chunks, steps.model.optimizer)
+            if steps.bench.rebuild is None:
+                return outcome
+            steps.bench.rebuild()
         steps.whole(number)
         return outcome
     return "not reached"

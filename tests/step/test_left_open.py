@@ -17,11 +17,11 @@ def fork_of_random_states(held_by: str) -> None:
     from stopping import Steps
 
     options = {"config_overrides": {"attention_dropout": 0.1, "hidden_dropout": 0.1}}
-    clean = Steps(False, **options)
+    clean = Steps("megatron", False, **options)
     for number in range(3):
         clean.whole(number)
     expected = clean.digest()
-    steps = Steps(False, **options)  # seeds anew
+    steps = Steps("megatron", False, **options)  # seeds anew
     steps.whole(0)
     first, *rest = steps.calls(1)
     found = call_sites.sites(first)

@@ -19,10 +19,11 @@ def _raised(error, call, *args, **kwargs):
 
 def calls_out_of_order(engine: str) -> None:
     """On a rank: every call that has no open step, or has one already."""
-    from engines import step_on
+    from engines import bench_on
     from split_bench import ROWS, TokenLoss, data
 
-    step, replica, _ = step_on(engine)
+    bench = bench_on(engine)
+    step, replica = bench.step, bench.replica
     loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
     batch = data(1, 4, replica)
 
@@ -55,13 +56,14 @@ def test_calls_out_of_order_are_errors_that_name_the_open_step(megatron_ranks, e
 def calls_sent_again(engine: str) -> None:
     """On a rank: the same ids again, and the numbers of a run in which nothing was repeated."""
     import torch
-    from engines import step_on
+    from engines import bench_on
     from split_bench import ROWS, TokenLoss, cut, data
 
     loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
 
     def run(times: int):
-        step, replica, parameters = step_on(engine, overlap_param_gather=True)
+        bench = bench_on(engine, overlap_param_gather=True)
+        step, replica = bench.step, bench.replica
         results = []
         for number in range(2):
             name = f"outer {number}"
@@ -84,7 +86,7 @@ def calls_sent_again(engine: str) -> None:
         step.begin(loss, **sizes, step_id="third")
         assert "(2, 1)" in _raised(RuntimeError, step.begin, loss, **differing, step_id="third")
         step.abort()
-        return results, parameters()
+        return results, bench.parameters()
 
     once, twice = run(1), run(3)
     assert once[0] == twice[0]
@@ -251,13 +253,13 @@ def pickled(engine: str, by_value: bool) -> bytes:
 def stepped_by(engine: str, sent: bytes, by_value: bool) -> None:
     """On another rank: a step by the class that arrives."""
     import cloudpickle
-    from engines import class_of, step_on
+    from engines import bench_on, class_of
     from split_bench import TokenLoss, data, split_step
 
     arrived = cloudpickle.loads(sent)
     assert (arrived is class_of(engine)) is not by_value
-    step, replica, _ = step_on(engine, arrived)
-    assert split_step(step, TokenLoss(), data(1, 4, replica), [1, 1]).updated
+    bench = bench_on(engine, arrived)
+    assert split_step(bench.step, TokenLoss(), data(1, 4, bench.replica), [1, 1]).updated
 
 
 @pytest.mark.parametrize("engine", ENGINES)
