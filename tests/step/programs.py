@@ -18,17 +18,22 @@ Operation = tuple[Any, ...]
 _ROWS_OF_A_STREAM = 64
 
 
-class _Pair:
+class Pair:
+    """Two models on Megatron, of which one is stepped in pieces."""
+
     def __init__(self, options: dict[str, Any]) -> None:
+        self.build(options)
+        self.batch = data(7, _ROWS_OF_A_STREAM * ROWS, self.replica)
+        self.taken = 0
+        self.given: list[Any] = []
+        self.step_id = ""
+
+    def build(self, options: dict[str, Any]) -> None:
         self.split, scheduler, self.replica = build(**options)
         self.whole, self.whole_scheduler, _ = build(**options)
         self.step = TrainStep(
             self.split.chunks, self.split.optimizer, scheduler, forward=forward, deadline_s=20
         )
-        self.batch = data(7, _ROWS_OF_A_STREAM * ROWS, self.replica)
-        self.taken = 0
-        self.given: list[Any] = []
-        self.step_id = ""
 
     def pieces(self, sizes: tuple[int, ...]) -> list[Any]:
         """The next microbatches of this replica's stream, without end."""
@@ -39,26 +44,60 @@ class _Pair:
             self.taken += size
         return found
 
+    def one_shot(self, batch: Any) -> float:
+        """The whole model's step; its gradient norm."""
+        return float(one_shot(self.whole, self.whole_scheduler, TokenLoss(), batch))
 
-def run(options: dict[str, Any], program: list[Operation]) -> None:
+    def logprobs(self, piece: Any) -> None:
+        """A direct forward, as of log-probs under the policy that is being trained."""
+        if len(self.split.chunks) > 1 or torch.distributed.get_world_size() > 2:
+            return
+        with self.step.reading() as (chunk,):
+            got = forward(chunk, piece)
+        parameters(self.whole)
+        with torch.no_grad():
+            want = forward(self.whole.chunks[0].module.eval(), piece)
+        self.whole.chunks[0].train()
+        assert torch.equal(got, want)
+
+    def evaluate(self) -> None:
+        """A forward without gradients, in no context of ours."""
+        got = self.split.forward_backward(2, data_seed=5, forward_only=True)
+        want = self.whole.forward_backward(2, data_seed=5, forward_only=True)
+        assert got == want
+
+    def export(self) -> None:
+        """The weights, read inside of the step's context and outside of it."""
+        with self.step.reading():
+            got = self.split.parameters()
+        assert torch.equal(got, parameters(self.whole))
+        assert megatron_idempotent.ensure_params_synced(self.split.chunks) == 0
+
+
+def run(engine: str, options: dict[str, Any], program: list[Operation]) -> None:
     """Do it all; raises where the two sides differ."""
-    pair = _Pair(options)
+    if engine == "fsdp":
+        from fsdp_programs import FSDPPair
+
+        pair: Pair = FSDPPair(options)
+    else:
+        pair = Pair(options)
     for operation, *arguments in program:
         _OPERATIONS[operation](pair, *arguments)
 
 
-def _begin(pair: _Pair) -> None:
+def _begin(pair: Pair) -> None:
     pair.step_id = pair.step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
     pair.given = []
 
 
-def _microbatch(pair: _Pair, sizes: list[int], last: bool) -> None:
+def _microbatch(pair: Pair, sizes: list[int], last: bool) -> None:
     (piece,) = pair.pieces((sizes[pair.replica],))
     pair.step.microbatch(pair.step_id, piece, last=last)
     pair.given += list(cut(piece, [1] * sizes[pair.replica]))
 
 
-def _finish(pair: _Pair) -> None:
+def _finish(pair: Pair) -> None:
     result = pair.step.finish(pair.step_id)
     number = torch.tensor([len(pair.given)])
     torch.distributed.all_reduce(number, op=torch.distributed.ReduceOp.MAX)
@@ -68,41 +107,17 @@ def _finish(pair: _Pair) -> None:
     padding = {n: torch.zeros_like(v[:ROWS]) for n, v in pair.batch.items()}
     given = pair.given + [padding] * (int(number) - len(pair.given))
     whole = {name: torch.cat([each[name] for each in given]) for name in padding}
-    grad_norm = one_shot(pair.whole, pair.whole_scheduler, TokenLoss(), whole)
-    assert result.grad_norm == float(grad_norm), (result.grad_norm, grad_norm)
+    grad_norm = pair.one_shot(whole)
+    assert result.grad_norm == grad_norm, (result.grad_norm, grad_norm)
 
 
-def _abort(pair: _Pair) -> None:
+def _abort(pair: Pair) -> None:
     pair.step.abort(pair.step_id)
 
 
-def _logprobs(pair: _Pair) -> None:
-    """A direct forward, as of log-probs under the policy that is being trained."""
+def _logprobs(pair: Pair) -> None:
     (piece,) = pair.pieces((1,))
-    if len(pair.split.chunks) > 1 or torch.distributed.get_world_size() > 2:
-        return
-    with pair.step.reading() as (chunk,):
-        got = forward(chunk, piece)
-    parameters(pair.whole)
-    with torch.no_grad():
-        want = forward(pair.whole.chunks[0].module.eval(), piece)
-    pair.whole.chunks[0].train()
-    assert torch.equal(got, want)
-
-
-def _evaluate(pair: _Pair) -> None:
-    """A forward-only schedule, in no context of ours."""
-    got = pair.split.forward_backward(2, data_seed=5, forward_only=True)
-    want = pair.whole.forward_backward(2, data_seed=5, forward_only=True)
-    assert got == want
-
-
-def _export(pair: _Pair) -> None:
-    """The weights, read inside of the step's context and outside of it."""
-    with pair.step.reading():
-        got = pair.split.parameters()
-    assert torch.equal(got, parameters(pair.whole))
-    assert megatron_idempotent.ensure_params_synced(pair.split.chunks) == 0
+    pair.logprobs(piece)
 
 
 _OPERATIONS = {
@@ -111,6 +126,6 @@ _OPERATIONS = {
     "finish": _finish,
     "abort": _abort,
     "logprobs": _logprobs,
-    "evaluate": _evaluate,
-    "export": _export,
+    "evaluate": lambda pair: pair.evaluate(),
+    "export": lambda pair: pair.export(),
 }

@@ -16,23 +16,25 @@ from hypothesis.stateful import (
 
 OPTIONS: dict[str, Any] = {"overlap_param_gather": True, "layers_per_stage": 1}
 LAYOUTS = {
-    "dp2": (2, OPTIONS),
+    "dp2": (2, "megatron", OPTIONS),
     "dp2, all-reduce": (
         2,
+        "megatron",
         {**OPTIONS, "overlap_param_gather": False, "distributed_optimizer": False},
     ),
-    "pp2 dp2": (4, {**OPTIONS, "pp": 2}),
+    "pp2 dp2": (4, "megatron", {**OPTIONS, "pp": 2}),
+    "fsdp2": (2, "fsdp", {}),
 }
 
 
-def ran(options: dict[str, Any], program: list[Any]) -> None:
+def ran(engine: str, options: dict[str, Any], program: list[Any]) -> None:
     """On a rank: see `programs.run`."""
     import programs
 
-    programs.run(options, program)
+    programs.run(engine, options, program)
 
 
-def machine(megatron_ranks: Any, ranks: int, options: dict[str, Any]) -> type:
+def machine(megatron_ranks: Any, ranks: int, engine: str, options: dict[str, Any]) -> type:
     """A state machine whose programs run on ranks once they are complete."""
 
     class Program(RuleBasedStateMachine):
@@ -66,7 +68,7 @@ def machine(megatron_ranks: Any, ranks: int, options: dict[str, Any]) -> type:
 
         def teardown(self) -> None:
             if self.program:
-                megatron_ranks(ranks, ran, options, self.program)
+                megatron_ranks(ranks, ran, engine, options, self.program)
 
     return Program
 

@@ -1,0 +1,43 @@
+"""An exception inside of FSDP2, between two things that it takes to happen together."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def between_parameters(method: str) -> None:
+    """On a rank: one parameter of a group changes its state, and the next one raises instead."""
+    from fsdp_bench import Tripped, build, same, state, step_of
+    from split_bench import TokenLoss, data, raised_by, split_step
+    from torch import distributed
+
+    from megatron_idempotent import WindowAborted
+
+    batch = data(1, 8, distributed.get_rank())
+    loss = TokenLoss()
+    parts = build()
+    step = step_of(*parts)
+    for _ in range(2):
+        split_step(step, loss, batch, [1, 3])
+    expected = state(*parts)
+
+    parts = build()
+    step = step_of(*parts)
+    split_step(step, loss, batch, [1, 3])
+    (group,) = parts[0].blocks[0]._get_fsdp_state()._fsdp_param_groups
+
+    def trip() -> None:
+        raise Tripped(method)
+
+    setattr(group.fsdp_params[1], method, trip)
+    told = raised_by(split_step, step, loss, batch, [1, 3])
+    delattr(group.fsdp_params[1], method)
+    assert isinstance(told, WindowAborted)
+    step.abort()
+    split_step(step, loss, batch, [1, 3])
+    assert same(state(*parts), expected)
+
+
+@pytest.mark.parametrize("method", ["to_unsharded", "init_unsharded_param"])
+def test_parameters_of_a_group_that_differ_are_put_back(megatron_ranks, method):
+    megatron_ranks(2, between_parameters, method)
