@@ -71,7 +71,7 @@ def stopped(
     each outcome was seen, the first site behind which a step is not the one of a run in which
     nothing was ever stopped, and how many sites are done if this process cannot do the rest.
     """
-    clean = Steps(engine, last, **options)
+    clean = Steps(engine, last, **{**options, "deadline_s": 20.0})
     clean.whole(0)
     clean.whole(1)
     found: dict[Any, int] = {}
