@@ -41,3 +41,31 @@ def between_parameters(method: str) -> None:
 @pytest.mark.parametrize("method", ["to_unsharded", "init_unsharded_param"])
 def test_parameters_of_a_group_that_differ_are_put_back(megatron_ranks, method):
     megatron_ranks(2, between_parameters, method)
+
+
+def before_the_norm() -> tuple[str, bool]:
+    """On a rank: one rank raises where the other sums norms, in the group of an equal mesh."""
+    import time
+
+    import torch
+    from fsdp_bench import Tripped, build, step_of
+    from split_bench import ROWS, TokenLoss, data, raised_by, split_step
+
+    rank = torch.distributed.get_rank()
+    batch = data(1, 4 * ROWS, rank)
+    split_step(step_of(*build()), TokenLoss(), batch, [4])
+    step = step_of(*build(), deadline_s=4.0)
+    split_step(step, TokenLoss(), batch, [4])
+
+    def trip() -> None:
+        raise Tripped("norm")
+
+    if rank == 1:
+        step._backend._clipped = trip
+    start = time.monotonic()
+    told = raised_by(split_step, step, TokenLoss(), batch, [4])
+    return type(told).__name__, time.monotonic() - start < 20
+
+
+def test_a_rank_that_never_sums_norms_is_not_waited_for(megatron_ranks):
+    assert megatron_ranks(2, before_the_norm) == [("SessionPoisoned", True)] * 2
