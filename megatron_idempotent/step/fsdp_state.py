@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _world
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
@@ -64,7 +64,7 @@ class Shards:
             meshes = [group.mesh_info.mesh, *(p._sharding_spec.mesh for p in group.fsdp_params)]
             found += [each for mesh in dict.fromkeys(meshes) for each in mesh.get_all_groups()]
         ranks = {tuple(dist.get_process_group_ranks(each)) for each in found}
-        for each in list(_world.pg_map):
+        for each in list(distributed_c10d._world.pg_map):
             of_mesh = each is dist.group.WORLD or each.group_desc.startswith("mesh_")
             if of_mesh and tuple(dist.get_process_group_ranks(each)) in ranks:
                 found.append(each)
