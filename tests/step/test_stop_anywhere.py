@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from importlib.metadata import version
 from typing import Any
 
@@ -36,15 +37,16 @@ def _stop(megatron_ranks: Any, engine: str, call: str, sample: slice, *only: int
     """Stop at all sites of the sample, on as many sets of processes as that takes."""
     which, last, kind = CALLS[call]
     skip: int | None = 0
-    reached = 0
+    outcomes: collections.Counter[str] = collections.Counter()
     while skip is not None:
         arguments = engine, {**OPTIONS[engine], **more}, last, which, kind, sample
         rank = only or (None,)
         told = megatron_ranks(2, stopped, *arguments, *rank, skip, timeout_s=600)
         assert told[0][1:] == told[1][1:] == ("", told[0][2])
-        reached += sum(number for how, number in told[0][0].items() if how != "not reached")
+        outcomes.update(told[0][0])
         skip = told[0][2]
-    assert reached
+    # Some are passed in the first steps only, where caches are filled.
+    assert outcomes.total() == 1 or outcomes["not reached"] < outcomes.total() / 2
 
 
 def _samples() -> list[Any]:
