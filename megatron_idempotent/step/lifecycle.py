@@ -7,7 +7,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_idempotent.window.agreement import control_group, refuse_if_poisoned
-from megatron_idempotent.window.left_open import close_contexts
 
 from .backend import Backend
 from .open_step import OpenStep
@@ -97,8 +96,7 @@ class SplitStep:
             self._backend.coupled()
         try:
             self._backend.open()
-        except BaseException as error:
-            close_contexts(error)
+        except BaseException:
             self._backend.restore()
             raise
         self._begun += 1

@@ -16,10 +16,8 @@ from megatron_idempotent.patches.grad_scale_func import LossScale
 from megatron_idempotent.patches.process_groups_leak import live_groups
 from megatron_idempotent.window.agreement import (
     WindowAborted,
-    describe,
     exchange,
     lockstep_group,
-    poison,
     shared_group,
 )
 from megatron_idempotent.window.bounded import bounded
@@ -142,15 +140,9 @@ class Runner:
         schedule = get_forward_backward_func()
         coupled, group = self.coupled()
         if not coupled and not reduce:
-            debts = Debts(self.chunks)
-            try:
-                with debts.watched():
-                    schedule(**arguments)  # no rank waits for this one
-            except BaseException as error:
-                # But for gathers of parameters, which `join` makes up for unless it is unclear.
-                if debts.unclear:
-                    poison(f"a gather was interrupted as it started: {describe(error)}")
-                raise
+            # No rank waits for this one but in gathers of parameters, which `join` makes up for.
+            with Debts(self.chunks).watched():
+                schedule(**arguments)
             return
         tell: Callable[[str | None], dict[int, str]] = _nobody
         if coupled:

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from .abort import abort_window
-from .agreement import SessionPoisoned, describe, poison
+from .agreement import SessionPoisoned, describe, is_poisoned, poison
 from .guard_layers import Layers
 from .guard_owed import Debts, gather
 from .guard_zeros import gradient_like, no_gradient, output_like
@@ -180,11 +180,8 @@ class GuardedCall:
     def _give_up(self, error: Exception, where: str) -> None:
         """Compute nothing more in this window, or end the session where others depend on it."""
         self._fail(error, where)
-        if self.debts.unclear:
-            raise poison(
-                f"{where}: {describe(error)}; it came as a collective was being started, and peers "
-                "may be in it"
-            ) from error
+        if is_poisoned():
+            raise poison(f"{where}: {describe(error)}") from error
         self._layers.require_that_nobody_waits(error, where)
         self._skipping = True
 

@@ -28,8 +28,6 @@ class Debts:
 
     def __init__(self, chunks: list[Any]) -> None:
         self._chunks = chunks
-        self.unclear = False
-        """Whether something raised behind the start of a collective that nobody has noted."""
         self._started: dict[int, list[int]] = {index: [] for index in range(len(chunks))}
         # Per chunk, its groups by when their last gradient became ready in this backward (an
         # ordered set), and the same of the last whole backward.
@@ -52,10 +50,8 @@ class Debts:
                         _note_ready, group.register_grad_ready, ready, number
                     )
                 reduce = functools.partial(_note, group.start_grad_sync, started, number)
-                group.start_grad_sync = functools.partial(self._starting, group, reduce)
-                group.start_param_sync = functools.partial(
-                    self._starting, group, group.start_param_sync
-                )
+                group.start_grad_sync = functools.partial(_start, group, reduce)
+                group.start_param_sync = functools.partial(_start, group, group.start_param_sync)
                 noted.append(group)
         try:
             yield
@@ -65,16 +61,6 @@ class Debts:
                 vars(group).pop("start_param_sync", None)
                 vars(group).pop("register_grad_ready", None)
                 vars(group).pop("check_grads", None)
-
-    def _starting(self, group: Any, start: Callable[..., None], *args: Any, **kw: Any) -> None:
-        before = _collectives(group)
-        self.unclear = True
-        try:
-            start(*args, **kw)
-        except BaseException:
-            self.unclear = _collectives(group) != before
-            raise
-        self.unclear = False
 
     def reduce(self, chunk: Any) -> None:
         """Start the reductions that the peers' hooks start in this backward, over zeros."""
@@ -151,16 +137,24 @@ def gather(chunk: Any, *, wait: bool = True) -> None:
     # peers, and waiting in another order than theirs would be a deadlock.
     for group in chain:
         if not group.param_gather_dispatched:
-            before = _collectives(group)
-            try:
-                group.start_param_sync()
-            except BaseException as error:
-                if _collectives(group) != before:
-                    # A second one would pair up with another gather of the peers.
-                    poison(f"a gather of parameters was left as it started: {describe(error)}")
-                raise
+            _start(group, group.start_param_sync)
     for group in chain if wait else ():
         group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def _start(group: Any, start: Callable[..., None], *args: Any, **kw: Any) -> None:
+    """Start a bucket group's collective; behind an exception it must be clear whether it was.
+
+    If it was, and nobody has noted it, the session ends: a second one would pair up with another
+    one of the peers.
+    """
+    before = _collectives(group)
+    try:
+        start(*args, **kw)
+    except BaseException as error:
+        if _collectives(group) != before:
+            poison(f"a collective was left as it started: {describe(error)}")
+        raise
 
 
 def _note(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import traceback
 import types
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_idempotent.patches._ddp import bucket_groups
@@ -25,11 +27,7 @@ def close_contexts(error: BaseException | None) -> None:
     that are looked at are those of `contextlib`; the caller's stay as they are for a debugger.
     """
     for raised in reversed(list(_chain(error))):
-        frames = []
-        link = raised.__traceback__
-        while link is not None:
-            frames.append(link.tb_frame)
-            link = link.tb_next
+        frames = [frame for frame, _ in traceback.walk_tb(raised.__traceback__)]
         for frame in reversed(frames):
             if frame.f_code.co_filename == contextlib.__file__:
                 context = frame.f_locals.get("self")
@@ -66,7 +64,7 @@ def drop_coalescing(chunks: list[Any]) -> None:
     state = distributed_c10d._world.pg_coalesce_state
     if not state:
         return
-    ours = {id(group) for group in (distributed_c10d.GroupMember.WORLD, *live_groups())}
+    ours = {id(group) for group in (dist.group.WORLD, *live_groups())}
     for chunk in chunks:
         for holder in bucket_groups(chunk):
             ours.update(map(id, vars(holder).values()))

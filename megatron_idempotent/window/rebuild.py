@@ -61,7 +61,7 @@ def rebuild_process_groups(
     # All ranks leave together, so that none waits for another that is still walking its objects.
     told = agreement.exchange(", ".join(dict.fromkeys(left)) or None, agreement.DEADLINE_S)
     if told:
-        holders = "; ".join(f"{holders} on rank {rank}" for rank, holders in told.items())
+        holders = "; ".join(f"{names} on rank {rank}" for rank, names in told.items())
         raise agreement.poison(
             f"the process groups are new, but old ones are still held by {holders}"
         )

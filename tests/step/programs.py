@@ -35,14 +35,11 @@ class Pair:
             self.split.chunks, self.split.optimizer, scheduler, forward=forward, deadline_s=20
         )
 
-    def pieces(self, sizes: tuple[int, ...]) -> list[Any]:
+    def piece(self, size: int) -> Any:
         """The next microbatches of this replica's stream, without end."""
-        found = []
-        for size in sizes:
-            start = self.taken % (_ROWS_OF_A_STREAM - size) * ROWS
-            found.append({n: v[start : start + size * ROWS] for n, v in self.batch.items()})
-            self.taken += size
-        return found
+        start = self.taken % (_ROWS_OF_A_STREAM - size) * ROWS
+        self.taken += size
+        return {n: v[start : start + size * ROWS] for n, v in self.batch.items()}
 
     def one_shot(self, batch: Any) -> float:
         """The whole model's step; its gradient norm."""
@@ -92,7 +89,7 @@ def _begin(pair: Pair) -> None:
 
 
 def _microbatch(pair: Pair, sizes: list[int], last: bool) -> None:
-    (piece,) = pair.pieces((sizes[pair.replica],))
+    piece = pair.piece(sizes[pair.replica])
     pair.step.microbatch(pair.step_id, piece, last=last)
     pair.given += list(cut(piece, [1] * sizes[pair.replica]))
 
@@ -116,8 +113,7 @@ def _abort(pair: Pair) -> None:
 
 
 def _logprobs(pair: Pair) -> None:
-    (piece,) = pair.pieces((1,))
-    pair.logprobs(piece)
+    pair.logprobs(pair.piece(1))
 
 
 _OPERATIONS = {
