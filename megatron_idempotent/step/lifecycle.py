@@ -10,6 +10,7 @@ from megatron_idempotent.window.agreement import control_group, refuse_if_poison
 
 from .backend import Backend
 from .open_step import OpenStep
+from .outcome import no_way_back
 from .records import Batch, Receipt, StepLoss, StepResult, check_begin
 
 _REMEMBERED = 8
@@ -28,7 +29,7 @@ class SplitStep:
         self._open: OpenStep | None = None
         # The steps that ended last: their results, or why there is none.
         self._ended: dict[str, StepResult | str] = {}
-        self._begun = 0
+        self._begun = self._updates = 0
         self._torn = False
 
     @property
@@ -100,7 +101,7 @@ class SplitStep:
             self._backend.restore()
             raise
         self._begun += 1
-        self._open = OpenStep(self._backend, step_id, begun_with, self._deadline_s)
+        self._open = OpenStep(self._backend, step_id, begun_with, self._deadline_s, self._updates)
         return step_id
 
     def microbatch(
@@ -163,32 +164,33 @@ class SplitStep:
                 `abort()`.
             SessionPoisoned: a rank did not come within the deadline.
         """
-        ended = self._ended.get(step_id)
-        if isinstance(ended, StepResult):
+        if isinstance(ended := self._ended.get(step_id), StepResult):
             return ended
         step = self._current(step_id, "finish")
-        self._refuse_failed(step, "finish")
         if not step.committed:
+            self._refuse_failed(step, "finish")
             self._backend.check_ready()
         try:
             result = step.finish()
         finally:
             self._torn = self._torn or step.torn
         self._backend.close()
+        self._updates = step.updates
         self._end(step_id, result)
         return result
 
     def abort(self, step_id: str | None = None) -> None:
         """Drop the open step, as if it had never begun; without an open step nothing happens.
 
-        All ranks call it, or `finish()`, which then raises. Where all ranks know of the failure
-        already it waits for nobody.
+        All ranks call it, or `finish()`, which then raises; none waits if all know already.
 
         Raises:
-            RuntimeError: another step is open than `step_id`.
+            RuntimeError: another step is open than `step_id`, or all ranks have updated in it.
             SessionPoisoned: not all ranks came; what is on this rank is put back all the same.
         """
         step = self._open
+        if step_id is not None and isinstance(self._ended.get(step_id), StepResult):
+            raise no_way_back(step_id, "abort")
         if step is None:
             return
         if step_id is not None and step_id != step.step_id:
@@ -196,14 +198,11 @@ class SplitStep:
                 f"abort(): got step {step_id!r}, which is not open; step {step.step_id!r} is"
             )
         if step.committed:
-            raise RuntimeError(
-                f"abort(): all ranks have updated in step {step.step_id!r}; finish() it again for "
-                "its result"
-            )
+            raise no_way_back(step.step_id, "abort")
         try:
             step.tell_of_abort()
         finally:
-            self._torn = self._torn or self._backend.torn
+            self._torn = self._torn or step.torn
             self._backend.restore()
             self._end(step.step_id, "it was aborted")
 
@@ -237,6 +236,8 @@ class SplitStep:
         raise RuntimeError(f"{what}(): step {step_id!r} is not open, {open_one}; begin() it first")
 
     def _refuse_failed(self, step: OpenStep, what: str) -> None:
+        if step.committed:
+            raise no_way_back(step.step_id, what)
         if step.failure is not None or step.owes:
             how = step.failure or "it was interrupted"
             raise RuntimeError(f"{what}(): step {step.step_id!r} has failed: {how}; abort() it")

@@ -26,18 +26,24 @@ class OpenStep(Turns):
     """A step that has begun and not ended."""
 
     def __init__(
-        self, backend: Backend, step_id: str, begun_with: Mapping[str, Any], deadline_s: float
+        self,
+        backend: Backend,
+        step_id: str,
+        begun_with: Mapping[str, Any],
+        deadline_s: float,
+        updates: int,
     ) -> None:
-        super().__init__(backend, step_id, begun_with, deadline_s)
+        super().__init__(backend, step_id, begun_with, deadline_s, updates)
         self.receipts: dict[str, Receipt] = {}
-        self.torn = False
         self.last = False
         # On the device until the end, so that counting never waits for it.
         self._counts: list[Any] = []
         self._batch_rows = 0
         self._microbatches = 0
         self._updating = False
+        # What this rank has done, and what all ranks have said of that.
         self._done: tuple[Totals, Update | None, int] | None = None
+        self._votes: list[Say] | None = None
 
     def add(self, batch: Batch | None, last: bool, name: str) -> Receipt:
         """Run a batch, after ranks that would wait for each other agree on what it is."""
@@ -88,16 +94,17 @@ class OpenStep(Turns):
 
     def finish(self) -> StepResult:
         """Agree that nothing failed, then update; after that, only tell what was done."""
-        if self._done is None:
+        if not self.committed:
             with self._failing(unless=WindowAborted):
                 totals, local, microbatches = self._totals()
-                update = None
                 if totals.normalizer:
-                    update = self._update(totals, local)
+                    self._update(totals, local, microbatches)
                 else:
-                    self._backend.skip()
-                self._done = totals, update, microbatches
+                    self._done, self._votes = (totals, None, microbatches), []
+        assert self._done is not None
         totals, update, microbatches = self._done
+        if update is None:
+            self._backend.skip()
         return result_of(
             self.step_id,
             self._loss.kind,
@@ -110,22 +117,38 @@ class OpenStep(Turns):
 
     @property
     def committed(self) -> bool:
-        """Whether all ranks have updated, so that there is no way back."""
-        return self._done is not None
+        """Whether all ranks have updated, so that there is no way back.
+
+        From the moment in which they said so; an exception right behind it changes nothing.
+        """
+        return self._votes is not None and not failures(self._votes)
+
+    @property
+    def torn(self) -> bool:
+        """Whether an update was left half-way, here or elsewhere, without a copy to go back to."""
+        if self._votes is None:
+            return self._backend.torn
+        return not self.committed and any(vote.torn for vote in self._votes)
+
+    @property
+    def updates(self) -> int:
+        """Updates of all steps so far, this one's included."""
+        done = self._done is not None and self._done[1] is not None
+        return self._updates + (done and self.committed)
 
     def tell_of_abort(self) -> None:
         """Have the peers stop too, unless they know."""
         if self.owes and not is_poisoned():
             self._fail("it was interrupted on its way into a batch")
             poison(f"a batch of step {self.step_id!r} was left before it was run")
-        if self.known:
+        if self.known or self._votes is not None:
             return
         poisoned = is_poisoned()
         try:
             # In an update all of that is behind us, and the next gathers are those of its result.
             if not poisoned and not self._updating:
                 self._backend.join()
-            say = Say(doing="abort", step_id=self.step_id, failure=self.failure, poisoned=poisoned)
+            say = self._say("abort", failure=self.failure, poisoned=poisoned)
             said = self._hear(say)
             ours = "abort", self.failure
             if any(each.doing == "updated" for each in said) or (
@@ -156,9 +179,8 @@ class OpenStep(Turns):
             error = caught
         coupled, group = self._backend.coupled()
         speaks = self._backend.speaks
-        say = Say(
-            doing="finish",
-            step_id=self.step_id,
+        say = self._say(
+            "finish",
             failure=None if error is None else describe(error),
             replica=self._backend.replica,
             counts=local if speaks else (0.0, 0.0),
@@ -182,7 +204,7 @@ class OpenStep(Turns):
         totals = Totals(self._loss, [each.counts for each in said], every_row)
         return totals, local[self._loss.kind == "token"], len(every_row)
 
-    def _update(self, totals: Totals, local: float) -> Update:
+    def _update(self, totals: Totals, local: float, microbatches: int) -> None:
         error: BaseException | None = None
         update: Update | None = None
         increment = self.begun_with["global_batch_size"]
@@ -192,22 +214,14 @@ class OpenStep(Turns):
             update = self._backend.update(totals, local, increment, self._deadline_s / 2)
         except BaseException as caught:  # noqa: BLE001  told to all ranks, and raised on all
             error = caught
-        self.torn = self._backend.torn
-        say = Say(
-            doing="updated",
-            step_id=self.step_id,
-            failure=None if error is None else describe(error),
-            torn=self.torn,
-        )
-        said = self._hear(say)
-        found = failures(said)
+        failure = None if error is None else describe(error)
+        vote = self._say("updated", failure=failure, torn=self._backend.torn)
+        self._done = totals, update, microbatches
+        self._votes = self._hear(vote)
+        found = failures(self._votes)
         if found:
             self._fail("; ".join(found.values()), known=True)
-            self.torn = any(each.torn for each in said)
-            self._raise_failed_update(said, found, error)
-        self.torn = False
-        assert update is not None
-        return update
+            self._raise_failed_update(self._votes, found, error)
 
     def _raise_failed_update(
         self, said: list[Say], found: dict[int, str], error: BaseException | None

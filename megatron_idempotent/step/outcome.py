@@ -43,3 +43,10 @@ def result_of(
         metrics=totals.metrics(),
         rows=totals.rows(lr=lr, wd=weight_decay),
     )
+
+
+def no_way_back(step_id: str, what: str) -> RuntimeError:
+    """For what was asked of a step in which all ranks have updated, besides its result."""
+    return RuntimeError(
+        f"{what}(): all ranks have updated in step {step_id!r}; finish() it again for its result"
+    )

@@ -29,10 +29,12 @@ _LENGTH = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Say:
-    """Where one rank is in a step. Example: `Say(doing="abort", step_id="3")`."""
+    """Where one rank is in a step. Example: `Say(doing="abort", step_id="3", updates=2)`."""
 
     doing: Doing
     step_id: str
+    updates: int
+    """Of steps that this rank has finished; they are alike unless the last one was left."""
     failure: str | None = None
     """What went wrong on this rank, if anything did."""
     torn: bool = False
@@ -114,11 +116,12 @@ def _gathered_evenly(message: bytes, size: int, group: Any) -> list[bytes]:
 
 
 def failures(said: Sequence[Say], group: Any = None) -> dict[int, str]:
-    """What stops the step, by global rank: failures, aborts, and ranks in another step.
+    """What stops the step, by global rank: failures, aborts, and ranks that are elsewhere.
 
     `group` is the one that was heard, None for all ranks.
     """
     ids = {say.step_id for say in said}
+    updates = {say.updates for say in said}
     found = {}
     ranks = range(len(said)) if group is None else dist.get_process_group_ranks(group)
     for rank, say in zip(ranks, said, strict=True):
@@ -128,6 +131,11 @@ def failures(said: Sequence[Say], group: Any = None) -> dict[int, str]:
             found[rank] = "abort() was called"
         elif len(ids) > 1:
             found[rank] = f"is in step {say.step_id!r}"
+        elif len(updates) > 1:
+            found[rank] = (
+                f"has made {say.updates} updates, others {sorted(updates - {say.updates})}: load a "
+                "checkpoint on all ranks and make a new TrainStep"
+            )
     return found
 
 

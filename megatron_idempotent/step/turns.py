@@ -27,7 +27,12 @@ class Turns:
     """Agreements and calls of one step. `failure` is what stops it, `known` to all or not yet."""
 
     def __init__(
-        self, backend: Backend, step_id: str, begun_with: Mapping[str, Any], deadline_s: float
+        self,
+        backend: Backend,
+        step_id: str,
+        begun_with: Mapping[str, Any],
+        deadline_s: float,
+        updates: int,
     ) -> None:
         self.step_id = step_id
         self.begun_with = begun_with
@@ -40,6 +45,7 @@ class Turns:
         """
         self._backend = backend
         self._deadline_s = deadline_s
+        self._updates = updates
         self._loss: StepLoss = begun_with["loss"]
         self._rows: list[Row] = []
 
@@ -56,9 +62,8 @@ class Turns:
 
         If ranks may have an `uneven` number of microbatches, also what theirs look like.
         """
-        say = Say(
-            doing=doing,
-            step_id=self.step_id,
+        say = self._say(
+            doing,
             failure=None if bad is None else describe(bad),
             replica=self._backend.replica,
             lists=tuple((len(each), *each[0][TOKENS].shape[:2]) for each in lists),
@@ -76,6 +81,9 @@ class Turns:
             stop(found, "No rank has run this batch; abort() the step.", bad)
         stop(found, "No rank has run this batch; the step is as it was.", bad)
         return said
+
+    def _say(self, doing: Doing, **more: Any) -> Say:
+        return Say(doing=doing, step_id=self.step_id, updates=self._updates, **more)
 
     def _hear(self, say: Say, group: Any = None) -> list[Say]:
         try:

@@ -35,7 +35,7 @@ def close_contexts(error: BaseException | None) -> None:
                     # What it complains of, such as an inner context that was left late, is behind
                     # us; a context around all of this is executing, and refuses.
                     with contextlib.suppress(Exception):
-                        context.gen.close()
+                        _end(context.gen)
 
 
 def leave_no_sync(chunks: list[Any]) -> None:
@@ -46,13 +46,13 @@ def leave_no_sync(chunks: list[Any]) -> None:
     """
     for generator in _suspended("no_sync"):
         if any(generator.gi_frame.f_locals.get("self") is chunk for chunk in chunks):
-            generator.close()
+            _end(generator)
 
 
 def leave_coalescing() -> None:
     """Close torch's generators that a traceback keeps suspended, and that hold process groups."""
     for generator in _suspended("_coalescing_manager"):
-        generator.close()
+        _end(generator)
 
 
 def drop_coalescing(chunks: list[Any]) -> None:
@@ -70,6 +70,12 @@ def drop_coalescing(chunks: list[Any]) -> None:
             ours.update(map(id, vars(holder).values()))
     for group in [group for group in state if id(group) in ours]:
         del state[group]
+
+
+def _end(generator: Any) -> None:
+    # CPython 3.12's close() keeps the arguments of one that has not been started.
+    with contextlib.suppress(GeneratorExit):
+        generator.throw(GeneratorExit)
 
 
 def _suspended(name: str) -> list[Any]:

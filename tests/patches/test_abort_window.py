@@ -61,7 +61,7 @@ def test_a_no_sync_that_a_traceback_holds_is_left_for_good(megatron_ranks):
     assert all(megatron_ranks(1, no_sync_held_by_a_traceback))
 
 
-def coalescing_held_by_a_traceback(after: str) -> tuple[float, int]:
+def coalescing_held_by_a_traceback(at: str, after: str) -> tuple[float, int]:
     """On a rank: a sum over the ranks after a reduction was interrupted as it was put together."""
     import torch
     import torch.distributed as dist
@@ -75,12 +75,14 @@ def coalescing_held_by_a_traceback(after: str) -> tuple[float, int]:
     held = []
 
     class Coalescing:
-        """Stands for a KeyboardInterrupt that the exit of upstream's context comes upon."""
+        """Stands for a KeyboardInterrupt that upstream's context is entered or left upon."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             held.append(coalescing(*args, **kwargs))
 
         def __enter__(self) -> Any:
+            if at == "enter":
+                raise Interrupted
             return held[-1].__enter__()
 
         def __exit__(self, *_: Any) -> None:
@@ -102,8 +104,9 @@ def coalescing_held_by_a_traceback(after: str) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("after", ["abort_window", "rebuild_process_groups"])
-def test_later_sums_are_not_added_to_an_interrupted_reduction(megatron_ranks, after):
-    assert megatron_ranks(2, coalescing_held_by_a_traceback, after) == [(2.0, 1)] * 2
+@pytest.mark.parametrize("at", ["enter", "exit"])
+def test_later_sums_are_not_added_to_an_interrupted_reduction(megatron_ranks, at, after):
+    assert megatron_ranks(2, coalescing_held_by_a_traceback, at, after) == [(2.0, 1)] * 2
 
 
 def gathers_in_flight() -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Every call that a piece of Python makes, and an exception raised at the n-th of them.
+"""Every call that a piece of Python makes, and an exception raised at one of them.
 
 `sys.setprofile` sees each call as it starts, ours, Megatron's and torch's alike; what it raises is
 raised there, as a keyboard interrupt would be. Nothing is picked by hand.
@@ -20,6 +20,10 @@ OURS = (
 )
 
 
+#: Caller's file, line, callee.
+Site = tuple[str, int, str]
+
+
 class Injected(BaseException):
     """Raised at a call site; not an `Exception`, because a keyboard interrupt is none either."""
 
@@ -28,33 +32,26 @@ class Failed(RuntimeError):
     """The same as an ordinary error."""
 
 
-def sites(run: Callable[[], Any]) -> dict[tuple[str, int, str], int]:
-    """Where calls are made from Megatron or this library: caller, line, callee → its first call."""
-    found: dict[tuple[str, int, str], int] = {}
-    count = 0
+def sites(run: Callable[[], Any]) -> set[Site]:
+    """Where calls are made from Megatron or this library."""
+    found: set[Site] = set()
 
     def profile(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
         site = _site(frame, event, argument)
         if site is not None:
-            found.setdefault(site, count)
-            count += 1
+            found.add(site)
 
     _profiled(profile, run)
     return found
 
 
-def interrupt(run: Callable[[], Any], at: int, kind: type[BaseException]) -> BaseException | None:
-    """Run, raising at call number `at`; what comes out of it, None if nothing does."""
-    count = 0
+def interrupt(run: Callable[[], Any], at: Site, kind: type[BaseException]) -> BaseException | None:
+    """Run, raising as a call is first made there; what comes out of it, None if nothing does."""
 
     def profile(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        if _site(frame, event, argument) is not None:
-            count += 1
-            if count == at + 1:
-                sys.setprofile(None)
-                raise kind(f"call {at}")
+        if _site(frame, event, argument) == at:
+            sys.setprofile(None)
+            raise kind(f"at {at}")
 
     try:
         _profiled(profile, run)
@@ -71,7 +68,7 @@ def _profiled(profile: Callable[..., None], run: Callable[[], Any]) -> None:
         sys.setprofile(None)
 
 
-def _site(frame: Any, event: str, argument: Any) -> tuple[str, int, str] | None:
+def _site(frame: Any, event: str, argument: Any) -> Site | None:
     if event == "call":
         caller, callee = frame.f_back, frame.f_code.co_qualname
     elif event == "c_call" and not _spreads(frame):

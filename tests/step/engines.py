@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
+ENGINES = ["megatron", "fsdp"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:

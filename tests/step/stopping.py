@@ -6,6 +6,7 @@ Runs on a rank.
 from __future__ import annotations
 
 import collections
+import datetime
 from typing import Any
 
 import call_sites
@@ -38,12 +39,22 @@ class Steps:
         self.step = self.bench.step
         self.digest = self.bench.digest
         self._last = last
+        self.name: str | None = None
+        # Nothing that is stopped uses it.
+        self._aside = dist.new_group(timeout=datetime.timedelta(seconds=60))
+
+    def require_alike(self, poisoned: bool, raised: BaseException | None) -> None:
+        """All ranks come here, and to the same."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, poisoned, group=self._aside)
+        if len(set(found)) != 1:
+            raise AssertionError(f"poisoned, by rank: {found}") from raised
 
     def calls(self, number: int):
         """The calls of one step, to be made one after the other."""
         rows = data(number, ROWS * sum(PIECES), self.bench.replica)
         first, second = cut(rows, PIECES)
-        name = self.step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
+        name = self.name = self.step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
         yield lambda: self.step.microbatch(name, first)
         yield lambda: self.step.microbatch(name, second, last=self._last)
         yield lambda: self.step.finish(name)
@@ -73,7 +84,7 @@ def stopped(
     clean = Steps(engine, last, **{**options, "deadline_s": 20.0})
     clean.whole(0)
     clean.whole(1)
-    found: dict[Any, int] = {}
+    found: set[Any] = set()
     for index, call in enumerate(clean.calls(2)):
         if index == which:
             found = call_sites.sites(call)
@@ -96,8 +107,12 @@ def stopped(
     mine = only_rank in (None, dist.get_rank())
     outcomes: collections.Counter[str] = collections.Counter()
     for number, site in enumerate(sites[skip:done], start=2):
-        at = found[site] if mine else None
-        outcome = _once(steps, number, which, at, getattr(call_sites, kind))
+        at = site if mine else None
+        try:
+            outcome = _once(steps, number, which, at, getattr(call_sites, kind))
+        except BaseException as error:
+            error.add_note(f"stopped at {site}")
+            raise
         outcomes[outcome] += 1
         if is_poisoned():
             return dict(outcomes), "", skip + number - 1
@@ -106,7 +121,7 @@ def stopped(
     return dict(outcomes), "", done if done < len(sites) else None
 
 
-def _once(steps: Steps, number: int, which: int, at: int | None, kind: Any) -> str:
+def _once(steps: Steps, number: int, which: int, at: Any, kind: Any) -> str:
     raised: BaseException | None = None
     for index, call in enumerate(steps.calls(number)):
         if index == which and at is not None:
@@ -120,14 +135,17 @@ def _once(steps: Steps, number: int, which: int, at: int | None, kind: Any) -> s
             continue
         outcome = type(raised).__name__
         try:
-            steps.step.abort()
+            steps.step.abort(steps.name)
         except SessionPoisoned:
             outcome = "SessionPoisoned"
         except RuntimeError as committed:
             if "finish() it again" not in str(committed):
                 raise
+            outcome = "committed"
+        steps.require_alike(is_poisoned(), raised)
+        if outcome == "committed":
             call()
-            return "committed"
+            return outcome
         if is_poisoned():
             outcome = "SessionPoisoned"
             if steps.bench.rebuild is None:
@@ -135,4 +153,5 @@ def _once(steps: Steps, number: int, which: int, at: int | None, kind: Any) -> s
             steps.bench.rebuild()
         steps.whole(number)
         return outcome
+    steps.require_alike(is_poisoned(), raised)
     return "not reached"

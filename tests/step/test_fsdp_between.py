@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 
-
-def between_parameters(method: str) -> None:
+def between_parameters() -> None:
     """On a rank: one parameter of a group changes its state, and the next one raises instead."""
     from fsdp_bench import Tripped, build, same, state, step_of
     from split_bench import TokenLoss, data, raised_by, split_step
@@ -27,20 +25,19 @@ def between_parameters(method: str) -> None:
     (group,) = parts[0].blocks[0]._get_fsdp_state()._fsdp_param_groups
 
     def trip() -> None:
-        raise Tripped(method)
+        raise Tripped("between")
 
-    setattr(group.fsdp_params[1], method, trip)
+    group.fsdp_params[1].to_unsharded = trip
     told = raised_by(split_step, step, loss, batch, [1, 3])
-    delattr(group.fsdp_params[1], method)
+    del group.fsdp_params[1].to_unsharded
     assert isinstance(told, WindowAborted)
     step.abort()
     split_step(step, loss, batch, [1, 3])
     assert same(state(*parts), expected)
 
 
-@pytest.mark.parametrize("method", ["to_unsharded", "init_unsharded_param"])
-def test_parameters_of_a_group_that_differ_are_put_back(megatron_ranks, method):
-    megatron_ranks(2, between_parameters, method)
+def test_parameters_of_a_group_that_differ_are_put_back(megatron_ranks):
+    megatron_ranks(2, between_parameters)
 
 
 def before_the_norm() -> tuple[str, bool]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 PIECES = [1, 1]
@@ -246,29 +244,3 @@ def gradient_that_is_not_a_number():
 
 def test_a_gradient_that_is_not_a_number_is_not_stepped_with(megatron_ranks):
     megatron_ranks(2, gradient_that_is_not_a_number)
-
-
-def losses_that_are_none():
-    """On a rank: rank 0's loss is a vector, or has no graph."""
-    import torch
-    from fsdp_bench import build, step_of
-    from split_bench import TokenLoss, data, split_step
-
-    from megatron_idempotent import WindowAborted
-
-    rank = torch.distributed.get_rank()
-    wrong = {"(2, 32)": lambda output: output, "grad=False": lambda output: output.detach().sum()}
-    step = step_of(*build())
-    for text, of in wrong.items():
-
-        class Loss(TokenLoss):
-            def __call__(self, output, microbatch, of=of):
-                return (of(output) if rank == 0 else output.sum()), {}
-
-        with pytest.raises(WindowAborted, match=re.escape(text)):
-            split_step(step, Loss(), data(1, 2, rank), [1])
-        step.abort()
-
-
-def test_a_loss_that_is_no_scalar_with_a_graph_is_named(megatron_ranks):
-    megatron_ranks(2, losses_that_are_none)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from engines import ENGINES
 
 
 class Broken(Exception):
@@ -20,14 +21,15 @@ def _on_the_way(step: Any) -> None:
     step._open._run = run
 
 
-def _after(model: Any, name: str, number: int) -> None:
-    """Behind the start of a bucket group's collective, before anybody has its handle."""
-    group = model.chunks[0].bucket_groups[number]
+def _starting(model: Any, when: str, name: str) -> None:
+    """Before a bucket group's collective is started, or after, when nobody has its handle yet."""
+    group = model.chunks[0].bucket_groups[1]
     start = getattr(group, name)
 
     def started(*args: Any, **kwargs: Any) -> None:
-        start(*args, **kwargs)
         vars(group).pop(name)
+        if when == "after":
+            start(*args, **kwargs)
         raise Broken
 
     setattr(group, name, started)
@@ -36,7 +38,7 @@ def _after(model: Any, name: str, number: int) -> None:
 def left(where: str) -> tuple[bool, bool]:
     """On a rank: one rank leaves a step; whether this one is told, and starts nothing more.
 
-    Then the process groups are made anew, and the step.
+    Then the step is made again, in new process groups if the session has ended.
     """
     import torch
     from split_bench import ROWS, TokenLoss, build, data, forward, raised_by, split_step, state
@@ -55,12 +57,13 @@ def left(where: str) -> tuple[bool, bool]:
         if where == "on the way":
             _on_the_way(step)
         else:
-            _after(model, where, 1)
+            _starting(model, *where.split())
     told = raised_by(step.microbatch, name, batches[2], last=True)
     told = told or raised_by(step.finish, name)
     raised_by(step.abort)
     poisoned = is_poisoned()
-    rebuild_process_groups(model.chunks, model.optimizer)
+    if poisoned:
+        rebuild_process_groups(model.chunks, model.optimizer)
     split_step(step, TokenLoss(), batches[2], [1, 1], last=True)
     got = state(model, scheduler)
 
@@ -72,6 +75,92 @@ def left(where: str) -> tuple[bool, bool]:
     return told is not None, poisoned
 
 
-@pytest.mark.parametrize("where", ["on the way", "start_grad_sync", "start_param_sync"])
+@pytest.mark.parametrize("where", ["on the way", "after start_grad_sync", "after start_param_sync"])
 def test_all_ranks_are_told_and_the_next_step_is_right(megatron_ranks, where):
     assert megatron_ranks(2, left, where) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("where", ["before start_grad_sync", "before start_param_sync"])
+def test_the_session_goes_on_where_nothing_was_started(megatron_ranks, where):
+    assert megatron_ranks(2, left, where) == [(True, False)] * 2
+
+
+def _raise_behind(owner: Any, name: str, doing: str) -> None:
+    """Have a function of ours raise once, behind what it does, where ranks said that."""
+    stock = getattr(owner, name)
+
+    def raising(*args: Any, **kwargs: Any) -> Any:
+        value = stock(*args, **kwargs)
+        if doing in repr(args):
+            setattr(owner, name, stock)
+            raise Broken
+        return value
+
+    setattr(owner, name, raising)
+
+
+def behind_the_vote(engine: str) -> None:
+    """On a rank: all ranks have said that they have updated, and one is interrupted then."""
+    import torch
+    from engines import bench_on
+    from split_bench import ROWS, TokenLoss, data, raised_by, split_step
+
+    from megatron_idempotent.step import open_step
+
+    def run(interrupted: bool) -> tuple[Any, Any]:
+        bench = bench_on(engine, step={"undo": True})
+        step, batch = bench.step, data(1, 4 * ROWS, bench.replica)
+        split_step(step, TokenLoss(), batch, [4])
+        name = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
+        step.microbatch(name, batch)
+        if interrupted and torch.distributed.get_rank() == 1:
+            _raise_behind(open_step, "failures", "updated")
+            assert isinstance(raised_by(step.finish, name), Broken)
+            for call, *args in ((step.abort, name), (step.abort,), (step.microbatch, name, batch)):
+                assert "finish() it again" in str(raised_by(call, *args))
+        result = step.finish(name)
+        split_step(step, TokenLoss(), batch, [4])
+        return result, bench.parameters()
+
+    (result, got), (expected, parameters) = run(True), run(False)
+    assert result == expected
+    assert torch.equal(got, parameters)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_all_ranks_have_done_is_not_dropped_by_one(megatron_ranks, engine):
+    megatron_ranks(2, behind_the_vote, engine)
+
+
+def in_doubt() -> list[str]:
+    """On a rank: one is interrupted as it hears that all have updated, and goes back alone."""
+    import torch
+    from split_bench import ROWS, TokenLoss, build, data, forward, raised_by, split_step
+
+    from megatron_idempotent import TrainStep, rebuild_process_groups
+    from megatron_idempotent.step import talk
+    from megatron_idempotent.window.agreement import is_poisoned
+
+    model, scheduler, replica = build()
+    step = TrainStep(
+        model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=3, undo=True
+    )
+    batch = data(1, 2 * ROWS, replica)
+    split_step(step, TokenLoss(), batch, [2])
+    if torch.distributed.get_rank() == 1:
+        _raise_behind(talk, "_gathered", "updated")
+    told = [str(raised_by(split_step, step, TokenLoss(), batch, [2]))]
+    raised_by(step.abort)
+    told.append(str(raised_by(split_step, step, TokenLoss(), batch, [2])))
+    raised_by(step.abort)
+    assert is_poisoned()
+    rebuild_process_groups(model.chunks, model.optimizer)
+    name = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS, step_id="of both")
+    step.microbatch(name, batch)
+    told.append(str(raised_by(step.finish, name)))
+    return told
+
+
+def test_ranks_of_which_one_went_back_do_not_train_on(megatron_ranks):
+    for told in megatron_ranks(2, in_doubt):
+        assert "rank 0: has made 2 updates, others [1]" in told[2]

@@ -11,11 +11,18 @@ from packaging.version import Version
 FORK = "dot_product_attention.py", "_GeneratorContextManager.__exit__"
 
 
-def fork_of_random_states(held_by: str) -> None:
+def _fork_ends(found: set[Any]) -> Any:
+    """The call that ends the fork around the attention's dropout, among those that were found."""
+    (at,) = (site for site in found if (site[0].split("/")[1], site[2]) == FORK)
+    return at
+
+
+def fork_of_random_states(interrupted: str, held_by: str) -> None:
     """On a rank: the attention's dropout is interrupted as its fork of random states ends."""
     import gc
 
     import call_sites
+    from split_bench import ROWS, data, forward
     from stopping import Steps
 
     options = {"config_overrides": {"attention_dropout": 0.1, "hidden_dropout": 0.1}}
@@ -25,18 +32,26 @@ def fork_of_random_states(held_by: str) -> None:
     expected = clean.digest()
     steps = Steps("megatron", False, **options)  # seeds anew
     steps.whole(0)
-    first, *rest = steps.calls(1)
-    found = call_sites.sites(first)
-    for call in rest:
-        call()
-    (at,) = (n for (file, _, name), n in found.items() if (file.split("/")[1], name) == FORK)
+    steps.whole(1)
 
-    first, *_ = steps.calls(2)
-    raised: Any = [call_sites.interrupt(first, at, call_sites.Injected)]
+    def logprobs() -> None:
+        with steps.step.reading() as (chunk,):
+            forward(chunk, data(2, ROWS, 0))
+
+    first, *rest = steps.calls(2)
+    call = first if interrupted == "a step" else logprobs
+    at = _fork_ends(call_sites.sites(call))
+    if interrupted == "a step":
+        steps.step.abort()
+        first, *rest = steps.calls(2)
+        call = first
+    raised: Any = [call_sites.interrupt(call, at, call_sites.Injected)]
+    assert isinstance(raised[0], call_sites.Injected)
     if held_by == "a cycle":
         raised.append(raised)
-    steps.step.abort()
-    first, *rest = steps.calls(2)
+    if interrupted == "a step":
+        steps.step.abort()
+        first, *rest = steps.calls(2)
     first()
     raised = None
     gc.collect()  # now what the traceback held ends
@@ -46,8 +61,54 @@ def fork_of_random_states(held_by: str) -> None:
 
 
 @pytest.mark.parametrize("held_by", ["a variable", "a cycle"])
-def test_random_states(megatron_ranks, held_by):
-    megatron_ranks(1, fork_of_random_states, held_by)
+@pytest.mark.parametrize("interrupted", ["a step", "log-probs"])
+def test_random_states(megatron_ranks, interrupted, held_by):
+    megatron_ranks(1, fork_of_random_states, interrupted, held_by)
+
+
+def fork_in_a_window() -> None:
+    """On a rank: `abort_window` handles the interrupt, and its traceback is freed early or late."""
+    import gc
+
+    import call_sites
+    import torch
+
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    def gradients_of_the_next(freed_in_microbatch: int | None) -> Any:
+        dropout = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+        model = tiny.build(config_overrides=dropout)
+
+        def window() -> None:
+            model.forward_backward(2, data_seed=1)
+
+        window()  # the first one makes other calls
+        at = _fork_ends(call_sites.sites(window))
+        model.step()
+        held = [call_sites.interrupt(window, at, call_sites.Injected)]
+        try:
+            raise held[0]
+        except call_sites.Injected:
+            megatron_idempotent.abort_window(model.chunks, model.optimizer)
+        if freed_in_microbatch is None:
+            held.clear()
+
+        def free(index: int, _loss: Any) -> None:
+            if index == freed_in_microbatch:
+                held.clear()
+                gc.collect()
+
+        model.on_microbatch = free
+        window()
+        assert not held
+        return model.gradients()
+
+    assert torch.equal(gradients_of_the_next(None), gradients_of_the_next(0))
+
+
+def test_random_states_of_a_window(megatron_ranks):
+    megatron_ranks(1, fork_in_a_window)
 
 
 def fork_in_a_fork() -> None:

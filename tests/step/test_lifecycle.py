@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import pytest
-
-ENGINES = ["megatron", "fsdp"]
+from engines import ENGINES
 
 
 def _raised(error, call, *args, **kwargs):
@@ -45,6 +44,7 @@ def calls_out_of_order(engine: str) -> None:
     assert "last batch" in _raised(RuntimeError, step.microbatch, second, batch)
     step.finish(second)
     assert "was finished" in _raised(RuntimeError, step.microbatch, second, batch)
+    assert "all ranks have updated" in _raised(RuntimeError, step.abort, second)
     step.abort()
 
 

@@ -11,7 +11,7 @@ def told(lengths: list[int]) -> list[tuple[str, int]]:
 
     rank = dist.get_rank()
     rows = tuple({"loss": float(row), f"of {rank}": 1.0} for row in range(lengths[rank]))
-    said = hear(Say(doing="finish", step_id=f"step of {rank}", rows=rows), 20.0)
+    said = hear(Say(doing="finish", step_id=f"step of {rank}", updates=0, rows=rows), 20.0)
     assert all(say.rows[-1]["loss"] == len(say.rows) - 1 for say in said if say.rows)
     return [(say.step_id, len(say.rows)) for say in said]
 
