@@ -55,7 +55,8 @@ class TrainStep(SplitStep):
         scheduler: its `step(increment=global_batch_size)` follows each update; may be None.
         forward: makes the output of a chunk from (chunk, microbatch); for what needs more than
             `gpt_forward` passes, such as packed sequences.
-        deadline_s: how long a rank waits for the others where ranks agree, in seconds.
+        deadline_s: how long a rank waits for the others where ranks agree, and for their
+            parameters, in seconds.
         undo: copy parameters and optimizer state to the host before each update, so that one that
             fails half-way can be aborted too. Without it a step that fails inside of the inner
             optimizer ends in an error that asks for a checkpoint.

@@ -141,7 +141,8 @@ class Runner:
         coupled, group = self.coupled()
         if not coupled and not reduce:
             # No rank waits for this one but in gathers of parameters, which `join` makes up for.
-            with Debts(self.chunks).watched():
+            # It may wait there itself, for one that was interrupted in one.
+            with bounded(self.groups(), self.deadline_s), Debts(self.chunks).watched():
                 schedule(**arguments)
             return
         tell: Callable[[str | None], dict[int, str]] = _nobody

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_idempotent.patches._ddp import bucket_groups
 
 from .agreement import describe, poison
+from .left_open import drop_coalescing_of
 
 # Chunk → indices of its bucket groups in the order in which backward hooks started them last.
 _learned: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
@@ -52,6 +53,7 @@ class Debts:
                 reduce = functools.partial(_note, group.start_grad_sync, started, number)
                 group.start_grad_sync = functools.partial(_start, group, reduce)
                 group.start_param_sync = functools.partial(_start, group, group.start_param_sync)
+                group.finish_param_sync = functools.partial(_wait, group, group.finish_param_sync)
                 noted.append(group)
         try:
             yield
@@ -59,6 +61,7 @@ class Debts:
             for group in noted:
                 vars(group).pop("start_grad_sync", None)
                 vars(group).pop("start_param_sync", None)
+                vars(group).pop("finish_param_sync", None)
                 vars(group).pop("register_grad_ready", None)
                 vars(group).pop("check_grads", None)
 
@@ -154,7 +157,19 @@ def _start(group: Any, start: Callable[..., None], *args: Any, **kw: Any) -> Non
     except BaseException as error:
         if _collectives(group) != before:
             poison(f"a collective was left as it started: {describe(error)}")
+        # What was put together and not started must not be added to the next one.
+        drop_coalescing_of(group)
         raise
+
+
+def _wait(group: Any, finish: Callable[..., None], *args: Any, **kw: Any) -> None:
+    """Wait for a gather, which a peer that has failed may never join."""
+    try:
+        finish(*args, **kw)
+    except RuntimeError as lost:
+        if group.param_gather_handle is None:
+            raise  # the wait was through, or had not begun
+        raise poison(f"parameters were not gathered: {describe(lost)}") from lost
 
 
 def _note(

@@ -61,13 +61,19 @@ def drop_coalescing(chunks: list[Any]) -> None:
     torch collects on as long as its table has the group: every later `all_reduce` would only be
     noted down, and return without having reduced anything.
     """
-    state = distributed_c10d._world.pg_coalesce_state
-    if not state:
-        return
-    ours = {id(group) for group in (dist.group.WORLD, *live_groups())}
+    _drop([dist.group.WORLD, *live_groups()])
     for chunk in chunks:
-        for holder in bucket_groups(chunk):
-            ours.update(map(id, vars(holder).values()))
+        drop_coalescing_of(*bucket_groups(chunk))
+
+
+def drop_coalescing_of(*holders: Any) -> None:
+    """The same for the process groups of these bucket groups."""
+    _drop([value for holder in holders for value in vars(holder).values()])
+
+
+def _drop(groups: list[Any]) -> None:
+    state = distributed_c10d._world.pg_coalesce_state
+    ours = set(map(id, groups)) if state else set()
     for group in [group for group in state if id(group) in ours]:
         del state[group]
 

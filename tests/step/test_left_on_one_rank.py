@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,20 +24,33 @@ def _on_the_way(step: Any) -> None:
 
 
 def _starting(model: Any, when: str, name: str) -> None:
-    """Before a bucket group's collective is started, or after, when nobody has its handle yet."""
+    """Before a bucket group's collective is started, as it is put together, or after.
+
+    After, nobody has its handle yet.
+    """
+    from megatron.core.distributed import param_and_grad_buffer
+
     group = model.chunks[0].bucket_groups[1]
-    start = getattr(group, name)
+    start, coalescing = getattr(group, name), param_and_grad_buffer._coalescing_manager
+
+    @contextlib.contextmanager
+    def left(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        param_and_grad_buffer._coalescing_manager = coalescing
+        yield coalescing(*args, **kwargs).__enter__()
+        raise Broken
 
     def started(*args: Any, **kwargs: Any) -> None:
         vars(group).pop(name)
-        if when == "after":
+        if when == "inside":
+            param_and_grad_buffer._coalescing_manager = left
+        if when != "before":
             start(*args, **kwargs)
         raise Broken
 
     setattr(group, name, started)
 
 
-def left(where: str) -> tuple[bool, bool]:
+def left(where: str, last: bool = True) -> tuple[bool, bool]:
     """On a rank: one rank leaves a step; whether this one is told, and starts nothing more.
 
     Then the step is made again, in new process groups if the session has ended.
@@ -58,7 +73,7 @@ def left(where: str) -> tuple[bool, bool]:
             _on_the_way(step)
         else:
             _starting(model, *where.split())
-    told = raised_by(step.microbatch, name, batches[2], last=True)
+    told = raised_by(step.microbatch, name, batches[2], last=last)
     told = told or raised_by(step.finish, name)
     raised_by(step.abort)
     poisoned = is_poisoned()
@@ -75,14 +90,23 @@ def left(where: str) -> tuple[bool, bool]:
     return told is not None, poisoned
 
 
-@pytest.mark.parametrize("where", ["on the way", "after start_grad_sync", "after start_param_sync"])
-def test_all_ranks_are_told_and_the_next_step_is_right(megatron_ranks, where):
-    assert megatron_ranks(2, left, where) == [(True, True)] * 2
+@pytest.mark.parametrize(
+    ("where", "last"),
+    [
+        ("on the way", True),
+        ("after start_grad_sync", True),
+        ("after start_param_sync", True),
+        ("after start_param_sync", False),
+    ],
+)
+def test_all_ranks_are_told_and_the_next_step_is_right(megatron_ranks, where, last):
+    assert megatron_ranks(2, left, where, last) == [(True, True)] * 2
 
 
-@pytest.mark.parametrize("where", ["before start_grad_sync", "before start_param_sync"])
-def test_the_session_goes_on_where_nothing_was_started(megatron_ranks, where):
-    assert megatron_ranks(2, left, where) == [(True, False)] * 2
+@pytest.mark.parametrize("where", ["before", "inside"])
+@pytest.mark.parametrize("what", ["start_grad_sync", "start_param_sync"])
+def test_the_session_goes_on_where_nothing_was_started(megatron_ranks, what, where):
+    assert megatron_ranks(2, left, f"{where} {what}") == [(True, False)] * 2
 
 
 def _raise_behind(owner: Any, name: str, doing: str) -> None:
