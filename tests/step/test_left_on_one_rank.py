@@ -50,8 +50,8 @@ def _starting(model: Any, when: str, name: str) -> None:
     setattr(group, name, started)
 
 
-def left(where: str, last: bool = True) -> tuple[bool, bool]:
-    """On a rank: one rank leaves a step; whether this one is told, and starts nothing more.
+def left(where: str, last: bool = True) -> tuple[str, bool]:
+    """On a rank: one rank leaves a step; what this one is told, and whether the session has ended.
 
     Then the step is made again, in new process groups if the session has ended.
     """
@@ -87,7 +87,7 @@ def left(where: str, last: bool = True) -> tuple[bool, bool]:
     for batch in batches:
         split_step(step, TokenLoss(), batch, [1, 1], last=True)
     assert all(map(torch.equal, got, state(model, scheduler)))
-    return told is not None, poisoned
+    return type(told).__name__, poisoned
 
 
 @pytest.mark.parametrize(
@@ -100,13 +100,17 @@ def left(where: str, last: bool = True) -> tuple[bool, bool]:
     ],
 )
 def test_all_ranks_are_told_and_the_next_step_is_right(megatron_ranks, where, last):
-    assert megatron_ranks(2, left, where, last) == [(True, True)] * 2
+    told, (_, poisoned) = megatron_ranks(2, left, where, last)
+    assert told == ("SessionPoisoned", True)
+    assert poisoned
 
 
 @pytest.mark.parametrize("where", ["before", "inside"])
 @pytest.mark.parametrize("what", ["start_grad_sync", "start_param_sync"])
 def test_the_session_goes_on_where_nothing_was_started(megatron_ranks, what, where):
-    assert megatron_ranks(2, left, f"{where} {what}") == [(True, False)] * 2
+    told, (_, poisoned) = megatron_ranks(2, left, f"{where} {what}")
+    assert told == ("WindowAborted", False)
+    assert not poisoned
 
 
 def _raise_behind(owner: Any, name: str, doing: str) -> None:

@@ -59,20 +59,28 @@ def _stop(
     assert all(reached)
 
 
-def _parts() -> list[Any]:
-    parts = [pytest.param(n, marks=pytest.mark.exhaustive, id=f"{n}") for n in range(PARTS)]
-    return [pytest.param(None, id="some"), *parts]
+def _cases(always: list[str]) -> list[Any]:
+    """Each call with a sample of its sites, which of some is taken always, and with each part."""
+    return [
+        pytest.param(
+            call,
+            part,
+            marks=() if part is None and call in always else pytest.mark.exhaustive,
+            id=f"{call}-{'some' if part is None else part}",
+        )
+        for call in CALLS
+        for part in (None, *range(PARTS))
+    ]
 
 
-@pytest.mark.parametrize("part", _parts())
-@pytest.mark.parametrize("call", list(CALLS))
+@pytest.mark.parametrize(("call", "part"), _cases(list(CALLS)))
 @pytest.mark.parametrize("engine", list(OPTIONS))
 def test_on_all_ranks(megatron_ranks, engine, call, part):
     _stop(megatron_ranks, engine, call, part)
 
 
-@pytest.mark.parametrize("part", _parts())
-@pytest.mark.parametrize("call", list(CALLS))
+# Each waits for a deadline, some several times.
+@pytest.mark.parametrize(("call", "part"), _cases(["a batch", "the last batch", "finish"]))
 @pytest.mark.parametrize("engine", list(OPTIONS))
 def test_on_one_rank(megatron_ranks, engine, call, part):
     old = engine == "megatron" and version("megatron-core").startswith("0.12.")
