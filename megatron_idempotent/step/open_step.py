@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_idempotent.window.agreement import (
@@ -13,7 +12,7 @@ from megatron_idempotent.window.agreement import (
     poison,
 )
 
-from .backend import Backend, Update
+from .backend import Update
 from .batch import rows_of, split, valid_counts
 from .outcome import result_of
 from .records import Batch, Receipt, StepResult
@@ -25,15 +24,8 @@ from .turns import Turns
 class OpenStep(Turns):
     """A step that has begun and not ended."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        step_id: str,
-        begun_with: Mapping[str, Any],
-        deadline_s: float,
-        updates: int,
-    ) -> None:
-        super().__init__(backend, step_id, begun_with, deadline_s, updates)
+    def __init__(self, *as_turns: Any) -> None:
+        super().__init__(*as_turns)
         self.receipts: dict[str, Receipt] = {}
         self.last = False
         # On the device until the end, so that counting never waits for it.
