@@ -18,9 +18,7 @@ of 16 rows; and the most memory that a step holds, by the allocator's events.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -103,24 +101,13 @@ def exposed(rounds: int, hidden: int, latency_s: float, bytes_per_s: float) -> t
 
 def memory(hidden: int) -> dict[str, float]:
     """On a rank: most bytes that a step of each side holds, in sizes of the gradient buffer."""
-    from torch.profiler import ProfilerActivity, profile
+    from megatron_idempotent.cpu.allocations import peak_bytes
 
-    os.environ["KINETO_LOG_LEVEL"] = "99"  # it writes to stderr that it starts
     built, sides = _sides(hidden, CHUNKS, 2)
     size = sum(b.grad_data.nbytes for chunk in built.model.chunks for b in chunk.buffers)
-    peaks: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(4):
-        for name, step in sides.items():
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-                step()
-            events = profiled.profiler.kineto_results.events()
-            found = sorted(
-                (e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()
-            )
-            if number:  # the first steps make the optimizer's state
-                peaks[name].append(max(itertools.accumulate(e.nbytes() for e in found)) / size)
-    # What gloo's threads give back goes unseen, and counts as held: the least is the true one.
-    return {name: min(values) for name, values in peaks.items()}
+    for step in sides.values():
+        step()  # makes the optimizer's state
+    return {name: peak_bytes(step) / size for name, step in sides.items()}
 
 
 def main() -> None:

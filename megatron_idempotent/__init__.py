@@ -18,6 +18,7 @@ from .engine.report import Report, Row
 from .engine.verify import verify
 
 if TYPE_CHECKING:
+    from .logprobs.api import TokenStats, token_logprobs
     from .step.fsdp import FSDPTrainStep
     from .step.megatron import TrainStep
     from .step.records import StepLoss, StepResult
@@ -42,6 +43,7 @@ __all__ = [
     "SessionPoisoned",
     "StepLoss",
     "StepResult",
+    "TokenStats",
     "TrainStep",
     "UnknownPatchError",
     "VerificationError",
@@ -58,6 +60,7 @@ __all__ = [
     "report",
     "revert",
     "seed_all",
+    "token_logprobs",
     "verify",
     "wire_train_config",
 ]
@@ -69,6 +72,7 @@ _LAZY = {
     "SessionPoisoned": "window.agreement",
     "StepLoss": "step.records",
     "StepResult": "step.records",
+    "TokenStats": "logprobs.api",
     "TrainStep": "step.megatron",
     "WindowAborted": "window.agreement",
     "abort_window": "window.abort",
@@ -79,6 +83,7 @@ _LAZY = {
     "guarded_window": "window.guard",
     "rebuild_process_groups": "window.rebuild",
     "seed_all": "wiring",
+    "token_logprobs": "logprobs.api",
     "wire_train_config": "wiring",
 }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections import Counter
 from typing import Any
 
@@ -14,30 +12,8 @@ PIECES = {1: [8], 8: [1] * 8}
 # host's messages, 4 KiB for each rank, and the states of random generators, 5 KiB each.
 SMALL = 10_000
 # Five such states, which an open step could go back to, each microbatch's metrics and counts, and
-# the messages of three agreements between two ranks, whose release is seen or not: see `peak`.
+# the messages of three agreements between two ranks, whose release is seen or not.
 HELD = 30_000 + 3 * 2 * 4096
-RUNS = 3
-
-
-def allocated(run: Any) -> list[int]:
-    """Bytes that the allocator gives (positive) and takes back (negative), in order of time."""
-    from torch.profiler import ProfilerActivity, profile
-
-    os.environ["KINETO_LOG_LEVEL"] = "99"  # it writes to stderr that it starts
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
-    events = [
-        event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
-    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-
-
-def peak(run: Any) -> int:
-    """Most bytes that `run` holds at a time, above what was held before.
-
-    The least of some runs: what gloo's threads give back goes unseen, and counts as held.
-    """
-    return min(max(itertools.accumulate(allocated(run))) for _ in range(RUNS))
 
 
 def compared(options: dict[str, Any]) -> dict[str, Any]:
@@ -46,6 +22,7 @@ def compared(options: dict[str, Any]) -> dict[str, Any]:
     from split_bench import DEADLINE_S, TokenLoss, build, data, forward, one_shot, split_step
 
     from megatron_idempotent import TrainStep
+    from megatron_idempotent.cpu.allocations import allocations, peak_bytes
 
     loss = TokenLoss()
     # Clipped in every step, or none, so that all allocate the same; the schedule asks for min_lr
@@ -69,7 +46,7 @@ def compared(options: dict[str, Any]) -> dict[str, Any]:
 
     split_step(step, loss, batch, [8])
     plain()  # twice, for the optimizer's state and the order of the reductions
-    large, most = _large(allocated(plain)), peak(plain)
+    large, most = _large(allocations(plain)), peak_bytes(plain)
     assert sum(large.values()) > len(buckets)
     found: dict[str, Any] = {}
     for number, pieces in PIECES.items():
@@ -78,9 +55,9 @@ def compared(options: dict[str, Any]) -> dict[str, Any]:
             def split(pieces: list[int] = pieces, last: bool = last) -> None:
                 split_step(step, loss, batch, pieces, last=last)
 
-            more = _large(allocated(split)) - large
-            found[f"{number} {last}"] = dict(more), peak(split) - most
-    held = allocated(lambda: _open(step, loss, batch))
+            more = _large(allocations(split)) - large
+            found[f"{number} {last}"] = dict(more), peak_bytes(split) - most
+    held = allocations(lambda: _open(step, loss, batch))
     found["while it is open"] = {}, sum(held)
     step.abort()
     return found

@@ -7,10 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_idempotent.step.batch import valid_counts  # noqa: E402 - after the skip
+from megatron_idempotent import token_logprobs  # noqa: E402 - after the skip
+from megatron_idempotent.step.batch import valid_counts  # noqa: E402
 from megatron_idempotent.trainer.config import LossConfig  # noqa: E402
 from megatron_idempotent.trainer.policy.batch import Batch  # noqa: E402
-from megatron_idempotent.trainer.policy.forward import PolicyLoss, token_logprobs  # noqa: E402
+from megatron_idempotent.trainer.policy.forward import PolicyLoss  # noqa: E402
 from megatron_idempotent.trainer.policy.loss import grpo_loss  # noqa: E402
 
 B, T = 5, 7
@@ -133,7 +134,7 @@ def test_a_split_steps_loss_is_the_objective_of_the_batch():
     config = LossConfig(clip_low=CLIP_LOW, clip_high=CLIP_HIGH, kl_coefficient=KL)
     loss, metrics = PolicyLoss(config, temperature=0.7)(logits, batch.tensors())
     parts = grpo_loss(
-        token_logprobs(logits, targets, temperature=0.7),
+        token_logprobs(logits=logits, targets=targets, temperature=0.7).logprob,
         old,
         advantages,
         mask,

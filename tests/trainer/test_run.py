@@ -58,7 +58,7 @@ def compare_sampling_with_training(job):
     import megatron_idempotent
     from megatron_idempotent.trainer.policy.batch import pack
     from megatron_idempotent.trainer.policy.checkpoint import weights_digest
-    from megatron_idempotent.trainer.policy.forward import decoder_logits, token_logprobs
+    from megatron_idempotent.trainer.policy.forward import decoder_logits
     from megatron_idempotent.trainer.policy.megatron import MegatronPolicy
     from megatron_idempotent.trainer.rollout.records import ScoredGroup
     from megatron_idempotent.trainer.rollout.sampling import CachedSampler
@@ -91,7 +91,9 @@ def compare_sampling_with_training(job):
     batch = as_batch(groups)
     with policy.weights() as module, torch.no_grad():
         logits_BTV = decoder_logits(module, batch.tokens_BT)
-        trained_BT = token_logprobs(logits_BTV, batch.targets_BT, temperature=temperature)
+        trained_BT = megatron_idempotent.token_logprobs(
+            logits=logits_BTV, targets=batch.targets_BT, temperature=temperature
+        ).logprob
     response_BT = batch.loss_mask_BT > 0
     return {
         "weights": weights_digest(module),

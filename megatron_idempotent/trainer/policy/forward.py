@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_idempotent import token_logprobs
 from megatron_idempotent.trainer.config import LossConfig
 from megatron_idempotent.trainer.policy.loss import grpo_loss
 
@@ -25,14 +26,6 @@ def decoder_logits(module: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
     position_ids_BT = torch.arange(positions).expand_as(tokens_BT)
     logits_BTV: torch.Tensor = module(tokens_BT, position_ids_BT, causal_mask(positions))
     return logits_BTV
-
-
-def token_logprobs(
-    logits_BTV: torch.Tensor, targets_BT: torch.Tensor, *, temperature: float
-) -> torch.Tensor:
-    """Natural log-probabilities [B, T] of the targets under softmax(logits / temperature)."""
-    logprobs_BTV = torch.log_softmax(logits_BTV.float() / temperature, dim=-1)
-    return logprobs_BTV.gather(-1, targets_BT[..., None]).squeeze(-1)
 
 
 def forward(module: Any, microbatch: Mapping[str, Any]) -> torch.Tensor:
@@ -61,11 +54,19 @@ class PolicyLoss:
         self, logits_BTV: torch.Tensor, microbatch: Mapping[str, Any]
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Sums over the response tokens of a microbatch."""
+        loss_mask_BT = microbatch["token_mask"][:, 1:]
+        stats = token_logprobs(
+            logits=logits_BTV,
+            targets=microbatch["targets"],
+            temperature=self._temperature,
+            token_mask=loss_mask_BT > 0,
+            ownership="consume",  # nobody else reads them
+        )
         parts = grpo_loss(
-            token_logprobs(logits_BTV, microbatch["targets"], temperature=self._temperature),
+            stats.logprob,
             microbatch["old_logprobs"],
             microbatch["advantages"],
-            microbatch["token_mask"][:, 1:],
+            loss_mask_BT,
             clip_low=self._config.clip_low,
             clip_high=self._config.clip_high,
             reference_logprobs_BT=microbatch.get("reference_logprobs"),

@@ -19,7 +19,6 @@ from megatron_idempotent.trainer.policy.forward import (
     PolicyLoss,
     decoder_logits,
     forward,
-    token_logprobs,
 )
 from megatron_idempotent.trainer.policy.stock import Stock, build_stock
 
@@ -109,7 +108,9 @@ class MegatronPolicy:
                 return torch.func.functional_call(module, self._initial, inputs)
 
             logits_BTV = decoder_logits(at_initial_weights, batch.tokens_BT)
-            return token_logprobs(logits_BTV, batch.targets_BT, temperature=temperature)
+            return megatron_idempotent.token_logprobs(
+                logits=logits_BTV, targets=batch.targets_BT, temperature=temperature
+            ).logprob
 
 
 def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> StepMetrics:

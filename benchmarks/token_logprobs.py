@@ -1,0 +1,157 @@
+"""`token_logprobs` ÷ Megatron's own cross entropy: time, memory and collectives.
+
+    python -m benchmarks.token_logprobs [--rounds 5] [--tokens 2048] [--vocabulary 32768] [--json]
+
+Two gloo ranks share the vocabulary. Each side is given fresh logits, as the output of a layer, and
+computes log-probs, in some rows entropies too, and the gradient. Ratios are medians of rounds in
+which all sides take turns; memory is the most that is held beside the logits, in their size, by the
+allocator's events. Megatron's fused cross entropy computes log-probs only, and overwrites logits of
+float32, as its other one does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent import cpu
+
+WARM_UP = 1
+Side = Callable[[Any], Any]
+
+
+def _sides(tokens: int, vocabulary: int) -> dict[str, Side]:
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    from megatron_idempotent import token_logprobs
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    group = parallel_state.get_tensor_model_parallel_group()
+    targets_N = torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(1))
+
+    def ours(entropy: str, ownership: str) -> Side:
+        def run(logits_NV: Any) -> Any:
+            stats = token_logprobs(
+                logits=logits_NV,
+                targets=targets_N,
+                tp_group=group,
+                entropy=entropy,
+                ownership=ownership,
+            )
+            return stats.logprob.sum() + (stats.entropy.sum() if entropy == "grad" else 0.0)
+
+        return run
+
+    sides = {
+        f"{ownership}, entropy {entropy}": ours(entropy, ownership)
+        for ownership in ("borrow", "consume")
+        for entropy in ("none", "metric", "grad")
+    }
+    sides["Megatron"] = lambda logits_NV: (
+        -vocab_parallel_cross_entropy(logits_NV[:, None], targets_N[:, None]).sum()
+    )
+    sides["Megatron, fused"] = lambda logits_NV: (
+        -fused_vocab_parallel_cross_entropy(logits_NV[:, None], targets_N[:, None], group).sum()
+    )
+    return sides
+
+
+def measured(rounds: int, tokens: int, vocabulary: int, dtype: str) -> dict[str, Any]:
+    """On a rank: seconds in each round, memory, and collectives of each side."""
+    import torch
+
+    from megatron_idempotent.cpu.allocations import peak_bytes
+
+    sides = _sides(tokens, vocabulary)
+    torch.manual_seed(torch.distributed.get_rank())
+    whole_NV = torch.randn(tokens, vocabulary // 2).to(getattr(torch, dtype))
+
+    class Output(torch.autograd.Function):
+        """As of a layer: no leaf and no view, and its gradient is freed when it has come."""
+
+        @staticmethod
+        def forward(_ctx: Any, _weight: Any) -> Any:
+            return whole_NV.clone()
+
+        @staticmethod
+        def backward(_ctx: Any, _gradient_NV: Any) -> Any:
+            return torch.zeros(())
+
+    def fresh() -> Any:
+        return Output.apply(torch.zeros((), requires_grad=True))
+
+    def step(side: Side, logits_NV: Any) -> None:
+        side(logits_NV).backward()
+
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + WARM_UP):
+        names = list(sides)
+        for name in names if number % 2 else names[::-1]:
+            logits_NV = fresh()
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            step(sides[name], logits_NV)
+            if number >= WARM_UP:
+                seconds[name].append(time.perf_counter() - start)
+    found: dict[str, Any] = {}
+    for name, side in sides.items():
+        given = [fresh() for _ in range(2)]
+        held = peak_bytes(lambda side=side, given=given: step(side, given.pop()), runs=2)
+        found[name] = (seconds[name], held / whole_NV.nbytes, _collectives(step, side, fresh()))
+    return found
+
+
+def _collectives(step: Any, side: Side, logits_NV: Any) -> int:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.seen += func.namespace == "c10d"
+            return func(*args, **(kwargs or {}))
+
+    with Counter() as counter:
+        step(side, logits_NV)
+    return counter.seen
+
+
+def main() -> None:
+    """Print one row per side."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    results: dict[str, Any] = {}
+    for dtype in ("float32", "bfloat16"):
+        arguments = (options.rounds, options.tokens, options.vocabulary, dtype)
+        found = cpu.run_ranks(2, measured, *arguments, timeout_s=1200.0)[0]
+        base = found["Megatron, fused"][0]
+        for name, (seconds, memory, collectives) in found.items():
+            ratio = statistics.median(a / b for a, b in zip(seconds, base, strict=True))
+            results[f"{dtype}, {name}"] = {
+                "time": ratio,
+                "memory": memory,
+                "collectives": collectives,
+            }
+            if not options.json:
+                print(
+                    f"{dtype:8} {name:24} time {ratio:5.2f} x fused, memory {memory:5.2f} x "
+                    f"logits, collectives {collectives}",
+                    flush=True,
+                )
+    if options.json:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

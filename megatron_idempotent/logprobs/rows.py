@@ -1,0 +1,90 @@
+"""A tensor [..., V] as rows, in the order in which they lie in memory, a block at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Order:
+    """Leading dimensions by descending stride, so that [S, B, V] seen as [B, S, V] is read in turn.
+
+    Vectors over the tokens are put in that order, and back.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        leading = tensor.dim() - 1
+        self._order = sorted(range(leading), key=tensor.stride, reverse=True)
+        self._back = [self._order.index(place) for place in range(leading)]
+        self._shape = [tensor.shape[place] for place in self._order]
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The tensor itself, with its leading dimensions in this order."""
+        return tensor.permute(*self._order, tensor.dim() - 1)
+
+    def flat(self, per_token: Tensor) -> Tensor:
+        """[...] as [N]."""
+        return per_token.permute(self._order).reshape(-1)
+
+    def unflat(self, per_token_N: Tensor) -> Tensor:
+        """[N] as [...]."""
+        return per_token_N.view(self._shape).permute(self._back)
+
+
+def panels(*tensors: Tensor) -> tuple[list[Tensor], ...]:
+    """Of each tensor, matrices of rows that together are all of it, without a copy.
+
+    One, unless some tensor is a slice; all tensors, of one shape, are cut alike.
+    """
+    try:
+        return tuple([tensor.view(-1, tensor.shape[-1])] for tensor in tensors)
+    except RuntimeError:  # no one stride leads from row to row
+        found: tuple[list[Tensor], ...] = tuple([] for _ in tensors)
+        for parts in zip(*(tensor.unbind(0) for tensor in tensors), strict=True):
+            for of_tensor, of_part in zip(found, panels(*parts), strict=True):
+                of_tensor += of_part
+        return found
+
+
+class Block(NamedTuple):
+    """Some rows of one panel, and where what is found for them stands among the kept tokens."""
+
+    panel: int
+    rows: slice | Tensor
+    kept: slice
+
+    def read(self, panels: list[Tensor], columns: int) -> Tensor:
+        """[n, columns]; a view where the rows follow each other."""
+        matrix = panels[self.panel][:, :columns]
+        return (
+            matrix[self.rows] if isinstance(self.rows, slice) else matrix.index_select(0, self.rows)
+        )
+
+    def write(self, panels: list[Tensor], values: Tensor) -> None:
+        """Into the first columns of these rows, rounded to the panels' type."""
+        panels[self.panel][:, : values.shape[1]][self.rows] = values.to(panels[self.panel].dtype)
+
+
+def blocks(sizes: list[int], kept_N: Tensor | None, rows: int) -> Iterator[Block]:
+    """All tokens of panels of these sizes, or those that are kept, at most so many rows at a time.
+
+    `kept_N` is a bool mask; it is read on the host, once.
+    """
+    masks = [None] * len(sizes) if kept_N is None else torch.split(kept_N, sizes)
+    done = 0
+    for panel, (size, mask) in enumerate(zip(sizes, masks, strict=True)):
+        chosen = None if mask is None else mask.nonzero().squeeze(1)
+        count = size if chosen is None else len(chosen)
+        for start in range(0, count, rows):
+            end = min(start + rows, count)
+            part = slice(start, end) if chosen is None else chosen[start:end]
+            yield Block(panel, part, slice(done + start, done + end))
+        done += count
+
+
+def rows_of_a_block(columns: int, workspace_bytes: int, buffers: int, dtype: torch.dtype) -> int:
+    """How many rows fit into the scratch memory, at least one."""
+    return max(1, workspace_bytes // (max(columns, 1) * buffers * dtype.itemsize))
