@@ -7,6 +7,9 @@ computes log-probs, in some rows entropies too, and the gradient. Ratios are med
 which all sides take turns; memory is the most that is held beside the logits, in their size, by the
 allocator's events. Megatron's fused cross entropy computes log-probs only, and overwrites logits of
 float32, as its other one does.
+
+Then the same from hidden states and the output layer's weight, products included: `logits` makes
+them and consumes them, `hidden` makes a part of them at a time, of all tokens and of 40 % of them.
 """
 
 from __future__ import annotations
@@ -108,6 +111,54 @@ def measured(rounds: int, tokens: int, vocabulary: int, dtype: str) -> dict[str,
     return found
 
 
+def from_hidden(rounds: int, tokens: int, vocabulary: int, features: int, dtype: str) -> Any:
+    """On a rank: seconds in each round, and the most memory in bytes, of each side."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.cpu.allocations import peak_bytes
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    group = parallel_state.get_tensor_model_parallel_group()
+    torch.manual_seed(torch.distributed.get_rank())
+    kind = getattr(torch, dtype)
+    weight_VH = (torch.randn(vocabulary // 2, features) / features**0.5).to(kind).requires_grad_()
+    torch.manual_seed(0)
+    hidden_NH = torch.randn(tokens, features).to(kind).requires_grad_()
+    targets_N = torch.randint(0, vocabulary, (tokens,))
+    mask_N = torch.rand(tokens) < 0.4
+    both: dict[str, Any] = {"targets": targets_N, "tp_group": group}
+
+    def logits() -> Any:
+        shared_NH = copy_to_tensor_model_parallel_region(hidden_NH)
+        logits_NV = shared_NH @ weight_VH.t()
+        return token_logprobs(logits=logits_NV, ownership="consume", **both).logprob.sum()
+
+    def hidden(mask: Any = None) -> Any:
+        stats = token_logprobs(hidden=hidden_NH, weight=weight_VH, token_mask=mask, **both)
+        return stats.logprob.sum()
+
+    sides = {"logits": logits, "hidden": hidden, "hidden, 40 %": lambda: hidden(mask_N)}
+
+    def step(side: Callable[[], Any]) -> None:
+        torch.autograd.grad(side(), (hidden_NH, weight_VH))
+
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + WARM_UP):
+        names = list(sides)
+        for name in names if number % 2 else names[::-1]:
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            step(sides[name])
+            if number >= WARM_UP:
+                seconds[name].append(time.perf_counter() - start)
+    # The gradients are what all sides are there for.
+    wanted = weight_VH.nbytes + hidden_NH.nbytes
+    return {n: (seconds[n], peak_bytes(lambda r=r: step(r)) - wanted) for n, r in sides.items()}
+
+
 def _collectives(step: Any, side: Side, logits_NV: Any) -> int:
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -129,6 +180,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--hidden-tokens", type=int, default=1024)
+    parser.add_argument("--features", type=int, default=1024)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results: dict[str, Any] = {}
@@ -147,6 +200,18 @@ def main() -> None:
                 print(
                     f"{dtype:8} {name:24} time {ratio:5.2f} x fused, memory {memory:5.2f} x "
                     f"logits, collectives {collectives}",
+                    flush=True,
+                )
+        arguments = (options.rounds, options.hidden_tokens, options.vocabulary, options.features)
+        found = cpu.run_ranks(2, from_hidden, *arguments, dtype, timeout_s=1200.0)[0]
+        base_s, base_bytes = found["logits"]
+        for name, (seconds, held) in found.items():
+            ratio = statistics.median(a / b for a, b in zip(seconds, base_s, strict=True))
+            results[f"{dtype}, from {name}"] = {"time": ratio, "memory": held / base_bytes}
+            if not options.json:
+                print(
+                    f"{dtype:8} from {name:19} time {ratio:5.2f} x logits, memory "
+                    f"{held / base_bytes:5.2f} x theirs",
                     flush=True,
                 )
     if options.json:

@@ -9,12 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .from_logits import Columns, LogprobsFromLogits, Wanted
+from . import check
+from .from_hidden import LogprobsFromHidden, Parts
+from .from_logits import LogprobsFromLogits
+from .kernels import Wanted
 from .rows import Order
+from .sequence import SequenceParallel
 
 #: Blocks that stay in a core's cache; on a GPU, blocks that fill it.
 _WORKSPACE_BYTES = {"cpu": 4 << 20}
 _WORKSPACE_BYTES_ELSEWHERE = 64 << 20
+#: Of logits that are made a part at a time: matrices that are multiplied at full speed.
+_LOGITS_BYTES = {"cpu": 16 << 20}
+_LOGITS_BYTES_ELSEWHERE = 256 << 20
 
 
 class TokenStats(NamedTuple):
@@ -33,7 +40,9 @@ class TokenStats(NamedTuple):
 
 def token_logprobs(
     *,
-    logits: Tensor,
+    logits: Tensor | None = None,
+    hidden: Tensor | None = None,
+    weight: Tensor | None = None,
     targets: Tensor,
     tp_group: Any = None,
     vocab_size: int | None = None,
@@ -42,18 +51,27 @@ def token_logprobs(
     token_mask: Tensor | None = None,
     ignore_index: int = -100,
     ownership: Literal["borrow", "consume"] = "borrow",
+    hidden_layout: Literal["replicated", "sequence_parallel"] = "replicated",
     workspace_bytes: int | None = None,
 ) -> TokenStats:
     """Log-probs of the targets, and entropies, over a vocabulary that ranks may share.
 
-    Reads the logits once; the backward reads them again and writes the gradient. Besides that
-    gradient it takes O(tokens) memory and the workspace. With a `tp_group` of several ranks the
-    forward makes one all-gather, of 16 bytes per token and rank, in which all its ranks take part,
-    with the same targets, mask and temperature; they find the same bits. The backward makes none.
+    From logits: reads them once; the backward reads them again and writes the gradient. Besides
+    that gradient it takes O(tokens) memory and the workspace. From hidden states and the output
+    layer's weight: the logits are made a part at a time, and again in the backward, only for the
+    tokens that are computed.
+
+    With a `tp_group` of several ranks all of them take part, with the same targets, mask and
+    temperature, and find the same bits: the forward makes one all-gather of 16 bytes per token and
+    rank. The backward makes none from logits, and from hidden states the one that adds up their
+    gradients: an all-reduce in float32, or under sequence parallelism a reduce-scatter, with an
+    all-gather of the hidden states in the forward.
 
     Args:
         logits: [..., V / tp], of float32, bfloat16, float16 or float64: this rank's columns. Rank r
             of the group has those from r · V / tp on, as Megatron's output layer does.
+        hidden: [..., H] in place of logits, what the output layer is given.
+        weight: [V / tp, H] of the same type: this rank's rows of the output layer.
         targets: [...] of int64, ids in the whole vocabulary: the token whose probability is meant,
             so already shifted.
         tp_group: the ranks that share the vocabulary; None where it is whole.
@@ -66,6 +84,8 @@ def token_logprobs(
             then takes none of its own. What else has saved the logits for its backward raises if
             that comes later. Logits that lie in memory with gaps are borrowed all the same, with a
             warning.
+        hidden_layout: "sequence_parallel" where each rank of the group has a piece of `hidden`, by
+            its first dimension; targets are those of all pieces.
         workspace_bytes: scratch memory; None for what suits the device.
 
     Raises:
@@ -76,116 +96,80 @@ def token_logprobs(
         stats = token_logprobs(logits=logits, targets=labels, entropy="metric")
         loss = -(stats.logprob * mask).sum()
     """
-    kept = _check_tensors(logits, targets, token_mask, ignore_index)
-    columns = _columns(logits, tp_group, vocab_size)
-    _check_targets(targets, kept, columns, vocab_size)
-    _check_temperature(temperature, targets, kept)
-    for name, value, known in (
-        ("entropy", entropy, ("none", "metric", "grad")),
-        ("ownership", ownership, ("borrow", "consume")),
-    ):
-        if value not in known:
-            raise ValueError(f"token_logprobs() got {name}={value!r}: one of {', '.join(known)}")
+    check.one_of("entropy", entropy, ("none", "metric", "grad"))
+    check.one_of("ownership", ownership, ("borrow", "consume"))
+    check.one_of("hidden_layout", hidden_layout, ("replicated", "sequence_parallel"))
+    check.one_form(logits, hidden, weight, ownership, hidden_layout)
     if workspace_bytes is not None and workspace_bytes < 1:
         raise ValueError(f"token_logprobs() got workspace_bytes={workspace_bytes}: at least 1")
-    order = Order(logits)
-    kept_N = None if kept is None else order.flat(kept)
-    flat = [
-        order.flat(each) if isinstance(each, Tensor) else each for each in (targets, temperature)
-    ]
-    if kept_N is not None:
-        flat = [each[kept_N] if isinstance(each, Tensor) else each for each in flat]
+    if logits is not None:
+        order: Order | None = Order(logits)
+        rows, per_rank = logits, logits.shape[-1]
+    else:
+        assert hidden is not None
+        assert weight is not None
+        order = None
+        rows, per_rank = hidden, weight.shape[0]
+    columns = check.columns_of(per_rank, tp_group, vocab_size)
+    shared = tp_group is not None and dist.get_world_size(tp_group) > 1
+    gathered = shared and hidden_layout == "sequence_parallel"
+    shape = list(rows.shape[:-1])
+    if gathered:
+        shape[0] *= dist.get_world_size(tp_group)
+    kept = check.tokens_to_compute(torch.Size(shape), targets, token_mask, ignore_index)
+    check.targets_exist(targets, kept, columns, vocab_size)
+    check.positive(temperature, targets, kept)
+
+    def flat(per_token: Tensor) -> Tensor:
+        return order.flat(per_token) if order else per_token.reshape(-1)
+
+    def chosen(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return flat(value) if kept_N is None else flat(value)[kept_N]
+
+    kept_N = None if kept is None else flat(kept)
+    device = rows.device.type
+    in_cache = _WORKSPACE_BYTES.get(device, _WORKSPACE_BYTES_ELSEWHERE)
     wanted = Wanted(
         entropy=entropy != "none",
         entropy_gradient=entropy == "grad",
-        consume=ownership == "consume" and _may_consume(logits, order),
-        workspace_bytes=workspace_bytes
-        or _WORKSPACE_BYTES.get(logits.device.type, _WORKSPACE_BYTES_ELSEWHERE),
+        consume=order is not None and ownership == "consume" and _may_consume(rows, order),
+        workspace_bytes=(workspace_bytes or in_cache)
+        if order
+        else min(workspace_bytes or in_cache, in_cache),
     )
-    found: Any = LogprobsFromLogits.apply(  # type: ignore[no-untyped-call]
-        logits, flat[0], kept_N, flat[1], columns, wanted
-    )
+    found: Any
+    if order:
+        found = LogprobsFromLogits.apply(  # type: ignore[no-untyped-call]
+            rows, chosen(targets), kept_N, chosen(temperature), columns, wanted
+        )
+    else:
+        if gathered:
+            rows = SequenceParallel.apply(rows, tp_group)  # type: ignore[no-untyped-call]
+        hidden_NH = rows.reshape(-1, rows.shape[-1])
+        parts = Parts(
+            workspace_bytes or _LOGITS_BYTES.get(device, _LOGITS_BYTES_ELSEWHERE),
+            reduce=shared and not gathered,
+        )
+        found = LogprobsFromHidden.apply(  # type: ignore[no-untyped-call]
+            hidden_NH if kept_N is None else hidden_NH[kept_N],
+            weight,
+            chosen(targets),
+            chosen(temperature),
+            columns,
+            wanted,
+            parts,
+        )
 
     def shaped(values_N: Tensor | None) -> Any:
         if values_N is None:
             return None
         if kept_N is not None:
-            everywhere_N = values_N.new_zeros(kept_N.shape)
-            values_N = everywhere_N.masked_scatter(kept_N, values_N)
-        return order.unflat(values_N)
+            values_N = values_N.new_zeros(kept_N.shape).masked_scatter(kept_N, values_N)
+        return order.unflat(values_N) if order else values_N.view(shape)
 
     return TokenStats(*map(shaped, found))
-
-
-def _check_tensors(
-    logits: Tensor, targets: Tensor, token_mask: Tensor | None, ignore_index: int
-) -> Tensor | None:
-    """Which tokens are computed; None for all."""
-    if not logits.is_floating_point() or logits.dim() < 1:
-        raise ValueError(
-            f"token_logprobs() got logits of {logits.dtype} and shape {tuple(logits.shape)}: "
-            "floating point, [..., columns]"
-        )
-    if targets.dtype != torch.int64 or targets.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"token_logprobs() got targets of {targets.dtype} and shape {tuple(targets.shape)} for "
-            f"logits of shape {tuple(logits.shape)}: torch.int64, {tuple(logits.shape[:-1])}"
-        )
-    kept = targets != ignore_index
-    if token_mask is not None:
-        if token_mask.dtype != torch.bool or token_mask.shape != targets.shape:
-            raise ValueError(
-                f"token_logprobs() got token_mask of {token_mask.dtype} and shape "
-                f"{tuple(token_mask.shape)}: torch.bool, {tuple(targets.shape)}"
-            )
-        kept &= token_mask
-    return None if kept.all() else kept
-
-
-def _columns(logits: Tensor, group: Any, vocab_size: int | None) -> Columns:
-    per_rank = logits.shape[-1]
-    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    whole = per_rank * size
-    if vocab_size is None:
-        vocab_size = whole
-    if not 1 <= vocab_size <= whole:
-        raise ValueError(
-            f"token_logprobs() got vocab_size={vocab_size}, and {size} ranks with {per_rank} "
-            f"columns each have {whole}: is tp_group the one that shares the output layer?"
-        )
-    first = rank * per_rank
-    real = min(per_rank, max(0, vocab_size - first))
-    return Columns(first=first, real=real, per_rank=per_rank, group=group)
-
-
-def _check_targets(
-    targets: Tensor, kept: Tensor | None, columns: Columns, vocab_size: int | None
-) -> None:
-    chosen = targets if kept is None else targets[kept]
-    size = dist.get_world_size(columns.group) if columns.group is not None else 1
-    end = columns.per_rank * size if vocab_size is None else vocab_size
-    if chosen.numel():
-        low, high = (int(each) for each in chosen.aminmax())
-        if low < 0 or high >= end:
-            raise ValueError(
-                f"token_logprobs() got target {low if low < 0 else high}, outside of the "
-                f"vocabulary of {end}: mask such tokens, or set them to ignore_index"
-            )
-
-
-def _check_temperature(temperature: float | Tensor, targets: Tensor, kept: Tensor | None) -> None:
-    if isinstance(temperature, Tensor):
-        if temperature.shape != targets.shape:
-            raise ValueError(
-                f"token_logprobs() got temperature of shape {tuple(temperature.shape)}: a number, "
-                f"or {tuple(targets.shape)}"
-            )
-        lowest = temperature if kept is None else temperature[kept]
-        value = float(lowest.min()) if lowest.numel() else 1.0
-    else:
-        value = float(temperature)
-    if not 0 < value < float("inf"):
-        raise ValueError(f"token_logprobs() got temperature {value}: it is positive")
 
 
 def _may_consume(logits: Tensor, order: Order) -> bool:

@@ -35,6 +35,23 @@ def refused() -> dict[str, str]:
         "entropy='mean'": {"entropy": "mean"},
         "ownership='steal'": {"ownership": "steal"},
         "workspace_bytes=0": {"workspace_bytes": 0},
+        "neither": {"logits": None},
+        "got hidden": {"logits": None, "hidden": torch.zeros(2, 3, 4)},
+        "got logits, hidden": {"hidden": torch.zeros(2, 3, 4)},
+        "(2, 3, 4) with weight": {
+            "logits": None,
+            "hidden": torch.zeros(2, 3, 4),
+            "weight": torch.zeros(7, 5),
+        },
+        "no logits are kept": {
+            "logits": None,
+            "hidden": torch.zeros(2, 3, 4),
+            "weight": torch.zeros(7, 4),
+            "ownership": "consume",
+        },
+        "hidden_layout='sequence_parallel'": {"hidden_layout": "sequence_parallel"},
+        "hidden_layout='ring'": {"hidden_layout": "ring"},
+        "detach() it": {"temperature": torch.ones(2, 3, requires_grad=True)},
     }
     told = {}
     for text, change in wrong.items():

@@ -1,0 +1,122 @@
+"""What `token_logprobs` refuses, before anything is computed or sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .kernels import Columns
+
+
+def one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    """An option has a value that it can have."""
+    if value not in known:
+        raise ValueError(f"token_logprobs() got {name}={value!r}: one of {', '.join(known)}")
+
+
+def floating(name: str, tensor: Tensor) -> None:
+    """The tensor has rows of floating point numbers."""
+    if not tensor.is_floating_point() or tensor.dim() < 1:
+        raise ValueError(
+            f"token_logprobs() got {name} of {tensor.dtype} and shape {tuple(tensor.shape)}: "
+            "floating point, [..., columns]"
+        )
+
+
+def one_form(logits: Any, hidden: Any, weight: Any, ownership: str, hidden_layout: str) -> None:
+    """Logits, or hidden states and a weight that fit each other, and options that go with them."""
+    given = [
+        n for n, v in (("logits", logits), ("hidden", hidden), ("weight", weight)) if v is not None
+    ]
+    if given not in (["logits"], ["hidden", "weight"]):
+        raise ValueError(
+            f"token_logprobs() got {', '.join(given) or 'neither'}: logits, or hidden and weight"
+        )
+    if logits is not None:
+        floating("logits", logits)
+        if hidden_layout != "replicated":
+            raise ValueError(f"token_logprobs() got logits and hidden_layout={hidden_layout!r}")
+        return
+    floating("hidden", hidden)
+    floating("weight", weight)
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"token_logprobs() got hidden of {hidden.dtype} and shape {tuple(hidden.shape)} with "
+            f"weight of {weight.dtype} and shape {tuple(weight.shape)}: [..., H] and [columns, H] "
+            "of one type"
+        )
+    if ownership == "consume":
+        raise ValueError("token_logprobs() got hidden and ownership='consume': no logits are kept")
+
+
+def tokens_to_compute(
+    shape: torch.Size, targets: Tensor, token_mask: Tensor | None, ignore_index: int
+) -> Tensor | None:
+    """Which of the tokens, [...]; None for all."""
+    if targets.dtype != torch.int64 or targets.shape != shape:
+        raise ValueError(
+            f"token_logprobs() got targets of {targets.dtype} and shape {tuple(targets.shape)} "
+            f"for rows of shape {tuple(shape)}: torch.int64, {tuple(shape)}"
+        )
+    kept = targets != ignore_index
+    if token_mask is not None:
+        if token_mask.dtype != torch.bool or token_mask.shape != targets.shape:
+            raise ValueError(
+                f"token_logprobs() got token_mask of {token_mask.dtype} and shape "
+                f"{tuple(token_mask.shape)}: torch.bool, {tuple(targets.shape)}"
+            )
+        kept &= token_mask
+    return None if kept.all() else kept
+
+
+def columns_of(per_rank: int, group: Any, vocab_size: int | None) -> Columns:
+    """Which part of the vocabulary this rank has."""
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    whole = per_rank * size
+    if vocab_size is None:
+        vocab_size = whole
+    if not 1 <= vocab_size <= whole:
+        raise ValueError(
+            f"token_logprobs() got vocab_size={vocab_size}, and {size} ranks with {per_rank} "
+            f"columns each have {whole}: is tp_group the one that shares the output layer?"
+        )
+    first = rank * per_rank
+    real = min(per_rank, max(0, vocab_size - first))
+    return Columns(first=first, real=real, per_rank=per_rank, group=group)
+
+
+def targets_exist(
+    targets: Tensor, kept: Tensor | None, columns: Columns, vocab_size: int | None
+) -> None:
+    """They are ids of the vocabulary."""
+    chosen = targets if kept is None else targets[kept]
+    size = dist.get_world_size(columns.group) if columns.group is not None else 1
+    end = columns.per_rank * size if vocab_size is None else vocab_size
+    if chosen.numel():
+        low, high = (int(each) for each in chosen.aminmax())
+        if low < 0 or high >= end:
+            raise ValueError(
+                f"token_logprobs() got target {low if low < 0 else high}, outside of the "
+                f"vocabulary of {end}: mask such tokens, or set them to ignore_index"
+            )
+
+
+def positive(temperature: float | Tensor, targets: Tensor, kept: Tensor | None) -> None:
+    """A temperature is, on all tokens that are computed."""
+    if isinstance(temperature, Tensor):
+        if temperature.shape != targets.shape:
+            raise ValueError(
+                f"token_logprobs() got temperature of shape {tuple(temperature.shape)}: a number, "
+                f"or {tuple(targets.shape)}"
+            )
+        if temperature.requires_grad:
+            raise ValueError("token_logprobs() does not differentiate by temperature: detach() it")
+        lowest = temperature if kept is None else temperature[kept]
+        value = float(lowest.min()) if lowest.numel() else 1.0
+    else:
+        value = float(temperature)
+    if not 0 < value < float("inf"):
+        raise ValueError(f"token_logprobs() got temperature {value}: it is positive")

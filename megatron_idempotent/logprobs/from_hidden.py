@@ -1,0 +1,113 @@
+"""Log-probs and entropies out of hidden states and the output layer's weight.
+
+The logits are made a part at a time, and again in the backward. Legend: H features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .combine import Partial, combine
+from .kernels import Columns, Saved, Wanted, partial_of, write_gradient
+from .rows import rows_of_a_block
+
+#: Narrower matrices are multiplied at a fraction of the speed.
+_NARROWEST = 256
+
+
+class Parts(NamedTuple):
+    """How much of the logits there is at a time, and who adds up the hidden states' gradients."""
+
+    logits_bytes: int
+    reduce: bool
+    """Here, over the ranks that share the columns; else each rank returns its columns' share."""
+
+    def of_tokens(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
+        """All columns of some tokens."""
+        rows = rows_of_a_block(columns, self.logits_bytes, 1, dtype)
+        for start in range(0, tokens, rows):
+            yield slice(start, min(start + rows, tokens))
+
+    def of_columns(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
+        """Some columns of all tokens."""
+        width = max(_NARROWEST, rows_of_a_block(tokens, self.logits_bytes, 1, dtype))
+        for start in range(0, columns if tokens else 0, width):
+            yield slice(start, min(start + width, columns))
+
+
+class LogprobsFromHidden(torch.autograd.Function):
+    """`(logprob, entropy, lse)` of tokens [N] whose hidden states are [N, H]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        targets_N: Tensor,
+        temperature: Tensor | float,
+        columns: Columns,
+        wanted: Wanted,
+        parts: Parts,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """As from logits of `hidden_NH @ weight_VH.T`, in the type of both."""
+        local_N = targets_N - columns.first
+        found = []
+        weight_HV = weight_VH[: columns.real].t()
+        for tokens in parts.of_tokens(len(hidden_NH), columns.real, hidden_NH.dtype):
+            of_part = temperature[tokens] if isinstance(temperature, Tensor) else temperature
+            logits_nV = hidden_NH[tokens] @ weight_HV
+            found.append(partial_of(logits_nV, local_N[tokens], None, of_part, columns, wanted))
+        if not found:
+            found.append(
+                partial_of(hidden_NH @ weight_HV, local_N, None, temperature, columns, wanted)
+            )
+        partial = Partial(*map(torch.cat, zip(*found, strict=True)))
+        whole = combine(partial, targets_N // columns.per_rank, temperature, columns.group)
+        if any(ctx.needs_input_grad[:2]):
+            ctx.save_for_backward(
+                hidden_NH, weight_VH, local_N, whole.maximum, whole.log_sum, whole.entropy
+            )
+        ctx.temperature, ctx.columns, ctx.wanted, ctx.parts = temperature, columns, wanted, parts
+        return wanted.returned(ctx, whole, temperature)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
+        """Some columns of all tokens at a time, so that each row of the weight is done once.
+
+        With `reduce` a collective of the group's ranks: one all-reduce, in float32.
+        """
+        nothing = (None,) * 5
+        if of_logprob_N is None and of_entropy_N is None:
+            return None, None, *nothing
+        hidden_NH, weight_VH, local_N, maximum_N, log_sum_N, entropy_N = ctx.saved_tensors
+        if of_logprob_N is None:
+            of_logprob_N = torch.zeros_like(maximum_N)
+        of_hidden, of_weight = ctx.needs_input_grad[:2]
+        # Many parts add up here, and ranks' shares behind it.
+        d_hidden_NH = torch.zeros_like(hidden_NH, dtype=maximum_N.dtype) if of_hidden else None
+        d_weight_VH = torch.zeros_like(weight_VH) if of_weight else None
+        for part in ctx.parts.of_columns(len(hidden_NH), ctx.columns.real, hidden_NH.dtype):
+            logits_Nv = hidden_NH @ weight_VH[part].t()
+            saved = Saved(
+                local_N - part.start, maximum_N, log_sum_N, entropy_N, of_logprob_N, of_entropy_N
+            )
+            columns = ctx.columns._replace(real=part.stop - part.start)
+            rows = [logits_Nv]
+            write_gradient(rows, rows, None, saved, ctx.temperature, columns, ctx.wanted)
+            if d_hidden_NH is not None:
+                if d_hidden_NH.dtype == logits_Nv.dtype:
+                    d_hidden_NH.addmm_(logits_Nv, weight_VH[part])
+                else:
+                    d_hidden_NH += logits_Nv @ weight_VH[part]
+            if d_weight_VH is not None:
+                torch.mm(logits_Nv.t(), hidden_NH, out=d_weight_VH[part])
+        if d_hidden_NH is not None and ctx.parts.reduce:
+            dist.all_reduce(d_hidden_NH, group=ctx.columns.group)
+        return d_hidden_NH, d_weight_VH, *nothing
