@@ -19,6 +19,7 @@ from .engine.verify import verify
 
 if TYPE_CHECKING:
     from .logprobs.api import TokenStats, token_logprobs
+    from .logprobs.targets import context_parallel_part, shift_targets
     from .step.fsdp import FSDPTrainStep
     from .step.megatron import TrainStep
     from .step.records import StepLoss, StepResult
@@ -52,6 +53,7 @@ __all__ = [
     "accumulation_window",
     "agree",
     "apply",
+    "context_parallel_part",
     "ensure_initialized",
     "ensure_params_synced",
     "guarded_window",
@@ -60,6 +62,7 @@ __all__ = [
     "report",
     "revert",
     "seed_all",
+    "shift_targets",
     "token_logprobs",
     "verify",
     "wire_train_config",
@@ -78,11 +81,13 @@ _LAZY = {
     "abort_window": "window.abort",
     "accumulation_window": "window.accumulation",
     "agree": "window.agreement",
+    "context_parallel_part": "logprobs.targets",
     "ensure_initialized": "window.setup",
     "ensure_params_synced": "window.params",
     "guarded_window": "window.guard",
     "rebuild_process_groups": "window.rebuild",
     "seed_all": "wiring",
+    "shift_targets": "logprobs.targets",
     "token_logprobs": "logprobs.api",
     "wire_train_config": "wiring",
 }

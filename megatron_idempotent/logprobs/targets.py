@@ -1,0 +1,122 @@
+"""Which token each position predicts, in padded and packed batches, and each rank's part of them.
+
+Legend: B rows, T positions. No loop over sequences, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def shift_targets(
+    tokens: Tensor,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """The next token of the same sequence at each position [..., T]; where there is none, ignored.
+
+    Of whole sequences: under context parallelism shift first, and then take each rank's part, with
+    `context_parallel_part`.
+
+    Args:
+        tokens: [..., T] of int64, padded on either side, or packed sequences one behind the other.
+        mask: [..., T], true or above 0 where there is a token; None where all are.
+        cu_seqlens: [n + 1] of integers, where packed sequences begin and the last one ends, padding
+            between them included; positions behind the last one belong to none.
+        ignore_index: what stands where nothing is predicted; `token_logprobs` computes nothing
+            there.
+
+    Raises:
+        ValueError: shapes or types that do not fit.
+
+    Example:
+        stats = token_logprobs(logits=logits, targets=shift_targets(tokens, mask=attention_mask))
+    """
+    if tokens.dtype != torch.int64 or tokens.dim() < 1:
+        raise ValueError(
+            f"shift_targets() got tokens of {tokens.dtype} and shape {tuple(tokens.shape)}: "
+            "torch.int64, [..., positions]"
+        )
+    if mask is not None and mask.shape != tokens.shape:
+        raise ValueError(
+            f"shift_targets() got mask of shape {tuple(mask.shape)}: {tuple(tokens.shape)}"
+        )
+    targets = torch.full_like(tokens, ignore_index)
+    if not tokens.shape[-1]:
+        return targets
+    following = torch.ones_like(tokens[..., 1:], dtype=torch.bool)
+    if mask is not None:
+        real = mask > 0
+        following = following & real[..., :-1] & real[..., 1:]
+    if cu_seqlens is not None:
+        _check_lengths("shift_targets", cu_seqlens)
+        # Which sequence each position is in; n behind the last one.
+        place_T = torch.arange(tokens.shape[-1], device=tokens.device)
+        ends = cu_seqlens[1:].to(place_T)
+        number_T = torch.searchsorted(ends, place_T, right=True)
+        following = following & (number_T[:-1] == number_T[1:]) & (number_T[1:] < len(ends))
+    targets[..., :-1] = torch.where(following, tokens[..., 1:], ignore_index)
+    return targets
+
+
+def context_parallel_part(
+    values: Tensor, *, rank: int, size: int, cu_seqlens: Tensor | None = None, dim: int = -1
+) -> Tensor:
+    """This rank's positions under context parallelism, as Megatron's attention expects them.
+
+    Each sequence is cut into 2 · size pieces, of which rank r has the r-th from the front and the
+    r-th from the back, so that causal attention costs all ranks alike.
+
+    Args:
+        values: [..., T, ...], whole sequences along `dim`.
+        rank: in the context-parallel group.
+        size: ranks in that group.
+        cu_seqlens: [n + 1] of integers, where packed sequences begin and the last one ends, which
+            is T; each length is a multiple of 2 · size. None for one sequence per row.
+        dim: the dimension of positions.
+
+    Returns:
+        [..., T / size, ...]
+
+    Raises:
+        ValueError: a rank that the group has not, positions that cannot be dealt out evenly, or
+            shapes and types that do not fit.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"context_parallel_part() got rank {rank} of {size}")
+    positions = values.shape[dim]
+    if positions % (2 * size):
+        raise ValueError(
+            f"context_parallel_part() got {positions} positions for {size} ranks: pad them to a "
+            f"multiple of {2 * size}"
+        )
+    if size == 1:
+        return values
+    place = torch.arange(positions // size, device=values.device)
+    if cu_seqlens is None:
+        start, offset = torch.zeros_like(place), place
+        half = torch.full_like(place, positions // (2 * size))
+    else:
+        _check_lengths("context_parallel_part", cu_seqlens)
+        starts = cu_seqlens.to(place)
+        # Of each sequence a rank has its share, so the shares begin where starts / size say.
+        number = torch.searchsorted(starts[1:] // size, place, right=True)
+        number = number.clamp(max=len(starts) - 2)
+        start = starts[number]
+        offset = place - start // size
+        half = (starts[number + 1] - start) // (2 * size)
+    behind = (2 * size - 1 - rank) * half + (offset - half)
+    return values.index_select(
+        dim, start + torch.where(offset < half, rank * half + offset, behind)
+    )
+
+
+def _check_lengths(what: str, cu_seqlens: Tensor) -> None:
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f"{what}() got cu_seqlens of {cu_seqlens.dtype} and shape {tuple(cu_seqlens.shape)}: "
+            "integers, [sequences + 1]"
+        )

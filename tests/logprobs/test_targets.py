@@ -1,0 +1,118 @@
+"""Targets of padded and packed batches, and the parts of context-parallel ranks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+IGNORED = -100
+
+
+def row_by_row(tokens: list[int], lengths: list[int]) -> list[int]:
+    """Of packed sequences, in plain Python."""
+    targets, start = [], 0
+    for length in lengths:
+        sequence = tokens[start : start + length]
+        targets += [*sequence[1:], IGNORED][:length]
+        start += length
+    return targets + [IGNORED] * (len(tokens) - start)
+
+
+def shifted() -> None:
+    """On a rank: against the loop, sequences without tokens and tokens behind them included."""
+    import torch
+
+    from megatron_idempotent import shift_targets
+
+    for seed in range(200):
+        draw = random.Random(seed)
+        lengths = [draw.choice([0, 1, 2, 5]) for _ in range(draw.randrange(1, 6))]
+        tokens = [draw.randrange(9) for _ in range(sum(lengths) + draw.choice([0, 3]))]
+        ends = torch.tensor([0, *lengths]).cumsum(0).int()
+        found = shift_targets(torch.tensor(tokens, dtype=torch.int64), cu_seqlens=ends)
+        assert found.tolist() == row_by_row(tokens, lengths)
+        rows, longest = len(lengths), max(lengths) + draw.choice([0, 2])
+        padded = torch.randint(0, 9, (rows, longest))
+        mask = torch.zeros(rows, longest)
+        for row, length in enumerate(lengths):
+            first = draw.choice([0, longest - length])
+            mask[row, first : first + length] = 1
+        found = shift_targets(padded, mask=draw.choice([mask, mask.bool()]))
+        for row in range(rows):
+            real = mask[row].bool()
+            sequence = padded[row][real].tolist()
+            assert found[row][real].tolist() == row_by_row(sequence, [len(sequence)])
+            assert (found[row][~real] == IGNORED).all()
+    assert shift_targets(torch.tensor([[1, 2, 3]])).tolist() == [[2, 3, IGNORED]]
+
+
+def test_the_next_token_of_the_same_sequence(megatron_ranks):
+    megatron_ranks(1, shifted)
+
+
+def parts() -> None:
+    """On a rank: against Megatron's own, and of packed sequences one by one."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from megatron_idempotent import context_parallel_part
+
+    size = torch.distributed.get_world_size()
+    parallel_state.initialize_model_parallel(context_parallel_size=size)
+    rank = parallel_state.get_context_parallel_rank()
+    tokens = torch.arange(3 * 8 * size).view(3, 8 * size)
+    expected = get_batch_on_this_cp_rank({"tokens": tokens}, is_hybrid_cp=False)["tokens"]
+    mine = context_parallel_part(tokens, rank=rank, size=size)
+    assert torch.equal(mine, expected)
+    by_hidden = context_parallel_part(
+        tokens.t()[..., None].expand(-1, -1, 5), rank=rank, size=size, dim=0
+    )
+    assert torch.equal(by_hidden[..., 2], expected.t())
+    lengths = [2 * size, 0, 6 * size, 4 * size]
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    packed = torch.arange(sum(lengths))
+    found = context_parallel_part(packed, rank=rank, size=size, cu_seqlens=ends)
+    one_by_one = [
+        context_parallel_part(sequence, rank=rank, size=size)
+        for sequence in packed.split(lengths)
+        if len(sequence)
+    ]
+    assert torch.equal(found, torch.cat(one_by_one))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_parts_are_those_of_megatron(megatron_ranks, ranks):
+    megatron_ranks(ranks, parts)
+
+
+def refused() -> None:
+    """On a rank: what does not fit, or would wait for the device."""
+    import torch
+
+    from megatron_idempotent import context_parallel_part, shift_targets
+
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    wrong: list[tuple[str, Any, dict[str, Any]]] = [
+        ("float32", shift_targets, {"tokens": tokens.float()}),
+        ("mask of shape (2, 7)", shift_targets, {"tokens": tokens, "mask": tokens[:, 1:]}),
+        ("cu_seqlens of", shift_targets, {"tokens": tokens, "cu_seqlens": torch.tensor([0.0, 1])}),
+        ("rank 2 of 2", context_parallel_part, {"values": tokens, "rank": 2, "size": 2}),
+        ("multiple of 6", context_parallel_part, {"values": tokens, "rank": 0, "size": 3}),
+    ]
+    for text, call, arguments in wrong:
+        with pytest.raises(ValueError) as told:  # noqa: PT011  the text is looked at
+            call(**arguments)
+        assert text in str(told.value)
+    # A tensor without values: whoever asked for one would raise.
+    ends = torch.empty(3, dtype=torch.int32, device="meta")
+    there = tokens.to("meta")
+    assert shift_targets(there, mask=there, cu_seqlens=ends).shape == tokens.shape
+    part = context_parallel_part(there, rank=0, size=2, cu_seqlens=ends)
+    assert part.shape == (2, 4)
+
+
+def test_errors_name_the_fact_and_no_value_is_read(megatron_ranks):
+    megatron_ranks(1, refused)
