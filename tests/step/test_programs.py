@@ -67,6 +67,8 @@ def machine(megatron_ranks: Any, ranks: int, engine: str, options: dict[str, Any
             self.program.append((what,))
 
         def teardown(self) -> None:
+            if self.open:  # or a rank without data leaves one that waits for its parameters
+                self.program.append(("abort",))
             if self.program:
                 megatron_ranks(ranks, ran, engine, options, self.program)
 
