@@ -27,17 +27,22 @@ WARM_UP = 1
 Side = Callable[[Any], Any]
 
 
+def _tensor_parallel_group() -> Any:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    return parallel_state.get_tensor_model_parallel_group()
+
+
 def _sides(tokens: int, vocabulary: int) -> dict[str, Side]:
     import torch
-    from megatron.core import parallel_state
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     from megatron_idempotent import token_logprobs
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    group = parallel_state.get_tensor_model_parallel_group()
-    targets_N = torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(1)
+    targets_N, group = torch.randint(0, vocabulary, (tokens,)), _tensor_parallel_group()
 
     def ours(entropy: str, ownership: str) -> Side:
         def run(logits_NV: Any) -> Any:
@@ -114,14 +119,12 @@ def measured(rounds: int, tokens: int, vocabulary: int, dtype: str) -> dict[str,
 def from_hidden(rounds: int, tokens: int, vocabulary: int, features: int, dtype: str) -> Any:
     """On a rank: seconds in each round, and the most memory in bytes, of each side."""
     import torch
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
     from megatron_idempotent import token_logprobs
     from megatron_idempotent.cpu.allocations import peak_bytes
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = _tensor_parallel_group()
     torch.manual_seed(torch.distributed.get_rank())
     kind = getattr(torch, dtype)
     weight_VH = (torch.randn(vocabulary // 2, features) / features**0.5).to(kind).requires_grad_()

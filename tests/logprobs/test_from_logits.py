@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-CASES = 150
+CASES = 100
 
 
 def against_float64(cases: int) -> list[bytes]:
