@@ -34,15 +34,11 @@ def _tensor_parallel_group() -> Any:
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def _sides(tokens: int, vocabulary: int) -> dict[str, Side]:
-    import torch
+def _sides(targets_N: Any, group: Any) -> dict[str, Side]:
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     from megatron_idempotent import token_logprobs
-
-    torch.manual_seed(1)
-    targets_N, group = torch.randint(0, vocabulary, (tokens,)), _tensor_parallel_group()
 
     def ours(entropy: str, ownership: str) -> Side:
         def run(logits_NV: Any) -> Any:
@@ -77,7 +73,8 @@ def measured(rounds: int, tokens: int, vocabulary: int, dtype: str) -> dict[str,
 
     from megatron_idempotent.cpu.allocations import peak_bytes
 
-    sides = _sides(tokens, vocabulary)
+    torch.manual_seed(1)
+    sides = _sides(torch.randint(0, vocabulary, (tokens,)), _tensor_parallel_group())
     torch.manual_seed(torch.distributed.get_rank())
     whole_NV = torch.randn(tokens, vocabulary // 2).to(getattr(torch, dtype))
 
