@@ -93,6 +93,7 @@ def fork_in_a_window() -> None:
             megatron_idempotent.abort_window(model.chunks, model.optimizer)
         if freed_in_microbatch is None:
             held.clear()
+        torch.rand(1)  # of the states that the fork would put back
 
         def free(index: int, _loss: Any) -> None:
             if index == freed_in_microbatch:
