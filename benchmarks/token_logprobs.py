@@ -160,18 +160,12 @@ def from_hidden(rounds: int, tokens: int, vocabulary: int, features: int, dtype:
 
 
 def _collectives(step: Any, side: Side, logits_NV: Any) -> int:
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from megatron_idempotent.cpu.dispatched import watching_collectives
 
-    class Counter(TorchDispatchMode):
-        seen = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            self.seen += func.namespace == "c10d"
-            return func(*args, **(kwargs or {}))
-
-    with Counter() as counter:
+    seen: list[str] = []
+    with watching_collectives(lambda name, _: seen.append(name)):
         step(side, logits_NV)
-    return counter.seen
+    return len(seen)
 
 
 def main() -> None:

@@ -103,54 +103,49 @@ def token_logprobs(
     if workspace_bytes is not None and workspace_bytes < 1:
         raise ValueError(f"token_logprobs() got workspace_bytes={workspace_bytes}: at least 1")
     if logits is not None:
-        order: Order | None = Order(logits)
         rows, per_rank = logits, logits.shape[-1]
     else:
         assert hidden is not None
         assert weight is not None
-        order = None
         rows, per_rank = hidden, weight.shape[0]
     columns = check.columns_of(per_rank, tp_group, vocab_size)
-    shared = tp_group is not None and dist.get_world_size(tp_group) > 1
-    gathered = shared and hidden_layout == "sequence_parallel"
+    size = 1 if tp_group is None else dist.get_world_size(tp_group)
+    gathered = size > 1 and hidden_layout == "sequence_parallel"
     shape = list(rows.shape[:-1])
     if gathered:
-        shape[0] *= dist.get_world_size(tp_group)
+        shape[0] *= size
     kept = check.tokens_to_compute(torch.Size(shape), targets, token_mask, ignore_index)
-    check.targets_exist(targets, kept, columns, vocab_size)
+    check.targets_exist(targets, kept, columns.vocabulary)
     check.positive(temperature, targets, kept)
 
-    def flat(per_token: Tensor) -> Tensor:
-        return order.flat(per_token) if order else per_token.reshape(-1)
+    if gathered:
+        rows = SequenceParallel.apply(rows, tp_group)  # type: ignore[no-untyped-call]
+    order = Order(rows)
 
     def chosen(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return flat(value) if kept_N is None else flat(value)[kept_N]
+        return order.flat(value) if kept_N is None else order.flat(value)[kept_N]
 
-    kept_N = None if kept is None else flat(kept)
+    kept_N = None if kept is None else order.flat(kept)
     device = rows.device.type
     in_cache = _WORKSPACE_BYTES.get(device, _WORKSPACE_BYTES_ELSEWHERE)
     wanted = Wanted(
         entropy=entropy != "none",
         entropy_gradient=entropy == "grad",
-        consume=order is not None and ownership == "consume" and _may_consume(rows, order),
-        workspace_bytes=(workspace_bytes or in_cache)
-        if order
-        else min(workspace_bytes or in_cache, in_cache),
+        consume=ownership == "consume" and _may_consume(rows, order),
+        workspace_bytes=workspace_bytes or in_cache,
     )
     found: Any
-    if order:
+    if logits is not None:
         found = LogprobsFromLogits.apply(  # type: ignore[no-untyped-call]
             rows, chosen(targets), kept_N, chosen(temperature), columns, wanted
         )
     else:
-        if gathered:
-            rows = SequenceParallel.apply(rows, tp_group)  # type: ignore[no-untyped-call]
-        hidden_NH = rows.reshape(-1, rows.shape[-1])
+        hidden_NH = order.rows(rows).reshape(-1, rows.shape[-1])
         parts = Parts(
             workspace_bytes or _LOGITS_BYTES.get(device, _LOGITS_BYTES_ELSEWHERE),
-            reduce=shared and not gathered,
+            reduce=size > 1 and not gathered,
         )
         found = LogprobsFromHidden.apply(  # type: ignore[no-untyped-call]
             hidden_NH if kept_N is None else hidden_NH[kept_N],
@@ -158,7 +153,7 @@ def token_logprobs(
             chosen(targets),
             chosen(temperature),
             columns,
-            wanted,
+            wanted._replace(workspace_bytes=min(wanted.workspace_bytes, in_cache)),
             parts,
         )
 
@@ -167,7 +162,7 @@ def token_logprobs(
             return None
         if kept_N is not None:
             values_N = values_N.new_zeros(kept_N.shape).masked_scatter(kept_N, values_N)
-        return order.unflat(values_N) if order else values_N.view(shape)
+        return order.unflat(values_N)
 
     return TokenStats(*map(shaped, found))
 

@@ -85,22 +85,18 @@ def columns_of(per_rank: int, group: Any, vocab_size: int | None) -> Columns:
         )
     first = rank * per_rank
     real = min(per_rank, max(0, vocab_size - first))
-    return Columns(first=first, real=real, per_rank=per_rank, group=group)
+    return Columns(first=first, real=real, per_rank=per_rank, vocabulary=vocab_size, group=group)
 
 
-def targets_exist(
-    targets: Tensor, kept: Tensor | None, columns: Columns, vocab_size: int | None
-) -> None:
+def targets_exist(targets: Tensor, kept: Tensor | None, vocabulary: int) -> None:
     """They are ids of the vocabulary."""
     chosen = targets if kept is None else targets[kept]
-    size = dist.get_world_size(columns.group) if columns.group is not None else 1
-    end = columns.per_rank * size if vocab_size is None else vocab_size
     if chosen.numel():
         low, high = (int(each) for each in chosen.aminmax())
-        if low < 0 or high >= end:
+        if low < 0 or high >= vocabulary:
             raise ValueError(
                 f"token_logprobs() got target {low if low < 0 else high}, outside of the "
-                f"vocabulary of {end}: mask such tokens, or set them to ignore_index"
+                f"vocabulary of {vocabulary}: mask such tokens, or set them to ignore_index"
             )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .combine import Partial, combine
-from .kernels import Columns, Saved, Wanted, partial_of, write_gradient
+from .kernels import Columns, Saved, Wanted, partial_of, temperature_of, write_gradient
 from .rows import rows_of_a_block
 
 #: Narrower matrices are multiplied at a fraction of the speed.
@@ -31,7 +31,7 @@ class Parts(NamedTuple):
     def of_tokens(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
         """All columns of some tokens."""
         rows = rows_of_a_block(columns, self.logits_bytes, 1, dtype)
-        for start in range(0, tokens, rows):
+        for start in range(0, tokens or 1, rows):  # without tokens, once none
             yield slice(start, min(start + rows, tokens))
 
     def of_columns(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
@@ -60,13 +60,9 @@ class LogprobsFromHidden(torch.autograd.Function):
         found = []
         weight_HV = weight_VH[: columns.real].t()
         for tokens in parts.of_tokens(len(hidden_NH), columns.real, hidden_NH.dtype):
-            of_part = temperature[tokens] if isinstance(temperature, Tensor) else temperature
+            of_part = temperature_of(temperature, tokens)
             logits_nV = hidden_NH[tokens] @ weight_HV
             found.append(partial_of(logits_nV, local_N[tokens], None, of_part, columns, wanted))
-        if not found:
-            found.append(
-                partial_of(hidden_NH @ weight_HV, local_N, None, temperature, columns, wanted)
-            )
         partial = Partial(*map(torch.cat, zip(*found, strict=True)))
         whole = combine(partial, targets_N // columns.per_rank, temperature, columns.group)
         if any(ctx.needs_input_grad[:2]):

@@ -26,6 +26,8 @@ class Columns(NamedTuple):
     real: int
     """How many of its columns are tokens; those behind them are padding."""
     per_rank: int
+    vocabulary: int
+    """Tokens on all ranks."""
     group: Any
 
 
@@ -81,6 +83,11 @@ class _Scratch:
         return out_nV
 
 
+def temperature_of(temperature: Tensor | float, tokens: slice) -> Tensor | float:
+    """Of some tokens, where each has one of its own."""
+    return temperature[tokens] if isinstance(temperature, Tensor) else temperature
+
+
 def accumulated(dtype: torch.dtype) -> torch.dtype:
     """What logits of this type are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -120,7 +127,7 @@ def partial_of(
         logits_nV = block.read(rows, columns.real)
         maximum_n = logits_nV.amax(-1).to(found.maximum.dtype)
         found.maximum[block.kept] = maximum_n
-        of_block = temperature[block.kept] if isinstance(temperature, Tensor) else temperature
+        of_block = temperature_of(temperature, block.kept)
         z_nV = scratch.behind(logits_nV, _finite(maximum_n), of_block)
         place_n1, ours_n1 = _place(local_N[block.kept], columns.real)
         target_n1 = z_nV.gather(1, place_n1)
@@ -149,7 +156,7 @@ def write_gradient(
     scratch = _Scratch(rows, columns.real, wanted, 2)
     for block in blocks([len(panel) for panel in rows], kept_N, scratch.rows):
         here = saved.of(block)
-        of_block = temperature[block.kept] if isinstance(temperature, Tensor) else temperature
+        of_block = temperature_of(temperature, block.kept)
         of_logprob_n1 = (here.of_logprob / of_block)[:, None]
         logits_nV = block.read(rows, columns.real)
         logp_nV = scratch.behind(logits_nV, _finite(here.maximum), of_block)

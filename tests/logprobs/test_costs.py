@@ -13,21 +13,16 @@ def collectives() -> list[tuple[list[str], list[str]]]:
     """On one of two ranks: the collectives of forward and backward, for several block sizes."""
     import torch
     import torch.distributed as dist
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     from megatron_idempotent import token_logprobs
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            if func.namespace == "c10d":
-                seen.append(func._opname)
-            return func(*args, **(kwargs or {}))
+    from megatron_idempotent.cpu.dispatched import watching_collectives
 
     found = []
     for workspace in (1, None):
         logits = torch.randn(8, 64, requires_grad=True)
-        seen: list[str] = []
-        with Recorder():
+        forward: list[str] = []
+        backward: list[str] = []
+        with watching_collectives(lambda name, _, seen=forward: seen.append(name)):
             stats = token_logprobs(
                 logits=logits,
                 targets=torch.arange(8),
@@ -35,10 +30,9 @@ def collectives() -> list[tuple[list[str], list[str]]]:
                 entropy="grad",
                 workspace_bytes=workspace,
             )
-        forward, seen = seen, []
-        with Recorder():
+        with watching_collectives(lambda name, _, seen=backward: seen.append(name)):
             (stats.logprob.sum() + stats.entropy.sum()).backward()
-        found.append((forward, seen))
+        found.append((forward, backward))
     return found
 
 

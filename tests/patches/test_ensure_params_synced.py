@@ -9,23 +9,6 @@ from megatron_idempotent.cpu import RankError
 ONLY = ["params-stale-after-step", "pending-gather-dropped", "start-param-sync-reentry"]
 
 
-def counting():
-    """A mode that counts the collectives issued under it, whoever issues them."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Count(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "c10d":
-                self.names.append(func.name())
-            return func(*args, **kwargs or {})
-
-    return Count()
-
-
 def built(*, applied: bool = True, **layout):
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
@@ -38,10 +21,12 @@ def built(*, applied: bool = True, **layout):
 def synced(model) -> tuple[int, int]:
     """Bucket groups that were pending, and collectives that it took."""
     import megatron_idempotent
+    from megatron_idempotent.cpu.dispatched import watching_collectives
 
-    with counting() as mode:
+    seen: list[str] = []
+    with watching_collectives(lambda name, _: seen.append(name)):
         pending = megatron_idempotent.ensure_params_synced(model.chunks)
-    return pending, len(mode.names)
+    return pending, len(seen)
 
 
 def agree(model) -> bool:

@@ -33,22 +33,15 @@ def collectives_of_training(only: tuple[str, ...], layout: dict, iterations: int
 
     With the hooks as `train()` has them: off in the first iteration, on from the second.
     """
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from megatron_idempotent.cpu.dispatched import watching_collectives
 
     issued: list[str] = []
-
-    class Note(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "c10d":
-                issued.append(func.name())
-            return func(*args, **kwargs or {})
-
     model = built(only, **layout)
     if layout.get("overlap_param_gather", True):
         for chunk in model.chunks:
             chunk.disable_forward_pre_hook(param_sync=False)
     put_aside, model.config.param_sync_func = model.config.param_sync_func, None
-    with Note():
+    with watching_collectives(lambda name, _: issued.append(name)):
         for iteration in range(iterations):
             model.forward_backward(4, data_seed=iteration)
             issued.append("step")

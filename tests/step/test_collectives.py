@@ -21,32 +21,24 @@ def recorded(run: Any) -> tuple[Counter[Call], Counter[Call]]:
     """
     import torch
     from torch.distributed import ProcessGroup
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
 
+    from megatron_idempotent.cpu.dispatched import watching_collectives
     from megatron_idempotent.window import agreement
 
     seen: list[Call] = []
 
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "c10d":
-                values = tree_leaves((args, kwargs))
-                group = "".join(
-                    ProcessGroup.unbox(value).group_name
-                    for value in values
-                    if isinstance(value, torch.ScriptObject)
-                    and "ProcessGroup" in value._type().str()
-                )
-                tensors = tuple(
-                    (value.numel(), str(value.dtype))
-                    for value in values
-                    if isinstance(value, torch.Tensor)
-                )
-                seen.append((func._opname, group, tensors))
-            return func(*args, **(kwargs or {}))
+    def see(name: str, values: list[Any]) -> None:
+        group = "".join(
+            ProcessGroup.unbox(value).group_name
+            for value in values
+            if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().str()
+        )
+        tensors = tuple(
+            (value.numel(), str(value.dtype)) for value in values if isinstance(value, torch.Tensor)
+        )
+        seen.append((name, group, tensors))
 
-    with Recorder():
+    with watching_collectives(see):
         run()
     control = {group.group_name: name for (name, _), (_, group) in agreement._control.items()}
     models = Counter(call for call in seen if call[1] not in control)
