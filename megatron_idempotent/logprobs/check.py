@@ -41,7 +41,6 @@ def one_form(logits: Any, hidden: Any, weight: Any, ownership: str, hidden_layou
             raise ValueError(f"token_logprobs() got logits and hidden_layout={hidden_layout!r}")
         return
     floating("hidden", hidden)
-    floating("weight", weight)
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype:
         raise ValueError(
             f"token_logprobs() got hidden of {hidden.dtype} and shape {tuple(hidden.shape)} with "
