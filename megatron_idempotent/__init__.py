@@ -19,6 +19,7 @@ from .engine.verify import verify
 
 if TYPE_CHECKING:
     from .logprobs.api import TokenStats, token_logprobs
+    from .logprobs.sampling import Sampling
     from .logprobs.targets import context_parallel_part, shift_targets
     from .step.fsdp import FSDPTrainStep
     from .step.megatron import TrainStep
@@ -41,6 +42,7 @@ __all__ = [
     "ReplicaMismatchError",
     "Report",
     "Row",
+    "Sampling",
     "SessionPoisoned",
     "StepLoss",
     "StepResult",
@@ -72,6 +74,7 @@ __all__ = [
 _LAZY = {
     "FSDPTrainStep": "step.fsdp",
     "ReplicaMismatchError": "window.check",
+    "Sampling": "logprobs.sampling",
     "SessionPoisoned": "window.agreement",
     "StepLoss": "step.records",
     "StepResult": "step.records",

@@ -10,10 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import check
-from .from_hidden import LogprobsFromHidden, Parts
+from .from_hidden import LogprobsFromHidden
+from .from_kept import KeptFromHidden, KeptFromLogits
 from .from_logits import LogprobsFromLogits
 from .kernels import Wanted
+from .parts import Parts
 from .rows import Order
+from .sampling import Sampling
 from .sequence import SequenceParallel
 
 #: Blocks that stay in a core's cache; on a GPU, blocks that fill it.
@@ -50,8 +53,10 @@ def token_logprobs(
     entropy: Literal["none", "metric", "grad"] = "none",
     token_mask: Tensor | None = None,
     ignore_index: int = -100,
+    sampling: Sampling | None = None,
     ownership: Literal["borrow", "consume"] = "borrow",
     hidden_layout: Literal["replicated", "sequence_parallel"] = "replicated",
+    gradient_accumulation_fusion: bool = False,
     workspace_bytes: int | None = None,
 ) -> TokenStats:
     """Log-probs of the targets, and entropies, over a vocabulary that ranks may share.
@@ -80,17 +85,21 @@ def token_logprobs(
         entropy: "metric" computes it, "grad" differentiates it as well.
         token_mask: [...] of bool; False for tokens that are not computed.
         ignore_index: a target of that is not computed either.
+        sampling: which tokens there were to choose from; log-prob, entropy and lse are over those.
         ownership: "consume" lets the backward write the gradient into the logits' memory, which
             then takes none of its own. What else has saved the logits for its backward raises if
             that comes later. Logits that lie in memory with gaps are borrowed all the same, with a
             warning.
         hidden_layout: "sequence_parallel" where each rank of the group has a piece of `hidden`, by
             its first dimension; targets are those of all pieces.
+        gradient_accumulation_fusion: as Megatron's option of that name: the weight's gradient is
+            added to its `main_grad`, and autograd is given zeros.
         workspace_bytes: scratch memory; None for what suits the device.
 
     Raises:
         ValueError: shapes or types that do not fit, a target outside of the vocabulary, a
-            temperature that is not positive, fewer columns than tokens, or leaf logits to consume.
+            temperature that is not positive, fewer columns than tokens, leaf logits to consume, or
+            no `main_grad` to add to.
 
     Example:
         stats = token_logprobs(logits=logits, targets=labels, entropy="metric")
@@ -117,6 +126,9 @@ def token_logprobs(
     kept = check.tokens_to_compute(torch.Size(shape), targets, token_mask, ignore_index)
     check.targets_exist(targets, kept, columns.vocabulary)
     check.positive(temperature, targets, kept)
+    if gradient_accumulation_fusion:
+        check.main_grad(weight)
+    keep = check.ids_to_keep(sampling, targets, kept, columns.vocabulary)
 
     if gathered:
         rows = SequenceParallel.apply(rows, tp_group)  # type: ignore[no-untyped-call]
@@ -125,7 +137,8 @@ def token_logprobs(
     def chosen(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return order.flat(value) if kept_N is None else order.flat(value)[kept_N]
+        value = order.flat(value)
+        return value if kept_N is None else value[kept_N]
 
     kept_N = None if kept is None else order.flat(kept)
     device = rows.device.type
@@ -136,25 +149,31 @@ def token_logprobs(
         consume=ownership == "consume" and _may_consume(rows, order),
         workspace_bytes=workspace_bytes or in_cache,
     )
+    cut: tuple[Any, ...] = ()
+    if sampling is not None and sampling.cuts(columns.vocabulary):
+        cut = (sampling, chosen(keep))
     found: Any
     if logits is not None:
-        found = LogprobsFromLogits.apply(  # type: ignore[no-untyped-call]
-            rows, chosen(targets), kept_N, chosen(temperature), columns, wanted
+        from_logits: Any = KeptFromLogits if cut else LogprobsFromLogits
+        found = from_logits.apply(
+            rows, chosen(targets), kept_N, chosen(temperature), columns, wanted, *cut
         )
     else:
-        hidden_NH = order.rows(rows).reshape(-1, rows.shape[-1])
         parts = Parts(
             workspace_bytes or _LOGITS_BYTES.get(device, _LOGITS_BYTES_ELSEWHERE),
             reduce=size > 1 and not gathered,
+            fused=gradient_accumulation_fusion,
         )
-        found = LogprobsFromHidden.apply(  # type: ignore[no-untyped-call]
-            hidden_NH if kept_N is None else hidden_NH[kept_N],
+        from_hidden: Any = KeptFromHidden if cut else LogprobsFromHidden
+        found = from_hidden.apply(
+            chosen(rows),
             weight,
             chosen(targets),
             chosen(temperature),
             columns,
             wanted._replace(workspace_bytes=min(wanted.workspace_bytes, in_cache)),
             parts,
+            *cut,
         )
 
     def shaped(values_N: Tensor | None) -> Any:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .kernels import Columns
+from .sampling import Sampling
 
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
@@ -83,8 +84,8 @@ def columns_of(per_rank: int, group: Any, vocab_size: int | None) -> Columns:
             f"columns each have {whole}: is tp_group the one that shares the output layer?"
         )
     first = rank * per_rank
-    real = min(per_rank, max(0, vocab_size - first))
-    return Columns(first=first, real=real, per_rank=per_rank, vocabulary=vocab_size, group=group)
+    columns = Columns(first, 0, per_rank, vocab_size, group, size)
+    return columns._replace(real=columns.real_of(rank))
 
 
 def targets_exist(targets: Tensor, kept: Tensor | None, vocabulary: int) -> None:
@@ -115,3 +116,44 @@ def positive(temperature: float | Tensor, targets: Tensor, kept: Tensor | None) 
         value = float(temperature)
     if not 0 < value < float("inf"):
         raise ValueError(f"token_logprobs() got temperature {value}: it is positive")
+
+
+def main_grad(weight: Tensor | None) -> None:
+    """There is one to add to."""
+    found = getattr(weight, "main_grad", None)
+    if weight is None or not isinstance(found, Tensor) or found.shape != weight.shape:
+        where = "no weight" if weight is None else f"a weight of shape {tuple(weight.shape)}"
+        has = "none" if found is None else f"one of shape {tuple(found.shape)}"
+        raise ValueError(
+            "token_logprobs(gradient_accumulation_fusion=True) adds to weight.main_grad, and got "
+            f"{where} with {has}: pass the parameter that Megatron's DistributedDataParallel has"
+        )
+
+
+def ids_to_keep(
+    sampling: Sampling | None, targets: Tensor, kept: Tensor | None, vocabulary: int
+) -> Tensor | None:
+    """Of each token, [..., K]."""
+    if sampling is None or sampling.keep is None:
+        return None
+    keep = sampling.keep
+    if keep.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"token_logprobs() got sampling.keep of shape {tuple(keep.shape)} for targets of shape "
+            f"{tuple(targets.shape)}: {(*targets.shape, 'ids')}"
+        )
+    chosen = keep if kept is None else keep[kept]
+    if not chosen.numel() and not len(chosen):
+        return keep
+    highest_N = chosen.amax(-1) if chosen.shape[-1] else chosen.new_full(chosen.shape[:-1], -1)
+    if int(highest_N.max()) >= vocabulary:
+        raise ValueError(
+            f"token_logprobs() got id {int(highest_N.max())} in sampling.keep, outside of the "
+            f"vocabulary of {vocabulary}"
+        )
+    if sampling.target != "keep" and int(highest_N.min()) < 0:
+        raise ValueError(
+            "token_logprobs() got a token of which sampling.keep names no id: mask it, or let "
+            "its target be kept, with target='keep'"
+        )
+    return keep

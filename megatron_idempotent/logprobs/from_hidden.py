@@ -5,8 +5,7 @@ The logits are made a part at a time, and again in the backward. Legend: H featu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,30 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from .combine import Partial, combine
 from .kernels import Columns, Saved, Wanted, partial_of, temperature_of, write_gradient
-from .rows import rows_of_a_block
-
-#: Narrower matrices are multiplied at a fraction of the speed.
-_NARROWEST = 256
-
-
-class Parts(NamedTuple):
-    """How much of the logits there is at a time, and who adds up the hidden states' gradients."""
-
-    logits_bytes: int
-    reduce: bool
-    """Here, over the ranks that share the columns; else each rank returns its columns' share."""
-
-    def of_tokens(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
-        """All columns of some tokens."""
-        rows = rows_of_a_block(columns, self.logits_bytes, 1, dtype)
-        for start in range(0, tokens or 1, rows):  # without tokens, once none
-            yield slice(start, min(start + rows, tokens))
-
-    def of_columns(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
-        """Some columns of all tokens."""
-        width = max(_NARROWEST, rows_of_a_block(tokens, self.logits_bytes, 1, dtype))
-        for start in range(0, columns if tokens else 0, width):
-            yield slice(start, min(start + width, columns))
+from .parts import Parts
+from .weight_gradient import WeightGradient
 
 
 class LogprobsFromHidden(torch.autograd.Function):
@@ -70,6 +47,7 @@ class LogprobsFromHidden(torch.autograd.Function):
                 hidden_NH, weight_VH, local_N, whole.maximum, whole.log_sum, whole.entropy
             )
         ctx.temperature, ctx.columns, ctx.wanted, ctx.parts = temperature, columns, wanted, parts
+        ctx.weight = weight_VH  # what is saved may be another object, without its main_grad
         return wanted.returned(ctx, whole, temperature)
 
     @staticmethod
@@ -88,7 +66,7 @@ class LogprobsFromHidden(torch.autograd.Function):
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         # Many parts add up here, and ranks' shares behind it.
         d_hidden_NH = torch.zeros_like(hidden_NH, dtype=maximum_N.dtype) if of_hidden else None
-        d_weight_VH = torch.zeros_like(weight_VH) if of_weight else None
+        d_weight = WeightGradient(ctx.weight, of_weight, ctx.parts.fused)
         for part in ctx.parts.of_columns(len(hidden_NH), ctx.columns.real, hidden_NH.dtype):
             logits_Nv = hidden_NH @ weight_VH[part].t()
             saved = Saved(
@@ -102,8 +80,12 @@ class LogprobsFromHidden(torch.autograd.Function):
                     d_hidden_NH.addmm_(logits_Nv, weight_VH[part])
                 else:
                     d_hidden_NH += logits_Nv @ weight_VH[part]
-            if d_weight_VH is not None:
-                torch.mm(logits_Nv.t(), hidden_NH, out=d_weight_VH[part])
-        if d_hidden_NH is not None and ctx.parts.reduce:
-            dist.all_reduce(d_hidden_NH, group=ctx.columns.group)
-        return d_hidden_NH, d_weight_VH, *nothing
+            d_weight.add(part, logits_Nv, hidden_NH)
+        return of_all_ranks(d_hidden_NH, ctx.parts, ctx.columns), d_weight.done(), *nothing
+
+
+def of_all_ranks(d_hidden_NH: Tensor | None, parts: Parts, columns: Columns) -> Tensor | None:
+    """The hidden states' gradient. With `reduce` a collective of the group's ranks."""
+    if d_hidden_NH is not None and parts.reduce:
+        dist.all_reduce(d_hidden_NH, group=columns.group)
+    return d_hidden_NH

@@ -14,8 +14,8 @@ from torch import Tensor
 from .combine import Partial, Whole
 from .rows import Block, blocks, panels, rows_of_a_block
 
-# In place of -inf where it meets a probability of 0, whose product is 0 then and not NaN.
-_FINITE = -1e30
+#: In place of -inf where it meets a probability of 0, whose product is 0 then and not NaN.
+FINITE = -1e30
 
 
 class Columns(NamedTuple):
@@ -29,6 +29,11 @@ class Columns(NamedTuple):
     vocabulary: int
     """Tokens on all ranks."""
     group: Any
+    ranks: int
+
+    def real_of(self, rank: int) -> int:
+        """How many columns of that rank are tokens."""
+        return min(self.per_rank, max(0, self.vocabulary - rank * self.per_rank))
 
 
 class Wanted(NamedTuple):
@@ -83,7 +88,7 @@ class _Scratch:
         return out_nV
 
 
-def temperature_of(temperature: Tensor | float, tokens: slice) -> Tensor | float:
+def temperature_of(temperature: Tensor | float, tokens: slice | Tensor) -> Tensor | float:
     """Of some tokens, where each has one of its own."""
     return temperature[tokens] if isinstance(temperature, Tensor) else temperature
 
@@ -129,7 +134,7 @@ def partial_of(
         found.maximum[block.kept] = maximum_n
         of_block = temperature_of(temperature, block.kept)
         z_nV = scratch.behind(logits_nV, _finite(maximum_n), of_block)
-        place_n1, ours_n1 = _place(local_N[block.kept], columns.real)
+        place_n1, ours_n1 = place_of(local_N[block.kept], columns.real)
         target_n1 = z_nV.gather(1, place_n1)
         found.target[block.kept] = torch.where(ours_n1, target_n1, 0.0).squeeze(1)
         if not wanted.entropy:
@@ -137,7 +142,7 @@ def partial_of(
             continue
         exponentials_nV = torch.exp(z_nV, out=scratch(1, len(z_nV)))
         found.exponentials[block.kept] = exponentials_nV.sum(-1)
-        found.moments[block.kept] = exponentials_nV.mul_(z_nV.clamp_(min=_FINITE)).sum(-1)
+        found.moments[block.kept] = exponentials_nV.mul_(z_nV.clamp_(min=FINITE)).sum(-1)
     return found
 
 
@@ -167,14 +172,14 @@ def write_gradient(
             of_entropy_n1 = (here.of_entropy / of_block)[:, None]
             gradient_nV = torch.exp(logp_nV, out=scratch(1, len(logp_nV)))
             # H before the factor, because -inf·0 is NaN where no gradient comes.
-            logp_nV.clamp_(min=_FINITE).add_(here.entropy[:, None])
+            logp_nV.clamp_(min=FINITE).add_(here.entropy[:, None])
             gradient_nV.mul_(logp_nV.mul_(-of_entropy_n1).sub_(of_logprob_n1))
-        place_n1, ours_n1 = _place(here.local, columns.real)
+        place_n1, ours_n1 = place_of(here.local, columns.real)
         gradient_nV.scatter_add_(1, place_n1, torch.where(ours_n1, of_logprob_n1, 0.0))
         block.write(into, gradient_nV)
 
 
-def _place(local_n: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def place_of(local_n: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """The target's column here, any where it is another rank's, and whether it is ours; [n, 1]."""
     ours_n = (local_n >= 0) & (local_n < columns)
     return torch.where(ours_n, local_n, 0)[:, None], ours_n[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -26,8 +27,10 @@ class Order:
         return tensor.permute(*self._order, tensor.dim() - 1)
 
     def flat(self, per_token: Tensor) -> Tensor:
-        """[...] as [N]."""
-        return per_token.permute(self._order).reshape(-1)
+        """[...] as [N], or [..., K] as [N, K]."""
+        behind = range(len(self._order), per_token.dim())
+        moved = per_token.permute([*self._order, *behind])
+        return moved.reshape(math.prod(self._shape), *(moved.shape[place] for place in behind))
 
     def unflat(self, per_token_N: Tensor) -> Tensor:
         """[N] as [...]."""
@@ -88,3 +91,18 @@ def blocks(sizes: list[int], kept_N: Tensor | None, rows: int) -> Iterator[Block
 def rows_of_a_block(columns: int, workspace_bytes: int, buffers: int, dtype: torch.dtype) -> int:
     """How many rows fit into the scratch memory, at least one."""
     return max(1, workspace_bytes // (max(columns, 1) * buffers * dtype.itemsize))
+
+
+def places(
+    sizes: list[int], kept_N: Tensor | None, token_E: Tensor
+) -> Iterator[tuple[int, slice | Tensor, Tensor]]:
+    """Where kept tokens stand: each panel that has some, which of them, and their rows in it."""
+    row_E = token_E if kept_N is None else kept_N.nonzero().squeeze(1)[token_E]
+    if len(sizes) == 1:
+        yield 0, slice(None), row_E
+        return
+    start = 0
+    for panel, size in enumerate(sizes):
+        chosen = ((row_E >= start) & (row_E < start + size)).nonzero().squeeze(1)
+        yield panel, chosen, row_E[chosen] - start
+        start += size

@@ -185,9 +185,9 @@ def run_parts(tokens: int, columns: int) -> int:
     """In how many parts the backward makes the logits."""
     import torch
 
-    from megatron_idempotent.logprobs.from_hidden import Parts
+    from megatron_idempotent.logprobs.parts import Parts
 
-    return len(list(Parts(16 << 20, False).of_columns(tokens, columns, torch.float32)))
+    return len(list(Parts(16 << 20, False, False).of_columns(tokens, columns, torch.float32)))
 
 
 def test_only_what_is_asked_for_is_multiplied_and_held(megatron_ranks):

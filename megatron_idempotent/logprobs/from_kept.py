@@ -1,0 +1,167 @@
+"""Log-probs and entropies over what a sampler kept, out of logits or of hidden states.
+
+Of each token a few columns are kept, and only they have a gradient. Legend: E kept columns here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .candidates import choose
+from .from_hidden import of_all_ranks
+from .kept import Call, Kept, named
+from .kernels import Columns, Saved, Wanted
+from .parts import Parts
+from .rows import Order, panels, places
+from .sampling import Sampling
+from .sources import Logits, Products, Source
+from .weight_gradient import WeightGradient
+
+
+def _forward(
+    ctx: Any,
+    source: Source,
+    targets_N: Tensor,
+    temperature: Tensor | float,
+    columns: Columns,
+    wanted: Wanted,
+    sampling: Sampling,
+    keep_NK: Tensor | None,
+    *inputs: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    call = Call(
+        source=source,
+        local=targets_N - columns.first,
+        owner=targets_N // columns.per_rank,
+        temperature=temperature,
+        columns=columns,
+        wanted=wanted,
+        sampling=sampling,
+        keep=keep_NK,
+    )
+    kept, whole = choose(call) if keep_NK is None else named(call)
+    if any(ctx.needs_input_grad):
+        statistics = (whole.maximum, whole.log_sum, whole.entropy, whole.logprob > -torch.inf)
+        ctx.save_for_backward(call.local, *kept, *statistics, *inputs)
+    ctx.temperature, ctx.columns, ctx.wanted = temperature, columns, wanted
+    return wanted.returned(ctx, whole, temperature)
+
+
+def _gradient(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> Any:
+    """Which columns of which tokens, their gradients [E], and the inputs that were saved."""
+    local_N, row_E, column_E, logit_E, maximum_N, log_sum_N, entropy_N, finite_N, *inputs = (
+        ctx.saved_tensors
+    )
+    if of_logprob_N is None:
+        of_logprob_N = torch.zeros_like(maximum_N)
+    # A log-prob of -inf does not move.
+    of_logprob_N = torch.where(finite_N, of_logprob_N, 0.0)
+    saved = Saved(local_N, maximum_N, log_sum_N, entropy_N, of_logprob_N, of_entropy_N)
+    gradient_E = Kept(row_E, column_E, logit_E).gradient(saved, ctx.temperature)
+    return row_E.long(), column_E.long(), gradient_E, *inputs
+
+
+class KeptFromLogits(torch.autograd.Function):
+    """`(logprob, entropy, lse)` of the tokens that are computed, each [N] in the order of `Order`.
+
+    The logits are not needed after the forward, unless their memory is consumed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets_N: Tensor,
+        kept_N: Tensor | None,
+        temperature: Tensor | float,
+        columns: Columns,
+        wanted: Wanted,
+        sampling: Sampling,
+        keep_NK: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """`targets_N`, `keep_NK` and a temperature per token are those of the computed tokens."""
+        source = Logits(Order(logits).rows(logits), kept_N, columns, wanted.workspace_bytes)
+        ctx.like = torch.empty_like(logits, device="meta")
+        ctx.device = logits.device
+        inputs = (kept_N, logits if wanted.consume else None)
+        return _forward(
+            ctx, source, targets_N, temperature, columns, wanted, sampling, keep_NK, *inputs
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
+        """No collective."""
+        nothing = (None,) * 7
+        if of_logprob_N is None and of_entropy_N is None:
+            return None, *nothing
+        row_E, column_E, gradient_E, kept_N, logits = _gradient(ctx, of_logprob_N, of_entropy_N)
+        if logits is None:
+            gradient = torch.zeros_like(ctx.like, device=ctx.device)
+        else:
+            # An alias that shares the version counter: who has saved the logits too is told of it.
+            gradient = logits.detach().zero_()
+        (into,) = panels(Order(gradient).rows(gradient))
+        for panel, chosen, row_e in places([len(each) for each in into], kept_N, row_E):
+            into[panel][row_e, column_E[chosen]] = gradient_E[chosen].to(gradient.dtype)
+        return gradient, *nothing
+
+
+class KeptFromHidden(torch.autograd.Function):
+    """`(logprob, entropy, lse)` of tokens [N] whose hidden states are [N, H]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        targets_N: Tensor,
+        temperature: Tensor | float,
+        columns: Columns,
+        wanted: Wanted,
+        parts: Parts,
+        sampling: Sampling,
+        keep_NK: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """As from logits of `hidden_NH @ weight_VH.T`, in the type of both."""
+        ctx.parts, ctx.weight = parts, weight_VH
+        source = Products(hidden_NH, weight_VH, columns, parts)
+        inputs = (hidden_NH, weight_VH)
+        return _forward(
+            ctx, source, targets_N, temperature, columns, wanted, sampling, keep_NK, *inputs
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
+        """Only columns that some token has kept are multiplied, and no logits are made again.
+
+        With `reduce` a collective of the group's ranks: one all-reduce, in float32.
+        """
+        nothing = (None,) * 7
+        if of_logprob_N is None and of_entropy_N is None:
+            return None, None, *nothing
+        row_E, column_E, gradient_E, hidden_NH, weight_VH = _gradient(
+            ctx, of_logprob_N, of_entropy_N
+        )
+        of_hidden, of_weight = ctx.needs_input_grad[:2]
+        d_hidden_NH = torch.zeros_like(hidden_NH, dtype=gradient_E.dtype) if of_hidden else None
+        d_weight = WeightGradient(ctx.weight, of_weight, ctx.parts.fused)
+        used_U, place_E = torch.unique(column_E, return_inverse=True)
+        by_place_E = place_E.argsort(stable=True)
+        place_E, row_E, gradient_E = place_E[by_place_E], row_E[by_place_E], gradient_E[by_place_E]
+        columns = list(ctx.parts.of_columns(len(hidden_NH), len(used_U), hidden_NH.dtype))
+        ends = torch.tensor([part.stop for part in columns], device=place_E.device)
+        counts = torch.searchsorted(place_E, ends).tolist()
+        for part, start, stop in zip(columns, [0, *counts], counts, strict=False):
+            d_logits_Nu = hidden_NH.new_zeros(len(hidden_NH), part.stop - part.start)
+            values_e = gradient_E[start:stop].to(d_logits_Nu.dtype)
+            d_logits_Nu[row_E[start:stop], place_E[start:stop] - part.start] = values_e
+            if d_hidden_NH is not None:
+                d_hidden_NH += d_logits_Nu @ weight_VH[used_U[part]]
+            d_weight.add(used_U[part], d_logits_Nu, hidden_NH)
+        return of_all_ranks(d_hidden_NH, ctx.parts, ctx.columns), d_weight.done(), *nothing

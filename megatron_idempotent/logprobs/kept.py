@@ -1,0 +1,102 @@
+"""The columns that a sampler kept, few of many, and their gradient.
+
+Legend: N tokens, E kept columns of this rank, K ids for a token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .combine import Partial, Whole, combine
+from .kernels import FINITE, Columns, Saved, Wanted, accumulated
+from .sampling import Sampling, columnwise, finite
+from .sources import Source
+
+
+class Call(NamedTuple):
+    """What is asked, of the tokens that are computed."""
+
+    source: Source
+    local: Tensor
+    """The target's column on this rank, or one that this rank has not; [N]."""
+    owner: Tensor
+    """The rank in the group that has the target's column; [N]."""
+    temperature: Tensor | float
+    columns: Columns
+    wanted: Wanted
+    sampling: Sampling
+    keep: Tensor | None
+    """`Sampling.keep` of these tokens, [N, K]."""
+
+
+class Kept(NamedTuple):
+    """Columns of this rank that take part, each once; [E]."""
+
+    row: Tensor
+    """Which of the tokens."""
+    column: Tensor
+    """Here, not in the vocabulary."""
+    logit: Tensor
+
+    @staticmethod
+    def joined(parts: list[Kept], like_N: Tensor) -> Kept:
+        """All of them; indices take half of what they did."""
+        none = like_N.new_empty(0)
+        parts = [Kept(none.int(), none.int(), none), *parts]
+        row, column, logit = map(torch.cat, zip(*parts, strict=True))
+        return Kept(row.int(), column.int(), logit.to(like_N.dtype))
+
+    def gradient(self, saved: Saved, temperature: Tensor | float) -> Tensor:
+        """Of these columns' logits, [E]: as `write_gradient` has it for all columns."""
+        row_E = self.row.long()
+        t_E = temperature[row_E] if isinstance(temperature, Tensor) else temperature
+        logp_E = (self.logit - finite(saved.maximum)[row_E]) / t_E - saved.log_sum[row_E]
+        factor_E = -saved.of_logprob[row_E]
+        if saved.of_entropy is not None:
+            inner_E = logp_E.clamp(min=FINITE) + saved.entropy[row_E]
+            factor_E = factor_E - saved.of_entropy[row_E] * inner_E
+        gradient_E = logp_E.exp() * factor_E
+        target_E = self.column == saved.local[row_E]
+        gradient_E += torch.where(target_E, saved.of_logprob[row_E], 0.0)
+        return gradient_E / t_E
+
+
+def named(call: Call) -> tuple[Kept, Whole]:
+    """The ids of `keep`, and statistics over them.
+
+    A collective of the group's ranks, one all-gather of 16 bytes per token and rank.
+    """
+    assert call.keep is not None
+    columns = call.columns
+    target_N1 = (call.local + columns.first)[:, None]
+    keep_NK = call.keep.sort(-1).values
+    again_NK = torch.zeros_like(keep_NK, dtype=torch.bool)
+    again_NK[:, 1:] = keep_NK[:, 1:] == keep_NK[:, :-1]
+    kept_N = (keep_NK == target_N1).any(-1) | (call.sampling.target == "keep")
+    # The target has the last place, whether or not it is kept, and no other.
+    local_NK = torch.cat([keep_NK - columns.first, call.local[:, None]], 1)
+    left_NK = torch.cat([(keep_NK >= 0) & ~again_NK & (keep_NK != target_N1), kept_N[:, None]], 1)
+    left_NK &= (local_NK >= 0) & (local_NK < columns.real)
+    place_NK = torch.where(left_NK, local_NK, 0)
+    if columns.real:
+        logits_NK = call.source.at(place_NK).to(accumulated(call.source.dtype))
+    else:
+        logits_NK = place_NK.to(accumulated(call.source.dtype))
+    logits_NK = torch.where(left_NK, logits_NK, -torch.inf)
+    maximum_N = logits_NK.amax(-1)
+    z_NK = (logits_NK - finite(maximum_N)[:, None]) / columnwise(call.temperature)
+    mass_NK = z_NK.exp()
+    partial = Partial(
+        maximum=maximum_N,
+        exponentials=mass_NK.sum(-1),
+        moments=(mass_NK * z_NK.clamp(min=FINITE)).sum(-1),
+        target=torch.where(left_NK[:, -1], z_NK[:, -1], 0.0),
+    )
+    whole = combine(partial, call.owner, call.temperature, columns.group)
+    whole = whole._replace(logprob=torch.where(kept_N, whole.logprob, -torch.inf))
+    row_E, slot_E = left_NK.nonzero().unbind(1)
+    found = Kept(row_E, place_NK[row_E, slot_E], logits_NK[row_E, slot_E])
+    return Kept.joined([found], maximum_N), whole

@@ -1,0 +1,36 @@
+"""Parts of logits that are products of hidden states and a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from .rows import rows_of_a_block
+
+#: Narrower matrices are multiplied at a fraction of the speed.
+_NARROWEST = 256
+
+
+class Parts(NamedTuple):
+    """How much of the logits there is at a time, and where gradients go."""
+
+    logits_bytes: int
+    reduce: bool
+    """The hidden states' are added up here, over the ranks that share the columns; else each rank
+    returns its columns' share."""
+    fused: bool
+    """The weight's is added to its `main_grad`."""
+
+    def of_tokens(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
+        """All columns of some tokens."""
+        rows = rows_of_a_block(columns, self.logits_bytes, 1, dtype)
+        for start in range(0, tokens or 1, rows):  # without tokens, once none
+            yield slice(start, min(start + rows, tokens))
+
+    def of_columns(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
+        """Some columns of all tokens."""
+        width = max(_NARROWEST, rows_of_a_block(tokens, self.logits_bytes, 1, dtype))
+        for start in range(0, columns if tokens else 0, width):
+            yield slice(start, min(start + width, columns))

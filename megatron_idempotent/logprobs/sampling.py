@@ -1,0 +1,131 @@
+"""What a sampler leaves of the vocabulary: top-k, then top-p of what is left, or the ids it names.
+
+Legend: n tokens, W candidates, in float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+#: Columns beside the k-th that may have its logit.
+_TIES = 32
+_CANDIDATES = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sampling:
+    """Which tokens there were to choose from, when a token was sampled.
+
+    As engines do it: logits are divided by the temperature, the `top_k` most probable tokens are
+    kept, and of those the fewest whose probability, of what was kept, comes to `top_p`. Tokens with
+    the same logit as the last of them are kept too. Or `keep` names them, as an engine reports
+    them: no boundary is computed then, on which two computations may differ.
+
+    Example: `Sampling(top_p=0.95, target="-inf")`.
+    """
+
+    top_k: int = 0
+    """At least 1; 0 or -1 for all."""
+    top_p: float = 1.0
+    """In (0, 1]; 1 for all."""
+    keep: Tensor | None = None
+    """[..., K] of int64: ids for each token, negative where there are fewer, in any order."""
+    target: Literal["keep", "-inf"] = "keep"
+    """What a target that is not kept gets: a place among the kept, or a log-prob of -inf, which has
+    no gradient."""
+    candidates: int | None = None
+    """How many columns each rank sends; None for 32 more than `top_k`, or 128. Tokens for which
+    they do not suffice have their logits gathered whole."""
+
+    def __post_init__(self) -> None:
+        def refuse(name: str, known: str) -> None:
+            raise ValueError(f"Sampling() got {name}={getattr(self, name)!r}: {known}")
+
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < -1:
+            refuse("top_k", "a number of tokens; 0 or -1 for all")
+        if isinstance(self.top_p, bool) or not isinstance(self.top_p, (int, float)):
+            refuse("top_p", "a probability above 0; 1 for all")
+        if not 0 < self.top_p <= 1:
+            refuse("top_p", "a probability above 0; 1 for all")
+        if self.target not in ("keep", "-inf"):
+            refuse("target", "'keep' or '-inf'")
+        if self.candidates is not None and (
+            isinstance(self.candidates, bool)
+            or not isinstance(self.candidates, int)
+            or self.candidates < 1
+        ):
+            refuse("candidates", "at least 1, or None")
+        if self.keep is None:
+            return
+        if (
+            not isinstance(self.keep, Tensor)
+            or self.keep.dtype != torch.int64
+            or not self.keep.dim()
+        ):
+            found = getattr(self.keep, "dtype", type(self.keep).__name__)
+            raise ValueError(f"Sampling() got keep of {found}: a tensor of int64, [..., ids]")
+        if self.top_k > 0 or self.top_p < 1:
+            raise ValueError(
+                f"Sampling() got keep, top_k={self.top_k} and top_p={self.top_p}: keep has what "
+                "they left already, so leave them out"
+            )
+
+    def cuts(self, vocabulary: int) -> bool:
+        """Whether it leaves out any of so many tokens."""
+        return self.keep is not None or self.top_p < 1 or 0 < self.top_k < vocabulary
+
+    def width(self) -> int:
+        """How many columns of each rank are candidates."""
+        if self.candidates is not None:
+            return self.candidates
+        return self.top_k + _TIES if self.top_k > 0 else _CANDIDATES
+
+    def thresholds(
+        self,
+        logits_nW: Tensor,
+        mass_n: Tensor | None,
+        beyond_n: Tensor | None,
+        temperature: Tensor | float,
+    ) -> tuple[Tensor, Tensor]:
+        """The lowest logit that is kept, and whether that is known for sure; both [n].
+
+        Where candidates are not the whole vocabulary, `mass_n` is Σ exp((logit - max) /
+        temperature) over all of it, and no other column has a logit above `beyond_n`.
+        """
+        ordered_nW = logits_nW.sort(-1, descending=True).values
+        lowest_n = ordered_nW.new_full((len(ordered_nW),), -torch.inf)
+        sure_n = torch.ones_like(lowest_n, dtype=torch.bool)
+        if self.top_k > 0:
+            lowest_n = ordered_nW[:, min(self.top_k, ordered_nW.shape[1]) - 1]
+            sure_n = _nothing_beyond(lowest_n, beyond_n)
+        if self.top_p >= 1:
+            return lowest_n, sure_n
+        z_nW = (ordered_nW - finite(ordered_nW[:, :1])) / columnwise(temperature)
+        mass_nW = z_nW.exp().masked_fill_(ordered_nW < lowest_n[:, None], 0)
+        if mass_n is None or self.top_k > 0:
+            mass_n = mass_nW.sum(-1)
+        before_nW = mass_nW.cumsum(-1) - mass_nW
+        count_n = (before_nW < self.top_p * mass_n[:, None]).sum(-1).clamp(min=1)
+        last_n = ordered_nW.gather(1, count_n[:, None] - 1).squeeze(1)
+        return torch.maximum(lowest_n, last_n), sure_n & _nothing_beyond(last_n, beyond_n)
+
+
+def _nothing_beyond(lowest_n: Tensor, beyond_n: Tensor | None) -> Tensor:
+    """No other column has such a logit; those of -inf are as good as none."""
+    if beyond_n is None:
+        return torch.ones_like(lowest_n, dtype=torch.bool)
+    return (lowest_n > beyond_n) | (beyond_n == -torch.inf)
+
+
+def columnwise(temperature: Tensor | float) -> Tensor | float:
+    """To divide rows by."""
+    return temperature[:, None] if isinstance(temperature, Tensor) else temperature
+
+
+def finite(maximum: Tensor) -> Tensor:
+    """A maximum that can be subtracted from columns that are all -inf."""
+    return torch.where(maximum == -torch.inf, 0.0, maximum)
