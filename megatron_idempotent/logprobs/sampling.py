@@ -1,6 +1,6 @@
 """What a sampler leaves of the vocabulary: top-k, then top-p of what is left, or the ids it names.
 
-Legend: n tokens, W candidates, in float64.
+Legend: n tokens, W candidates.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Sampling:
     """What a target that is not kept gets: a place among the kept, or a log-prob of -inf, which has
     no gradient."""
     candidates: int | None = None
-    """How many columns each rank sends; None for 32 more than `top_k`, or 128. Tokens for which
-    they do not suffice have their logits gathered whole."""
+    """How many columns each rank sends; None for 32 more than `top_k`, or 128. For tokens that they
+    do not suffice for, eight times as many are sent, and so on."""
 
     def __post_init__(self) -> None:
         def refuse(name: str, known: str) -> None:
@@ -87,14 +87,14 @@ class Sampling:
     def thresholds(
         self,
         logits_nW: Tensor,
-        mass_n: Tensor | None,
+        mass_n: Tensor,
         beyond_n: Tensor | None,
         temperature: Tensor | float,
     ) -> tuple[Tensor, Tensor]:
         """The lowest logit that is kept, and whether that is known for sure; both [n].
 
-        Where candidates are not the whole vocabulary, `mass_n` is Σ exp((logit - max) /
-        temperature) over all of it, and no other column has a logit above `beyond_n`.
+        `mass_n` is Σ exp((logit - max) / temperature) over the whole vocabulary, in float64, where
+        there is no top-k. Where these logits are not all, no other is above `beyond_n`.
         """
         ordered_nW = logits_nW.sort(-1, descending=True).values
         lowest_n = ordered_nW.new_full((len(ordered_nW),), -torch.inf)
@@ -104,9 +104,9 @@ class Sampling:
             sure_n = _nothing_beyond(lowest_n, beyond_n)
         if self.top_p >= 1:
             return lowest_n, sure_n
-        z_nW = (ordered_nW - finite(ordered_nW[:, :1])) / columnwise(temperature)
+        z_nW = (ordered_nW.double() - finite(ordered_nW[:, :1])) / columnwise(temperature)
         mass_nW = z_nW.exp().masked_fill_(ordered_nW < lowest_n[:, None], 0)
-        if mass_n is None or self.top_k > 0:
+        if self.top_k > 0:
             mass_n = mass_nW.sum(-1)
         before_nW = mass_nW.cumsum(-1) - mass_nW
         count_n = (before_nW < self.top_p * mass_n[:, None]).sum(-1).clamp(min=1)

@@ -47,17 +47,18 @@ def collectives() -> list[tuple[list[int], list[str]]]:
     return found
 
 
-def test_one_collective_of_the_candidates_and_whole_rows_only_where_they_do_not_suffice(
+def test_one_collective_of_the_candidates_and_more_only_where_they_do_not_suffice(
     megatron_ranks,
 ):
-    of_candidates = 8 * (3 + 10 + 32) * 4, 8 * (3 + 128) * 4
-    of_two_rows = 2 * (1 + V) * 4
+    def sent(tokens: int, candidates: int) -> int:
+        return tokens * (3 + candidates) * 4
+
     for found in megatron_ranks(2, collectives):
         assert found == [
-            ([of_candidates[0], of_two_rows], []),
-            ([of_candidates[1], of_two_rows], []),
+            ([sent(8, 42), sent(2, 8 * 42), sent(2, 64 * 42), sent(2, V)], []),
+            ([sent(8, 128), sent(2, 1024), sent(2, V)], []),
             ([8 * 4 * 4], []),
-            ([8 * (3 + V) * 4], []),
+            ([sent(8, V)], []),
         ]
 
 
