@@ -18,6 +18,12 @@ from .engine.report import Report, Row
 from .engine.verify import verify
 
 if TYPE_CHECKING:
+    from .fp8.alignment import TokenAlignment, token_alignment
+    from .fp8.blockwise import dequantize_blockwise, quantize_blockwise
+    from .fp8.export import Fp8Export
+    from .fp8.gates import fp8_settings
+    from .fp8.packing import Pack
+    from .fp8.padding import recover_left_padding, remove_left_padding
     from .logprobs.api import TokenStats, token_logprobs
     from .logprobs.sampling import Sampling
     from .logprobs.targets import context_parallel_part, shift_targets
@@ -38,6 +44,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FSDPTrainStep",
+    "Fp8Export",
+    "Pack",
     "PatchError",
     "ReplicaMismatchError",
     "Report",
@@ -46,6 +54,7 @@ __all__ = [
     "SessionPoisoned",
     "StepLoss",
     "StepResult",
+    "TokenAlignment",
     "TokenStats",
     "TrainStep",
     "UnknownPatchError",
@@ -56,15 +65,21 @@ __all__ = [
     "agree",
     "apply",
     "context_parallel_part",
+    "dequantize_blockwise",
     "ensure_initialized",
     "ensure_params_synced",
+    "fp8_settings",
     "guarded_window",
     "patched",
+    "quantize_blockwise",
     "rebuild_process_groups",
+    "recover_left_padding",
+    "remove_left_padding",
     "report",
     "revert",
     "seed_all",
     "shift_targets",
+    "token_alignment",
     "token_logprobs",
     "verify",
     "wire_train_config",
@@ -73,11 +88,14 @@ __all__ = [
 # Loaded on first use, because they belong to programs that have torch and Megatron anyway.
 _LAZY = {
     "FSDPTrainStep": "step.fsdp",
+    "Fp8Export": "fp8.export",
+    "Pack": "fp8.packing",
     "ReplicaMismatchError": "window.check",
     "Sampling": "logprobs.sampling",
     "SessionPoisoned": "window.agreement",
     "StepLoss": "step.records",
     "StepResult": "step.records",
+    "TokenAlignment": "fp8.alignment",
     "TokenStats": "logprobs.api",
     "TrainStep": "step.megatron",
     "WindowAborted": "window.agreement",
@@ -85,12 +103,18 @@ _LAZY = {
     "accumulation_window": "window.accumulation",
     "agree": "window.agreement",
     "context_parallel_part": "logprobs.targets",
+    "dequantize_blockwise": "fp8.blockwise",
     "ensure_initialized": "window.setup",
     "ensure_params_synced": "window.params",
+    "fp8_settings": "fp8.gates",
     "guarded_window": "window.guard",
+    "quantize_blockwise": "fp8.blockwise",
     "rebuild_process_groups": "window.rebuild",
+    "recover_left_padding": "fp8.padding",
+    "remove_left_padding": "fp8.padding",
     "seed_all": "wiring",
     "shift_targets": "logprobs.targets",
+    "token_alignment": "fp8.alignment",
     "token_logprobs": "logprobs.api",
     "wire_train_config": "wiring",
 }

@@ -23,7 +23,7 @@ from .sequence import SequenceParallel
 _WORKSPACE_BYTES = {"cpu": 4 << 20}
 _WORKSPACE_BYTES_ELSEWHERE = 64 << 20
 #: Of logits that are made a part at a time: matrices that are multiplied at full speed.
-_LOGITS_BYTES = {"cpu": 16 << 20}
+_LOGITS_BYTES = {"cpu": 8 << 20}
 _LOGITS_BYTES_ELSEWHERE = 256 << 20
 
 
@@ -57,6 +57,7 @@ def token_logprobs(
     ownership: Literal["borrow", "consume"] = "borrow",
     hidden_layout: Literal["replicated", "sequence_parallel"] = "replicated",
     gradient_accumulation_fusion: bool = False,
+    compiled: bool = False,
     workspace_bytes: int | None = None,
 ) -> TokenStats:
     """Log-probs of the targets, and entropies, over a vocabulary that ranks may share.
@@ -94,6 +95,8 @@ def token_logprobs(
             its first dimension; targets are those of all pieces.
         gradient_accumulation_fusion: as Megatron's option of that name: the weight's gradient is
             added to its `main_grad`, and autograd is given zeros.
+        compiled: compute with `torch.compile`, which makes one loop of what is done to a logit;
+            the first call takes seconds, and all ranks must say the same.
         workspace_bytes: scratch memory; None for what suits the device.
 
     Raises:
@@ -147,6 +150,7 @@ def token_logprobs(
         entropy=entropy != "none",
         entropy_gradient=entropy == "grad",
         consume=ownership == "consume" and _may_consume(rows, order),
+        compiled=compiled,
         workspace_bytes=workspace_bytes or in_cache,
     )
     cut: tuple[Any, ...] = ()

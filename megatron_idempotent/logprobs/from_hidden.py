@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from .combine import Partial, combine
 from .kernels import Columns, Saved, Wanted, partial_of, temperature_of, write_gradient
-from .parts import Parts
+from .parts import Parts, Product
 from .weight_gradient import WeightGradient
 
 
@@ -34,11 +34,11 @@ class LogprobsFromHidden(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """As from logits of `hidden_NH @ weight_VH.T`, in the type of both."""
         local_N = targets_N - columns.first
-        found = []
+        found, product = [], Product()
         weight_HV = weight_VH[: columns.real].t()
         for tokens in parts.of_tokens(len(hidden_NH), columns.real, hidden_NH.dtype):
             of_part = temperature_of(temperature, tokens)
-            logits_nV = hidden_NH[tokens] @ weight_HV
+            logits_nV = product(hidden_NH[tokens], weight_HV)
             found.append(partial_of(logits_nV, local_N[tokens], None, of_part, columns, wanted))
         partial = Partial(*map(torch.cat, zip(*found, strict=True)))
         whole = combine(partial, targets_N // columns.per_rank, temperature, columns.group)
@@ -67,8 +67,9 @@ class LogprobsFromHidden(torch.autograd.Function):
         # Many parts add up here, and ranks' shares behind it.
         d_hidden_NH = torch.zeros_like(hidden_NH, dtype=maximum_N.dtype) if of_hidden else None
         d_weight = WeightGradient(ctx.weight, of_weight, ctx.parts.fused)
+        product = Product()
         for part in ctx.parts.of_columns(len(hidden_NH), ctx.columns.real, hidden_NH.dtype):
-            logits_Nv = hidden_NH @ weight_VH[part].t()
+            logits_Nv = product(hidden_NH, weight_VH[part].t())
             saved = Saved(
                 local_N - part.start, maximum_N, log_sum_N, entropy_N, of_logprob_N, of_entropy_N
             )

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .combine import Partial, Whole, combine
-from .kernels import FINITE, Columns, Saved, Wanted, accumulated
+from .fused import FINITE
+from .kernels import Columns, Saved, Wanted, accumulated
 from .sampling import Sampling, columnwise, finite
 from .sources import Source
 

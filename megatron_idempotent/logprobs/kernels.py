@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from .combine import Partial, Whole
+from .fused import FINITE, compiled, gradient, statistics
 from .rows import Block, blocks, panels, rows_of_a_block
-
-#: In place of -inf where it meets a probability of 0, whose product is 0 then and not NaN.
-FINITE = -1e30
 
 
 class Columns(NamedTuple):
@@ -42,6 +40,7 @@ class Wanted(NamedTuple):
     entropy: bool
     entropy_gradient: bool
     consume: bool
+    compiled: bool
     workspace_bytes: int
 
     def returned(
@@ -66,12 +65,14 @@ class _Scratch:
         self._dtype = accumulated(like.dtype)
         fitting = rows_of_a_block(columns, wanted.workspace_bytes, buffers, self._dtype)
         self.rows = min(fitting, max(map(len, panels)) or 1)
-        self._buffers = [
-            torch.empty(self.rows, columns, dtype=self._dtype, device=like.device)
-            for _ in range(buffers)
-        ]
+        self._shape = self.rows, columns
+        self._device = like.device
+        self._buffers: dict[int, Tensor] = {}
 
     def __call__(self, number: int, rows: int) -> Tensor:
+        if number not in self._buffers:
+            made = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            self._buffers[number] = made
         return self._buffers[number][:rows]
 
     def behind(self, logits_nV: Tensor, maximum_n: Tensor, temperature: Tensor | float) -> Tensor:
@@ -130,9 +131,17 @@ def partial_of(
     scratch = _Scratch(rows, columns.real, wanted, 2 if wanted.entropy else 1)
     for block in blocks([len(panel) for panel in rows], kept_N, scratch.rows):
         logits_nV = block.read(rows, columns.real)
+        of_block = temperature_of(temperature, block.kept)
+        if wanted.compiled:
+            of_rows_n = like[block.kept].fill_(1.0).mul_(of_block)
+            found_n = compiled(statistics)(
+                logits_nV, local_N[block.kept], of_rows_n, wanted.entropy
+            )
+            for into_N, values_n in zip(found, found_n, strict=True):
+                into_N[block.kept] = values_n
+            continue
         maximum_n = logits_nV.amax(-1).to(found.maximum.dtype)
         found.maximum[block.kept] = maximum_n
-        of_block = temperature_of(temperature, block.kept)
         z_nV = scratch.behind(logits_nV, _finite(maximum_n), of_block)
         place_n1, ours_n1 = place_of(local_N[block.kept], columns.real)
         target_n1 = z_nV.gather(1, place_n1)
@@ -162,8 +171,12 @@ def write_gradient(
     for block in blocks([len(panel) for panel in rows], kept_N, scratch.rows):
         here = saved.of(block)
         of_block = temperature_of(temperature, block.kept)
-        of_logprob_n1 = (here.of_logprob / of_block)[:, None]
         logits_nV = block.read(rows, columns.real)
+        if wanted.compiled:
+            of_rows_n = torch.ones_like(here.maximum).mul_(of_block)
+            block.write(into, compiled(gradient)(logits_nV, *here, of_rows_n))
+            continue
+        of_logprob_n1 = (here.of_logprob / of_block)[:, None]
         logp_nV = scratch.behind(logits_nV, _finite(here.maximum), of_block)
         logp_nV.sub_(here.log_sum[:, None])
         if here.of_entropy is None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .rows import rows_of_a_block
 
@@ -34,3 +35,18 @@ class Parts(NamedTuple):
         width = max(_NARROWEST, rows_of_a_block(tokens, self.logits_bytes, 1, dtype))
         for start in range(0, columns if tokens else 0, width):
             yield slice(start, min(start + width, columns))
+
+
+class Product:
+    """Products of matrices that are needed one after the other, in the same memory."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def __call__(self, left_nH: Tensor, right_Hv: Tensor) -> Tensor:
+        """[n, v], until the next call."""
+        shape = len(left_nH), right_Hv.shape[1]
+        size = shape[0] * shape[1]
+        if self._memory is None or self._memory.numel() < size:
+            self._memory = left_nH.new_empty(size)
+        return torch.mm(left_nH, right_Hv, out=self._memory[:size].view(shape))

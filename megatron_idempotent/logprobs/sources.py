@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .kernels import Columns
-from .parts import Parts
+from .parts import Parts, Product
 from .rows import blocks, panels, places, rows_of_a_block
 
 
@@ -76,8 +76,9 @@ class Products:
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         weight_HV = self._weight_VH.t()
         columns = len(self._weight_VH)
+        product = Product()
         for tokens in self._parts.of_tokens(len(self._hidden_NH), columns, self.dtype):
-            yield tokens, self._hidden_NH[tokens] @ weight_HV
+            yield tokens, product(self._hidden_NH[tokens], weight_HV)
 
     def of(self, token_b: Tensor) -> Tensor:
         return self._hidden_NH[token_b] @ self._weight_VH.t()

@@ -87,14 +87,14 @@ def context_parallel_part(
     """
     if not 0 <= rank < size:
         raise ValueError(f"context_parallel_part() got rank {rank} of {size}")
+    if size == 1:
+        return values
     positions = values.shape[dim]
     if positions % (2 * size):
         raise ValueError(
             f"context_parallel_part() got {positions} positions for {size} ranks: pad them to a "
             f"multiple of {2 * size}"
         )
-    if size == 1:
-        return values
     place = torch.arange(positions // size, device=values.device)
     if cu_seqlens is None:
         start, offset = torch.zeros_like(place), place

@@ -187,7 +187,7 @@ def run_parts(tokens: int, columns: int) -> int:
 
     from megatron_idempotent.logprobs.parts import Parts
 
-    return len(list(Parts(16 << 20, False, False).of_columns(tokens, columns, torch.float32)))
+    return len(list(Parts(8 << 20, False, False).of_columns(tokens, columns, torch.float32)))
 
 
 def test_only_what_is_asked_for_is_multiplied_and_held(megatron_ranks):

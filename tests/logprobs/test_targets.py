@@ -81,6 +81,9 @@ def parts() -> None:
         if len(sequence)
     ]
     assert torch.equal(found, torch.cat(one_by_one))
+    if size == 1:
+        odd = torch.arange(3)
+        assert context_parallel_part(odd, rank=0, size=1) is odd
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -1,0 +1,227 @@
+"""Weights in E4M3 with one scale for each block of 128 × 128, as engines read them.
+
+Legend: E experts, R rows (output features), C columns, r and c blocks along them, K the side of a
+block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Side of a block, as `weight_block_size` says in an engine's config.json.
+BLOCK = 128
+E4M3 = torch.float8_e4m3fn
+#: The largest number of E4M3, and the largest that is rounded to it: half a step above.
+_LARGEST, _ROUNDED_TO_LARGEST = 448.0, 464.0
+#: No scale is below; what is smaller than E4M3 has at that scale is rounded to it, or to 0.
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+#: Of float32 copies that are held at a time.
+_SLAB_BYTES = 32 << 20
+
+Scales = Literal["float32", "ue8m0"]
+
+
+class Blockwise(NamedTuple):
+    """A weight is about `codes` · `scale_inv`, with each scale for its block."""
+
+    codes: Tensor
+    """[..., R, C] of float8_e4m3fn."""
+    scale_inv: Tensor
+    """[..., ⌈R / 128⌉, ⌈C / 128⌉] of float32; DeepSeek's name, for what codes are multiplied by."""
+
+
+def quantize_blockwise(
+    weight: Tensor,
+    *,
+    scales: Scales = "float32",
+    dtype: torch.dtype = torch.bfloat16,
+    name: str = "weight",
+    slab_bytes: int = _SLAB_BYTES,
+) -> Blockwise:
+    """Quantize a weight, or those of all experts, by blocks of 128 × 128.
+
+    A block's scale is its largest magnitude / 448 in float32; with "ue8m0" the least power of two
+    that lets that magnitude be rounded to at most 448, so that quantizing what comes of
+    `dequantize_blockwise` finds the same codes. (⌈log₂(largest / 448)⌉, as it is often written,
+    does not: 1.8 · 2ⁿ becomes 1.75 · 2ⁿ, which fits half the scale.) Blocks at the edges are as
+    small as the edge leaves them. A block of zeros has scale 1. A scale is at least 2⁻¹²⁶.
+
+    The same bytes come of the same weight. Besides the result it takes up to 2.5 times
+    `slab_bytes`. The host reads once whether all values are finite.
+
+    Args:
+        weight: [R, C] or [E, R, C], of a floating point type, on any device.
+        scales: "float32", or "ue8m0" for powers of two, in float32 all the same.
+        dtype: what the engine would be given instead, to which the weight is rounded first: codes
+            of a float32 master differ from those of the bfloat16 that training computes with.
+        name: in errors.
+        slab_bytes: scratch memory; at least one row of blocks is taken at a time.
+
+    Raises:
+        ValueError: another shape or type, unknown scales, or values that are not finite.
+
+    Example:
+        codes, scale_inv = quantize_blockwise(weight, scales="ue8m0")
+    """
+    if scales not in ("float32", "ue8m0"):
+        raise ValueError(f"quantize_blockwise() got scales={scales!r}: 'float32' or 'ue8m0'")
+    if not weight.is_floating_point() or weight.dtype.itemsize < 2 or weight.dim() not in (2, 3):
+        raise ValueError(
+            f"{name} is of {weight.dtype} and shape {tuple(weight.shape)}: blocks are of floating "
+            "point [rows, columns] or [experts, rows, columns], not quantized yet"
+        )
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"quantize_blockwise() got dtype={dtype}: that of weights not quantized")
+    weight = weight.detach()
+    weight_ERC = weight if weight.dim() == 3 else weight[None]
+    experts, rows, columns = weight_ERC.shape
+    codes_ERC = torch.empty(weight_ERC.shape, dtype=E4M3, device=weight.device)
+    blocks = (experts, _blocks(rows), _blocks(columns))
+    scale_Erc = torch.ones(blocks, dtype=torch.float32, device=weight.device)
+    largest_Erc = torch.zeros_like(scale_Erc)
+    for e, r, of in _slabs(weight_ERC.shape, slab_bytes):
+        slab = weight_ERC[e, of].to(dtype)
+        blocks_erKcK = _as_blocks(slab)
+        largest = torch.maximum(blocks_erKcK.amax((2, 4)), -blocks_erKcK.amin((2, 4)))
+        scale = _scale(largest, scales)
+        blocks_erKcK.div_(scale[:, :, None, :, None])
+        # Quotients are at most 464, so they are rounded to 448 or less, and none to NaN.
+        whole = blocks_erKcK.flatten(3, 4).flatten(1, 2)
+        codes_ERC[e, of].copy_(whole[:, : slab.shape[1], :columns])
+        scale_Erc[e, r], largest_Erc[e, r] = scale, largest
+    if not bool(largest_Erc.isfinite().all()):
+        _refuse_not_finite(name, weight, dtype, largest_Erc)
+    if weight.dim() == 2:
+        return Blockwise(codes_ERC[0], scale_Erc[0])
+    return Blockwise(codes_ERC, scale_Erc)
+
+
+def dequantize_blockwise(
+    codes: Tensor,
+    scale_inv: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    slab_bytes: int = _SLAB_BYTES,
+) -> Tensor:
+    """The weight that codes and scales stand for: their product in float32, rounded to `dtype`.
+
+    Args:
+        codes: [..., R, C] of float8_e4m3fn.
+        scale_inv: [..., ⌈R / 128⌉, ⌈C / 128⌉] of float32, or of float8_e8m0fnu.
+        dtype: of the result.
+        slab_bytes: scratch memory.
+
+    Raises:
+        ValueError: shapes or types that do not fit each other.
+    """
+    if codes.dtype != E4M3 or codes.dim() not in (2, 3):
+        raise ValueError(
+            f"dequantize_blockwise() got codes of {codes.dtype} and shape {tuple(codes.shape)}: "
+            f"{E4M3}, [rows, columns] or [experts, rows, columns]"
+        )
+    check_scale_shape("dequantize_blockwise()", codes, scale_inv)
+    codes_ERC = codes if codes.dim() == 3 else codes[None]
+    scale_Erc = scale_inv.float().view(codes_ERC.shape[0], *scale_inv.shape[-2:])
+    weight_ERC = torch.empty(codes_ERC.shape, dtype=dtype, device=codes.device)
+    for e, r, of in _slabs(codes_ERC.shape, slab_bytes):
+        slab = codes_ERC[e, of]
+        blocks_erKcK = _as_blocks(slab)
+        blocks_erKcK.mul_(scale_Erc[e, r][:, :, None, :, None])
+        whole = blocks_erKcK.flatten(3, 4).flatten(1, 2)
+        weight_ERC[e, of].copy_(whole[:, : slab.shape[1], : slab.shape[2]])
+    return weight_ERC.view(codes.shape)
+
+
+def check_scale_shape(what: str, codes: Tensor, scale_inv: Tensor) -> None:
+    """A scale for each block, and no other."""
+    expected = (*codes.shape[:-2], *map(_blocks, codes.shape[-2:]))
+    if tuple(scale_inv.shape) != expected:
+        raise ValueError(
+            f"{what} got scales of shape {tuple(scale_inv.shape)} for codes of shape "
+            f"{tuple(codes.shape)}: {expected}, one for each block of {BLOCK} × {BLOCK}"
+        )
+
+
+def check_cuts(name: str, rows: int, pieces: tuple[int, ...]) -> None:
+    """Pieces of a weight, by rows, have the blocks that the whole weight has.
+
+    That is so where each but the last is a multiple of 128 rows. Otherwise the pieces have to be
+    put together, or taken apart, before they are quantized: blocks with rows of two pieces have
+    the scale of one of them.
+
+    Args:
+        name: in errors.
+        rows: of the whole.
+        pieces: rows of each piece, such as tensor-parallel shards, or gate and up.
+
+    Raises:
+        ValueError: a cut within a block, or pieces that are not `rows` together.
+    """
+    if sum(pieces) != rows:
+        raise ValueError(f"{name} has {rows} rows, and pieces of {pieces} are {sum(pieces)}")
+    cut = 0
+    for piece in pieces[:-1]:
+        cut += piece
+        if cut % BLOCK:
+            raise ValueError(
+                f"{name} is cut at row {cut}, within a block of {BLOCK} rows: quantize after the "
+                f"mapping to the engine's layout, or cut at multiples of {BLOCK}"
+            )
+
+
+def _blocks(length: int) -> int:
+    return -(-length // BLOCK)
+
+
+def _slabs(shape: torch.Size, slab_bytes: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Parts that are taken at a time, of some experts or of one: experts, blocks, rows."""
+    experts, rows, columns = shape
+    row_bytes = BLOCK * max(1, _blocks(columns)) * BLOCK * 4
+    at_a_time = max(1, slab_bytes // row_bytes)
+    blocks = max(1, _blocks(rows))
+    experts_at_a_time = max(1, at_a_time // blocks)
+    for expert in range(0, experts, experts_at_a_time):
+        e = slice(expert, expert + experts_at_a_time)
+        for block in range(0, blocks, at_a_time):
+            r = slice(block, block + at_a_time)
+            yield e, r, slice(r.start * BLOCK, r.stop * BLOCK)
+
+
+def _as_blocks(slab_ERC: Tensor) -> Tensor:
+    """A copy in float32, [E, r, K, c, K], with zeros where blocks reach beyond the edge."""
+    experts, rows, columns = slab_ERC.shape
+    shape = (experts, _blocks(rows) * BLOCK, _blocks(columns) * BLOCK)
+    padded = torch.zeros(shape, dtype=torch.float32, device=slab_ERC.device)
+    padded[:, :rows, :columns] = slab_ERC
+    return padded.view(experts, _blocks(rows), BLOCK, _blocks(columns), BLOCK)
+
+
+def _scale(largest: Tensor, scales: Scales) -> Tensor:
+    if scales == "float32":
+        scale = largest / _LARGEST
+    else:
+        # largest = m · 2ⁿ with m in [0.5, 1), and 464 = 0.90625 · 2⁹. The power is made of its
+        # bits: `ldexp` takes what the device's `pow` says.
+        fraction, exponent = torch.frexp(largest)
+        exponent = exponent - 9 + (fraction > _ROUNDED_TO_LARGEST / 512).int()
+        scale = ((exponent + 127).clamp(1, 254) << 23).view(torch.float32)
+    return torch.where(largest > 0, scale.clamp(min=_SMALLEST_SCALE), 1.0)
+
+
+def _refuse_not_finite(name: str, weight: Tensor, dtype: torch.dtype, largest_Erc: Tensor) -> None:
+    """Looked for only when it is known that there is one, and only in its block."""
+    e, r, c = ((~largest_Erc.isfinite()).nonzero()[0]).tolist()
+    block = (weight if weight.dim() == 3 else weight[None])[e][r * BLOCK :, c * BLOCK :]
+    block = block[:BLOCK, :BLOCK].to(dtype)
+    row, column = (~block.isfinite()).nonzero()[0].tolist()
+    at = [r * BLOCK + row, c * BLOCK + column]
+    place = at if weight.dim() == 2 else [e, *at]
+    value = weight[tuple(place)].item()
+    raise ValueError(
+        f"{name} is {value} at {place}, {block[row, column].item()} as {dtype}: a block with that "
+        "has no scale; look for the step that made it, or give a dtype that holds it"
+    )

@@ -1,0 +1,170 @@
+"""Weights on their way to an engine that computes in FP8."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .blockwise import BLOCK, E4M3, Scales, check_cuts, check_scale_shape, quantize_blockwise
+
+#: What engines make their own layers of, whose weights they read unquantized: embeddings, output
+#: layers, routers, and the projection of DeepSeek's MTP heads.
+NOT_CONVERTED = (
+    "embed_tokens",
+    "lm_head",
+    "shared_head",
+    "eh_proj",
+    "gate",
+    "router",
+    "shared_expert_gate",
+)
+_SCALE = "_scale_inv"
+#: Megatron's own names, whose layout is fused and not that of an engine.
+_MEGATRON = re.compile(r"(^|\.)decoder\.layers\.\d+\..*linear_|(^|\.)linear_qkv(\.|$)")
+#: Weights with more than one projection in them, and in how many equal pieces engines cut them.
+_FUSED = {"gate_up_proj": 2, "qkv_proj": None, "query_key_value": None, "qkv": None, "c_attn": None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Export:
+    """Quantizes a model's matrices, and says in config.json which.
+
+    Example:
+        export = Fp8Export(scales="ue8m0", modules_to_not_convert=("visual",))
+        config["quantization_config"] = export.quantization_config(hf_weights())
+        for name, tensor in export.weights(hf_weights()):
+            send(name, tensor)
+    """
+
+    scales: Scales = "float32"
+    """"ue8m0" for powers of two, as DeepGEMM wants them on Blackwell; float32 all the same."""
+    dtype: torch.dtype = torch.bfloat16
+    """What the engine would be given instead; other types are rounded to it first."""
+    modules_to_not_convert: tuple[str, ...] = ()
+    """Parts of module names, dots and all, as in "visual" or "layers.0.mlp.down_proj", besides
+    embeddings, output layers and routers."""
+    pieces: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """Rows of the pieces of a fused weight, by the last part of its module's name, as in
+    {"qkv_proj": (4096, 1024, 1024)}; the halves of gate_up_proj are known."""
+
+    def __post_init__(self) -> None:
+        if self.scales not in ("float32", "ue8m0"):
+            raise ValueError(f"Fp8Export() got scales={self.scales!r}: 'float32' or 'ue8m0'")
+        if isinstance(self.modules_to_not_convert, str):
+            raise ValueError(
+                f"Fp8Export() got modules_to_not_convert={self.modules_to_not_convert!r}: a tuple"
+            )
+
+    def converts(self, name: str, weight: Tensor) -> bool:
+        """Whether the weight of that name is quantized: a matrix of a linear layer, or of all
+        experts, that is not left out."""
+        module, _, last = name.rpartition(".")
+        if weight.dim() == 2:
+            return last == "weight" and not self._left_out(module)
+        return weight.dim() == 3 and "experts" in module.split(".") and not self._left_out(name)
+
+    def weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same weights, quantized, each with its scales behind it as `name` + `_scale_inv`.
+
+        One at a time, so nothing else is held. Comes after the mapping to the engine's names and
+        layout, and after shards have been put together: blocks are those of the engine's weights.
+        Weights that are quantized already, and their scales, pass through as they are.
+
+        Args:
+            weights: names and tensors as the engine reads them, such as
+                "model.layers.0.mlp.gate_proj.weight", [R, C], or all experts' weights [E, R, C].
+
+        Raises:
+            ValueError: a name that comes twice, is Megatron's, or belongs to a fused weight that
+                engines cut within a block; codes without scales or scales without codes, which is
+                known at the end; values that are not finite.
+        """
+        seen: set[str] = set()
+        codes: dict[str, Tensor] = {}
+        scales: dict[str, Tensor] = {}
+
+        def once(name: str) -> None:
+            if name in seen:
+                raise ValueError(
+                    f"{name} comes twice: the engine would keep either; is it mapped twice, or "
+                    "does a scale come with a weight that is not quantized yet?"
+                )
+            seen.add(name)
+
+        for name, tensor in weights:
+            once(name)
+            if tensor.dtype == E4M3 or name.endswith(_SCALE):
+                # Shapes are kept until both are there, and no tensor's memory.
+                mine, others = (codes, scales) if tensor.dtype == E4M3 else (scales, codes)
+                key = name.removesuffix(_SCALE) if mine is scales else name
+                mine[key] = tensor.to("meta")
+                if key in others:
+                    check_scale_shape(key, codes.pop(key), scales.pop(key))
+                yield name, tensor
+            elif self.converts(name, tensor):
+                self._check_layout(name, tensor)
+                found = quantize_blockwise(tensor, scales=self.scales, dtype=self.dtype, name=name)
+                once(name + _SCALE)
+                yield name, found.codes
+                yield name + _SCALE, found.scale_inv
+            else:
+                yield name, tensor
+        for name in codes:
+            raise ValueError(f"{name} is {E4M3} and no {name}{_SCALE} came: give both, or neither")
+        for name in scales:
+            raise ValueError(f"{name}{_SCALE} came and no {name} in {E4M3}: give both, or neither")
+
+    def quantization_config(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+        """What says so in the engine's config.json.
+
+        Modules that are left out are named in full: vLLM compares whole names. Reads shapes and
+        types only, so tensors may be on the meta device.
+        """
+        left_out = {
+            name.removesuffix(".weight")
+            for name, tensor in weights
+            if tensor.dim() > 1
+            and tensor.is_floating_point()
+            and tensor.dtype != E4M3
+            and not name.endswith(_SCALE)
+            and not self.converts(name, tensor)
+        }
+        config = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": sorted(left_out),
+        }
+        if self.scales == "ue8m0":
+            config["scale_fmt"] = "ue8m0"
+        return config
+
+    def _left_out(self, module: str) -> bool:
+        whole = f".{module}."
+        return any(f".{each}." in whole for each in (*NOT_CONVERTED, *self.modules_to_not_convert))
+
+    def _check_layout(self, name: str, weight: Tensor) -> None:
+        if _MEGATRON.search(name):
+            raise ValueError(
+                f"{name} is a name of Megatron's, with projections fused as Megatron has them: map "
+                "it to the engine's weights first, or name it in modules_to_not_convert"
+            )
+        last = name.removesuffix(".weight").rpartition(".")[2]
+        rows = weight.shape[-2]
+        if last in self.pieces:
+            check_cuts(name, rows, tuple(self.pieces[last]))
+        elif last in _FUSED:
+            equal = _FUSED[last]
+            if equal is None or rows % equal:
+                raise ValueError(
+                    f"{name} has {rows} rows of several projections: take it apart first, say in "
+                    f"pieces={{{last!r}: (…)}} how many each has, or leave it out with "
+                    "modules_to_not_convert"
+                )
+            check_cuts(name, rows, (rows // equal,) * equal)

@@ -1,0 +1,136 @@
+"""Packs against a loop over their tokens, and in the functions that read them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_idempotent import context_parallel_part, shift_targets
+from megatron_idempotent.fp8.alignment import TokenAlignment
+from megatron_idempotent.fp8.packing import Pack
+
+PAD, IGNORED = -7, -100
+
+
+@st.composite
+def alignments(draw: st.DrawFn) -> TokenAlignment:
+    sequence = draw(st.sampled_from([1, 2, 4, 6]))
+    return TokenAlignment(sequence=sequence, pack=sequence * draw(st.sampled_from([1, 3, 16])))
+
+
+LENGTHS = st.lists(st.integers(0, 9), max_size=5)
+
+
+@given(LENGTHS, alignments(), st.integers(0, 2))
+@settings(max_examples=200, deadline=None)
+def test_a_pack_is_what_a_loop_over_tokens_makes(lengths, alignment, more):
+    sequences = [torch.arange(length) + 100 * n for n, length in enumerate(lengths)]
+    tokens: list[int] = []
+    positions: list[int] = []
+    ends = [0]
+    for sequence in sequences:
+        padding = -len(sequence) % alignment.sequence
+        tokens += [*sequence.tolist(), *[PAD] * padding]
+        positions += range(len(sequence) + padding)
+        ends.append(len(tokens))
+    needed = len(tokens) + -len(tokens) % alignment.pack
+    total = needed + more * alignment.pack
+    if total > len(tokens):
+        positions += range(total - len(tokens))
+        tokens += [PAD] * (total - len(tokens))
+        ends.append(total)
+
+    pack = Pack.of(lengths, alignment, tokens=total if more else None)
+    assert alignment.of_pack(lengths) == needed
+    flat = torch.cat(sequences) if sequences else torch.empty(0, dtype=torch.int64)
+    assert pack.join(flat, fill=PAD).tolist() == tokens
+    assert pack.position_ids.tolist() == positions
+    assert pack.cu_seqlens.tolist() == ends
+    assert pack.cu_seqlens.dtype == torch.int32
+    assert pack.mask.tolist() == [token != PAD for token in tokens]
+    assert (pack.tokens, pack.max_seqlen) == (total, max([0, *torch.tensor(ends).diff().tolist()]))
+    if sequences:
+        again = pack.split(pack.join(sequences, fill=PAD))
+        assert all(torch.equal(*pair) for pair in zip(again, sequences, strict=True))
+
+
+@given(LENGTHS, alignments())
+@settings(max_examples=100, deadline=None)
+def test_targets_of_padding_and_of_last_tokens_are_ignored(lengths, alignment):
+    pack = Pack.of(lengths, alignment)
+    tokens = pack.join(torch.arange(sum(lengths)), fill=PAD)
+    targets = shift_targets(tokens, mask=pack.mask, cu_seqlens=pack.cu_seqlens)
+    assert (targets[~pack.mask] == IGNORED).all()
+    expected, start = [], 0
+    for length in lengths:
+        expected += [*range(start + 1, start + length), IGNORED][:length]
+        start += length
+    assert targets[pack.mask].tolist() == expected
+
+
+def test_the_last_sequence_is_not_made_longer_by_what_the_pack_needs():
+    alignment = TokenAlignment(sequence=4, pack=64)
+    pack = Pack.of([5, 8], alignment)
+    assert pack.cu_seqlens.tolist() == [0, 8, 16, 64]
+    assert pack.max_seqlen == 48
+    assert not pack.mask[16:].any()
+    assert Pack.of([5, 56], alignment).cu_seqlens.tolist() == [0, 8, 64]
+    assert Pack.of([], alignment, tokens=64).cu_seqlens.tolist() == [0, 64]
+
+
+def test_the_parts_of_ranks_have_each_token_once_and_padding_too():
+    alignment = TokenAlignment(sequence=8, pack=96)
+    pack = Pack.of([5, 0, 17], alignment)
+    places = torch.arange(pack.tokens)
+    parts = [
+        context_parallel_part(places, rank=rank, size=4, cu_seqlens=pack.cu_seqlens)
+        for rank in range(4)
+    ]
+    assert torch.equal(torch.cat(parts).sort().values, places)
+    # Of each segment, the one of padding included, every rank has as much.
+    for begin, end in pack.cu_seqlens.unfold(0, 2, 1).tolist():
+        assert {int(((part >= begin) & (part < end)).sum()) for part in parts} == {
+            (end - begin) // 4
+        }
+
+
+def test_gradients_go_to_the_sequences_and_not_to_padding():
+    pack = Pack.of(torch.tensor([3, 0, 2]), TokenAlignment(sequence=2, pack=12))
+    leaf = torch.randn(5, 2, requires_grad=True)
+    weight = torch.randn(12, 2)
+    joined = pack.join(leaf)
+    (joined * weight).sum().backward()
+    assert torch.equal(leaf.grad, weight[pack.mask])
+    values = torch.randn(12, 2, requires_grad=True)
+    sum((n + 1) * part.sum() for n, part in enumerate(pack.split(values))).backward()
+    assert values.grad[:, 0].tolist() == [1, 1, 1, 0, 3, 3, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_padded_batch_is_packed_by_its_mask():
+    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]])
+    batch = torch.tensor([[9, 1, 2], [9, 9, 9], [3, 9, 9]])
+    pack = Pack.of(mask.sum(-1), TokenAlignment(sequence=1, pack=4))
+    assert pack.join(batch[mask.bool()], fill=PAD).tolist() == [1, 2, 3, PAD]
+    assert pack.position_ids.tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda pack: Pack.of([3, -1], TokenAlignment(sequence=1, pack=1)), "[3, -1]"),
+        (lambda pack: Pack.of(torch.ones(2), TokenAlignment(sequence=1, pack=1)), "[1.0, 1.0]"),
+        (lambda pack: Pack.of([9], TokenAlignment(sequence=1, pack=8), tokens=8), "take 16"),
+        (lambda pack: Pack.of([3], TokenAlignment(sequence=1, pack=8), tokens=12), "tokens=12"),
+        (lambda pack: pack.join([torch.ones(2), torch.ones(3)]), "(2, 3) in a pack of (3, 2)"),
+        (lambda pack: pack.join(torch.ones(8)), "8 tokens in a pack of 5"),
+        (lambda pack: pack.join([]), "() in a pack of (3, 2)"),
+        (lambda pack: Pack.of([], TokenAlignment(sequence=1, pack=8)).join([]), "no sequences"),
+        (lambda pack: pack.split(torch.ones(5)), "5 tokens of a pack of 8"),
+    ],
+)
+def test_what_does_not_fit_the_pack_is_refused(call, text):
+    with pytest.raises(ValueError) as told:  # noqa: PT011  the text is looked at
+        call(Pack.of([3, 2], TokenAlignment(sequence=1, pack=8)))
+    assert text in str(told.value)

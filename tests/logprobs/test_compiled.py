@@ -1,0 +1,77 @@
+"""Compiled blocks compute what the others do, within the same bounds."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+
+def compiled() -> None:
+    """On a rank: random calls in two types, against float64; and from hidden states, and cut."""
+    import warnings
+
+    import torch
+    from cases import case, truth
+
+    from megatron_idempotent import Sampling, token_logprobs
+    from megatron_idempotent.logprobs import fused
+
+    def close(name: str, value: Any, expected: Any) -> None:
+        error = (value.double() - getattr(expected, name)).abs()
+        assert (error <= getattr(expected, f"of_{name}")).all(), name
+
+    done: set[tuple[Any, str]] = set()
+    for seed in range(300):
+        given = case(seed, 1)
+        kind = given.whole.dtype, given.arguments["entropy"]
+        # Each kind takes seconds to compile, whatever its shape; one row or column is one more.
+        few = given.whole.shape[-1] == 1 or given.of_logprob.numel() < 6
+        if few or kind in done or kind not in {(torch.float32, "grad"), (torch.bfloat16, "none")}:
+            continue
+        leaf, logits = given.shard(0, 1)
+        given.arguments["workspace_bytes"] = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            stats = token_logprobs(logits=logits, compiled=True, **given.arguments)
+            total = (stats.logprob * given.of_logprob).sum()
+            if kind[1] == "grad":
+                total = total + (stats.entropy * given.of_entropy).sum()
+            total.backward()
+        expected = truth(given)
+        close("logprob", stats.logprob.detach(), expected)
+        close("lse", stats.lse, expected)
+        if kind[1] == "grad":
+            close("entropy", stats.entropy.detach(), expected)
+        close("gradient", leaf.grad, expected)
+        done.add(kind)
+    assert len(done) == 2
+    assert fused.compiled.cache_info().currsize == 2  # statistics and their gradient
+
+    torch.manual_seed(0)
+    arguments = {
+        "hidden": torch.randn(9, 16, requires_grad=True),
+        "weight": torch.randn(300, 16, requires_grad=True),
+        "targets": torch.arange(9),
+        "entropy": "grad",
+        "workspace_bytes": 5000,
+    }
+    inputs = arguments["hidden"], arguments["weight"]
+    for sampling in (None, Sampling(top_p=0.8)):
+        found = []
+        for each in (False, True):
+            stats = token_logprobs(**arguments, sampling=sampling, compiled=each)
+            total = stats.logprob.sum() + stats.entropy.sum()
+            found.append((*stats, *torch.autograd.grad(total, inputs)))
+        # The same numbers below 20 in another order of roundings: V of them, and 16 products.
+        for eager, fast in zip(*found, strict=True):
+            torch.testing.assert_close(fast, eager, rtol=1e-5, atol=316 * 20 * 2.0**-24)
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))),
+    reason="torch.compile needs a C++ compiler for a CPU",
+)
+def test_compiled_blocks_stay_within_the_same_bounds(megatron_ranks):
+    megatron_ranks(1, compiled, timeout_s=180.0)
