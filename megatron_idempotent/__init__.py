@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .fp8.packing import Pack
     from .fp8.padding import recover_left_padding, remove_left_padding
     from .logprobs.api import TokenStats, token_logprobs
+    from .logprobs.model import logprobs_processor, model_logprobs
     from .logprobs.sampling import Sampling
     from .logprobs.targets import context_parallel_part, shift_targets
     from .step.fsdp import FSDPTrainStep
@@ -70,6 +71,8 @@ __all__ = [
     "ensure_params_synced",
     "fp8_settings",
     "guarded_window",
+    "logprobs_processor",
+    "model_logprobs",
     "patched",
     "quantize_blockwise",
     "rebuild_process_groups",
@@ -108,6 +111,8 @@ _LAZY = {
     "ensure_params_synced": "window.params",
     "fp8_settings": "fp8.gates",
     "guarded_window": "window.guard",
+    "logprobs_processor": "logprobs.model",
+    "model_logprobs": "logprobs.model",
     "quantize_blockwise": "fp8.blockwise",
     "rebuild_process_groups": "window.rebuild",
     "recover_left_padding": "fp8.padding",

@@ -34,7 +34,7 @@ from .records import Batch, StepLoss
 from .talk import Carried
 from .totals import Row, row_of
 
-Forward = Callable[[Any, Batch], torch.Tensor]
+Forward = Callable[[Any, Batch], Any]
 
 
 class Runner:
@@ -173,7 +173,7 @@ class Runner:
             microbatch = next(data_iterator)
             output = self._forward(model, microbatch)
 
-            def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            def loss_func(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
                 if ghosts:
                     return no_gradient(output), one, {}
                 total, metrics = loss(output, microbatch)

@@ -41,11 +41,12 @@ class StepLoss(Protocol):
         """Denominator by name of metric; metrics that are not named use that of the gradient."""
 
     def __call__(
-        self, output: torch.Tensor, microbatch: Batch, /
+        self, output: Any, microbatch: Batch, /
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]:
         """The sum (not the mean) of the loss over one microbatch, a scalar, and its metrics.
 
-        Called on the last pipeline stage. Metrics are scalars, sums too unless their normalizer
+        Called on the last pipeline stage with what `forward` made there: logits, or where that is
+        `model_logprobs`, TokenStats. Metrics are scalars, sums too unless their normalizer
         is "none"; those with `_min` or `_max` in their name are extrema and never divided.
         """
 

@@ -16,7 +16,7 @@ from .abort import abort_window
 from .agreement import SessionPoisoned, describe, is_poisoned, poison
 from .guard_layers import Layers
 from .guard_owed import Debts, gather
-from .guard_zeros import gradient_like, no_gradient, output_like
+from .guard_zeros import gradient_like, no_gradient, output_like, tensors_of
 from .hold import set_for
 
 
@@ -168,8 +168,8 @@ class GuardedCall:
                 try:
                     return loss_func(*loss_args, **loss_kwargs)
                 except Exception as error:
-                    if not isinstance(output, torch.Tensor):
-                        raise  # there is no one tensor to send zeros through
+                    if not tensors_of(output):
+                        raise  # there is nothing to send zeros through
                     self._fail(error, "loss")
                     return no_gradient(output), {}
 

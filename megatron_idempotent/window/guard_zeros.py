@@ -16,19 +16,26 @@ class _NoGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
-        ctx.like = (output.shape, output.dtype, output.device)
-        return torch.zeros((), dtype=torch.float32, device=output.device)
+    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.like = [(each.shape, each.dtype, each.device) for each in outputs]
+        return torch.zeros((), dtype=torch.float32, device=outputs[0].device)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> torch.Tensor:
-        shape, dtype, device = ctx.like
-        return torch.zeros(shape, dtype=dtype, device=device)
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return tuple(
+            torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like
+        )
 
 
-def no_gradient(output: torch.Tensor) -> torch.Tensor:
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """What a last stage's output holds: itself, or where it is a tuple or a list, its tensors."""
+    parts = output if isinstance(output, (tuple, list)) else [output]
+    return [each for each in parts if isinstance(each, torch.Tensor)]
+
+
+def no_gradient(output: Any) -> torch.Tensor:
     """A scalar loss of zero, for which the backward through `output` is all zeros."""
-    loss: torch.Tensor = _NoGradient.apply(output)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _NoGradient.apply(*tensors_of(output))  # type: ignore[no-untyped-call]
     return loss
 
 

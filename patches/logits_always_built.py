@@ -1,0 +1,204 @@
+"""GPTModel makes its logits even for a caller that only wants the hidden states before them.
+
+Symptom:
+    A loss of log-probs cannot keep the logits, the largest tensor of a step, from being made:
+    [S, B, V / TP], and as much again for the gradient. `TypeError: … got an unexpected keyword
+    argument 'output_processor'` where a program for 0.18 asks for them.
+
+Cause:
+    `GPTModel.forward` ends in the output layer; `output_processor` came with 0.18.
+
+Affects:
+    Releases before 0.18. What the patch does: `forward` takes `output_processor` and
+    `output_processor_context` as 0.18 does, and calls the processor in place of the output layer
+    with 0.18's arguments; `decoder_input` is the caller's, not the embeddings. MTP heads use the
+    output layer as before. A forward for inference is refused with a processor, since some of these
+    releases have dropped hidden states by then. `build_schedule_plan` takes none.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/4686, in 0.18.
+
+Remove when:
+    0.17 is not supported any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+
+
+class _Logits:
+    """In place of logits: made for who computes with them, known by its type to who does not."""
+
+    def __init__(self, layer: Any, hidden_states: Any, weight: Any, gather: Any) -> None:
+        self.hidden_states, self.weight = hidden_states, weight
+        self._layer, self._gather = layer, gather
+        self._scale: Callable[[Any], Any] = _unscaled
+
+    def made(self) -> Any:
+        logits, _ = self._layer(
+            self.hidden_states, weight=self.weight, runtime_gather_output=self._gather
+        )
+        return self._scale(logits)
+
+    def scaled(self, scale: Callable[[Any], Any]) -> _Logits:
+        self._scale = scale
+        return self
+
+    def transpose(self, *_: int) -> _Logits:
+        return self
+
+    def contiguous(self) -> _Logits:
+        return self
+
+    def __reduce__(self) -> Any:
+        return str, ("not made",)  # into upstream's log of inputs and logits
+
+
+class _OutputLayer:
+    """In place of the output layer, for as long as a forward runs."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __call__(
+        self, hidden_states: Any, weight: Any = None, runtime_gather_output: Any = None
+    ) -> tuple[_Logits, None]:
+        return _Logits(self._layer, hidden_states, weight, runtime_gather_output), None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def forward(
+    original: Callable[..., Any],
+    self: Any,
+    *args: Any,
+    output_processor: Callable[..., Any] | None = None,
+    output_processor_context: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Around the model's forward: hand the hidden states to the processor."""
+    if output_processor is None or not self.post_process:
+        return original(self, *args, **kwargs)
+    call = arguments(original, (self, *args), kwargs)
+    if call["inference_context"] is not None or call["inference_params"] is not None:
+        raise ValueError(
+            "GPTModel.forward() got output_processor and an inference_context, with which this "
+            "release may have dropped hidden states by then: leave one of them out"
+        )
+    with _without_logits(self, call["labels"]):
+        logits = original(self, *args, **kwargs)
+    if not isinstance(logits, _Logits):
+        raise RuntimeError(
+            f"this GPTModel's forward made a {type(logits).__name__} of its own out of the output "
+            "layer, so that output_processor was not called: exclude logits-always-built"
+        )
+    return output_processor(
+        hidden_states=logits.hidden_states,
+        output_layer=self.output_layer,
+        output_weight=logits.weight,
+        scale_logits=getattr(self, "_scale_logits", _unscaled),
+        compute_language_model_loss=self.compute_language_model_loss,
+        context=output_processor_context,
+        config=self.config,
+        **{name: call[name] for name in _HANDED_ON},
+    )
+
+
+_HANDED_ON = (
+    "labels",
+    "loss_mask",
+    "input_ids",
+    "position_ids",
+    "attention_mask",
+    "decoder_input",
+    "inference_context",
+    "packed_seq_params",
+    "runtime_gather_output",
+)
+
+
+@contextmanager
+def _without_logits(model: Any, labels: Any) -> Iterator[None]:
+    """MTP heads compute losses of labels that are rolled on; whose labels are these is the model's.
+
+    What stands in is an attribute of the instance, which is found before its modules and methods.
+    """
+    loss, scale = model.compute_language_model_loss, getattr(model, "_scale_logits", _unscaled)
+
+    def loss_of(of_labels: Any, logits: _Logits) -> Any:
+        return logits if of_labels is labels else loss(of_labels, logits.made())
+
+    standing_in = {
+        "output_layer": _OutputLayer(model.output_layer),
+        "compute_language_model_loss": loss_of,
+        "_scale_logits": lambda logits: logits.scaled(scale),  # from 0.17 on
+    }
+    known = vars(model)
+    before = {name: known[name] for name in standing_in if name in known}
+    known.update(standing_in)
+    try:
+        yield
+    finally:
+        for name in standing_in:
+            del known[name]
+        known.update(before)
+
+
+def _unscaled(logits: Any) -> Any:
+    return logits
+
+
+def reproduce() -> None:
+    """The hidden states that the output layer would be given."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(with_optimizer=False, overlap_grad_reduce=False)
+    (chunk,) = model.chunks
+    tokens_BT = next(tiny.microbatches(0))
+    positions_BT = torch.arange(tiny.SEQUENCE).expand_as(tokens_BT)
+    mask = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+
+    def processor(hidden_states: Any, output_layer: Any, output_weight: Any, **_: Any) -> Any:
+        return output_layer(hidden_states, weight=output_weight)[0].transpose(0, 1)
+
+    inputs = (tokens_BT, positions_BT, mask)
+    logits = chunk(*inputs, labels=tokens_BT, output_processor=processor)
+    if not torch.equal(logits, chunk(*inputs)):
+        raise RuntimeError("a processor that makes logits makes others than the model")
+
+
+PATCH = Patch(
+    id="logits-always-built",
+    summary="before 0.18 a loss of log-probs cannot have hidden states instead of logits",
+    since="0.12",
+    before="0.18",
+    targets=(
+        Target(
+            address="megatron.core.models.gpt.gpt_model:GPTModel.forward",
+            wrapper=forward,
+            # Read with what they call: `_postprocess` from 0.13 on, and the MTP block.
+            reviewed={
+                "1b3d9baf4e9b": "0.12.0 to 0.12.3",
+                "8452abd70792": "0.13.0 to 0.14.0",
+                "f852d9d9311a": "0.15.0 to 0.15.3",
+                "18243cd1d1d2": "0.16.0 to 0.16.1",
+                "d9dddb51ef55": "0.17.0 to 0.17.1",
+            },
+        ),
+    ),
+    fixed_when=lambda bodies: any(b.contains("output_processor") for b in bodies.values()),
+    upstream="https://github.com/NVIDIA/Megatron-LM/pull/4686",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=1,
+        stock_error=r"TypeError: .*unexpected keyword argument 'output_processor'",
+    ),
+)
