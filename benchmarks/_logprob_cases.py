@@ -1,0 +1,154 @@
+"""What sides of the `token_logprobs` benchmark are given, what they return, and what is true.
+
+Runs on a rank. Legend: N tokens, V columns of the vocabulary on this rank, H features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+Entropy = Literal["none", "metric", "grad"]
+#: Spread of the logits: entropies of some nats, and no exponential below the normal numbers.
+_SPREAD = 3.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One comparison: all sides compute the same outputs of the same inputs.
+
+    Example:
+        Case(form="logits", ranks=2, dtype="float32", entropy="grad", tokens=2048, vocabulary=32768)
+    """
+
+    form: Literal["logits", "hidden"]
+    ranks: int
+    """That share the vocabulary."""
+    dtype: str
+    entropy: Entropy
+    tokens: int
+    vocabulary: int
+    """On all ranks."""
+    features: int = 1024
+    kept: float = 1.0
+    """Share of the tokens that are computed; sides that cannot leave out the rest compute all."""
+
+    @property
+    def references(self) -> tuple[str, str]:
+        """The sides whose times others are divided by."""
+        return ("borrow", "consume") if self.form == "logits" else ("hidden", "logits, consume")
+
+    def __str__(self) -> str:
+        outputs = {
+            "none": "log-probs",
+            "metric": "log-probs, entropy as a metric",
+            "grad": "log-probs and entropy with gradient",
+        }[self.entropy]
+        share = f", {self.kept:.0%} kept" if self.kept < 1 else ""
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        form = "logits" if self.form == "logits" else f"hidden states, H={self.features}"
+        return f"from {form}, {ranks}, {self.dtype}, N={self.tokens}{share}: {outputs}"
+
+
+class Given(NamedTuple):
+    """What one run of a side may read, and for logits overwrite."""
+
+    inputs: tuple[Any, ...]
+    """(logits [N, V],), or (hidden [N, H], weight [V, H])."""
+    targets: Any
+    """[N], ids in the whole vocabulary."""
+    kept: Any
+    """[N] of bool, or None for all."""
+    group: Any
+    """None on one rank."""
+    entropy: Entropy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One way to compute them."""
+
+    name: str
+    run: Callable[[Given], tuple[Any, Any]]
+    """(log-prob [N], entropy [N] or None), of which only kept tokens count."""
+    entropies: tuple[Entropy, ...] = ("none", "metric", "grad")
+
+
+class Inputs:
+    """Of a case, on this rank: the same whole inputs everywhere, and this rank's part of them."""
+
+    def __init__(self, case: Case, group: Any, tokens: int) -> None:
+        import torch
+
+        torch.manual_seed(1)
+        self.case, self.group = case, group
+        dtype = getattr(torch, case.dtype)
+        self.targets_N = torch.randint(0, case.vocabulary, (tokens,))
+        self.kept_N = None if case.kept == 1 else torch.rand(tokens) < case.kept
+        self.of_logprob_N, self.of_entropy_N = torch.randn(2, tokens)
+        if self.kept_N is not None:
+            self.of_logprob_N *= self.kept_N
+            self.of_entropy_N *= self.kept_N
+        if case.form == "logits":
+            self.whole = {"logits": (torch.randn(tokens, case.vocabulary) * _SPREAD).to(dtype)}
+        else:
+            scale = _SPREAD / case.features**0.5
+            weight_VH = torch.randn(case.vocabulary, case.features) * scale
+            hidden_NH = torch.randn(tokens, case.features)
+            self.whole = {"hidden": hidden_NH.to(dtype), "weight": weight_VH.to(dtype)}
+        self.part = [self._part_of(name, whole) for name, whole in self.whole.items()]
+
+    def _part_of(self, name: str, whole: Any) -> Any:
+        """Ranks have columns of logits, rows of the weight, and all hidden states."""
+        import torch
+
+        if self.case.ranks == 1 or name == "hidden":
+            return whole
+        rank = torch.distributed.get_rank()
+        return whole.chunk(self.case.ranks, -1 if name == "logits" else 0)[rank].contiguous()
+
+    def fresh(self) -> Given:
+        """Inputs for one run: logits as the output of a layer, else leaves."""
+        if self.case.form == "logits":
+            inputs: tuple[Any, ...] = (_as_output(self.part[0]),)
+        else:
+            inputs = tuple(each.detach().requires_grad_() for each in self.part)
+        return Given(inputs, self.targets_N, self.kept_N, self.group, self.case.entropy)
+
+    def total(self, logprob_N: Any, entropy_N: Any) -> Any:
+        """Of which the gradient is taken."""
+        total = (logprob_N * self.of_logprob_N).sum()
+        if self.case.entropy == "grad":
+            total = total + (entropy_N * self.of_entropy_N).sum()
+        return total
+
+    def truth(self) -> tuple[Any, Any, list[Any]]:
+        """Log-prob, entropy and the gradients of this rank's part, by float64."""
+        import torch
+
+        whole = {name: each.double().requires_grad_() for name, each in self.whole.items()}
+        logits_NV = whole["logits"] if "logits" in whole else whole["hidden"] @ whole["weight"].t()
+        logp_NV = logits_NV.log_softmax(-1)
+        entropy_N = -(logp_NV.exp() * logp_NV).sum(-1)
+        logprob_N = logp_NV.gather(-1, self.targets_N[:, None]).squeeze(-1)
+        found = torch.autograd.grad(self.total(logprob_N, entropy_N), list(whole.values()))
+        gradients = [self._part_of(name, each) for name, each in zip(whole, found, strict=True)]
+        return logprob_N.detach(), entropy_N.detach(), gradients
+
+
+def _as_output(values: Any) -> Any:
+    import torch
+
+    class Output(torch.autograd.Function):
+        """As of a layer: no leaf and no view, and its gradient is freed when it has come."""
+
+        @staticmethod
+        def forward(_ctx: Any, _weight: Any) -> Any:
+            return values.clone()
+
+        @staticmethod
+        def backward(_ctx: Any, _gradient: Any) -> Any:
+            return torch.zeros(())
+
+    return Output.apply(torch.zeros((), requires_grad=True))

@@ -1,0 +1,152 @@
+"""How sides of the `token_logprobs` benchmark are measured: on a rank, in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks import _logprob_peers, _logprob_sides
+from benchmarks._logprob_cases import Case, Given, Inputs, Side
+
+WARM_UP = 1
+#: Tokens that are compared with float64.
+_COMPARED = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Of one side, on one rank."""
+
+    seconds: list[float]
+    """Of each round, forward and backward."""
+    memory: float
+    """Most that is held beside inputs and, of hidden states and weight, their gradients, in the
+    size of this rank's logits."""
+    collectives: int
+    logprob_error: float
+    """Largest difference from float64."""
+    entropy_error: float | None
+    gradient_error: float
+    """2-norm of the difference ÷ 2-norm; of the gradients' largest."""
+
+
+#: What was measured, or why nothing was.
+Found = dict[str, "Measured | str"]
+
+
+def measured(case: Case, rounds: int, peers: Sequence[str]) -> Found:
+    """On a fresh rank, one case: what others had compiled would count towards torch's limit."""
+    import torch
+    from megatron.core import parallel_state
+
+    from megatron_idempotent import cpu
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=case.ranks)
+    group = parallel_state.get_tensor_model_parallel_group() if case.ranks > 1 else None
+    # Peers ask for a GPU, and are to hear that there is none.
+    cpu.disable()
+    found: Found = {}
+    sides, of_peers = _logprob_sides.sides(case), []
+    for peer in peers:
+        try:
+            of_peers += _logprob_peers.SIDES[peer](case)
+        except ModuleNotFoundError as missing:
+            found[peer] = f"not installed: {missing}"
+    sides, of_peers = (
+        [side for side in each if case.entropy in side.entropies] for each in (sides, of_peers)
+    )
+    few = Inputs(case, group, min(_COMPARED, case.tokens))
+    truth = few.truth()
+    errors = {side.name: _errors(side, few, truth) for side in sides}
+    for side in of_peers:
+        try:
+            errors[side.name] = _errors(side, few, truth)
+        except Exception as refusal:  # noqa: BLE001  # its own words are the result
+            found[side.name] = _words(refusal)
+    del few, truth
+    # Functions compile for the shape that is measured, not for any.
+    torch.compiler.reset()
+    sides += [side for side in of_peers if side.name in errors]
+    inputs = Inputs(case, group, case.tokens)
+    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+    for number in range(rounds + WARM_UP):
+        for side in sides if number % 2 else sides[::-1]:
+            given = inputs.fresh()
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            _step(side, inputs, given)
+            if number >= WARM_UP:
+                seconds[side.name].append(time.perf_counter() - start)
+            del given
+    size = case.tokens * case.vocabulary // case.ranks * getattr(torch, case.dtype).itemsize
+    measured = {}
+    for side in sides:
+        measured[side.name] = Measured(
+            seconds=seconds[side.name],
+            memory=_memory(side, inputs) / size,
+            collectives=_collectives(lambda side=side: _step(side, inputs, inputs.fresh())),
+            **errors[side.name],
+        )
+    return {**measured, **found}
+
+
+def _words(refusal: Exception) -> str:
+    """Its first line, or for a bare assertion what was asserted."""
+    lines = str(refusal).strip().splitlines()
+    said = lines[0] if lines else traceback.extract_tb(refusal.__traceback__)[-1].line
+    return f"{type(refusal).__name__}: {said}"
+
+
+def _step(side: Side, inputs: Inputs, given: Given) -> tuple[Any, Any, list[Any]]:
+    """Forward and backward; log-prob, entropy, and the gradients where they are leaves."""
+    import torch
+
+    logprob_N, entropy_N = side.run(given)
+    total = inputs.total(logprob_N, entropy_N)
+    if inputs.case.form == "logits":
+        total.backward()
+        return logprob_N, entropy_N, []
+    return logprob_N, entropy_N, list(torch.autograd.grad(total, given.inputs))
+
+
+def _memory(side: Side, inputs: Inputs) -> int:
+    from megatron_idempotent.cpu.allocations import peak_bytes
+
+    given = [inputs.fresh() for _ in range(2)]
+    held = peak_bytes(lambda: _step(side, inputs, given.pop()), runs=2)
+    if inputs.case.form == "logits":
+        return held
+    return held - sum(each.nbytes for each in inputs.part)
+
+
+def _errors(side: Side, inputs: Inputs, truth: tuple[Any, Any, list[Any]]) -> dict[str, Any]:
+    given = inputs.fresh()
+    gradients: list[Any] = []
+    if inputs.case.form == "logits":
+        given.inputs[0].register_hook(lambda gradient: gradients.append(gradient.double()))
+    logprob_N, entropy_N, of_leaves = _step(side, inputs, given)
+    kept = slice(None) if inputs.kept_N is None else inputs.kept_N
+
+    def largest(found_N: Any, true_N: Any) -> float:
+        return float((found_N.detach().double() - true_N)[kept].abs().max())
+
+    return {
+        "logprob_error": largest(logprob_N, truth[0]),
+        "entropy_error": None if entropy_N is None else largest(entropy_N, truth[1]),
+        "gradient_error": max(
+            float((found.double() - true).norm() / true.norm())
+            for found, true in zip(gradients + of_leaves, truth[2], strict=True)
+        ),
+    }
+
+
+def _collectives(step: Callable[[], Any]) -> int:
+    from megatron_idempotent.cpu.dispatched import watching_collectives
+
+    seen: list[str] = []
+    with watching_collectives(lambda name, _: seen.append(name)):
+        step()
+    return len(seen)
