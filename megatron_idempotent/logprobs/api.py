@@ -20,7 +20,7 @@ from .sampling import Sampling
 from .sequence import SequenceParallel
 
 #: Blocks that stay in a core's cache; on a GPU, blocks that fill it.
-_WORKSPACE_BYTES = {"cpu": 4 << 20}
+_WORKSPACE_BYTES = {"cpu": 1 << 20}
 _WORKSPACE_BYTES_ELSEWHERE = 64 << 20
 #: Of logits that are made a part at a time: matrices that are multiplied at full speed.
 _LOGITS_BYTES = {"cpu": 8 << 20}

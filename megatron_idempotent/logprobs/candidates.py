@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .combine import Whole
+from .combine import Whole, with_target
 from .kept import Call, Kept
-from .kernels import Columns, accumulated, partial_of, place_of, temperature_of
+from .kernels import Columns, accumulated, finite, partial_of, place_of, temperature_of
 from .rows import rows_of_a_block
-from .sampling import columnwise, finite
+from .sampling import columnwise
 
 #: Of what is computed of all ranks' candidates: about half a dozen numbers of float64 for each.
 _CHUNK_BYTES = 16 << 20
@@ -54,7 +54,7 @@ def choose(call: Call) -> tuple[Kept, Whole]:
     columns, width = call.columns, min(call.sampling.width(), call.columns.per_rank)
     dtype = accumulated(call.source.dtype)
     like_N = torch.zeros(len(call.local), dtype=dtype, device=call.local.device)
-    whole = Whole(*(like_N.clone() for _ in range(4)))
+    whole = Whole(*(like_N.clone() for _ in Whole._fields))
     kept: list[Kept] = []
     everyone_N = torch.arange(len(call.local), device=call.local.device)
     short: list[Tensor] = []
@@ -69,7 +69,7 @@ def choose(call: Call) -> tuple[Kept, Whole]:
                 also_n.zero_()
             found = _statistics(rows, threshold_n, also_n)
             for into, found_n in zip(whole, found, strict=True):
-                into[rows.token_n] = found_n.to(dtype)
+                into[rows.token_n] = found_n
             kept.extend(_here(call, rows, threshold_n, also_n, enough_n))
             short.append(rows.token_n[~enough_n])
 
@@ -107,7 +107,8 @@ def _sent(
             wanted = call.wanted._replace(entropy=False)
             of_part = temperature_of(temperature, part)
             found = partial_of(logits_nV, local_n, None, of_part, columns, wanted)
-            sent_nX[:, 1] = found.exponentials
+            of_target_n = torch.where(ours_n1.squeeze(1), found.target.exp(), 0.0)
+            sent_nX[:, 1] = found.exponentials + of_target_n
     sent_RsX = _all_gather(sent_sX, columns.group)
     unsent = [columns.real_of(rank) > width for rank in range(columns.ranks)]
     for start in range(0, len(token_s), _fit(columns, width)):
@@ -141,19 +142,16 @@ def _statistics(rows: _Rows, threshold_n: Tensor, also_n: Tensor) -> Whole:
     kept_nW = (logits_nW >= threshold_n[:, None]) & (logits_nW > -torch.inf)
     mass_nW = torch.where(kept_nW, z_nW.exp(), 0.0)
     target_z_n = (target_n - behind_n) / rows.temperature
-    target_mass_n = torch.where(also_n, target_z_n.exp(), 0.0)
-    sum_n = mass_nW.sum(-1) + target_mass_n
+    inside_n = target_n >= threshold_n
+    # In float64 the target can be taken out again.
+    target_mass_n = torch.where(inside_n, target_z_n.exp(), 0.0)
+    others_n = (mass_nW.sum(-1) - target_mass_n).clamp(min=0)
     moment_n = torch.where(kept_nW, mass_nW * z_nW, 0.0).sum(-1)
-    moment_n += torch.where(target_mass_n > 0, target_mass_n * target_z_n, 0.0)
-    log_sum_n = sum_n.log()
-    logprob_n = target_z_n - log_sum_n
-    logprob_n = torch.where((target_n >= threshold_n) | also_n, logprob_n, -torch.inf)
-    return Whole(
-        maximum=maximum_n,
-        log_sum=log_sum_n,
-        logprob=torch.where(maximum_n.isnan(), torch.nan, logprob_n),
-        entropy=log_sum_n - moment_n / sum_n,
-    )
+    moment_n -= torch.where(target_mass_n > 0, target_mass_n * target_z_n, 0.0)
+    z_n = torch.where(inside_n | also_n, target_z_n, -torch.inf)
+    whole = with_target(maximum_n, others_n, moment_n, z_n, rows.here_nC.dtype)
+    logprob_n = torch.where(maximum_n.isnan(), torch.nan, whole.logprob)
+    return whole._replace(logprob=logprob_n)
 
 
 def _here(

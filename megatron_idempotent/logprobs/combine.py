@@ -10,25 +10,33 @@ from torch import Tensor
 
 
 class Partial(NamedTuple):
-    """Of a rank's columns z = logits / temperature, relative to their maximum; each [N]."""
+    """Of a rank's columns z = (logit - maximum) / temperature, with their own maximum; each [N].
+
+    Sums leave the target out: beside the 1 of a token that is all but certain, the rest would be
+    lost, and with it 1 - p, which is its gradient.
+    """
 
     maximum: Tensor
-    """Of the logits, before the temperature; -inf where no column is finite."""
+    """Of the logits; -inf where no column is finite."""
     exponentials: Tensor
-    """Σ exp(z - max z)."""
+    """Σ exp(z)"""
     moments: Tensor
-    """Σ exp(z - max z)·(z - max z); zeros where no entropy is wanted."""
+    """Σ exp(z)·z; zeros where no entropy is wanted."""
     target: Tensor
-    """z - max z of the target; zeros on ranks that do not have its column."""
+    """Its z; zeros on ranks that do not have its column."""
 
 
 class Whole(NamedTuple):
-    """Of all columns; each [N]."""
+    """Of all columns z = (logit - maximum) / temperature; each [N]."""
 
     maximum: Tensor
-    """Of the logits, before the temperature."""
+    """Of the logits."""
+    exponentials: Tensor
+    """Σ exp(z)"""
+    mean: Tensor
+    """Of z."""
     log_sum: Tensor
-    """log Σ exp(z - max z)."""
+    """log Σ exp(z)"""
     logprob: Tensor
     entropy: Tensor
 
@@ -50,12 +58,28 @@ def combine(partial: Partial, owner_N: Tensor, temperature: Tensor | float, grou
     maximum_N = maximum_RN.amax(0)
     behind_RN = (maximum_RN - maximum_N) / temperature
     # A rank whose columns are all -inf adds nothing; 0·(-inf) would be NaN.
-    behind_RN = torch.where(sums_RN == 0, 0.0, behind_RN)
+    behind_RN = torch.where(maximum_RN == -torch.inf, 0.0, behind_RN)
     weights_RN = behind_RN.exp()
-    sum_N = (weights_RN * sums_RN).sum(0)
-    moment_N = (weights_RN * (moments_RN + behind_RN * sums_RN)).sum(0)
-    log_sum_N = sum_N.log()
     own = owner_N[None]
-    target_N = (target_RN.gather(0, own) + behind_RN.gather(0, own)).squeeze(0)
-    found = (maximum_N, log_sum_N, target_N - log_sum_N, log_sum_N - moment_N / sum_N)
-    return Whole(*(each.to(partial.maximum.dtype) for each in found))
+    return with_target(
+        maximum_N,
+        (weights_RN * sums_RN).sum(0),
+        (weights_RN * (moments_RN + behind_RN * sums_RN)).sum(0),
+        (target_RN.gather(0, own) + behind_RN.gather(0, own)).squeeze(0),
+        partial.maximum.dtype,
+    )
+
+
+def with_target(
+    maximum_N: Tensor, others_N: Tensor, moment_N: Tensor, z_N: Tensor, dtype: torch.dtype
+) -> Whole:
+    """The target, whose z it is, beside the sums over all others; in float64."""
+    target_N = z_N.exp()
+    sum_N = others_N + target_N
+    moment_N = moment_N + torch.where(target_N == 0, 0.0, target_N * z_N)
+    log_sum_N = sum_N.log()
+    likely_N = -(others_N / target_N).log1p()
+    logprob_N = torch.where(target_N > others_N, likely_N, z_N - log_sum_N)
+    mean_N = moment_N / sum_N
+    found = (maximum_N, sum_N, mean_N, log_sum_N, logprob_N, log_sum_N - mean_N)
+    return Whole(*(each.to(dtype) for each in found))

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .combine import Partial, combine
-from .kernels import Columns, Saved, Wanted, partial_of, temperature_of, write_gradient
+from .combine import Partial, Whole, combine
+from .kernels import Columns, Slopes, Wanted, partial_of, temperature_of, write_gradient
 from .parts import Parts, Product
 from .weight_gradient import WeightGradient
 
@@ -43,9 +43,7 @@ class LogprobsFromHidden(torch.autograd.Function):
         partial = Partial(*map(torch.cat, zip(*found, strict=True)))
         whole = combine(partial, targets_N // columns.per_rank, temperature, columns.group)
         if any(ctx.needs_input_grad[:2]):
-            ctx.save_for_backward(
-                hidden_NH, weight_VH, local_N, whole.maximum, whole.log_sum, whole.entropy
-            )
+            ctx.save_for_backward(hidden_NH, weight_VH, local_N, *whole)
         ctx.temperature, ctx.columns, ctx.wanted, ctx.parts = temperature, columns, wanted, parts
         ctx.weight = weight_VH  # what is saved may be another object, without its main_grad
         return wanted.returned(ctx, whole, temperature)
@@ -60,22 +58,20 @@ class LogprobsFromHidden(torch.autograd.Function):
         nothing = (None,) * 5
         if of_logprob_N is None and of_entropy_N is None:
             return None, None, *nothing
-        hidden_NH, weight_VH, local_N, maximum_N, log_sum_N, entropy_N = ctx.saved_tensors
-        if of_logprob_N is None:
-            of_logprob_N = torch.zeros_like(maximum_N)
+        hidden_NH, weight_VH, local_N, *saved = ctx.saved_tensors
+        whole = Whole(*saved)
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         # Many parts add up here, and ranks' shares behind it.
-        d_hidden_NH = torch.zeros_like(hidden_NH, dtype=maximum_N.dtype) if of_hidden else None
+        d_hidden_NH = torch.zeros_like(hidden_NH, dtype=whole.maximum.dtype) if of_hidden else None
         d_weight = WeightGradient(ctx.weight, of_weight, ctx.parts.fused)
+        slopes = Slopes.made(local_N, whole, of_logprob_N, of_entropy_N, ctx.temperature)
         product = Product()
         for part in ctx.parts.of_columns(len(hidden_NH), ctx.columns.real, hidden_NH.dtype):
             logits_Nv = product(hidden_NH, weight_VH[part].t())
-            saved = Saved(
-                local_N - part.start, maximum_N, log_sum_N, entropy_N, of_logprob_N, of_entropy_N
-            )
+            here = slopes._replace(local=local_N - part.start)
             columns = ctx.columns._replace(real=part.stop - part.start)
             rows = [logits_Nv]
-            write_gradient(rows, rows, None, saved, ctx.temperature, columns, ctx.wanted)
+            write_gradient(rows, rows, None, here, ctx.temperature, columns, ctx.wanted)
             if d_hidden_NH is not None:
                 if d_hidden_NH.dtype == logits_Nv.dtype:
                     d_hidden_NH.addmm_(logits_Nv, weight_VH[part])

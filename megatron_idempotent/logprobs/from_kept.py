@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .candidates import choose
+from .combine import Whole
 from .from_hidden import of_all_ranks
 from .kept import Call, Kept, named
-from .kernels import Columns, Saved, Wanted
+from .kernels import Columns, Slopes, Wanted
 from .parts import Parts
 from .rows import Order, panels, places
 from .sampling import Sampling
@@ -45,24 +46,20 @@ def _forward(
     )
     kept, whole = choose(call) if keep_NK is None else named(call)
     if any(ctx.needs_input_grad):
-        statistics = (whole.maximum, whole.log_sum, whole.entropy, whole.logprob > -torch.inf)
-        ctx.save_for_backward(call.local, *kept, *statistics, *inputs)
+        ctx.save_for_backward(call.local, *kept, *whole, *inputs)
     ctx.temperature, ctx.columns, ctx.wanted = temperature, columns, wanted
     return wanted.returned(ctx, whole, temperature)
 
 
 def _gradient(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> Any:
     """Which columns of which tokens, their gradients [E], and the inputs that were saved."""
-    local_N, row_E, column_E, logit_E, maximum_N, log_sum_N, entropy_N, finite_N, *inputs = (
-        ctx.saved_tensors
-    )
-    if of_logprob_N is None:
-        of_logprob_N = torch.zeros_like(maximum_N)
-    # A log-prob of -inf does not move.
-    of_logprob_N = torch.where(finite_N, of_logprob_N, 0.0)
-    saved = Saved(local_N, maximum_N, log_sum_N, entropy_N, of_logprob_N, of_entropy_N)
-    gradient_E = Kept(row_E, column_E, logit_E).gradient(saved, ctx.temperature)
-    return row_E.long(), column_E.long(), gradient_E, *inputs
+    local_N, *others = ctx.saved_tensors
+    kept, whole, inputs = Kept(*others[:3]), Whole(*others[3:9]), others[9:]
+    if of_logprob_N is not None:  # one of -inf does not move
+        of_logprob_N = torch.where(whole.logprob > -torch.inf, of_logprob_N, 0.0)
+    slopes = Slopes.made(local_N, whole, of_logprob_N, of_entropy_N, ctx.temperature)
+    gradient_E = kept.gradient(slopes, ctx.temperature)
+    return kept.row.long(), kept.column.long(), gradient_E, *inputs
 
 
 class KeptFromLogits(torch.autograd.Function):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .combine import combine
-from .kernels import Columns, Saved, Wanted, partial_of, write_gradient
+from .combine import Whole, combine
+from .kernels import Columns, Slopes, Wanted, partial_of, write_gradient
 from .rows import Order, panels
 
 
@@ -32,9 +32,7 @@ class LogprobsFromLogits(torch.autograd.Function):
         partial = partial_of(rows, local_N, kept_N, temperature, columns, wanted)
         whole = combine(partial, targets_N // columns.per_rank, temperature, columns.group)
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(
-                logits, local_N, kept_N, whole.maximum, whole.log_sum, whole.entropy
-            )
+            ctx.save_for_backward(logits, local_N, kept_N, *whole)
         ctx.temperature, ctx.columns, ctx.wanted = temperature, columns, wanted
         return wanted.returned(ctx, whole, temperature)
 
@@ -42,7 +40,7 @@ class LogprobsFromLogits(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
         """No collective: what depends on other ranks' columns has been saved."""
-        logits, local_N, kept_N, maximum_N, log_sum_N, entropy_N = ctx.saved_tensors
+        logits, local_N, kept_N, *whole = ctx.saved_tensors
         columns, wanted = ctx.columns, ctx.wanted
         nothing = (None,) * 5
         if of_logprob_N is None and of_entropy_N is None:
@@ -52,17 +50,8 @@ class LogprobsFromLogits(torch.autograd.Function):
         gradient = logits.detach() if wanted.consume else torch.empty_like(logits)
         rows, into = panels(order.rows(logits.detach()), order.rows(gradient))
         _zero(into, kept_N, columns.real)
-        if of_logprob_N is None:
-            of_logprob_N = torch.zeros_like(maximum_N)
-        write_gradient(
-            rows,
-            into,
-            kept_N,
-            Saved(local_N, maximum_N, log_sum_N, entropy_N, of_logprob_N, of_entropy_N),
-            ctx.temperature,
-            columns,
-            wanted,
-        )
+        slopes = Slopes.made(local_N, Whole(*whole), of_logprob_N, of_entropy_N, ctx.temperature)
+        write_gradient(rows, into, kept_N, slopes, ctx.temperature, columns, wanted)
         return gradient, *nothing
 
 

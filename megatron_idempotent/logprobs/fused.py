@@ -21,37 +21,33 @@ def statistics(
     maximum_n = logits_nV.amax(-1)
     behind_n = torch.where(maximum_n == -torch.inf, 0.0, maximum_n)
     z_nV = (logits_nV - behind_n[:, None]) / temperature_n[:, None]
-    mass_nV = z_nV.exp()
+    target_nV = torch.arange(logits_nV.shape[1], device=logits_nV.device) == local_n[:, None]
+    exponentials_nV = torch.where(target_nV, 0.0, z_nV.exp())
     moments_n = torch.zeros_like(maximum_n)
     if entropy:
-        moments_n = (mass_nV * z_nV.clamp(min=FINITE)).sum(-1, dtype=torch.float64)
-    place_V = torch.arange(logits_nV.shape[1], device=logits_nV.device)
-    target_n = torch.where(place_V == local_n[:, None], z_nV, 0.0).sum(-1)
-    return maximum_n, mass_nV.sum(-1, dtype=torch.float64), moments_n, target_n
+        moments_n = (exponentials_nV * z_nV.clamp(min=FINITE)).sum(-1, dtype=torch.float64)
+    target_n = torch.where(target_nV, z_nV, 0.0).sum(-1)
+    return maximum_n, exponentials_nV.sum(-1, dtype=torch.float64), moments_n, target_n
 
 
 def gradient(
     logits_nV: Tensor,
     local_n: Tensor,
     maximum_n: Tensor,
-    log_sum_n: Tensor,
-    entropy_n: Tensor,
-    of_logprob_n: Tensor,
-    of_entropy_n: Tensor | None,
+    factor_n: Tensor,
+    slope_n: Tensor | None,
+    of_target_n: Tensor,
     temperature_n: Tensor,
 ) -> Tensor:
     """As `write_gradient` writes it, rounded to the logits' type."""
     behind_n = torch.where(maximum_n == -torch.inf, 0.0, maximum_n)
     z_nV = (logits_nV.to(temperature_n.dtype) - behind_n[:, None]) / temperature_n[:, None]
-    logp_nV = z_nV - log_sum_n[:, None]
-    of_logprob_n1 = (of_logprob_n / temperature_n)[:, None]
-    factor_nV = -of_logprob_n1
-    if of_entropy_n is not None:
-        inner_nV = logp_nV.clamp(min=FINITE) + entropy_n[:, None]
-        factor_nV = factor_nV - inner_nV * (of_entropy_n / temperature_n)[:, None]
-    place_V = torch.arange(logits_nV.shape[1], device=logits_nV.device)
-    of_target_nV = torch.where(place_V == local_n[:, None], of_logprob_n1, 0.0)
-    return (logp_nV.exp() * factor_nV + of_target_nV).to(logits_nV.dtype)
+    factor_nV = factor_n[:, None]
+    if slope_n is not None:
+        factor_nV = factor_nV + z_nV.clamp(min=FINITE) * slope_n[:, None]
+    target_nV = torch.arange(logits_nV.shape[1], device=logits_nV.device) == local_n[:, None]
+    gradient_nV = torch.where(target_nV, of_target_n[:, None], z_nV.exp() * factor_nV)
+    return gradient_nV.to(logits_nV.dtype)
 
 
 @functools.cache

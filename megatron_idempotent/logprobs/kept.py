@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .combine import Partial, Whole, combine
 from .fused import FINITE
-from .kernels import Columns, Saved, Wanted, accumulated
-from .sampling import Sampling, columnwise, finite
+from .kernels import Columns, Slopes, Wanted, accumulated, finite
+from .sampling import Sampling, columnwise
 from .sources import Source
 
 
@@ -50,19 +50,16 @@ class Kept(NamedTuple):
         row, column, logit = map(torch.cat, zip(*parts, strict=True))
         return Kept(row.int(), column.int(), logit.to(like_N.dtype))
 
-    def gradient(self, saved: Saved, temperature: Tensor | float) -> Tensor:
-        """Of these columns' logits, [E]: as `write_gradient` has it for all columns."""
+    def gradient(self, slopes: Slopes, temperature: Tensor | float) -> Tensor:
+        """Of these columns' logits, [E]."""
         row_E = self.row.long()
         t_E = temperature[row_E] if isinstance(temperature, Tensor) else temperature
-        logp_E = (self.logit - finite(saved.maximum)[row_E]) / t_E - saved.log_sum[row_E]
-        factor_E = -saved.of_logprob[row_E]
-        if saved.of_entropy is not None:
-            inner_E = logp_E.clamp(min=FINITE) + saved.entropy[row_E]
-            factor_E = factor_E - saved.of_entropy[row_E] * inner_E
-        gradient_E = logp_E.exp() * factor_E
-        target_E = self.column == saved.local[row_E]
-        gradient_E += torch.where(target_E, saved.of_logprob[row_E], 0.0)
-        return gradient_E / t_E
+        z_E = (self.logit - finite(slopes.maximum)[row_E]) / t_E
+        factor_E = slopes.factor[row_E]
+        if slopes.slope is not None:
+            factor_E = factor_E + slopes.slope[row_E] * z_E.clamp(min=FINITE)
+        target_E = self.column == slopes.local[row_E]
+        return torch.where(target_E, slopes.of_target[row_E], z_E.exp() * factor_E)
 
 
 def named(call: Call) -> tuple[Kept, Whole]:
@@ -86,15 +83,16 @@ def named(call: Call) -> tuple[Kept, Whole]:
         logits_NK = call.source.at(place_NK).to(accumulated(call.source.dtype))
     else:
         logits_NK = place_NK.to(accumulated(call.source.dtype))
+    ours_N = (call.local >= 0) & (call.local < columns.real)
     logits_NK = torch.where(left_NK, logits_NK, -torch.inf)
     maximum_N = logits_NK.amax(-1)
     z_NK = (logits_NK - finite(maximum_N)[:, None]) / columnwise(call.temperature)
-    mass_NK = z_NK.exp()
+    mass_NK = z_NK[:, :-1].exp()  # the target is no part of the sums
     partial = Partial(
         maximum=maximum_N,
         exponentials=mass_NK.sum(-1),
-        moments=(mass_NK * z_NK.clamp(min=FINITE)).sum(-1),
-        target=torch.where(left_NK[:, -1], z_NK[:, -1], 0.0),
+        moments=(mass_NK * z_NK[:, :-1].clamp(min=FINITE)).sum(-1),
+        target=torch.where(ours_N, z_NK[:, -1], 0.0),
     )
     whole = combine(partial, call.owner, call.temperature, columns.group)
     whole = whole._replace(logprob=torch.where(kept_N, whole.logprob, -torch.inf))

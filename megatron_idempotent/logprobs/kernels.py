@@ -54,7 +54,49 @@ class Wanted(NamedTuple):
             constant.append(entropy_N)
         ctx.mark_non_differentiable(*constant)
         ctx.set_materialize_grads(False)
-        return whole.logprob, entropy_N, lse_N
+        # Not the same tensor, because what is saved may not be what is returned.
+        return whole.logprob.clone(), entropy_N, lse_N
+
+
+class Slopes(NamedTuple):
+    """Of each kept token [N]: its gradient is exp(z)·(factor + slope·z), and `of_target` there."""
+
+    local: Tensor
+    maximum: Tensor
+    factor: Tensor
+    slope: Tensor | None
+    of_target: Tensor
+
+    @staticmethod
+    def made(
+        local_N: Tensor,
+        whole: Whole,
+        of_logprob_N: Tensor | None,
+        of_entropy_N: Tensor | None,
+        temperature: Tensor | float,
+    ) -> Slopes:
+        """Out of p·(-g_logprob - g_entropy·(H + log p)) + [column = target]·g_logprob.
+
+        With H + log p = z - mean nothing cancels; the target's 1 - p is that of its log-prob.
+        """
+        _, sum_N, mean_N, _, logprob_N, entropy_N = (each.double() for each in whole)
+        like_N = whole.maximum
+        if of_logprob_N is None:
+            of_logprob_N = torch.zeros_like(like_N)
+        of_logprob_N = of_logprob_N / temperature
+        factor_N, slope_N = -of_logprob_N / sum_N, None
+        of_target_N = -of_logprob_N * logprob_N.expm1()
+        if of_entropy_N is not None:
+            of_entropy_N = of_entropy_N / temperature
+            factor_N = factor_N + of_entropy_N * mean_N / sum_N
+            slope_N = (-of_entropy_N / sum_N).to(like_N)
+            inner_N = (logprob_N + entropy_N).clamp(min=FINITE)
+            of_target_N = of_target_N - of_entropy_N * logprob_N.exp() * inner_N
+        return Slopes(local_N, like_N, factor_N.to(like_N), slope_N, of_target_N.to(like_N))
+
+    def of(self, block: Block) -> Slopes:
+        chosen: list[Any] = [None if each is None else each[block.kept] for each in self]
+        return Slopes(*chosen)
 
 
 class _Scratch:
@@ -75,18 +117,23 @@ class _Scratch:
             self._buffers[number] = made
         return self._buffers[number][:rows]
 
-    def behind(self, logits_nV: Tensor, maximum_n: Tensor, temperature: Tensor | float) -> Tensor:
-        """(logits - maximum) / temperature, in the first buffer."""
-        out_nV = self(0, len(logits_nV))
+    def read(self, logits_nV: Tensor) -> Tensor:
+        """In the type that is computed in; in the first buffer if it is another."""
         if logits_nV.dtype == self._dtype:
-            torch.sub(logits_nV, maximum_n[:, None], out=out_nV)
-        else:
-            out_nV.copy_(logits_nV).sub_(maximum_n[:, None])
-        if isinstance(temperature, Tensor):
-            out_nV.div_(temperature[:, None])
-        elif temperature != 1.0:
-            out_nV.div_(temperature)
-        return out_nV
+            return logits_nV
+        return self(0, len(logits_nV)).copy_(logits_nV)
+
+
+def behind(
+    logits_nV: Tensor, maximum_n: Tensor, temperature: Tensor | float, out_nV: Tensor
+) -> Tensor:
+    """z = (logits - maximum) / temperature, there."""
+    torch.sub(logits_nV, finite(maximum_n)[:, None], out=out_nV)
+    if isinstance(temperature, Tensor):
+        out_nV.div_(temperature[:, None])
+    elif temperature != 1.0:
+        out_nV.div_(temperature)
+    return out_nV
 
 
 def temperature_of(temperature: Tensor | float, tokens: slice | Tensor) -> Tensor | float:
@@ -97,21 +144,6 @@ def temperature_of(temperature: Tensor | float, tokens: slice | Tensor) -> Tenso
 def accumulated(dtype: torch.dtype) -> torch.dtype:
     """What logits of this type are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-class Saved(NamedTuple):
-    """Per kept token, each [N]."""
-
-    local: Tensor
-    maximum: Tensor
-    log_sum: Tensor
-    entropy: Tensor
-    of_logprob: Tensor
-    of_entropy: Tensor | None
-
-    def of(self, block: Block) -> Saved:
-        chosen: list[Any] = [None if each is None else each[block.kept] for each in self]
-        return Saved(*chosen)
 
 
 def partial_of(
@@ -133,25 +165,30 @@ def partial_of(
         logits_nV = block.read(rows, columns.real)
         of_block = temperature_of(temperature, block.kept)
         if wanted.compiled:
-            of_rows_n = like[block.kept].fill_(1.0).mul_(of_block)
+            of_rows_n = torch.ones_like(like[block.kept]).mul_(of_block)
             found_n = compiled(statistics)(
                 logits_nV, local_N[block.kept], of_rows_n, wanted.entropy
             )
             for into_N, values_n in zip(found, found_n, strict=True):
                 into_N[block.kept] = values_n
             continue
-        maximum_n = logits_nV.amax(-1).to(found.maximum.dtype)
-        found.maximum[block.kept] = maximum_n
-        z_nV = scratch.behind(logits_nV, _finite(maximum_n), of_block)
+        logits_nV = scratch.read(logits_nV)
+        maximum_n = logits_nV.amax(-1)
+        z_nV = behind(logits_nV, maximum_n, of_block, scratch(0, len(logits_nV)))
         place_n1, ours_n1 = place_of(local_N[block.kept], columns.real)
         target_n1 = z_nV.gather(1, place_n1)
-        found.target[block.kept] = torch.where(ours_n1, target_n1, 0.0).squeeze(1)
-        if not wanted.entropy:
-            found.exponentials[block.kept] = z_nV.exp_().sum(-1)
-            continue
-        exponentials_nV = torch.exp(z_nV, out=scratch(1, len(z_nV)))
+        if wanted.entropy:
+            exponentials_nV = torch.exp(z_nV, out=scratch(1, len(z_nV)))
+        else:
+            exponentials_nV = z_nV.exp_()
+        of_others_n1 = torch.where(ours_n1, 0.0, exponentials_nV.gather(1, place_n1))
+        exponentials_nV.scatter_(1, place_n1, of_others_n1)
+        found.maximum[block.kept] = maximum_n
         found.exponentials[block.kept] = exponentials_nV.sum(-1)
-        found.moments[block.kept] = exponentials_nV.mul_(z_nV.clamp_(min=FINITE)).sum(-1)
+        found.target[block.kept] = torch.where(ours_n1, target_n1, 0.0).squeeze(1)
+        if wanted.entropy:
+            moments_nV = exponentials_nV.mul_(z_nV.clamp_(min=FINITE))
+            found.moments[block.kept] = moments_nV.sum(-1)
     return found
 
 
@@ -159,37 +196,41 @@ def write_gradient(
     rows: list[Tensor],
     into: list[Tensor],
     kept_N: Tensor | None,
-    saved: Saved,
+    slopes: Slopes,
     temperature: Tensor | float,
     columns: Columns,
     wanted: Wanted,
 ) -> None:
-    """p·(-g_logprob - g_entropy·(H + log p)) + [column = target]·g_logprob, per temperature."""
+    """Of the kept tokens, into tensors of the same shape, or into the logits themselves."""
     if not rows or not columns.real:
         return
     scratch = _Scratch(rows, columns.real, wanted, 2)
     for block in blocks([len(panel) for panel in rows], kept_N, scratch.rows):
-        here = saved.of(block)
-        of_block = temperature_of(temperature, block.kept)
+        here = slopes.of(block)
         logits_nV = block.read(rows, columns.real)
+        of_block = temperature_of(temperature, block.kept)
         if wanted.compiled:
             of_rows_n = torch.ones_like(here.maximum).mul_(of_block)
             block.write(into, compiled(gradient)(logits_nV, *here, of_rows_n))
             continue
-        of_logprob_n1 = (here.of_logprob / of_block)[:, None]
-        logp_nV = scratch.behind(logits_nV, _finite(here.maximum), of_block)
-        logp_nV.sub_(here.log_sum[:, None])
-        if here.of_entropy is None:
-            gradient_nV = logp_nV.exp_().mul_(-of_logprob_n1)
+        # Where there is nothing to convert or to spread, it is computed where it belongs.
+        out_nV = block.view(into, columns.real)
+        if out_nV is None or out_nV.dtype != here.maximum.dtype:
+            out_nV = scratch(0, len(logits_nV))
+        z_nV = behind(scratch.read(logits_nV), here.maximum, of_block, out_nV)
+        if here.slope is None:
+            gradient_nV = z_nV.exp_().mul_(here.factor[:, None])
         else:
-            of_entropy_n1 = (here.of_entropy / of_block)[:, None]
-            gradient_nV = torch.exp(logp_nV, out=scratch(1, len(logp_nV)))
-            # H before the factor, because -inf·0 is NaN where no gradient comes.
-            logp_nV.clamp_(min=FINITE).add_(here.entropy[:, None])
-            gradient_nV.mul_(logp_nV.mul_(-of_entropy_n1).sub_(of_logprob_n1))
+            exponentials_nV = torch.exp(z_nV, out=scratch(1, len(z_nV)))
+            # -inf·0 would be NaN.
+            gradient_nV = z_nV.clamp_(min=FINITE).mul_(here.slope[:, None])
+            gradient_nV.add_(here.factor[:, None]).mul_(exponentials_nV)
         place_n1, ours_n1 = place_of(here.local, columns.real)
-        gradient_nV.scatter_add_(1, place_n1, torch.where(ours_n1, of_logprob_n1, 0.0))
-        block.write(into, gradient_nV)
+        others_n1 = gradient_nV.gather(1, place_n1)
+        of_target_n1 = torch.where(ours_n1, here.of_target[:, None], others_n1)
+        gradient_nV.scatter_(1, place_n1, of_target_n1)
+        if out_nV.dtype != into[block.panel].dtype or not isinstance(block.rows, slice):
+            block.write(into, gradient_nV)
 
 
 def place_of(local_n: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -198,5 +239,6 @@ def place_of(local_n: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return torch.where(ours_n, local_n, 0)[:, None], ours_n[:, None]
 
 
-def _finite(maximum_n: Tensor) -> Tensor:
-    return torch.where(maximum_n == -torch.inf, 0.0, maximum_n)
+def finite(maximum: Tensor) -> Tensor:
+    """A maximum that can be subtracted from columns that are all -inf."""
+    return torch.where(maximum == -torch.inf, 0.0, maximum)

@@ -66,6 +66,11 @@ class Block(NamedTuple):
             matrix[self.rows] if isinstance(self.rows, slice) else matrix.index_select(0, self.rows)
         )
 
+    def view(self, panels: list[Tensor], columns: int) -> Tensor | None:
+        """[n, columns] in its place; None where the rows do not follow each other."""
+        rows = self.rows
+        return panels[self.panel][:, :columns][rows] if isinstance(rows, slice) else None
+
     def write(self, panels: list[Tensor], values: Tensor) -> None:
         """Into the first columns of these rows, rounded to the panels' type."""
         panels[self.panel][:, : values.shape[1]][self.rows] = values.to(panels[self.panel].dtype)

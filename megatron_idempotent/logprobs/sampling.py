@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .kernels import finite
+
 #: Columns beside the k-th that may have its logit.
 _TIES = 32
 _CANDIDATES = 128
@@ -124,8 +126,3 @@ def _nothing_beyond(lowest_n: Tensor, beyond_n: Tensor | None) -> Tensor:
 def columnwise(temperature: Tensor | float) -> Tensor | float:
     """To divide rows by."""
     return temperature[:, None] if isinstance(temperature, Tensor) else temperature
-
-
-def finite(maximum: Tensor) -> Tensor:
-    """A maximum that can be subtracted from columns that are all -inf."""
-    return torch.where(maximum == -torch.inf, 0.0, maximum)

@@ -58,3 +58,53 @@ def against_float64(cases: int) -> list[bytes]:
 def test_within_what_rounding_allows_and_alike_on_all_ranks(megatron_ranks, ranks):
     first, *others = megatron_ranks(ranks, against_float64, CASES)
     assert all(other == first for other in others)
+
+
+def confident(entropy: str) -> None:
+    """On a rank that shares the vocabulary: tokens that are certain but for as little as e⁻²⁵."""
+    import math
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron_idempotent import Sampling, token_logprobs
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    columns = 512 * size
+    torch.manual_seed(0)
+    whole = torch.randn(26, columns)
+    targets = torch.randint(1, columns, (26,))
+    whole[:, 0] = -torch.inf  # which top-k leaves out
+    whole.scatter_(1, targets[:, None], whole.amax(1, keepdim=True) + torch.arange(26.0)[:, None])
+    exact = whole.double().requires_grad_()
+    logp = torch.log_softmax(exact, -1)
+    total = logp.gather(1, targets[:, None]).sum()
+    if entropy == "grad":
+        total = total - (logp.exp() * logp.clamp(min=-1e30)).sum()
+    total.backward()
+    wanted = exact.grad.chunk(size, -1)[rank]
+    every = torch.arange(columns).expand(26, -1).contiguous()
+    z = (exact.amax(-1, keepdim=True) - exact)[:, 1:].max()
+    # Roundings of z, of exp, of sums in pairs, of mean and factors; relative to what is small.
+    bound = 2.0**-24 * (3 * float(z) + math.log2(columns) + 12) * (2 if entropy == "grad" else 1)
+    for sampling in (None, Sampling(keep=every), Sampling(top_k=columns - 1)):
+        leaf = whole.chunk(size, -1)[rank].clone().requires_grad_()
+        stats = token_logprobs(
+            logits=leaf,
+            targets=targets,
+            tp_group=dist.group.WORLD,
+            entropy=entropy,
+            sampling=sampling,
+        )
+        total = stats.logprob.sum()
+        if entropy == "grad":
+            total = total + stats.entropy.sum()
+        total.backward()
+        error = (leaf.grad - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        assert (error <= bound).all(), (sampling, (error / bound).tolist())
+
+
+@pytest.mark.parametrize("entropy", ["none", "grad"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_tokens_that_are_all_but_certain_are_exact(megatron_ranks, ranks, entropy):
+    megatron_ranks(ranks, confident, entropy)
