@@ -149,9 +149,7 @@ def _statistics(rows: _Rows, threshold_n: Tensor, also_n: Tensor) -> Whole:
     moment_n = torch.where(kept_nW, mass_nW * z_nW, 0.0).sum(-1)
     moment_n -= torch.where(target_mass_n > 0, target_mass_n * target_z_n, 0.0)
     z_n = torch.where(inside_n | also_n, target_z_n, -torch.inf)
-    whole = with_target(maximum_n, others_n, moment_n, z_n, rows.here_nC.dtype)
-    logprob_n = torch.where(maximum_n.isnan(), torch.nan, whole.logprob)
-    return whole._replace(logprob=logprob_n)
+    return with_target(maximum_n, others_n, moment_n, z_n, rows.here_nC.dtype)
 
 
 def _here(

@@ -78,8 +78,6 @@ def with_target(
     sum_N = others_N + target_N
     moment_N = moment_N + torch.where(target_N == 0, 0.0, target_N * z_N)
     log_sum_N = sum_N.log()
-    likely_N = -(others_N / target_N).log1p()
-    logprob_N = torch.where(target_N > others_N, likely_N, z_N - log_sum_N)
     mean_N = moment_N / sum_N
-    found = (maximum_N, sum_N, mean_N, log_sum_N, logprob_N, log_sum_N - mean_N)
+    found = (maximum_N, sum_N, mean_N, log_sum_N, z_N - log_sum_N, log_sum_N - mean_N)
     return Whole(*(each.to(dtype) for each in found))

@@ -135,6 +135,48 @@ def test_nan_stays_in_its_row_and_columns_of_minus_infinity_have_no_part(megatro
     megatron_ranks(2, odd)
 
 
+def impossible() -> None:
+    """On a rank: targets that are not kept, or that no sampler could have taken."""
+    import torch
+
+    from megatron_idempotent import Sampling, token_logprobs
+
+    torch.manual_seed(0)
+    targets = torch.arange(3)
+    for sampling in (
+        None,
+        Sampling(top_k=3),
+        Sampling(top_k=V - 1),
+        Sampling(top_p=0.5),
+        Sampling(top_p=1 - 1e-9),
+        Sampling(keep=torch.arange(9)[None].expand(3, -1).contiguous()),
+    ):
+        logits = torch.randn(3, V)
+        logits[1:, :3] = torch.where(torch.eye(3)[1:] > 0, -torch.inf, 1.0)
+        logits.requires_grad_()
+        stats = token_logprobs(logits=logits, targets=targets, entropy="grad", sampling=sampling)
+        assert stats.logprob.isfinite().tolist() == [True, False, False]
+        assert stats.entropy.isfinite().all()
+        stats.entropy.sum().backward()
+        assert logits.grad.isfinite().all()
+    logits = torch.randn(3, V).scatter_(1, targets[:, None], -9.0).requires_grad_()
+    for cut in (
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"keep": torch.arange(9)[None].expand(3, -1) + 3},
+    ):
+        sampling = Sampling(**cut, target="-inf")
+        stats = token_logprobs(logits=logits, targets=targets, sampling=sampling)
+        assert (stats.logprob == -torch.inf).all()
+        ones = torch.ones_like(stats.logprob)
+        (gradient,) = torch.autograd.grad(stats.logprob, logits, ones)
+        assert not gradient.any()
+
+
+def test_targets_of_probability_zero_leave_the_rest_finite_and_have_no_gradient(megatron_ranks):
+    megatron_ranks(1, impossible)
+
+
 def refused() -> None:
     """On a rank: settings that cannot be meant."""
     import torch

@@ -109,7 +109,10 @@ class MegatronPolicy:
 
             logits_BTV = decoder_logits(at_initial_weights, batch.tokens_BT)
             return megatron_idempotent.token_logprobs(
-                logits=logits_BTV, targets=batch.targets_BT, temperature=temperature
+                logits=logits_BTV,
+                targets=batch.targets_BT,
+                temperature=temperature,
+                token_mask=batch.loss_mask_BT > 0,
             ).logprob
 
 
