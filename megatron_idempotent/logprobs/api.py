@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import check
+from .asked import Wanted
 from .from_hidden import LogprobsFromHidden
 from .from_kept import KeptFromHidden, KeptFromLogits
 from .from_logits import LogprobsFromLogits
-from .kernels import Wanted
 from .parts import Parts
 from .rows import Order
 from .sampling import Sampling

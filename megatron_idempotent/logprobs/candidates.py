@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .asked import Columns, accumulated, place_of, temperature_of
 from .combine import Whole, with_target
+from .fused import FINITE
 from .kept import Call, Kept
-from .kernels import Columns, accumulated, finite, partial_of, place_of, temperature_of
+from .kernels import partial_of
 from .rows import rows_of_a_block
 from .sampling import columnwise
 
@@ -115,7 +117,7 @@ def _sent(
         rows = slice(start, start + _fit(columns, width))
         of_rows = temperature_of(temperature, rows)
         maximum_Rn, mass_Rn, target_Rn = sent_RsX[:, rows, :_BESIDES].double().unbind(-1)
-        z_Rn = (maximum_Rn - finite(maximum_Rn.amax(0))) / of_rows
+        z_Rn = (maximum_Rn - maximum_Rn.amax(0).clamp(min=FINITE)) / of_rows
         yield _Rows(
             token_n=token_s[rows],
             temperature=of_rows,
@@ -136,12 +138,11 @@ def _fit(columns: Columns, width: int) -> int:
 def _statistics(rows: _Rows, threshold_n: Tensor, also_n: Tensor) -> Whole:
     """In float64, and from what all ranks have alike, so that they find the same bits."""
     logits_nW, target_n = rows.logits_nW, rows.target_n
-    maximum_n = logits_nW.amax(-1)
-    behind_n = finite(maximum_n).double()
-    z_nW = (logits_nW - behind_n[:, None]) / columnwise(rows.temperature)
+    maximum_n = logits_nW.amax(-1).clamp(min=FINITE).double()
+    z_nW = (logits_nW - maximum_n[:, None]) / columnwise(rows.temperature)
     kept_nW = (logits_nW >= threshold_n[:, None]) & (logits_nW > -torch.inf)
     mass_nW = torch.where(kept_nW, z_nW.exp(), 0.0)
-    target_z_n = (target_n - behind_n) / rows.temperature
+    target_z_n = (target_n - maximum_n) / rows.temperature
     inside_n = target_n >= threshold_n
     # In float64 the target can be taken out again.
     target_mass_n = torch.where(inside_n, target_z_n.exp(), 0.0)

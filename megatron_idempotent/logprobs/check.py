@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .kernels import Columns
+from .asked import Columns
 from .sampling import Sampling
 
 

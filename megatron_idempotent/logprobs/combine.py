@@ -17,7 +17,7 @@ class Partial(NamedTuple):
     """
 
     maximum: Tensor
-    """Of the logits; -inf where no column is finite."""
+    """Of the logits; `FINITE` where none is, from which -inf can be told and subtracted."""
     exponentials: Tensor
     """Σ exp(z)"""
     moments: Tensor
@@ -54,19 +54,36 @@ def combine(partial: Partial, owner_N: Tensor, temperature: Tensor | float, grou
         size = dist.get_world_size(group)
         parts_RN4 = parts_N4.new_empty(size, *parts_N4.shape)
         dist.all_gather_into_tensor(parts_RN4.view(-1, 4), parts_N4, group=group)
-    maximum_RN, sums_RN, moments_RN, target_RN = parts_RN4.double().unbind(-1)
-    maximum_N = maximum_RN.amax(0)
-    behind_RN = (maximum_RN - maximum_N) / temperature
-    # A rank whose columns are all -inf adds nothing; 0·(-inf) would be NaN.
-    behind_RN = torch.where(maximum_RN == -torch.inf, 0.0, behind_RN)
-    weights_RN = behind_RN.exp()
-    own = owner_N[None]
-    return with_target(
+    own_RN = owner_N == torch.arange(len(parts_RN4), device=owner_N.device)[:, None]
+    found = _together(parts_RN4, own_RN, temperature)
+    return with_target(*found, partial.maximum.dtype)
+
+
+def merged(parts: list[Partial], own: list[Tensor], temperature: Tensor | float) -> Partial:
+    """Of a rank's columns, what is known of some of them at a time; without a collective.
+
+    `own` says of each part whose targets are among its columns; each [N].
+    """
+    if len(parts) == 1:
+        return parts[0]
+    parts_PN4 = torch.stack([torch.stack(part, dim=-1) for part in parts])
+    found = _together(parts_PN4, torch.stack(own), temperature)
+    return Partial(*(each.to(parts_PN4.dtype) for each in found))
+
+
+def _together(
+    parts_PN4: Tensor, own_PN: Tensor, temperature: Tensor | float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `Partial`, of all parts, in float64."""
+    maximum_PN, sums_PN, moments_PN, target_PN = parts_PN4.double().unbind(-1)
+    maximum_N = maximum_PN.amax(0)
+    behind_PN = (maximum_PN - maximum_N) / temperature
+    weights_PN = behind_PN.exp()
+    return (
         maximum_N,
-        (weights_RN * sums_RN).sum(0),
-        (weights_RN * (moments_RN + behind_RN * sums_RN)).sum(0),
-        (target_RN.gather(0, own) + behind_RN.gather(0, own)).squeeze(0),
-        partial.maximum.dtype,
+        (weights_PN * sums_PN).sum(0),
+        (weights_PN * (moments_PN + behind_PN * sums_PN)).sum(0),
+        torch.where(own_PN, target_PN + behind_PN, 0.0).sum(0),
     )
 
 

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .combine import Partial, Whole, combine
-from .kernels import Columns, Slopes, Wanted, partial_of, temperature_of, write_gradient
+from .asked import Columns, Wanted
+from .combine import Whole, combine, merged
+from .kernels import partial_of, write_gradient
 from .parts import Parts, Product
+from .slopes import Slopes
 from .weight_gradient import WeightGradient
 
 
@@ -32,15 +34,19 @@ class LogprobsFromHidden(torch.autograd.Function):
         wanted: Wanted,
         parts: Parts,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """As from logits of `hidden_NH @ weight_VH.T`, in the type of both."""
+        """As from logits of `hidden_NH @ weight_VH.T`, in the type of both.
+
+        Some columns of all tokens at a time, so that each row of the weight is read once.
+        """
         local_N = targets_N - columns.first
-        found, product = [], Product()
-        weight_HV = weight_VH[: columns.real].t()
-        for tokens in parts.of_tokens(len(hidden_NH), columns.real, hidden_NH.dtype):
-            of_part = temperature_of(temperature, tokens)
-            logits_nV = product(hidden_NH[tokens], weight_HV)
-            found.append(partial_of(logits_nV, local_N[tokens], None, of_part, columns, wanted))
-        partial = Partial(*map(torch.cat, zip(*found, strict=True)))
+        found, own, product = [], [], Product()
+        for part in parts.of_columns(len(hidden_NH), columns.real, hidden_NH.dtype):
+            logits_Nv = product(hidden_NH, weight_VH[part].t())
+            here = columns._replace(real=part.stop - part.start)
+            local_n = local_N - part.start
+            found.append(partial_of(logits_Nv, local_n, None, temperature, here, wanted))
+            own.append((local_n >= 0) & (local_n < here.real))
+        partial = merged(found, own, temperature)
         whole = combine(partial, targets_N // columns.per_rank, temperature, columns.group)
         if any(ctx.needs_input_grad[:2]):
             ctx.save_for_backward(hidden_NH, weight_VH, local_N, *whole)
@@ -51,7 +57,7 @@ class LogprobsFromHidden(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
-        """Some columns of all tokens at a time, so that each row of the weight is done once.
+        """The same columns of all tokens at a time.
 
         With `reduce` a collective of the group's ranks: one all-reduce, in float32.
         """

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .asked import Columns, Wanted
 from .candidates import choose
 from .combine import Whole
 from .from_hidden import of_all_ranks
 from .kept import Call, Kept, named
-from .kernels import Columns, Slopes, Wanted
 from .parts import Parts
 from .rows import Order, panels, places
 from .sampling import Sampling
+from .slopes import Slopes
 from .sources import Logits, Products, Source
 from .weight_gradient import WeightGradient
 

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .asked import Columns, Wanted
 from .combine import Whole, combine
-from .kernels import Columns, Slopes, Wanted, partial_of, write_gradient
+from .kernels import partial_of, write_gradient
 from .rows import Order, panels
+from .slopes import Slopes
 
 
 class LogprobsFromLogits(torch.autograd.Function):

@@ -18,9 +18,8 @@ def statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `Partial` has them; sums in float64, because fused loops do not add up in pairs."""
     logits_nV = logits_nV.to(temperature_n.dtype)
-    maximum_n = logits_nV.amax(-1)
-    behind_n = torch.where(maximum_n == -torch.inf, 0.0, maximum_n)
-    z_nV = (logits_nV - behind_n[:, None]) / temperature_n[:, None]
+    maximum_n = logits_nV.amax(-1).clamp(min=FINITE)
+    z_nV = (logits_nV - maximum_n[:, None]) / temperature_n[:, None]
     target_nV = torch.arange(logits_nV.shape[1], device=logits_nV.device) == local_n[:, None]
     exponentials_nV = torch.where(target_nV, 0.0, z_nV.exp())
     moments_n = torch.zeros_like(maximum_n)
@@ -40,8 +39,7 @@ def gradient(
     temperature_n: Tensor,
 ) -> Tensor:
     """As `write_gradient` writes it, rounded to the logits' type."""
-    behind_n = torch.where(maximum_n == -torch.inf, 0.0, maximum_n)
-    z_nV = (logits_nV.to(temperature_n.dtype) - behind_n[:, None]) / temperature_n[:, None]
+    z_nV = (logits_nV.to(temperature_n.dtype) - maximum_n[:, None]) / temperature_n[:, None]
     factor_nV = factor_n[:, None]
     if slope_n is not None:
         factor_nV = factor_nV + z_nV.clamp(min=FINITE) * slope_n[:, None]

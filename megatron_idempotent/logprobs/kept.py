@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .asked import Columns, Wanted, accumulated
 from .combine import Partial, Whole, combine
 from .fused import FINITE
-from .kernels import Columns, Slopes, Wanted, accumulated, finite
 from .sampling import Sampling, columnwise
+from .slopes import Slopes
 from .sources import Source
 
 
@@ -54,7 +55,7 @@ class Kept(NamedTuple):
         """Of these columns' logits, [E]."""
         row_E = self.row.long()
         t_E = temperature[row_E] if isinstance(temperature, Tensor) else temperature
-        z_E = (self.logit - finite(slopes.maximum)[row_E]) / t_E
+        z_E = (self.logit - slopes.maximum[row_E]) / t_E
         factor_E = slopes.factor[row_E]
         if slopes.slope is not None:
             factor_E = factor_E + slopes.slope[row_E] * z_E.clamp(min=FINITE)
@@ -85,8 +86,8 @@ def named(call: Call) -> tuple[Kept, Whole]:
         logits_NK = place_NK.to(accumulated(call.source.dtype))
     ours_N = (call.local >= 0) & (call.local < columns.real)
     logits_NK = torch.where(left_NK, logits_NK, -torch.inf)
-    maximum_N = logits_NK.amax(-1)
-    z_NK = (logits_NK - finite(maximum_N)[:, None]) / columnwise(call.temperature)
+    maximum_N = logits_NK.amax(-1).clamp(min=FINITE)
+    z_NK = (logits_NK - maximum_N[:, None]) / columnwise(call.temperature)
     mass_NK = z_NK[:, :-1].exp()  # the target is no part of the sums
     partial = Partial(
         maximum=maximum_N,

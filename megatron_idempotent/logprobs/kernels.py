@@ -1,102 +1,19 @@
 """What is computed of logits, one block of rows at a time: statistics, and their gradient.
 
-The softmax is never kept: the gradient computes it again from the logits, and from three numbers
+The softmax is never kept: the gradient computes it again from the logits, and from a few numbers
 per token.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
-from .combine import Partial, Whole
+from .asked import Columns, Wanted, accumulated, place_of, temperature_of
+from .combine import Partial
 from .fused import FINITE, compiled, gradient, statistics
-from .rows import Block, blocks, panels, rows_of_a_block
-
-
-class Columns(NamedTuple):
-    """The vocabulary, and this rank's part of it."""
-
-    first: int
-    """The id of this rank's first column."""
-    real: int
-    """How many of its columns are tokens; those behind them are padding."""
-    per_rank: int
-    vocabulary: int
-    """Tokens on all ranks."""
-    group: Any
-    ranks: int
-
-    def real_of(self, rank: int) -> int:
-        """How many columns of that rank are tokens."""
-        return min(self.per_rank, max(0, self.vocabulary - rank * self.per_rank))
-
-
-class Wanted(NamedTuple):
-    """How to compute."""
-
-    entropy: bool
-    entropy_gradient: bool
-    consume: bool
-    compiled: bool
-    workspace_bytes: int
-
-    def returned(
-        self, ctx: Any, whole: Whole, temperature: Tensor | float
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """`(logprob, entropy, lse)`, of which the gradient is known for what is differentiated."""
-        lse_N = whole.maximum / temperature + whole.log_sum
-        entropy_N = whole.entropy if self.entropy else None
-        constant = [lse_N]
-        if entropy_N is not None and not self.entropy_gradient:
-            constant.append(entropy_N)
-        ctx.mark_non_differentiable(*constant)
-        ctx.set_materialize_grads(False)
-        # Not the same tensor, because what is saved may not be what is returned.
-        return whole.logprob.clone(), entropy_N, lse_N
-
-
-class Slopes(NamedTuple):
-    """Of each kept token [N]: its gradient is exp(z)·(factor + slope·z), and `of_target` there."""
-
-    local: Tensor
-    maximum: Tensor
-    factor: Tensor
-    slope: Tensor | None
-    of_target: Tensor
-
-    @staticmethod
-    def made(
-        local_N: Tensor,
-        whole: Whole,
-        of_logprob_N: Tensor | None,
-        of_entropy_N: Tensor | None,
-        temperature: Tensor | float,
-    ) -> Slopes:
-        """Out of p·(-g_logprob - g_entropy·(H + log p)) + [column = target]·g_logprob.
-
-        With H + log p = z - mean nothing cancels; the target's 1 - p is that of its log-prob.
-        """
-        _, sum_N, mean_N, _, logprob_N, entropy_N = (each.double() for each in whole)
-        like_N = whole.maximum
-        if of_logprob_N is None:
-            of_logprob_N = torch.zeros_like(like_N)
-        of_logprob_N = of_logprob_N / temperature
-        factor_N, slope_N = -of_logprob_N / sum_N, None
-        of_target_N = -of_logprob_N * logprob_N.expm1()
-        if of_entropy_N is not None:
-            of_entropy_N = of_entropy_N / temperature
-            factor_N = factor_N + of_entropy_N * mean_N / sum_N
-            slope_N = (-of_entropy_N / sum_N).to(like_N)
-            inner_N = (logprob_N + entropy_N).clamp(min=FINITE)
-            of_target_N = of_target_N - of_entropy_N * logprob_N.exp() * inner_N
-        return Slopes(local_N, like_N, factor_N.to(like_N), slope_N, of_target_N.to(like_N))
-
-    def of(self, block: Block) -> Slopes:
-        chosen: list[Any] = [None if each is None else each[block.kept] for each in self]
-        return Slopes(*chosen)
+from .rows import blocks, panels, places, rows_of_a_block
+from .slopes import Slopes
 
 
 class _Scratch:
@@ -107,11 +24,13 @@ class _Scratch:
         self._dtype = accumulated(like.dtype)
         fitting = rows_of_a_block(columns, wanted.workspace_bytes, buffers, self._dtype)
         self.rows = min(fitting, max(map(len, panels)) or 1)
-        self._shape = self.rows, columns
+        # One column more, for what is written of targets that are another rank's.
+        self._shape = self.rows, columns + 1
         self._device = like.device
         self._buffers: dict[int, Tensor] = {}
 
     def __call__(self, number: int, rows: int) -> Tensor:
+        """[rows, columns + 1]"""
         if number not in self._buffers:
             made = torch.empty(self._shape, dtype=self._dtype, device=self._device)
             self._buffers[number] = made
@@ -121,29 +40,7 @@ class _Scratch:
         """In the type that is computed in; in the first buffer if it is another."""
         if logits_nV.dtype == self._dtype:
             return logits_nV
-        return self(0, len(logits_nV)).copy_(logits_nV)
-
-
-def behind(
-    logits_nV: Tensor, maximum_n: Tensor, temperature: Tensor | float, out_nV: Tensor
-) -> Tensor:
-    """z = (logits - maximum) / temperature, there."""
-    torch.sub(logits_nV, finite(maximum_n)[:, None], out=out_nV)
-    if isinstance(temperature, Tensor):
-        out_nV.div_(temperature[:, None])
-    elif temperature != 1.0:
-        out_nV.div_(temperature)
-    return out_nV
-
-
-def temperature_of(temperature: Tensor | float, tokens: slice | Tensor) -> Tensor | float:
-    """Of some tokens, where each has one of its own."""
-    return temperature[tokens] if isinstance(temperature, Tensor) else temperature
-
-
-def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """What logits of this type are computed in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+        return self(0, len(logits_nV))[:, :-1].copy_(logits_nV)
 
 
 def partial_of(
@@ -154,41 +51,45 @@ def partial_of(
     columns: Columns,
     wanted: Wanted,
 ) -> Partial:
-    (rows,) = panels(logits)
+    """Of the kept tokens, which `local_N` and a temperature per token are of."""
     like = torch.zeros(len(local_N), dtype=accumulated(logits.dtype), device=logits.device)
     found = Partial(*(like.clone() for _ in range(4)))
-    found.maximum.fill_(-torch.inf)
-    if not rows or not columns.real:
+    found.maximum.fill_(FINITE)
+    if not len(local_N) or not columns.real:
         return found
+    (rows,) = panels(logits)
+    sizes = [len(panel) for panel in rows]
+    place_N1, ours_N1 = place_of(local_N, columns.real)
+    # The target is no part of the sums; another rank's goes where no column is.
+    apart_N1 = torch.where(ours_N1, place_N1, columns.real)
     scratch = _Scratch(rows, columns.real, wanted, 2 if wanted.entropy else 1)
-    for block in blocks([len(panel) for panel in rows], kept_N, scratch.rows):
+    for block in blocks(sizes, kept_N, scratch.rows):
         logits_nV = block.read(rows, columns.real)
         of_block = temperature_of(temperature, block.kept)
+        of_found = Partial(*(each[block.kept] for each in found))
         if wanted.compiled:
-            of_rows_n = torch.ones_like(like[block.kept]).mul_(of_block)
-            found_n = compiled(statistics)(
-                logits_nV, local_N[block.kept], of_rows_n, wanted.entropy
-            )
-            for into_N, values_n in zip(found, found_n, strict=True):
-                into_N[block.kept] = values_n
+            of_rows_n = torch.ones_like(of_found.maximum).mul_(of_block)
+            made = compiled(statistics)(logits_nV, local_N[block.kept], of_rows_n, wanted.entropy)
+            for into_n, values_n in zip(of_found, made, strict=True):
+                into_n.copy_(values_n)
             continue
         logits_nV = scratch.read(logits_nV)
-        maximum_n = logits_nV.amax(-1)
-        z_nV = behind(logits_nV, maximum_n, of_block, scratch(0, len(logits_nV)))
-        place_n1, ours_n1 = place_of(local_N[block.kept], columns.real)
-        target_n1 = z_nV.gather(1, place_n1)
-        if wanted.entropy:
-            exponentials_nV = torch.exp(z_nV, out=scratch(1, len(z_nV)))
-        else:
-            exponentials_nV = z_nV.exp_()
-        of_others_n1 = torch.where(ours_n1, 0.0, exponentials_nV.gather(1, place_n1))
-        exponentials_nV.scatter_(1, place_n1, of_others_n1)
-        found.maximum[block.kept] = maximum_n
-        found.exponentials[block.kept] = exponentials_nV.sum(-1)
-        found.target[block.kept] = torch.where(ours_n1, target_n1, 0.0).squeeze(1)
+        torch.amax(logits_nV, -1, out=of_found.maximum).clamp_(min=FINITE)
+        z_nV = scratch(0, len(logits_nV))[:, :-1]
+        behind(logits_nV, of_found.maximum, of_block, z_nV)
+        with_room_nV = scratch(int(wanted.entropy), len(z_nV))
+        exponentials_nV = torch.exp(z_nV, out=with_room_nV[:, :-1])
+        with_room_nV.scatter_(1, apart_N1[block.kept], 0.0)
+        torch.sum(exponentials_nV, -1, out=of_found.exponentials)
         if wanted.entropy:
             moments_nV = exponentials_nV.mul_(z_nV.clamp_(min=FINITE))
-            found.moments[block.kept] = moments_nV.sum(-1)
+            torch.sum(moments_nV, -1, out=of_found.moments)
+    if not wanted.compiled:
+        everyone_N = torch.arange(len(local_N), device=local_N.device)
+        for panel, chosen, row in places(sizes, kept_N, everyone_N):
+            found.target[chosen] = rows[panel][row, place_N1[chosen, 0]].to(like.dtype)
+        z_N = (found.target - found.maximum) / temperature
+        found.target.copy_(torch.where(ours_N1[:, 0], z_N, 0.0))
     return found
 
 
@@ -204,8 +105,9 @@ def write_gradient(
     """Of the kept tokens, into tensors of the same shape, or into the logits themselves."""
     if not rows or not columns.real:
         return
-    scratch = _Scratch(rows, columns.real, wanted, 2)
-    for block in blocks([len(panel) for panel in rows], kept_N, scratch.rows):
+    sizes = [len(panel) for panel in rows]
+    scratch = _Scratch(rows, columns.real, wanted, 1 if slopes.slope is None else 2)
+    for block in blocks(sizes, kept_N, scratch.rows):
         here = slopes.of(block)
         logits_nV = block.read(rows, columns.real)
         of_block = temperature_of(temperature, block.kept)
@@ -215,30 +117,36 @@ def write_gradient(
             continue
         # Where there is nothing to convert or to spread, it is computed where it belongs.
         out_nV = block.view(into, columns.real)
-        if out_nV is None or out_nV.dtype != here.maximum.dtype:
-            out_nV = scratch(0, len(logits_nV))
+        in_place = out_nV is not None and out_nV.dtype == here.maximum.dtype
+        if out_nV is None or not in_place:
+            out_nV = scratch(0, len(logits_nV))[:, :-1]
         z_nV = behind(scratch.read(logits_nV), here.maximum, of_block, out_nV)
         if here.slope is None:
             gradient_nV = z_nV.exp_().mul_(here.factor[:, None])
         else:
-            exponentials_nV = torch.exp(z_nV, out=scratch(1, len(z_nV)))
+            exponentials_nV = torch.exp(z_nV, out=scratch(1, len(z_nV))[:, :-1])
             # -inf·0 would be NaN.
             gradient_nV = z_nV.clamp_(min=FINITE).mul_(here.slope[:, None])
             gradient_nV.add_(here.factor[:, None]).mul_(exponentials_nV)
-        place_n1, ours_n1 = place_of(here.local, columns.real)
-        others_n1 = gradient_nV.gather(1, place_n1)
-        of_target_n1 = torch.where(ours_n1, here.of_target[:, None], others_n1)
-        gradient_nV.scatter_(1, place_n1, of_target_n1)
-        if out_nV.dtype != into[block.panel].dtype or not isinstance(block.rows, slice):
+        if not in_place:
             block.write(into, gradient_nV)
+    if wanted.compiled:
+        return
+    _, ours_N1 = place_of(slopes.local, columns.real)
+    target_E = ours_N1[:, 0].nonzero().squeeze(1)
+    for panel, chosen, row in places(sizes, kept_N, target_E):
+        here_e = target_E[chosen]
+        values_e = slopes.of_target[here_e].to(into[panel].dtype)
+        into[panel][row, slopes.local[here_e]] = values_e
 
 
-def place_of(local_n: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """The target's column here, any where it is another rank's, and whether it is ours; [n, 1]."""
-    ours_n = (local_n >= 0) & (local_n < columns)
-    return torch.where(ours_n, local_n, 0)[:, None], ours_n[:, None]
-
-
-def finite(maximum: Tensor) -> Tensor:
-    """A maximum that can be subtracted from columns that are all -inf."""
-    return torch.where(maximum == -torch.inf, 0.0, maximum)
+def behind(
+    logits_nV: Tensor, maximum_n: Tensor, temperature: Tensor | float, out_nV: Tensor
+) -> Tensor:
+    """z = (logits - maximum) / temperature, there."""
+    torch.sub(logits_nV, maximum_n[:, None], out=out_nV)
+    if isinstance(temperature, Tensor):
+        out_nV.div_(temperature[:, None])
+    elif temperature != 1.0:
+        out_nV.div_(temperature)
+    return out_nV

@@ -11,7 +11,7 @@ from torch import Tensor
 from .rows import rows_of_a_block
 
 #: Narrower matrices are multiplied at a fraction of the speed.
-_NARROWEST = 256
+NARROWEST = 256
 
 
 class Parts(NamedTuple):
@@ -32,8 +32,8 @@ class Parts(NamedTuple):
 
     def of_columns(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
         """Some columns of all tokens."""
-        width = max(_NARROWEST, rows_of_a_block(tokens, self.logits_bytes, 1, dtype))
-        for start in range(0, columns if tokens else 0, width):
+        width = max(NARROWEST, rows_of_a_block(tokens, self.logits_bytes, 1, dtype))
+        for start in range(0, columns or 1, width):  # without columns, once none
             yield slice(start, min(start + width, columns))
 
 

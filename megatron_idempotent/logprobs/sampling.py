@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .kernels import finite
+from .fused import FINITE
 
 #: Columns beside the k-th that may have its logit.
 _TIES = 32
@@ -106,7 +106,7 @@ class Sampling:
             sure_n = _nothing_beyond(lowest_n, beyond_n)
         if self.top_p >= 1:
             return lowest_n, sure_n
-        z_nW = (ordered_nW.double() - finite(ordered_nW[:, :1])) / columnwise(temperature)
+        z_nW = (ordered_nW.double() - ordered_nW[:, :1].clamp(min=FINITE)) / columnwise(temperature)
         mass_nW = z_nW.exp().masked_fill_(ordered_nW < lowest_n[:, None], 0)
         if self.top_k > 0:
             mass_n = mass_nW.sum(-1)

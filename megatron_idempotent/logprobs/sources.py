@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .kernels import Columns
+from .asked import Columns
 from .parts import Parts, Product
 from .rows import blocks, panels, places, rows_of_a_block
 

@@ -1,0 +1,68 @@
+"""What a call asks of a rank, and the small rules that all of its parts go by."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .combine import Whole
+
+
+class Columns(NamedTuple):
+    """The vocabulary, and this rank's part of it."""
+
+    first: int
+    """The id of this rank's first column."""
+    real: int
+    """How many of its columns are tokens; those behind them are padding."""
+    per_rank: int
+    vocabulary: int
+    """Tokens on all ranks."""
+    group: Any
+    ranks: int
+
+    def real_of(self, rank: int) -> int:
+        """How many columns of that rank are tokens."""
+        return min(self.per_rank, max(0, self.vocabulary - rank * self.per_rank))
+
+
+class Wanted(NamedTuple):
+    """How to compute."""
+
+    entropy: bool
+    entropy_gradient: bool
+    consume: bool
+    compiled: bool
+    workspace_bytes: int
+
+    def returned(
+        self, ctx: Any, whole: Whole, temperature: Tensor | float
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """`(logprob, entropy, lse)`, of which the gradient is known for what is differentiated."""
+        lse_N = whole.maximum / temperature + whole.log_sum
+        entropy_N = whole.entropy if self.entropy else None
+        constant = [lse_N]
+        if entropy_N is not None and not self.entropy_gradient:
+            constant.append(entropy_N)
+        ctx.mark_non_differentiable(*constant)
+        ctx.set_materialize_grads(False)
+        # Not the same tensor, because what is saved may not be what is returned.
+        return whole.logprob.clone(), entropy_N, lse_N
+
+
+def temperature_of(temperature: Tensor | float, tokens: slice | Tensor) -> Tensor | float:
+    """Of some tokens, where each has one of its own."""
+    return temperature[tokens] if isinstance(temperature, Tensor) else temperature
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """What logits of this type are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def place_of(local_n: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """The target's column here, any where it is another rank's, and whether it is ours; [n, 1]."""
+    ours_n = (local_n >= 0) & (local_n < columns)
+    return torch.where(ours_n, local_n, 0)[:, None], ours_n[:, None]

@@ -1,0 +1,56 @@
+"""What the gradient of a token's logits is made of: a few numbers per token.
+
+Legend: N tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .combine import Whole
+from .fused import FINITE
+from .rows import Block
+
+
+class Slopes(NamedTuple):
+    """Of each kept token [N]: its gradient is exp(z)·(factor + slope·z), and `of_target` there."""
+
+    local: Tensor
+    maximum: Tensor
+    factor: Tensor
+    slope: Tensor | None
+    of_target: Tensor
+
+    @staticmethod
+    def made(
+        local_N: Tensor,
+        whole: Whole,
+        of_logprob_N: Tensor | None,
+        of_entropy_N: Tensor | None,
+        temperature: Tensor | float,
+    ) -> Slopes:
+        """Out of p·(-g_logprob - g_entropy·(H + log p)) + [column = target]·g_logprob.
+
+        With H + log p = z - mean nothing cancels; the target's 1 - p is that of its log-prob.
+        """
+        _, sum_N, mean_N, _, logprob_N, entropy_N = (each.double() for each in whole)
+        like_N = whole.maximum
+        if of_logprob_N is None:
+            of_logprob_N = torch.zeros_like(like_N)
+        of_logprob_N = of_logprob_N / temperature
+        factor_N, slope_N = -of_logprob_N / sum_N, None
+        of_target_N = -of_logprob_N * logprob_N.expm1()
+        if of_entropy_N is not None:
+            of_entropy_N = of_entropy_N / temperature
+            factor_N = factor_N + of_entropy_N * mean_N / sum_N
+            slope_N = (-of_entropy_N / sum_N).to(like_N)
+            inner_N = (logprob_N + entropy_N).clamp(min=FINITE)
+            of_target_N = of_target_N - of_entropy_N * logprob_N.exp() * inner_N
+        return Slopes(local_N, like_N, factor_N.to(like_N), slope_N, of_target_N.to(like_N))
+
+    def of(self, block: Block) -> Slopes:
+        chosen: list[Any] = [None if each is None else each[block.kept] for each in self]
+        return Slopes(*chosen)

@@ -1,0 +1,93 @@
+"""Of a vocabulary and logits as models have them: how far off, in numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+N, V = 128, 32768
+
+
+def accuracy(name: str) -> dict[str, float]:
+    """On one of two ranks: largest errors against float64, and against an engine's log-softmax."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_idempotent import token_logprobs
+
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    whole = (torch.randn(N, V) * 3).to(getattr(torch, name))
+    targets = torch.randint(0, V, (N,))
+    # Half of the tokens are what a policy would sample.
+    likely = torch.arange(N) % 2 == 0
+    targets = torch.where(likely, whole.float().softmax(-1).multinomial(1).squeeze(1), targets)
+    weights, of_entropy = torch.randn(2, N)
+    arguments: dict[str, Any] = {"targets": targets, "tp_group": dist.group.WORLD}
+
+    leaf = whole.chunk(2, -1)[rank].clone().requires_grad_()
+    stats = token_logprobs(logits=leaf, entropy="grad", **arguments)
+    (stats.logprob * weights + stats.entropy * of_entropy).sum().backward()
+    exact = whole.double().requires_grad_()
+    logp = torch.log_softmax(exact, -1)
+    logprob = logp.gather(1, targets[:, None]).squeeze(1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    (logprob * weights + entropy * of_entropy).sum().backward()
+    gradient = exact.grad.chunk(2, -1)[rank]
+    rounded = gradient.to(leaf.dtype).double()
+    cooler = token_logprobs(logits=leaf.detach(), temperature=0.7, **arguments).logprob
+    engine = torch.log_softmax(whole.float() / 0.7, -1).gather(1, targets[:, None]).squeeze(1)
+    return {
+        "logprob": float((stats.logprob - logprob).abs().max()),
+        "entropy": float((stats.entropy - entropy).abs().max()),
+        "gradient": float((leaf.grad - gradient).norm() / gradient.norm()),
+        "rounding": float((rounded - gradient).norm() / gradient.norm()),
+        "engine": float((cooler - engine).abs().max()),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_errors_are_those_of_the_last_bits(megatron_ranks, dtype):
+    for found in megatron_ranks(2, accuracy, dtype):
+        assert found["logprob"] <= 2e-6, found
+        assert found["entropy"] <= 1e-6, found
+        assert found["engine"] <= 1e-5, found
+        if dtype == "float32":
+            assert found["gradient"] <= 3e-7, found
+        else:  # rounded to the type once
+            assert found["gradient"] <= 1.001 * found["rounding"], found
+
+
+def again() -> None:
+    """On a rank: a graph that is kept is differentiated twice, from hidden states and cut too."""
+    import torch
+
+    from megatron_idempotent import Sampling, token_logprobs
+
+    torch.manual_seed(0)
+    logits = torch.randn(6, 300, requires_grad=True)
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(300, 8, requires_grad=True)
+    forms: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
+        ({"logits": logits}, (logits,)),
+        ({"hidden": hidden, "weight": weight}, (hidden, weight)),
+    ]
+    for sampling in (None, Sampling(top_k=9)):
+        for form, inputs in forms:
+            stats = token_logprobs(
+                **form, targets=torch.arange(6), entropy="grad", sampling=sampling
+            )
+            total = stats.logprob.sum() + stats.entropy.sum()
+            once, twice = (torch.autograd.grad(total, inputs, retain_graph=True) for _ in range(2))
+            assert all(map(torch.equal, once, twice))
+            # One output alone, and then the other, add up to both.
+            parts = [
+                torch.autograd.grad(each.sum(), inputs, retain_graph=True)
+                for each in (stats.logprob, stats.entropy)
+            ]
+            for whole, logprob, entropy in zip(once, *parts, strict=True):
+                torch.testing.assert_close(logprob + entropy, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradient_again(megatron_ranks):
+    megatron_ranks(1, again)
