@@ -9,6 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+#: How many times as many blocks there may be for the sake of rows that follow each other.
+_SHORTER = 4
+
 
 class Order:
     """Leading dimensions by descending stride, so that [S, B, V] seen as [B, S, V] is read in turn.
@@ -73,7 +76,12 @@ class Block(NamedTuple):
 
     def write(self, panels: list[Tensor], values: Tensor) -> None:
         """Into the first columns of these rows, rounded to the panels' type."""
-        panels[self.panel][:, : values.shape[1]][self.rows] = values.to(panels[self.panel].dtype)
+        matrix = panels[self.panel][:, : values.shape[1]]
+        values = values.to(matrix.dtype)
+        if isinstance(self.rows, slice):
+            matrix[self.rows] = values
+        else:
+            matrix.index_copy_(0, self.rows, values)
 
 
 def blocks(sizes: list[int], kept_N: Tensor | None, rows: int) -> Iterator[Block]:
@@ -85,12 +93,28 @@ def blocks(sizes: list[int], kept_N: Tensor | None, rows: int) -> Iterator[Block
     done = 0
     for panel, (size, mask) in enumerate(zip(sizes, masks, strict=True)):
         chosen = None if mask is None else mask.nonzero().squeeze(1)
-        count = size if chosen is None else len(chosen)
-        for start in range(0, count, rows):
-            end = min(start + rows, count)
-            part = slice(start, end) if chosen is None else chosen[start:end]
-            yield Block(panel, part, slice(done + start, done + end))
-        done += count
+        for part in _parts(size, chosen, rows):
+            count = part.stop - part.start if isinstance(part, slice) else len(part)
+            yield Block(panel, part, slice(done, done + count))
+            done += count
+
+
+def _parts(size: int, chosen: Tensor | None, rows: int) -> Iterator[slice | Tensor]:
+    """At most so many of them at a time; as slices, which take no copy, where runs are long."""
+    if chosen is None:
+        runs = [(0, size)]
+    else:
+        ends = ((chosen[1:] - chosen[:-1]) != 1).nonzero().squeeze(1) + 1
+        bounds = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), len(chosen))])
+        if len(bounds) - 1 > _SHORTER * -(-len(chosen) // rows):
+            yield from torch.split(chosen, rows)
+            return
+        first = chosen[bounds[:-1]] if len(chosen) else bounds[:0]
+        lengths = (bounds[1:] - bounds[:-1])[: len(first)]
+        runs = list(zip(first.tolist(), (first + lengths).tolist(), strict=True))
+    for start, stop in runs:
+        for row in range(start, stop, rows):
+            yield slice(row, min(row + rows, stop))
 
 
 def rows_of_a_block(columns: int, workspace_bytes: int, buffers: int, dtype: torch.dtype) -> int:
