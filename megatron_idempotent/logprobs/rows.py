@@ -103,15 +103,16 @@ def _parts(size: int, chosen: Tensor | None, rows: int) -> Iterator[slice | Tens
     """At most so many of them at a time; as slices, which take no copy, where runs are long."""
     if chosen is None:
         runs = [(0, size)]
+    elif not len(chosen):
+        return
     else:
-        ends = ((chosen[1:] - chosen[:-1]) != 1).nonzero().squeeze(1) + 1
-        bounds = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), len(chosen))])
-        if len(bounds) - 1 > _SHORTER * -(-len(chosen) // rows):
+        breaks = (chosen[1:] - chosen[:-1] != 1).nonzero().squeeze(1)
+        if len(breaks) >= _SHORTER * -(-len(chosen) // rows):
             yield from torch.split(chosen, rows)
             return
-        first = chosen[bounds[:-1]] if len(chosen) else bounds[:0]
-        lengths = (bounds[1:] - bounds[:-1])[: len(first)]
-        runs = list(zip(first.tolist(), (first + lengths).tolist(), strict=True))
+        first = torch.cat([chosen[:1], chosen[breaks + 1]])
+        last = torch.cat([chosen[breaks], chosen[-1:]])
+        runs = list(zip(first.tolist(), (last + 1).tolist(), strict=True))
     for start, stop in runs:
         for row in range(start, stop, rows):
             yield slice(row, min(row + rows, stop))
