@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .asked import Columns, Wanted
+from .asked import Columns, Wanted, temperature_of
 from .combine import Whole, combine, merged
 from .kernels import partial_of, write_gradient
 from .parts import Parts, Product
-from .slopes import Slopes
+from .slopes import Slopes, differentiated
 from .weight_gradient import WeightGradient
 
 
@@ -68,22 +68,29 @@ class LogprobsFromHidden(torch.autograd.Function):
         whole = Whole(*saved)
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         # Many parts add up here, and ranks' shares behind it.
+        temperature, shape = ctx.temperature, hidden_NH.shape
+        slopes = Slopes.made(local_N, whole, of_logprob_N, of_entropy_N, temperature)
+        live_N = differentiated(of_logprob_N, of_entropy_N)
+        if live_N is not None:
+            slopes, temperature = slopes.of(live_N), temperature_of(temperature, live_N)
+            hidden_NH = hidden_NH[live_N]
         d_hidden_NH = torch.zeros_like(hidden_NH, dtype=whole.maximum.dtype) if of_hidden else None
         d_weight = WeightGradient(ctx.weight, of_weight, ctx.parts.fused)
-        slopes = Slopes.made(local_N, whole, of_logprob_N, of_entropy_N, ctx.temperature)
         product = Product()
         for part in ctx.parts.of_columns(len(hidden_NH), ctx.columns.real, hidden_NH.dtype):
             logits_Nv = product(hidden_NH, weight_VH[part].t())
-            here = slopes._replace(local=local_N - part.start)
+            here = slopes._replace(local=slopes.local - part.start)
             columns = ctx.columns._replace(real=part.stop - part.start)
             rows = [logits_Nv]
-            write_gradient(rows, rows, None, here, ctx.temperature, columns, ctx.wanted)
+            write_gradient(rows, rows, None, here, temperature, columns, ctx.wanted)
             if d_hidden_NH is not None:
                 if d_hidden_NH.dtype == logits_Nv.dtype:
                     d_hidden_NH.addmm_(logits_Nv, weight_VH[part])
                 else:
                     d_hidden_NH += logits_Nv @ weight_VH[part]
             d_weight.add(part, logits_Nv, hidden_NH)
+        if live_N is not None and d_hidden_NH is not None:
+            d_hidden_NH = d_hidden_NH.new_zeros(shape).masked_scatter_(live_N[:, None], d_hidden_NH)
         return of_all_ranks(d_hidden_NH, ctx.parts, ctx.columns), d_weight.done(), *nothing
 
 

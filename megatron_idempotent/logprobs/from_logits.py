@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .asked import Columns, Wanted
+from .asked import Columns, Wanted, temperature_of
 from .combine import Whole, combine
 from .kernels import partial_of, write_gradient
 from .rows import Order, panels
-from .slopes import Slopes
+from .slopes import Slopes, differentiated
 
 
 class LogprobsFromLogits(torch.autograd.Function):
@@ -51,9 +51,14 @@ class LogprobsFromLogits(torch.autograd.Function):
         # An alias that shares the version counter: who has saved the logits too is told of it.
         gradient = logits.detach() if wanted.consume else torch.empty_like(logits)
         rows, into = panels(order.rows(logits.detach()), order.rows(gradient))
+        temperature = ctx.temperature
+        slopes = Slopes.made(local_N, Whole(*whole), of_logprob_N, of_entropy_N, temperature)
+        live_N = differentiated(of_logprob_N, of_entropy_N)
+        if live_N is not None:
+            slopes, temperature = slopes.of(live_N), temperature_of(temperature, live_N)
+            kept_N = live_N if kept_N is None else kept_N.masked_scatter(kept_N, live_N)
         _zero(into, kept_N, columns.real)
-        slopes = Slopes.made(local_N, Whole(*whole), of_logprob_N, of_entropy_N, ctx.temperature)
-        write_gradient(rows, into, kept_N, slopes, ctx.temperature, columns, wanted)
+        write_gradient(rows, into, kept_N, slopes, temperature, columns, wanted)
         return gradient, *nothing
 
 

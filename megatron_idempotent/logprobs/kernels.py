@@ -108,7 +108,7 @@ def write_gradient(
     sizes = [len(panel) for panel in rows]
     scratch = _Scratch(rows, columns.real, wanted, 1 if slopes.slope is None else 2)
     for block in blocks(sizes, kept_N, scratch.rows):
-        here = slopes.of(block)
+        here = slopes.of(block.kept)
         logits_nV = block.read(rows, columns.real)
         of_block = temperature_of(temperature, block.kept)
         if wanted.compiled:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .asked import accumulated
 from .rows import rows_of_a_block
 
 #: Narrower matrices are multiplied at a fraction of the speed.
@@ -31,8 +32,9 @@ class Parts(NamedTuple):
             yield slice(start, min(start + rows, tokens))
 
     def of_columns(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
-        """Some columns of all tokens."""
-        width = max(NARROWEST, rows_of_a_block(tokens, self.logits_bytes, 1, dtype))
+        """Some columns of all tokens, which take as much again where they are computed."""
+        width = rows_of_a_block(tokens, self.logits_bytes, 1, accumulated(dtype))
+        width = max(NARROWEST, width)
         for start in range(0, columns or 1, width):  # without columns, once none
             yield slice(start, min(start + width, columns))
 

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from .combine import Whole
 from .fused import FINITE
-from .rows import Block
+
+#: Of all tokens: for less, picking them costs more than it saves.
+_FEW = 0.9
 
 
 class Slopes(NamedTuple):
@@ -51,6 +53,17 @@ class Slopes(NamedTuple):
             of_target_N = of_target_N - of_entropy_N * logprob_N.exp() * inner_N
         return Slopes(local_N, like_N, factor_N.to(like_N), slope_N, of_target_N.to(like_N))
 
-    def of(self, block: Block) -> Slopes:
-        chosen: list[Any] = [None if each is None else each[block.kept] for each in self]
+    def of(self, tokens: slice | Tensor) -> Slopes:
+        chosen: list[Any] = [None if each is None else each[tokens] for each in self]
         return Slopes(*chosen)
+
+
+def differentiated(of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> Tensor | None:
+    """Which tokens' outputs have a gradient that is not 0; None if that is nearly all.
+
+    Clipped tokens have none, and those of groups whose rewards are all alike. Read on the host.
+    """
+    parts = [each != 0 for each in (of_logprob_N, of_entropy_N) if each is not None]
+    found_N = parts[0] if len(parts) == 1 else parts[0] | parts[1]
+    few = int(found_N.sum()) <= _FEW * len(found_N)
+    return found_N if few and len(found_N) else None

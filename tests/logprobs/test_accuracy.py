@@ -89,5 +89,61 @@ def again() -> None:
                 torch.testing.assert_close(logprob + entropy, whole, rtol=1e-5, atol=1e-6)
 
 
+def some_without_gradient() -> None:
+    """On a rank: tokens whose outputs nobody differentiates, such as clipped ones."""
+    import torch
+
+    from megatron_idempotent import token_logprobs
+
+    torch.manual_seed(0)
+    logits = torch.randn(4, 5, 300)
+    hidden, weight = torch.randn(4, 5, 8, requires_grad=True), torch.randn(300, 8)
+    weight.requires_grad_()
+    mask = torch.rand(4, 5) < 0.8
+    of_logprob, of_entropy = torch.randn(2, 4, 5)
+    live = torch.arange(20).view(4, 5) % 3 == 0
+    dead = ~live | ~mask
+    forms: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
+        ({"logits": logits.requires_grad_()}, (logits,)),
+        ({"logits": logits * 1, "ownership": "consume"}, (logits,)),
+        ({"hidden": hidden, "weight": weight}, (hidden, weight)),
+    ]
+    for form, inputs in forms:
+        found = []
+        for weights in (1.0, live):
+            if form.get("ownership"):
+                form["logits"] = logits * 1
+            stats = token_logprobs(
+                **form,
+                targets=torch.arange(20).view(4, 5),
+                temperature=of_logprob.abs() + 0.5,
+                token_mask=mask,
+                entropy="grad",
+            )
+            total = (stats.logprob * of_logprob + stats.entropy * of_entropy) * weights
+            found.append(torch.autograd.grad(total.sum(), inputs))
+        (every, *_), (some, *others) = found
+        assert not some[dead].any()
+        torch.testing.assert_close(some[~dead], every[~dead], rtol=1e-5, atol=1e-6)
+        if others:  # the weight's is of those tokens alone
+            kept = {**form, "token_mask": ~dead, "targets": torch.arange(20).view(4, 5)}
+            kept |= {"temperature": of_logprob.abs() + 0.5, "entropy": "grad"}
+            stats = token_logprobs(**kept)
+            total = (stats.logprob * of_logprob + stats.entropy * of_entropy).sum()
+            (alone,) = torch.autograd.grad(total, weight)
+            torch.testing.assert_close(others[0], alone, rtol=1e-5, atol=1e-6)
+    # Nothing is read of logits that nobody wants to know of.
+    logits = torch.full((8, 300), torch.nan)
+    logits[:2] = 1.0
+    logits.requires_grad_()
+    stats = token_logprobs(logits=logits, targets=torch.arange(8))
+    (gradient,) = torch.autograd.grad(stats.logprob[:2].sum(), logits)
+    assert gradient.isfinite().all()
+
+
+def test_tokens_whose_outputs_have_no_gradient_are_left_out_of_the_backward(megatron_ranks):
+    megatron_ranks(1, some_without_gradient)
+
+
 def test_a_graph_that_is_kept_gives_the_same_gradient_again(megatron_ranks):
     megatron_ranks(1, again)

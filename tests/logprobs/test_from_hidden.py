@@ -150,7 +150,7 @@ def what_is_needed() -> None:
     targets = torch.arange(tokens)
     mask = torch.arange(tokens) % 4 == 0
 
-    def run(of_hidden: bool, of_weight: bool, **more: Any) -> int:
+    def run(of_hidden: bool, of_weight: bool, share: float = 1.0, **more: Any) -> int:
         hidden = torch.randn(tokens, H, requires_grad=of_hidden)
         weight = torch.randn(columns, H, requires_grad=of_weight)
         counted = Products()
@@ -158,7 +158,7 @@ def what_is_needed() -> None:
         with counted:
             stats = token_logprobs(hidden=hidden, weight=weight, targets=targets, **more)
             if of_hidden or of_weight:
-                stats.logprob.sum().backward()
+                stats.logprob[: int(share * tokens)].sum().backward()
         assert (hidden.grad is not None, weight.grad is not None) == (of_hidden, of_weight)
         return sum(shape[0] * shape[1] for shape in counted.shapes)
 
@@ -166,6 +166,9 @@ def what_is_needed() -> None:
     assert run(False, False) == forward
     assert run(True, False) == 2 * forward + run_parts(tokens, columns) * tokens * H
     assert run(False, True) == 2 * forward + columns * H
+    # A quarter has a gradient: half of the work is in the backward's products, but for the parts.
+    backward = run(True, True) - forward
+    assert run(True, True, share=0.25) - forward <= 0.4 * backward + columns * H
     masked = run(True, True, token_mask=mask)
     assert masked <= run(True, True) / 4 + columns * H
     logits_bytes = tokens * columns * 4
