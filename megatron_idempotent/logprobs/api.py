@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import check
-from .asked import Wanted
+from .asked import Asked, Wanted
 from .from_hidden import LogprobsFromHidden
 from .from_kept import KeptFromHidden, KeptFromLogits
 from .from_logits import LogprobsFromLogits
@@ -153,32 +153,22 @@ def token_logprobs(
         compiled=compiled,
         workspace_bytes=workspace_bytes or in_cache,
     )
-    cut: tuple[Any, ...] = ()
-    if sampling is not None and sampling.cuts(columns.vocabulary):
-        cut = (sampling, chosen(keep))
-    found: Any
+    asked = Asked(chosen(targets), chosen(temperature), columns, wanted)
+    cut = sampling is not None and sampling.cuts(columns.vocabulary)
+    if cut:
+        asked = asked._replace(sampling=sampling, keep=chosen(keep))
     if logits is not None:
         from_logits: Any = KeptFromLogits if cut else LogprobsFromLogits
-        found = from_logits.apply(
-            rows, chosen(targets), kept_N, chosen(temperature), columns, wanted, *cut
-        )
+        found = from_logits.apply(rows, kept_N, asked)
     else:
         parts = Parts(
             workspace_bytes or _LOGITS_BYTES.get(device, _LOGITS_BYTES_ELSEWHERE),
             reduce=size > 1 and not gathered,
             fused=gradient_accumulation_fusion,
         )
+        fitting = wanted._replace(workspace_bytes=min(wanted.workspace_bytes, in_cache))
         from_hidden: Any = KeptFromHidden if cut else LogprobsFromHidden
-        found = from_hidden.apply(
-            chosen(rows),
-            weight,
-            chosen(targets),
-            chosen(temperature),
-            columns,
-            wanted._replace(workspace_bytes=min(wanted.workspace_bytes, in_cache)),
-            parts,
-            *cut,
-        )
+        found = from_hidden.apply(chosen(rows), weight, asked._replace(wanted=fitting), parts)
 
     def shaped(values_N: Tensor | None) -> Any:
         if values_N is None:

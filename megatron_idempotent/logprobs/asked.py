@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .combine import Whole
+from .sampling import Sampling
 
 
 class Columns(NamedTuple):
@@ -50,6 +51,31 @@ class Wanted(NamedTuple):
         ctx.set_materialize_grads(False)
         # Not the same tensor, because what is saved may not be what is returned.
         return whole.logprob.clone(), entropy_N, lse_N
+
+
+class Asked(NamedTuple):
+    """Of the tokens that are computed, in the order of their rows."""
+
+    targets: Tensor
+    """Ids in the vocabulary, [N]."""
+    temperature: Tensor | float
+    """Of all, or [N]."""
+    columns: Columns
+    wanted: Wanted
+    sampling: Sampling | None = None
+    """Where it leaves something out."""
+    keep: Tensor | None = None
+    """`Sampling.keep` of these tokens, [N, K]."""
+
+    @property
+    def local(self) -> Tensor:
+        """The target's column on this rank, or one that this rank has not; [N]."""
+        return self.targets - self.columns.first
+
+    @property
+    def owner(self) -> Tensor:
+        """The rank in the group that has the target's column; [N]."""
+        return self.targets // self.columns.per_rank
 
 
 def temperature_of(temperature: Tensor | float, tokens: slice | Tensor) -> Tensor | float:

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .asked import Columns, accumulated, place_of, temperature_of
+from .asked import Asked, Columns, accumulated, place_of, temperature_of
 from .combine import Whole, with_target
 from .fused import FINITE
-from .kept import Call, Kept
+from .kept import Kept
 from .kernels import partial_of
 from .rows import rows_of_a_block
 from .sampling import columnwise
+from .sources import Source
 
 #: Of what is computed of all ranks' candidates: about half a dozen numbers of float64 for each.
 _CHUNK_BYTES = 16 << 20
@@ -46,54 +47,58 @@ class _Rows(NamedTuple):
     column_nC: Tensor
 
 
-def choose(call: Call) -> tuple[Kept, Whole]:
+def choose(source: Source, asked: Asked) -> tuple[Kept, Whole]:
     """What top-k and top-p leave, and statistics over it.
 
     A collective of the group's ranks, one all-gather of 4 · (3 + C) bytes per token and rank. For
     tokens whose boundary may lie below what was sent there are more, each with eight times as many
     candidates, in the end all columns.
     """
-    columns, width = call.columns, min(call.sampling.width(), call.columns.per_rank)
-    dtype = accumulated(call.source.dtype)
-    like_N = torch.zeros(len(call.local), dtype=dtype, device=call.local.device)
+    sampling, columns = asked.sampling, asked.columns
+    assert sampling is not None
+    width = min(sampling.width(), columns.per_rank)
+    targets_N = asked.targets
+    dtype = accumulated(source.dtype)
+    like_N = torch.zeros(len(targets_N), dtype=dtype, device=targets_N.device)
     whole = Whole(*(like_N.clone() for _ in Whole._fields))
     kept: list[Kept] = []
-    everyone_N = torch.arange(len(call.local), device=call.local.device)
+    everyone_N = torch.arange(len(targets_N), device=targets_N.device)
     short: list[Tensor] = []
 
     def settle(sent: Iterator[_Rows]) -> None:
         for rows in sent:
-            threshold_n, enough_n = call.sampling.thresholds(
+            threshold_n, enough_n = sampling.thresholds(
                 rows.logits_nW, rows.mass_n, rows.beyond_n, rows.temperature
             )
             also_n = rows.target_n < threshold_n
-            if call.sampling.target != "keep":
+            if sampling.target != "keep":
                 also_n.zero_()
             found = _statistics(rows, threshold_n, also_n)
             for into, found_n in zip(whole, found, strict=True):
                 into[rows.token_n] = found_n
-            kept.extend(_here(call, rows, threshold_n, also_n, enough_n))
+            kept.extend(_here(asked, rows, threshold_n, also_n, enough_n))
             short.append(rows.token_n[~enough_n])
 
-    settle(_sent(call, everyone_N, call.source.parts(), width))
+    settle(_sent(source, asked, everyone_N, source.parts(), width))
     while len(token_s := torch.cat([everyone_N[:0], *short])):
         short.clear()
         width = min(width * _MORE, columns.per_rank)
         for token_b in torch.split(token_s, _fit(columns, width)):
-            logits_bV = call.source.of(token_b)
-            settle(_sent(call, token_b, iter([(slice(None), logits_bV)]), width))
+            logits_bV = source.of(token_b)
+            settle(_sent(source, asked, token_b, iter([(slice(None), logits_bV)]), width))
     return Kept.joined(kept, like_N), whole
 
 
 def _sent(
-    call: Call, token_s: Tensor, parts: Iterator[tuple[slice, Tensor]], width: int
+    source: Source, asked: Asked, token_s: Tensor, parts: Iterator[tuple[slice, Tensor]], width: int
 ) -> Iterator[_Rows]:
     """These tokens, whose logits come in parts, with so many candidates of each rank."""
-    columns = call.columns
-    dtype = accumulated(call.source.dtype)
+    columns, sampling = asked.columns, asked.sampling
+    assert sampling is not None
+    dtype = accumulated(source.dtype)
     here = min(width, columns.real)
-    local_s, owner_s = call.local[token_s], call.owner[token_s]
-    temperature = temperature_of(call.temperature, token_s)
+    local_s, owner_s = asked.local[token_s], asked.owner[token_s]
+    temperature = temperature_of(asked.temperature, token_s)
     sent_sX = local_s.new_full((len(token_s), _BESIDES + width), -torch.inf, dtype=dtype)
     sent_sX[:, 1] = 0
     column_sC = local_s.new_zeros(len(token_s), here)
@@ -105,8 +110,8 @@ def _sent(
         target_n1 = torch.where(ours_n1, logits_nV.gather(1, place_n1), -torch.inf)
         sent_nX[:, 2] = target_n1.squeeze(1)
         sent_nX[:, _BESIDES : _BESIDES + here] = values_nC
-        if call.sampling.top_k <= 0:
-            wanted = call.wanted._replace(entropy=False)
+        if sampling.top_k <= 0:
+            wanted = asked.wanted._replace(entropy=False)
             of_part = temperature_of(temperature, part)
             found = partial_of(logits_nV, local_n, None, of_part, columns, wanted)
             of_target_n = torch.where(ours_n1.squeeze(1), found.target.exp(), 0.0)
@@ -154,17 +159,17 @@ def _statistics(rows: _Rows, threshold_n: Tensor, also_n: Tensor) -> Whole:
 
 
 def _here(
-    call: Call, rows: _Rows, threshold_n: Tensor, also_n: Tensor, enough_n: Tensor
+    asked: Asked, rows: _Rows, threshold_n: Tensor, also_n: Tensor, enough_n: Tensor
 ) -> Iterator[Kept]:
     """This rank's columns among those that were kept."""
     here_nC, token_n = rows.here_nC, rows.token_n
     kept_nC = (here_nC >= threshold_n[:, None]) & (here_nC > -torch.inf) & enough_n[:, None]
     row_e, slot_e = kept_nC.nonzero().unbind(1)
     yield Kept(token_n[row_e], rows.column_nC[row_e, slot_e], here_nC[row_e, slot_e])
-    _, ours_n1 = place_of(call.local[token_n], call.columns.real)
+    _, ours_n1 = place_of(asked.local[token_n], asked.columns.real)
     row_e = (ours_n1.squeeze(1) & also_n & enough_n).nonzero().squeeze(1)
     token_e = token_n[row_e]
-    yield Kept(token_e, call.local[token_e], rows.target_n[row_e].to(here_nC.dtype))
+    yield Kept(token_e, asked.local[token_e], rows.target_n[row_e].to(here_nC.dtype))
 
 
 def _all_gather(sent: Tensor, group: Any) -> Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .asked import Columns, Wanted, temperature_of
+from .asked import Asked, Columns, temperature_of
 from .combine import Whole, combine, merged
 from .kernels import partial_of, write_gradient
 from .parts import Parts, Product
@@ -28,17 +28,15 @@ class LogprobsFromHidden(torch.autograd.Function):
         ctx: Any,
         hidden_NH: Tensor,
         weight_VH: Tensor,
-        targets_N: Tensor,
-        temperature: Tensor | float,
-        columns: Columns,
-        wanted: Wanted,
+        asked: Asked,
         parts: Parts,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """As from logits of `hidden_NH @ weight_VH.T`, in the type of both.
 
         Some columns of all tokens at a time, so that each row of the weight is read once.
         """
-        local_N = targets_N - columns.first
+        local_N, temperature = asked.local, asked.temperature
+        columns, wanted = asked.columns, asked.wanted
         found, own, product = [], [], Product()
         for part in parts.of_columns(len(hidden_NH), columns.real, hidden_NH.dtype):
             logits_Nv = product(hidden_NH, weight_VH[part].t())
@@ -47,10 +45,10 @@ class LogprobsFromHidden(torch.autograd.Function):
             found.append(partial_of(logits_Nv, local_n, None, temperature, here, wanted))
             own.append((local_n >= 0) & (local_n < here.real))
         partial = merged(found, own, temperature)
-        whole = combine(partial, targets_N // columns.per_rank, temperature, columns.group)
+        whole = combine(partial, asked.owner, temperature, columns.group)
         if any(ctx.needs_input_grad[:2]):
-            ctx.save_for_backward(hidden_NH, weight_VH, local_N, *whole)
-        ctx.temperature, ctx.columns, ctx.wanted, ctx.parts = temperature, columns, wanted, parts
+            ctx.save_for_backward(hidden_NH, weight_VH, *whole)
+        ctx.asked, ctx.parts = asked, parts
         ctx.weight = weight_VH  # what is saved may be another object, without its main_grad
         return wanted.returned(ctx, whole, temperature)
 
@@ -61,15 +59,16 @@ class LogprobsFromHidden(torch.autograd.Function):
 
         With `reduce` a collective of the group's ranks: one all-reduce, in float32.
         """
-        nothing = (None,) * 5
+        nothing = (None,) * 2
         if of_logprob_N is None and of_entropy_N is None:
             return None, None, *nothing
-        hidden_NH, weight_VH, local_N, *saved = ctx.saved_tensors
+        asked: Asked = ctx.asked
+        hidden_NH, weight_VH, *saved = ctx.saved_tensors
         whole = Whole(*saved)
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         # Many parts add up here, and ranks' shares behind it.
-        temperature, shape = ctx.temperature, hidden_NH.shape
-        slopes = Slopes.made(local_N, whole, of_logprob_N, of_entropy_N, temperature)
+        temperature, shape = asked.temperature, hidden_NH.shape
+        slopes = Slopes.made(asked.local, whole, of_logprob_N, of_entropy_N, temperature)
         live_N = differentiated(of_logprob_N, of_entropy_N)
         if live_N is not None:
             slopes, temperature = slopes.of(live_N), temperature_of(temperature, live_N)
@@ -77,12 +76,12 @@ class LogprobsFromHidden(torch.autograd.Function):
         d_hidden_NH = torch.zeros_like(hidden_NH, dtype=whole.maximum.dtype) if of_hidden else None
         d_weight = WeightGradient(ctx.weight, of_weight, ctx.parts.fused)
         product = Product()
-        for part in ctx.parts.of_columns(len(hidden_NH), ctx.columns.real, hidden_NH.dtype):
+        for part in ctx.parts.of_columns(len(hidden_NH), asked.columns.real, hidden_NH.dtype):
             logits_Nv = product(hidden_NH, weight_VH[part].t())
             here = slopes._replace(local=slopes.local - part.start)
-            columns = ctx.columns._replace(real=part.stop - part.start)
+            columns = asked.columns._replace(real=part.stop - part.start)
             rows = [logits_Nv]
-            write_gradient(rows, rows, None, here, temperature, columns, ctx.wanted)
+            write_gradient(rows, rows, None, here, temperature, columns, asked.wanted)
             if d_hidden_NH is not None:
                 if d_hidden_NH.dtype == logits_Nv.dtype:
                     d_hidden_NH.addmm_(logits_Nv, weight_VH[part])
@@ -91,7 +90,7 @@ class LogprobsFromHidden(torch.autograd.Function):
             d_weight.add(part, logits_Nv, hidden_NH)
         if live_N is not None and d_hidden_NH is not None:
             d_hidden_NH = d_hidden_NH.new_zeros(shape).masked_scatter_(live_N[:, None], d_hidden_NH)
-        return of_all_ranks(d_hidden_NH, ctx.parts, ctx.columns), d_weight.done(), *nothing
+        return of_all_ranks(d_hidden_NH, ctx.parts, asked.columns), d_weight.done(), *nothing
 
 
 def of_all_ranks(d_hidden_NH: Tensor | None, parts: Parts, columns: Columns) -> Tensor | None:

@@ -11,55 +11,37 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .asked import Columns, Wanted
+from .asked import Asked
 from .candidates import choose
 from .combine import Whole
 from .from_hidden import of_all_ranks
-from .kept import Call, Kept, named
+from .kept import Kept, named
 from .parts import Parts
 from .rows import Order, panels, places
-from .sampling import Sampling
 from .slopes import Slopes
 from .sources import Logits, Products, Source
 from .weight_gradient import WeightGradient
 
 
 def _forward(
-    ctx: Any,
-    source: Source,
-    targets_N: Tensor,
-    temperature: Tensor | float,
-    columns: Columns,
-    wanted: Wanted,
-    sampling: Sampling,
-    keep_NK: Tensor | None,
-    *inputs: Tensor | None,
+    ctx: Any, source: Source, asked: Asked, *inputs: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    call = Call(
-        source=source,
-        local=targets_N - columns.first,
-        owner=targets_N // columns.per_rank,
-        temperature=temperature,
-        columns=columns,
-        wanted=wanted,
-        sampling=sampling,
-        keep=keep_NK,
-    )
-    kept, whole = choose(call) if keep_NK is None else named(call)
+    kept, whole = (choose if asked.keep is None else named)(source, asked)
     if any(ctx.needs_input_grad):
-        ctx.save_for_backward(call.local, *kept, *whole, *inputs)
-    ctx.temperature, ctx.columns, ctx.wanted = temperature, columns, wanted
-    return wanted.returned(ctx, whole, temperature)
+        ctx.save_for_backward(*kept, *whole, *inputs)
+    ctx.asked = asked
+    return asked.wanted.returned(ctx, whole, asked.temperature)
 
 
 def _gradient(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> Any:
     """Which columns of which tokens, their gradients [E], and the inputs that were saved."""
-    local_N, *others = ctx.saved_tensors
-    kept, whole, inputs = Kept(*others[:3]), Whole(*others[3:9]), others[9:]
+    asked: Asked = ctx.asked
+    saved = ctx.saved_tensors
+    kept, whole, inputs = Kept(*saved[:3]), Whole(*saved[3:9]), saved[9:]
     if of_logprob_N is not None:  # one of -inf does not move
         of_logprob_N = torch.where(whole.logprob > -torch.inf, of_logprob_N, 0.0)
-    slopes = Slopes.made(local_N, whole, of_logprob_N, of_entropy_N, ctx.temperature)
-    gradient_E = kept.gradient(slopes, ctx.temperature)
+    slopes = Slopes.made(asked.local, whole, of_logprob_N, of_entropy_N, asked.temperature)
+    gradient_E = kept.gradient(slopes, asked.temperature)
     return kept.row.long(), kept.column.long(), gradient_E, *inputs
 
 
@@ -73,28 +55,23 @@ class KeptFromLogits(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: Tensor,
-        targets_N: Tensor,
         kept_N: Tensor | None,
-        temperature: Tensor | float,
-        columns: Columns,
-        wanted: Wanted,
-        sampling: Sampling,
-        keep_NK: Tensor | None,
+        asked: Asked,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """`targets_N`, `keep_NK` and a temperature per token are those of the computed tokens."""
-        source = Logits(Order(logits).rows(logits), kept_N, columns, wanted.workspace_bytes)
+        """What is asked is asked of the kept tokens."""
+        wanted = asked.wanted
+        rows = Order(logits).rows(logits)
+        source = Logits(rows, kept_N, asked.columns, wanted.workspace_bytes)
         ctx.like = torch.empty_like(logits, device="meta")
         ctx.device = logits.device
         inputs = (kept_N, logits if wanted.consume else None)
-        return _forward(
-            ctx, source, targets_N, temperature, columns, wanted, sampling, keep_NK, *inputs
-        )
+        return _forward(ctx, source, asked, *inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
         """No collective."""
-        nothing = (None,) * 7
+        nothing = (None,) * 2
         if of_logprob_N is None and of_entropy_N is None:
             return None, *nothing
         row_E, column_E, gradient_E, kept_N, logits = _gradient(ctx, of_logprob_N, of_entropy_N)
@@ -117,21 +94,14 @@ class KeptFromHidden(torch.autograd.Function):
         ctx: Any,
         hidden_NH: Tensor,
         weight_VH: Tensor,
-        targets_N: Tensor,
-        temperature: Tensor | float,
-        columns: Columns,
-        wanted: Wanted,
+        asked: Asked,
         parts: Parts,
-        sampling: Sampling,
-        keep_NK: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """As from logits of `hidden_NH @ weight_VH.T`, in the type of both."""
         ctx.parts, ctx.weight = parts, weight_VH
-        source = Products(hidden_NH, weight_VH, columns, parts)
+        source = Products(hidden_NH, weight_VH, asked.columns, parts)
         inputs = (hidden_NH, weight_VH)
-        return _forward(
-            ctx, source, targets_N, temperature, columns, wanted, sampling, keep_NK, *inputs
-        )
+        return _forward(ctx, source, asked, *inputs)
 
     @staticmethod
     @once_differentiable
@@ -140,7 +110,7 @@ class KeptFromHidden(torch.autograd.Function):
 
         With `reduce` a collective of the group's ranks: one all-reduce, in float32.
         """
-        nothing = (None,) * 7
+        nothing = (None,) * 2
         if of_logprob_N is None and of_entropy_N is None:
             return None, None, *nothing
         row_E, column_E, gradient_E, hidden_NH, weight_VH = _gradient(
@@ -162,4 +132,4 @@ class KeptFromHidden(torch.autograd.Function):
             if d_hidden_NH is not None:
                 d_hidden_NH += d_logits_Nu @ weight_VH[used_U[part]]
             d_weight.add(used_U[part], d_logits_Nu, hidden_NH)
-        return of_all_ranks(d_hidden_NH, ctx.parts, ctx.columns), d_weight.done(), *nothing
+        return of_all_ranks(d_hidden_NH, ctx.parts, ctx.asked.columns), d_weight.done(), *nothing

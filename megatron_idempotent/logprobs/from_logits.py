@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .asked import Columns, Wanted, temperature_of
+from .asked import Asked, temperature_of
 from .combine import Whole, combine
 from .kernels import partial_of, write_gradient
 from .rows import Order, panels
@@ -22,37 +22,34 @@ class LogprobsFromLogits(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: Tensor,
-        targets_N: Tensor,
         kept_N: Tensor | None,
-        temperature: Tensor | float,
-        columns: Columns,
-        wanted: Wanted,
+        asked: Asked,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """`targets_N` and a temperature per token are those of the kept tokens."""
+        """What is asked is asked of the kept tokens."""
         rows = Order(logits).rows(logits)
-        local_N = targets_N - columns.first
-        partial = partial_of(rows, local_N, kept_N, temperature, columns, wanted)
-        whole = combine(partial, targets_N // columns.per_rank, temperature, columns.group)
+        temperature, columns, wanted = asked.temperature, asked.columns, asked.wanted
+        partial = partial_of(rows, asked.local, kept_N, temperature, columns, wanted)
+        whole = combine(partial, asked.owner, temperature, columns.group)
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(logits, local_N, kept_N, *whole)
-        ctx.temperature, ctx.columns, ctx.wanted = temperature, columns, wanted
+            ctx.save_for_backward(logits, kept_N, *whole)
+        ctx.asked = asked
         return wanted.returned(ctx, whole, temperature)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
         """No collective: what depends on other ranks' columns has been saved."""
-        logits, local_N, kept_N, *whole = ctx.saved_tensors
-        columns, wanted = ctx.columns, ctx.wanted
-        nothing = (None,) * 5
+        logits, kept_N, *whole = ctx.saved_tensors
+        asked: Asked = ctx.asked
+        columns, wanted, temperature = asked.columns, asked.wanted, asked.temperature
+        nothing = (None,) * 2
         if of_logprob_N is None and of_entropy_N is None:
             return None, *nothing
         order = Order(logits)
         # An alias that shares the version counter: who has saved the logits too is told of it.
         gradient = logits.detach() if wanted.consume else torch.empty_like(logits)
         rows, into = panels(order.rows(logits.detach()), order.rows(gradient))
-        temperature = ctx.temperature
-        slopes = Slopes.made(local_N, Whole(*whole), of_logprob_N, of_entropy_N, temperature)
+        slopes = Slopes.made(asked.local, Whole(*whole), of_logprob_N, of_entropy_N, temperature)
         live_N = differentiated(of_logprob_N, of_entropy_N)
         if live_N is not None:
             slopes, temperature = slopes.of(live_N), temperature_of(temperature, live_N)

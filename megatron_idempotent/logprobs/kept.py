@@ -10,28 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .asked import Columns, Wanted, accumulated
+from .asked import Asked, accumulated
 from .combine import Partial, Whole, combine
 from .fused import FINITE
-from .sampling import Sampling, columnwise
+from .sampling import columnwise
 from .slopes import Slopes
 from .sources import Source
-
-
-class Call(NamedTuple):
-    """What is asked, of the tokens that are computed."""
-
-    source: Source
-    local: Tensor
-    """The target's column on this rank, or one that this rank has not; [N]."""
-    owner: Tensor
-    """The rank in the group that has the target's column; [N]."""
-    temperature: Tensor | float
-    columns: Columns
-    wanted: Wanted
-    sampling: Sampling
-    keep: Tensor | None
-    """`Sampling.keep` of these tokens, [N, K]."""
 
 
 class Kept(NamedTuple):
@@ -63,31 +47,32 @@ class Kept(NamedTuple):
         return torch.where(target_E, slopes.of_target[row_E], z_E.exp() * factor_E)
 
 
-def named(call: Call) -> tuple[Kept, Whole]:
+def named(source: Source, asked: Asked) -> tuple[Kept, Whole]:
     """The ids of `keep`, and statistics over them.
 
     A collective of the group's ranks, one all-gather of 16 bytes per token and rank.
     """
-    assert call.keep is not None
-    columns = call.columns
-    target_N1 = (call.local + columns.first)[:, None]
-    keep_NK = call.keep.sort(-1).values
+    assert asked.keep is not None
+    assert asked.sampling is not None
+    columns, local_N = asked.columns, asked.local
+    target_N1 = asked.targets[:, None]
+    keep_NK = asked.keep.sort(-1).values
     again_NK = torch.zeros_like(keep_NK, dtype=torch.bool)
     again_NK[:, 1:] = keep_NK[:, 1:] == keep_NK[:, :-1]
-    kept_N = (keep_NK == target_N1).any(-1) | (call.sampling.target == "keep")
+    kept_N = (keep_NK == target_N1).any(-1) | (asked.sampling.target == "keep")
     # The target has the last place, whether or not it is kept, and no other.
-    local_NK = torch.cat([keep_NK - columns.first, call.local[:, None]], 1)
+    local_NK = torch.cat([keep_NK - columns.first, local_N[:, None]], 1)
     left_NK = torch.cat([(keep_NK >= 0) & ~again_NK & (keep_NK != target_N1), kept_N[:, None]], 1)
     left_NK &= (local_NK >= 0) & (local_NK < columns.real)
     place_NK = torch.where(left_NK, local_NK, 0)
     if columns.real:
-        logits_NK = call.source.at(place_NK).to(accumulated(call.source.dtype))
+        logits_NK = source.at(place_NK).to(accumulated(source.dtype))
     else:
-        logits_NK = place_NK.to(accumulated(call.source.dtype))
-    ours_N = (call.local >= 0) & (call.local < columns.real)
+        logits_NK = place_NK.to(accumulated(source.dtype))
+    ours_N = (local_N >= 0) & (local_N < columns.real)
     logits_NK = torch.where(left_NK, logits_NK, -torch.inf)
     maximum_N = logits_NK.amax(-1).clamp(min=FINITE)
-    z_NK = (logits_NK - maximum_N[:, None]) / columnwise(call.temperature)
+    z_NK = (logits_NK - maximum_N[:, None]) / columnwise(asked.temperature)
     mass_NK = z_NK[:, :-1].exp()  # the target is no part of the sums
     partial = Partial(
         maximum=maximum_N,
@@ -95,7 +80,7 @@ def named(call: Call) -> tuple[Kept, Whole]:
         moments=(mass_NK * z_NK[:, :-1].clamp(min=FINITE)).sum(-1),
         target=torch.where(ours_N, z_NK[:, -1], 0.0),
     )
-    whole = combine(partial, call.owner, call.temperature, columns.group)
+    whole = combine(partial, asked.owner, asked.temperature, columns.group)
     whole = whole._replace(logprob=torch.where(kept_N, whole.logprob, -torch.inf))
     row_E, slot_E = left_NK.nonzero().unbind(1)
     found = Kept(row_E, place_NK[row_E, slot_E], logits_NK[row_E, slot_E])
