@@ -88,7 +88,12 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def is_ours(local: Tensor, columns: int) -> Tensor:
+    """Whether columns are among those of this rank, or of a part of them."""
+    return (local >= 0) & (local < columns)
+
+
 def place_of(local_n: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """The target's column here, any where it is another rank's, and whether it is ours; [n, 1]."""
-    ours_n = (local_n >= 0) & (local_n < columns)
+    ours_n = is_ours(local_n, columns)
     return torch.where(ours_n, local_n, 0)[:, None], ours_n[:, None]

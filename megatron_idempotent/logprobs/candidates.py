@@ -8,14 +8,13 @@ Legend: n, s some of N tokens, R ranks, C candidates of a rank, W of all, X what
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .asked import Asked, Columns, accumulated, place_of, temperature_of
-from .combine import Whole, with_target
+from .asked import Asked, Columns, accumulated, is_ours, place_of, temperature_of
+from .combine import Whole, all_gathered, with_target
 from .fused import FINITE
 from .kept import Kept
 from .kernels import partial_of
@@ -36,6 +35,7 @@ class _Rows(NamedTuple):
     """Some tokens: what is known of all ranks' candidates, and what this rank has."""
 
     token_n: Tensor
+    local_n: Tensor
     temperature: Tensor | float
     logits_nW: Tensor
     target_n: Tensor
@@ -76,7 +76,7 @@ def choose(source: Source, asked: Asked) -> tuple[Kept, Whole]:
             found = _statistics(rows, threshold_n, also_n)
             for into, found_n in zip(whole, found, strict=True):
                 into[rows.token_n] = found_n
-            kept.extend(_here(asked, rows, threshold_n, also_n, enough_n))
+            kept.extend(_here(columns, rows, threshold_n, also_n, enough_n))
             short.append(rows.token_n[~enough_n])
 
     settle(_sent(source, asked, everyone_N, source.parts(), width))
@@ -116,15 +116,17 @@ def _sent(
             found = partial_of(logits_nV, local_n, None, of_part, columns, wanted)
             of_target_n = torch.where(ours_n1.squeeze(1), found.target.exp(), 0.0)
             sent_nX[:, 1] = found.exponentials + of_target_n
-    sent_RsX = _all_gather(sent_sX, columns.group)
+    sent_RsX = all_gathered(sent_sX, columns.group)
     unsent = [columns.real_of(rank) > width for rank in range(columns.ranks)]
-    for start in range(0, len(token_s), _fit(columns, width)):
-        rows = slice(start, start + _fit(columns, width))
+    step = _fit(columns, width)
+    for start in range(0, len(token_s), step):
+        rows = slice(start, start + step)
         of_rows = temperature_of(temperature, rows)
         maximum_Rn, mass_Rn, target_Rn = sent_RsX[:, rows, :_BESIDES].double().unbind(-1)
         z_Rn = (maximum_Rn - maximum_Rn.amax(0).clamp(min=FINITE)) / of_rows
         yield _Rows(
             token_n=token_s[rows],
+            local_n=local_s[rows],
             temperature=of_rows,
             logits_nW=sent_RsX[:, rows, _BESIDES:].transpose(0, 1).flatten(1),
             target_n=target_Rn.gather(0, owner_s[None, rows]).squeeze(0),
@@ -159,23 +161,13 @@ def _statistics(rows: _Rows, threshold_n: Tensor, also_n: Tensor) -> Whole:
 
 
 def _here(
-    asked: Asked, rows: _Rows, threshold_n: Tensor, also_n: Tensor, enough_n: Tensor
+    columns: Columns, rows: _Rows, threshold_n: Tensor, also_n: Tensor, enough_n: Tensor
 ) -> Iterator[Kept]:
     """This rank's columns among those that were kept."""
     here_nC, token_n = rows.here_nC, rows.token_n
     kept_nC = (here_nC >= threshold_n[:, None]) & (here_nC > -torch.inf) & enough_n[:, None]
     row_e, slot_e = kept_nC.nonzero().unbind(1)
     yield Kept(token_n[row_e], rows.column_nC[row_e, slot_e], here_nC[row_e, slot_e])
-    _, ours_n1 = place_of(asked.local[token_n], asked.columns.real)
-    row_e = (ours_n1.squeeze(1) & also_n & enough_n).nonzero().squeeze(1)
-    token_e = token_n[row_e]
-    yield Kept(token_e, asked.local[token_e], rows.target_n[row_e].to(here_nC.dtype))
-
-
-def _all_gather(sent: Tensor, group: Any) -> Tensor:
-    """[n, X] as [R, n, X]."""
-    if group is None or dist.get_world_size(group) == 1:
-        return sent[None]
-    found = sent.new_empty(dist.get_world_size(group), *sent.shape)
-    dist.all_gather_into_tensor(found.view(-1, sent.shape[-1]), sent, group=group)
-    return found
+    ours_n = is_ours(rows.local_n, columns.real)
+    row_e = (ours_n & also_n & enough_n).nonzero().squeeze(1)
+    yield Kept(token_n[row_e], rows.local_n[row_e], rows.target_n[row_e].to(here_nC.dtype))

@@ -143,7 +143,7 @@ def ids_to_keep(
             f"{tuple(targets.shape)}: {(*targets.shape, 'ids')}"
         )
     chosen = keep if kept is None else keep[kept]
-    if not chosen.numel() and not len(chosen):
+    if not len(chosen):
         return keep
     highest_N = chosen.amax(-1) if chosen.shape[-1] else chosen.new_full(chosen.shape[:-1], -1)
     if int(highest_N.max()) >= vocabulary:

@@ -47,16 +47,19 @@ def combine(partial: Partial, owner_N: Tensor, temperature: Tensor | float, grou
     Sums of the ranks' sums are taken in float64 and in the order of ranks, so that all of them find
     the same bits. `owner_N` is the rank in the group that has the target's column.
     """
-    parts_N4 = torch.stack(partial, dim=-1)
-    if group is None or dist.get_world_size(group) == 1:
-        parts_RN4 = parts_N4[None]
-    else:
-        size = dist.get_world_size(group)
-        parts_RN4 = parts_N4.new_empty(size, *parts_N4.shape)
-        dist.all_gather_into_tensor(parts_RN4.view(-1, 4), parts_N4, group=group)
+    parts_RN4 = all_gathered(torch.stack(partial, dim=-1), group)
     own_RN = owner_N == torch.arange(len(parts_RN4), device=owner_N.device)[:, None]
     found = _together(parts_RN4, own_RN, temperature)
     return with_target(*found, partial.maximum.dtype)
+
+
+def all_gathered(sent_NX: Tensor, group: Any) -> Tensor:
+    """[R, N, X]. A collective of the group's ranks; none where it is one rank."""
+    if group is None or dist.get_world_size(group) == 1:
+        return sent_NX[None]
+    found_RNX = sent_NX.new_empty(dist.get_world_size(group), *sent_NX.shape)
+    dist.all_gather_into_tensor(found_RNX.view(-1, sent_NX.shape[-1]), sent_NX, group=group)
+    return found_RNX
 
 
 def merged(parts: list[Partial], own: list[Tensor], temperature: Tensor | float) -> Partial:

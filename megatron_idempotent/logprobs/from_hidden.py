@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .asked import Asked, Columns, temperature_of
+from .asked import Asked, Columns, is_ours, temperature_of
 from .combine import Whole, combine, merged
 from .kernels import partial_of, write_gradient
 from .parts import Parts, Product
@@ -43,7 +43,7 @@ class LogprobsFromHidden(torch.autograd.Function):
             here = columns._replace(real=part.stop - part.start)
             local_n = local_N - part.start
             found.append(partial_of(logits_Nv, local_n, None, temperature, here, wanted))
-            own.append((local_n >= 0) & (local_n < here.real))
+            own.append(is_ours(local_n, here.real))
         partial = merged(found, own, temperature)
         whole = combine(partial, asked.owner, temperature, columns.group)
         if any(ctx.needs_input_grad[:2]):

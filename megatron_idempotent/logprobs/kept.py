@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .asked import Asked, accumulated
+from .asked import Asked, accumulated, is_ours
 from .combine import Partial, Whole, combine
 from .fused import FINITE
 from .sampling import columnwise
@@ -63,13 +63,13 @@ def named(source: Source, asked: Asked) -> tuple[Kept, Whole]:
     # The target has the last place, whether or not it is kept, and no other.
     local_NK = torch.cat([keep_NK - columns.first, local_N[:, None]], 1)
     left_NK = torch.cat([(keep_NK >= 0) & ~again_NK & (keep_NK != target_N1), kept_N[:, None]], 1)
-    left_NK &= (local_NK >= 0) & (local_NK < columns.real)
+    left_NK &= is_ours(local_NK, columns.real)
     place_NK = torch.where(left_NK, local_NK, 0)
     if columns.real:
         logits_NK = source.at(place_NK).to(accumulated(source.dtype))
     else:
         logits_NK = place_NK.to(accumulated(source.dtype))
-    ours_N = (local_N >= 0) & (local_N < columns.real)
+    ours_N = is_ours(local_N, columns.real)
     logits_NK = torch.where(left_NK, logits_NK, -torch.inf)
     maximum_N = logits_NK.amax(-1).clamp(min=FINITE)
     z_NK = (logits_NK - maximum_N[:, None]) / columnwise(asked.temperature)

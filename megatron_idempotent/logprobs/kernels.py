@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .asked import Columns, Wanted, accumulated, place_of, temperature_of
+from .asked import Columns, Wanted, accumulated, is_ours, place_of, temperature_of
 from .combine import Partial
 from .fused import FINITE, compiled, gradient, statistics
 from .rows import blocks, panels, places, rows_of_a_block
@@ -132,8 +132,7 @@ def write_gradient(
             block.write(into, gradient_nV)
     if wanted.compiled:
         return
-    _, ours_N1 = place_of(slopes.local, columns.real)
-    target_E = ours_N1[:, 0].nonzero().squeeze(1)
+    target_E = is_ours(slopes.local, columns.real).nonzero().squeeze(1)
     for panel, chosen, row in places(sizes, kept_N, target_E):
         here_e = target_E[chosen]
         values_e = slopes.of_target[here_e].to(into[panel].dtype)

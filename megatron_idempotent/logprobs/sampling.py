@@ -49,9 +49,8 @@ class Sampling:
 
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < -1:
             refuse("top_k", "a number of tokens; 0 or -1 for all")
-        if isinstance(self.top_p, bool) or not isinstance(self.top_p, (int, float)):
-            refuse("top_p", "a probability above 0; 1 for all")
-        if not 0 < self.top_p <= 1:
+        number = isinstance(self.top_p, (int, float)) and not isinstance(self.top_p, bool)
+        if not number or not 0 < self.top_p <= 1:
             refuse("top_p", "a probability above 0; 1 for all")
         if self.target not in ("keep", "-inf"):
             refuse("target", "'keep' or '-inf'")

@@ -11,7 +11,6 @@ class WeightGradient:
 
     def __init__(self, weight_VH: Tensor, needed: bool, fused: bool) -> None:
         self._weight_VH, self._fused = weight_VH, needed and fused
-        self.needed = needed
         self._own: Tensor | None = None
         if needed:
             # A gradient that is already in main_grad comes back as zeros, because weights that are
