@@ -43,13 +43,13 @@ class Wanted(NamedTuple):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """`(logprob, entropy, lse)`, of which the gradient is known for what is differentiated."""
         lse_N = whole.maximum / temperature + whole.log_sum
-        entropy_N = whole.entropy if self.entropy else None
+        # Copies, because callers may change in place what the backward has saved.
+        entropy_N = whole.entropy.clone() if self.entropy else None
         constant = [lse_N]
         if entropy_N is not None and not self.entropy_gradient:
             constant.append(entropy_N)
         ctx.mark_non_differentiable(*constant)
         ctx.set_materialize_grads(False)
-        # Not the same tensor, because what is saved may not be what is returned.
         return whole.logprob.clone(), entropy_N, lse_N
 
 

@@ -145,5 +145,29 @@ def test_tokens_whose_outputs_have_no_gradient_are_left_out_of_the_backward(mega
     megatron_ranks(1, some_without_gradient)
 
 
+def changed_in_place() -> None:
+    """On a rank: each output is multiplied where it lies, before it is differentiated."""
+    import torch
+
+    from megatron_idempotent import Sampling, token_logprobs
+
+    for sampling in (None, Sampling(top_k=3)):
+        for name in ("logprob", "entropy"):
+            logits = torch.randn(4, 9, requires_grad=True)
+            gradients = []
+            for _ in range(2):
+                stats = token_logprobs(
+                    logits=logits, targets=torch.arange(4), entropy="grad", sampling=sampling
+                )
+                value = getattr(stats, name)
+                doubled = value.mul_(2) if gradients else value * 2
+                gradients += torch.autograd.grad(doubled.sum(), logits)
+            assert torch.equal(*gradients)
+
+
+def test_callers_may_change_outputs_in_place(megatron_ranks):
+    megatron_ranks(1, changed_in_place)
+
+
 def test_a_graph_that_is_kept_gives_the_same_gradient_again(megatron_ranks):
     megatron_ranks(1, again)
