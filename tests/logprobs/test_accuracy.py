@@ -102,6 +102,7 @@ def some_without_gradient() -> None:
     mask = torch.rand(4, 5) < 0.8
     of_logprob, of_entropy = torch.randn(2, 4, 5)
     of_logprob[:, ::2] = 0.0  # of which only the entropy is differentiated
+    of_entropy[1] = 0.0  # of which only the log-prob is
     live = torch.arange(20).view(4, 5) % 3 == 0
     dead = ~live | ~mask
     forms: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
