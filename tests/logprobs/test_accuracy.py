@@ -90,15 +90,16 @@ def again() -> None:
 
 
 def some_without_gradient() -> None:
-    """On a rank: tokens whose outputs nobody differentiates, such as clipped ones."""
+    """On a rank: tokens whose outputs nobody differentiates, such as clipped ones; in float64."""
     import torch
 
     from megatron_idempotent import token_logprobs
 
     torch.manual_seed(0)
-    logits = torch.randn(4, 5, 300)
-    hidden, weight = torch.randn(4, 5, 8, requires_grad=True), torch.randn(300, 8)
-    weight.requires_grad_()
+    logits, hidden, weight = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((4, 5, 300), (4, 5, 8), (300, 8))
+    )
     mask = torch.rand(4, 5) < 0.8
     of_logprob, of_entropy = torch.randn(2, 4, 5)
     of_logprob[:, ::2] = 0.0  # of which only the entropy is differentiated
@@ -106,34 +107,27 @@ def some_without_gradient() -> None:
     live = torch.arange(20).view(4, 5) % 3 == 0
     dead = ~live | ~mask
     forms: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
-        ({"logits": logits.requires_grad_()}, (logits,)),
+        ({"logits": logits}, (logits,)),
         ({"logits": logits * 1, "ownership": "consume"}, (logits,)),
         ({"hidden": hidden, "weight": weight}, (hidden, weight)),
     ]
+    targets, temperature = torch.arange(20).view(4, 5), torch.rand(4, 5) + 0.5
+
+    def total(logprob: Any, entropy: Any) -> Any:
+        return ((logprob * of_logprob + entropy * of_entropy) * (live & mask)).sum()
+
     for form, inputs in forms:
-        found = []
-        for weights in (1.0, live):
-            if form.get("ownership"):
-                form["logits"] = logits * 1
-            stats = token_logprobs(
-                **form,
-                targets=torch.arange(20).view(4, 5),
-                temperature=of_logprob.abs() + 0.5,
-                token_mask=mask,
-                entropy="grad",
-            )
-            total = (stats.logprob * of_logprob + stats.entropy * of_entropy) * weights
-            found.append(torch.autograd.grad(total.sum(), inputs))
-        (every, *_), (some, *others) = found
-        assert not some[dead].any()
-        torch.testing.assert_close(some[~dead], every[~dead], rtol=1e-5, atol=1e-6)
-        if others:  # the weight's is of those tokens alone
-            kept = {**form, "token_mask": ~dead, "targets": torch.arange(20).view(4, 5)}
-            kept |= {"temperature": of_logprob.abs() + 0.5, "entropy": "grad"}
-            stats = token_logprobs(**kept)
-            total = (stats.logprob * of_logprob + stats.entropy * of_entropy).sum()
-            (alone,) = torch.autograd.grad(total, weight)
-            torch.testing.assert_close(others[0], alone, rtol=1e-5, atol=1e-6)
+        made = logits if "hidden" not in form else hidden @ weight.t()
+        logp = torch.log_softmax(made / temperature[..., None], -1)
+        logprob = logp.gather(-1, targets[..., None]).squeeze(-1)
+        wanted = torch.autograd.grad(total(logprob, -(logp.exp() * logp).sum(-1)), inputs)
+        stats = token_logprobs(
+            **form, targets=targets, temperature=temperature, token_mask=mask, entropy="grad"
+        )
+        found = torch.autograd.grad(total(stats.logprob, stats.entropy), inputs)
+        assert not found[0][dead].any()
+        for value, expected in zip(found, wanted, strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-11, atol=1e-13)
     # Nothing is read of logits that nobody wants to know of.
     logits = torch.full((8, 300), torch.nan)
     logits[:2] = 1.0
