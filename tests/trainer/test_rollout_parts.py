@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from megatron_idempotent.trainer.policy.batch import chunks, pack  # noqa: E402 - after the skip
 from megatron_idempotent.trainer.rollout.advantages import group_advantages  # noqa: E402
 from megatron_idempotent.trainer.rollout.records import Group, Sample, ScoredGroup  # noqa: E402
-from megatron_idempotent.trainer.rollout.uniforms import token_uniforms  # noqa: E402
+from megatron_idempotent.rollout.uniforms import token_uniforms  # noqa: E402
 from megatron_idempotent.trainer.task.prompts import Prompt  # noqa: E402
 from megatron_idempotent.trainer.task.reward import position_reward  # noqa: E402
 

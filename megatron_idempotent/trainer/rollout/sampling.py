@@ -13,7 +13,7 @@ import torch
 
 from megatron_idempotent.trainer.policy.forward import causal_mask
 from megatron_idempotent.trainer.rollout.records import Group, Sample
-from megatron_idempotent.trainer.rollout.uniforms import token_uniforms
+from megatron_idempotent.rollout.uniforms import token_uniforms
 from megatron_idempotent.trainer.task.prompts import Prompt
 from megatron_idempotent.trainer.task.tokenizer import WordTokenizer
 

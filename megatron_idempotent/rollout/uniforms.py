@@ -37,3 +37,18 @@ def token_uniforms(
     steps_T = torch.arange(1, tokens + 1, dtype=torch.int64) * _STEP
     bits_BT = _mix(state_B[:, None] + steps_T[None, :])
     return _shift_right(bits_BT, 11).to(torch.float64) * 2.0**-53
+
+
+def keyed_uniforms(*, seeds_B: torch.Tensor, places_B: torch.Tensor) -> torch.Tensor:
+    """Uniforms in [0, 1) of shape [B], float64: a hash of (seed, place), one place each.
+
+    For tokens whose sample is known by a seed of its own, as a `Request` is; `place` counts the
+    tokens of the response from 0. Both are int64; `fold_seed` makes any int one.
+    """
+    state_B = _mix(seeds_B * _STEP + _MIX_1) + (places_B + 1) * _STEP
+    return _shift_right(_mix(state_B), 11).to(torch.float64) * 2.0**-53
+
+
+def fold_seed(seed: int) -> int:
+    """The seed modulo 2**64, as a signed number: what fits an int64."""
+    return (seed + 2**63) % 2**64 - 2**63

@@ -1,0 +1,15 @@
+"""New weights for engines that are serving: staged beside the old ones, switched under a pause."""
+
+from .records import EngineOutcome, Outcome, SyncError, SyncFailed, SyncReport, SyncSettings
+from .weight_sync import WeightSync, follow
+
+__all__ = [
+    "EngineOutcome",
+    "Outcome",
+    "SyncError",
+    "SyncFailed",
+    "SyncReport",
+    "SyncSettings",
+    "WeightSync",
+    "follow",
+]

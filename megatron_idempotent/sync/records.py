@@ -1,0 +1,109 @@
+"""How a weight sync is to go, and how it went."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from megatron_idempotent.rollout import PauseMode
+
+Outcome = Literal["committed", "behind", "quarantined"]
+"""What became of an engine: it serves the new version; it serves an older one that is known; or
+it must not serve until a later update has put it right."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SyncSettings:
+    """Limits of a sync. Example: `SyncSettings(bucket_bytes=64 << 20, pause_mode="abort")`."""
+
+    bucket_bytes: int = 256 << 20
+    """Largest bucket; a larger tensor is one by itself. Two buckets are alive at a time."""
+    pause_mode: PauseMode = "keep"
+    """What becomes of running requests: "keep" lets them go on with the new weights, "abort"
+    hands back partials to be sent again, "wait" lets them end first."""
+    colocated: bool = False
+    """The engines share the trainer's devices and are asleep: their weights are woken before they
+    are loaded, and their caches behind that, so that the three are never there at once."""
+    bucket_timeout_s: float = 120.0
+    """For an engine to take one bucket; one that is slower is left behind, and the others go on."""
+    stage_timeout_s: float = 1800.0
+    """For all buckets of an update, on one engine."""
+    pause_timeout_s: float = 60.0
+    commit_timeout_s: float = 120.0
+    """For one attempt."""
+    resume_timeout_s: float = 60.0
+    """For one attempt, and for each question after an engine's health."""
+    attempts: int = 3
+    """Of a commit, a rollback and a resume, before the engine is given up."""
+    retry_wait_s: float = 0.5
+    """Between two of them."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "pause_mode":
+                if value not in ("keep", "abort", "wait"):
+                    raise ValueError(
+                        f"SyncSettings() got pause_mode={value!r}: 'keep', 'abort' or 'wait'"
+                    )
+            elif field.name != "colocated" and not value > 0:
+                raise ValueError(f"SyncSettings() got {field.name}={value!r}: above 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOutcome:
+    """What became of one engine. Example: `report.engines["vllm-0"].outcome`."""
+
+    outcome: Outcome
+    version: int | None
+    """That it serves; None for one that is quarantined."""
+    detail: str = ""
+    """Why it was not committed, in the words of the engine's own error."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SyncReport:
+    """One update on all engines. Example: `report.pause_s / report.total_s`."""
+
+    version: int
+    engines: Mapping[str, EngineOutcome]
+    bytes_sent: int
+    """To each engine that took them all."""
+    tensors_sent: int
+    tensors_unchanged: int
+    """Left out because the engines have them already."""
+    stage_s: float
+    """From the first bucket to the last engine that has them all; the engines serve meanwhile."""
+    pause_s: float
+    """From the first pause to the last resume."""
+    total_s: float
+
+    def named(self, outcome: Outcome) -> tuple[str, ...]:
+        """The engines with that outcome, in their order."""
+        return tuple(name for name, found in self.engines.items() if found.outcome == outcome)
+
+    def describe(self) -> str:
+        """One line per engine that does not serve the version."""
+        return "; ".join(
+            f"{name} is {found.outcome}"
+            + ("" if found.version is None else f" at version {found.version}")
+            + (f": {found.detail}" if found.detail else "")
+            for name, found in self.engines.items()
+            if found.outcome != "committed"
+        )
+
+
+class SyncError(RuntimeError):
+    """An update that cannot begin, or that no engine took."""
+
+
+class SyncFailed(SyncError):
+    """No engine serves the version; `report` says what became of each."""
+
+    def __init__(self, report: SyncReport) -> None:
+        super().__init__(
+            f"no engine took version {report.version}: {report.describe()}; the next update brings "
+            "those back that answer again"
+        )
+        self.report = report

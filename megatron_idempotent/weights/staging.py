@@ -1,0 +1,95 @@
+"""An engine's side of an update: gathered and checked beside the weights that are being served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from .checksum import checksum
+from .errors import UpdateDamaged, UpdateMismatch
+from .records import Bucket, TensorInfo, WeightUpdate
+
+_LISTED = 20
+
+
+class Staging:
+    """The tensors of one update, as they arrive; they are kept, not copied.
+
+    Example:
+        staging = Staging(update, expected=infos)
+        for bucket in buckets:
+            staging.add(bucket)
+        weights = staging.complete()
+    """
+
+    def __init__(self, update: WeightUpdate, *, expected: Iterable[TensorInfo]) -> None:
+        """
+        Args:
+            update: what is being staged.
+            expected: every tensor of the engine's model, as the update is to bring them.
+        """
+        self.update = update
+        self._expected = {info.name: info for info in expected}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._buckets = 0
+
+    def add(self, bucket: Bucket) -> None:
+        """Check a bucket and keep its tensors; one that fails leaves nothing of itself behind.
+
+        Errors: `UpdateMismatch` for names, shapes and types that are not the model's;
+            `UpdateDamaged` for a bucket out of turn, a tensor that came before, a checksum that is
+            absent or differs.
+        """
+        if bucket.index != self._buckets:
+            raise UpdateDamaged(
+                f"update {self.update.id}: bucket {bucket.index} came, bucket {self._buckets} is "
+                "next; send the update again from its first bucket"
+            )
+        self._check_fit(bucket.tensors)
+        for name, tensor in bucket.tensors.items():
+            if name in self._tensors:
+                raise UpdateDamaged(
+                    f"update {self.update.id}: {name} comes twice; is it mapped twice?"
+                )
+            if name not in bucket.checksums:
+                raise UpdateDamaged(f"update {self.update.id}: {name} came without a checksum")
+            found = checksum(tensor)
+            if found != bucket.checksums[name]:
+                raise UpdateDamaged(
+                    f"update {self.update.id}: {name} arrived with checksum {found:016x}, it was "
+                    f"sent with {bucket.checksums[name]:016x}; send the update again"
+                )
+        self._tensors.update(bucket.tensors)
+        self._buckets += 1
+
+    def complete(self) -> Mapping[str, torch.Tensor]:
+        """All tensors, once none is missing; of an update that builds on another, those that came.
+
+        Errors: `UpdateDamaged` naming the tensors that are missing.
+        """
+        missing = [name for name in self._expected if name not in self._tensors]
+        if missing and self.update.base_version is None:
+            raise UpdateDamaged(
+                f"update {self.update.id}: {len(missing)} of {len(self._expected)} tensors did not "
+                f"come: {_listed(missing)}; send the update again, or name the version it builds on"
+            )
+        return self._tensors
+
+    def _check_fit(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        wrong = []
+        for name, tensor in tensors.items():
+            expected, given = self._expected.get(name), TensorInfo.of(name, tensor)
+            if expected is None:
+                wrong.append(f"{name}: the model has no such tensor")
+            elif (given.shape, given.dtype) != (expected.shape, expected.dtype):
+                wrong.append(f"{name}: {given.describe()}, the model has {expected.describe()}")
+        if wrong:
+            raise UpdateMismatch(
+                f"update {self.update.id} does not fit the model: {_listed(wrong, '; ')}"
+            )
+
+
+def _listed(names: list[str], separator: str = ", ") -> str:
+    more = len(names) - _LISTED
+    return separator.join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,82 @@
+"""Engines on the trainer's own devices: weights, load, cache, and only then requests."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+pytest.importorskip("torch")
+
+from megatron_idempotent.rollout import EngineError, EngineHealth
+from megatron_idempotent.sync import SyncFailed, WeightSync
+from megatron_idempotent.weights import Bucket, WeightUpdate
+from tests.sync.engines import MemoryEngine, Source
+from tests.sync.test_order import QUICK, serves
+
+COLOCATED = dataclasses.replace(QUICK, colocated=True)
+
+
+class Sleeper(MemoryEngine):
+    """Has neither weights nor cache until they are woken."""
+
+    def __init__(self, name: str, faults: dict[str, list[str]] | None = None) -> None:
+        super().__init__(name, faults)
+        self.awake: list[str] = []
+        self.paused = True
+        self.version = None
+
+    async def sleep(self) -> None:
+        self.awake, self.paused, self.version = [], True, None
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        self.calls += [f"wake {tag}" for tag in tags]
+        await self._call("wake", "before")
+        self.awake += tags
+
+    async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
+        assert self.awake == ["weights"]
+        await super().stage(update, buckets)
+
+    async def resume(self) -> None:
+        if self.awake != ["weights", "kv_cache"]:
+            raise EngineError("no memory for requests")
+        await super().resume()
+
+    async def health(self) -> EngineHealth:
+        health = await super().health()
+        if self.version is None and health.status == "PAUSED":
+            return EngineHealth(status="DIRTY", version=None, detail="asleep: without weights")
+        return health
+
+
+def test_weights_are_woken_then_loaded_then_the_cache_is_woken() -> None:
+    engine = Sleeper("a")
+    report = asyncio.run(WeightSync([engine], settings=COLOCATED).update(Source(1), 1))
+    assert engine.calls == ["wake weights", "stage", "pause", "commit", "wake kv_cache", "resume"]
+    assert report.named("committed") == ("a",)
+    assert serves(engine) == 1
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_an_engine_that_cannot_wake_is_not_resumed(fails: int) -> None:
+    engine = Sleeper("a", {"wake": ["hangs"] if fails == 0 else []})
+    if fails:
+        engine.faults["commit"] = []
+
+        async def wake(tags: Sequence[str]) -> None:
+            if "kv_cache" in tags:
+                raise EngineError("no memory left")
+            engine.awake += tags
+
+        engine.wake = wake  # type: ignore[method-assign]
+    with pytest.raises(SyncFailed, match="a is quarantined: waking its"):
+        asyncio.run(WeightSync([engine], settings=COLOCATED).update(Source(1), 1))
+    assert engine.paused
+
+
+def test_engines_that_cannot_sleep_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"engines that cannot sleep: \['b'\]"):
+        WeightSync([Sleeper("a"), MemoryEngine("b")], settings=COLOCATED)

@@ -1,0 +1,278 @@
+"""The order of a sync, and what becomes of engines that fail in it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from megatron_idempotent.rollout import Request
+from megatron_idempotent.sync import (
+    SyncError,
+    SyncFailed,
+    SyncReport,
+    SyncSettings,
+    WeightSync,
+)
+from tests.sync.engines import NAMES, MemoryEngine, Source
+
+QUICK = SyncSettings(
+    bucket_timeout_s=0.2,
+    stage_timeout_s=2.0,
+    pause_timeout_s=0.2,
+    commit_timeout_s=0.2,
+    resume_timeout_s=0.2,
+    retry_wait_s=0.001,
+)
+
+
+def update(engines: list[MemoryEngine], version: int = 1, **more: Any) -> SyncReport:
+    """One update of all engines."""
+    sync = WeightSync(engines, settings=QUICK, **more)
+    return asyncio.run(sync.update(Source(version), version))
+
+
+def three(**faults: list[str]) -> list[MemoryEngine]:
+    """Three engines, of which the middle one fails."""
+    return [MemoryEngine("a"), MemoryEngine("b", faults), MemoryEngine("c")]
+
+
+def serves(engine: MemoryEngine) -> int:
+    """The version of what it serves, which is of one version only."""
+    request = Request(id="r", prompt=(1,), max_tokens=1)
+    return asyncio.run(engine.generate(request)).versions[0]
+
+
+def test_engines_are_switched_together_and_stamped_before_they_are_resumed() -> None:
+    engines = [MemoryEngine("a"), MemoryEngine("b")]
+    seen = []
+
+    def stamp(version: int, names: tuple[str, ...]) -> None:
+        seen.append((version, names))
+        assert all(engine.paused and engine.version == 1 for engine in engines)
+
+    report = update(engines, stamp=stamp)
+    assert seen == [(1, ("a", "b"))]
+    assert [engine.calls for engine in engines] == [["stage", "pause", "commit", "resume"]] * 2
+    assert [serves(engine) for engine in engines] == [1, 1]
+    assert report.named("committed") == ("a", "b")
+    assert (report.tensors_sent, report.bytes_sent) == (4, 4 * 8 * 4)
+
+
+def test_no_engine_is_paused_before_all_have_the_weights() -> None:
+    engines = three()
+
+    async def slow(update: Any, buckets: Any) -> None:
+        async for _ in buckets:
+            await asyncio.sleep(0.01)
+            assert not any(engine.paused for engine in engines)
+        raise ValueError("and then it fails")
+
+    engines[1].stage = slow  # type: ignore[method-assign]
+    report = update(engines)
+    assert report.named("committed") == ("a", "c")
+    assert "pause" not in engines[1].calls
+
+
+@pytest.mark.parametrize("fault", ["raises", "raises in the middle", "hangs"])
+def test_an_engine_that_cannot_stage_goes_on_with_the_weights_that_it_has(fault: str) -> None:
+    engines = three(stage=[fault])
+    report = update(engines)
+    assert report.named("committed") == ("a", "c")
+    assert report.engines["b"].outcome == "behind"
+    assert report.engines["b"].version == serves(engines[1]) == 0
+    assert "staging failed" in report.describe()
+    assert "pause" not in engines[1].calls
+
+
+def test_a_commit_that_fails_half_way_is_tried_again_while_the_engine_is_paused() -> None:
+    engines = three(commit=["raises in the middle", "raises"])
+    report = update(engines)
+    assert report.named("committed") == ("a", "b", "c")
+    assert engines[1].calls == ["stage", "pause", "commit", "commit", "commit", "resume"]
+    assert serves(engines[1]) == 1
+
+
+def test_a_commit_that_was_carried_out_and_reported_as_failed_counts() -> None:
+    engines = three(commit=["done, then raises"])
+    report = update(engines)
+    assert report.named("committed") == ("a", "b", "c")
+    assert engines[1].calls.count("commit") == 1
+
+
+def test_past_the_budget_a_half_written_engine_is_rolled_back_and_serves_the_old_weights() -> None:
+    engines = three(commit=["raises in the middle"] * 3)
+    report = update(engines)
+    assert report.engines["b"].outcome == "behind"
+    assert serves(engines[1]) == 0
+    assert "raises in the middle" in report.engines["b"].detail
+
+
+def test_an_engine_that_cannot_be_rolled_back_is_quarantined_and_never_resumed() -> None:
+    engines = three(commit=["raises in the middle"] * 3, rollback=["raises"] * 9)
+    sync = WeightSync(engines, settings=QUICK)
+    report = asyncio.run(sync.update(Source(1), 1))
+    assert report.engines["b"].outcome == "quarantined"
+    assert "DIRTY" in sync.quarantined["b"]
+    assert engines[1].paused
+    assert "resume" not in engines[1].calls
+    assert [serves(engines[0]), serves(engines[2])] == [1, 1]
+
+
+def test_the_next_update_brings_a_quarantined_engine_back() -> None:
+    engines = three(commit=["raises in the middle"] * 3, rollback=["raises"] * 9)
+    sync = WeightSync(engines, settings=QUICK)
+    asyncio.run(sync.update(Source(1), 1, changed_only=True))
+    report = asyncio.run(sync.update(Source(2), 2, changed_only=True))
+    assert report.named("committed") == ("a", "b", "c")
+    assert report.tensors_unchanged == 0, "not all engines had the same weights to build on"
+    assert not sync.quarantined
+    assert serves(engines[1]) == 2
+
+
+@pytest.mark.parametrize("method", ["stage", "pause", "commit", "resume"])
+def test_an_engine_that_dies_is_quarantined_and_the_others_go_on(method: str) -> None:
+    engines = three(**{method: ["dies"]})
+    report = update(engines)
+    assert report.named("committed") == ("a", "c")
+    assert report.engines["b"].outcome == "quarantined"
+    assert [serves(engines[0]), serves(engines[2])] == [1, 1]
+
+
+def test_a_dead_engine_is_left_out_and_takes_part_again_when_it_is_back() -> None:
+    engines = three()
+    engines[1].dead = True
+    sync = WeightSync(engines, settings=QUICK)
+    report = asyncio.run(sync.update(Source(1), 1))
+    assert report.named("quarantined") == ("b",)
+    assert engines[1].calls == []
+    engines[1] = sync._engines[1]  # type: ignore[assignment]
+    engines[1].dead = False
+    assert asyncio.run(sync.update(Source(2), 2)).named("committed") == ("a", "b", "c")
+
+
+@pytest.mark.parametrize("fault", ["raises", "hangs", "done, then raises"])
+def test_an_engine_whose_pause_fails_is_not_switched_and_not_left_paused(fault: str) -> None:
+    engines = three(pause=[fault])
+    report = update(engines)
+    assert report.engines["b"].outcome == "behind"
+    assert serves(engines[1]) == 0
+    assert "commit" not in engines[1].calls
+
+
+def test_a_resume_that_fails_is_tried_again() -> None:
+    engines = three(resume=["raises", "hangs"])
+    assert update(engines).named("committed") == ("a", "b", "c")
+    assert serves(engines[1]) == 1
+
+
+def test_an_engine_that_cannot_be_resumed_is_named() -> None:
+    engines = three(resume=["raises"] * 9)
+    report = update(engines)
+    assert report.named("committed") == ("a", "c")
+    assert "resume failed" in report.engines["b"].detail
+    assert report.engines["b"].outcome == "quarantined"
+
+
+def test_an_update_that_no_engine_takes_is_an_error_with_the_report() -> None:
+    engine = MemoryEngine("only", {"stage": ["raises"]})
+    with pytest.raises(SyncFailed, match="only is behind at version 0: staging failed") as failed:
+        update([engine])
+    assert failed.value.report.engines["only"].version == 0
+    assert serves(engine) == 0
+
+
+def test_a_stamp_that_raises_leaves_no_engine_paused() -> None:
+    def stamp(version: int, names: tuple[str, ...]) -> None:
+        raise KeyError("no such sample")
+
+    engines = three()
+    with pytest.raises(KeyError, match="no such sample"):
+        update(engines, stamp=stamp)
+    assert [serves(engine) for engine in engines] == [1, 1, 1]
+
+
+def test_an_export_that_fails_changes_no_engine() -> None:
+    engines = three()
+    source = Source(1, fails_at=2)
+    sync = WeightSync(engines, settings=QUICK)
+    with pytest.raises(OSError, match="the other rank is gone"):
+        asyncio.run(sync.update(source, 1))
+    assert [serves(engine) for engine in engines] == [0, 0, 0]
+    assert not sync.quarantined
+    assert asyncio.run(sync.update(Source(1), 1)).named("committed") == ("a", "b", "c")
+
+
+def test_the_export_runs_to_its_end_where_no_engine_wants_it() -> None:
+    engines = [MemoryEngine("a", {"stage": ["raises"]}), MemoryEngine("b", {"stage": ["dies"]})]
+    source = Source(1)
+    with pytest.raises(SyncFailed):
+        asyncio.run(WeightSync(engines, settings=QUICK).update(source, 1))
+    assert source.made == len(NAMES)
+
+
+def test_two_updates_at_once_are_refused() -> None:
+    async def both() -> None:
+        sync = WeightSync([MemoryEngine("a")], settings=QUICK)
+        first = asyncio.ensure_future(sync.update(Source(1), 1))
+        await asyncio.sleep(0)
+        with pytest.raises(SyncError, match="update to version 2 while that to version 1"):
+            await sync.update(Source(2), 2)
+        assert (await first).named("committed") == ("a",)
+
+    asyncio.run(both())
+
+
+def test_a_late_version_is_refused_and_a_version_twice_too() -> None:
+    engines = three()
+    sync = WeightSync(engines, settings=QUICK)
+    asyncio.run(sync.update(Source(5), 5))
+    for late in (4, 5):
+        with pytest.raises(SyncFailed, match="has version 5"):
+            asyncio.run(WeightSync(engines, settings=QUICK).update(Source(late), late))
+    assert [serves(engine) for engine in engines] == [5, 5, 5]
+
+
+def test_the_same_update_again_is_a_no_op() -> None:
+    engines = three()
+    sync = WeightSync(engines, settings=QUICK)
+    asyncio.run(sync.update(Source(5), 5))
+    assert asyncio.run(sync.update(Source(5), 5)).named("committed") == ("a", "b", "c")
+    assert [serves(engine) for engine in engines] == [5, 5, 5]
+
+
+@pytest.mark.parametrize("at", range(1, 60))
+def test_an_update_that_is_cancelled_anywhere_strands_no_engine(at: int) -> None:
+    engines = three()
+    source = Source(1)
+
+    async def cancelled() -> bool:
+        sync = WeightSync(engines, settings=QUICK)
+        running = asyncio.ensure_future(sync.update(source, 1))
+        for _ in range(at):
+            await asyncio.sleep(0)
+        running.cancel()
+        try:
+            await running
+        except asyncio.CancelledError:
+            return True
+        return False
+
+    was = asyncio.run(cancelled())
+    assert {serves(engine) for engine in engines} <= {0, 1}
+    assert source.closed or not source.made
+    if not was:
+        assert [engine.version for engine in engines] == [1, 1, 1]
+
+
+def test_recover_resumes_engines_that_a_dead_trainer_left_paused() -> None:
+    engines = three()
+    for engine in engines:
+        engine.paused = True
+    engines[1].dirty = True
+    healths = asyncio.run(WeightSync(engines, settings=QUICK).recover())
+    assert [health.status for health in healths.values()] == ["SERVING", "DIRTY", "SERVING"]
+    assert engines[1].paused
