@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._device import DeviceContext
+from torch.utils._device import DeviceContext, _device_constructors
 
 from megatron_idempotent.cpu.errors import NotEmulatedError
 
@@ -173,6 +173,9 @@ def _autocast(original: Callable[..., None]) -> Callable[..., None]:
 
 def replacements() -> list[tuple[Any, str, Any]]:
     """(owner, attribute, replacement) for everything that decides where a tensor lives."""
+    # torch collects once, at the first `with torch.device(...)`, the functions that such a block
+    # is for. Under it they are called by ours, so it has to be before they are replaced.
+    _device_constructors()
     found: list[tuple[Any, str, Any]] = [
         (torch, name, placed(getattr(torch, name))) for name in FACTORIES if hasattr(torch, name)
     ]

@@ -213,6 +213,27 @@ def test_every_spelling_of_a_cuda_device_means_the_cpu(device):
     assert {tensor.device.type for tensor in made} == {"cpu"}
 
 
+def test_a_block_of_another_device_holds_though_torch_meets_it_under_the_runtime_first():
+    # In a process of its own: torch remembers from the first block of all on.
+    program = """
+import torch
+from megatron_idempotent import cpu
+
+def devices():
+    with torch.device("meta"):
+        made = torch.empty(2), torch.nn.Linear(2, 2).weight, torch.arange(2), torch.tensor([1.0])
+        return {tensor.device.type for tensor in made} | {torch.get_default_device().type}
+
+with cpu.enabled():
+    inside = devices()
+print(inside, devices(), torch.empty(2).device)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert found.stdout == "{'meta'} {'meta'} cpu\n", found.stderr
+
+
 def test_other_devices_and_plain_calls_are_untouched():
     import torch
 
