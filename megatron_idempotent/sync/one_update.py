@@ -50,7 +50,7 @@ class OneUpdate:
             await fan_out.run()
         except BaseException:
             staging.cancel()
-            await asyncio.wait([staging])
+            await asyncio.gather(staging, return_exceptions=True)
             raise
         self._keep_good(await staging)
         self._staged = True

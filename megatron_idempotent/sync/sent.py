@@ -32,8 +32,7 @@ class Passing:
                 self.checksums.update(bucket.checksums)
                 yield self._sent_of(bucket)
         finally:
-            if isinstance(self._buckets, Generator):
-                self._buckets.close()
+            close(self._buckets)
 
     def _sent_of(self, bucket: Bucket) -> Bucket:
         changed = {
@@ -52,8 +51,15 @@ class Passing:
         return sent
 
 
+def close(buckets: Iterator[Bucket]) -> None:
+    """End an export half-way, where the source lets its other ranks come to their end."""
+    ending = getattr(buckets, "close", None)
+    if ending is not None:
+        ending()
+
+
 class Sent:
-    """The checksums of the last update that all engines took."""
+    """The checksums of the last update, to be built on where all engines have it."""
 
     def __init__(self) -> None:
         self._version: int | None = None
@@ -70,9 +76,9 @@ class Sent:
         return Passing(version, buckets, None if base is None else self._checksums)
 
     def took(self, passing: Passing) -> None:
-        """All engines have this update, whose buckets have all passed."""
+        """The buckets of this update have all passed, and who has it says its health."""
         self._version, self._checksums = passing.version, passing.checksums
 
     def forget(self) -> None:
-        """Not all of them have the same: the next update sends everything."""
+        """An update has begun, and may be interrupted: then the next one sends everything."""
         self._version, self._checksums = None, {}

@@ -42,5 +42,6 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def _mixed(words_W: torch.Tensor, places_W: torch.Tensor) -> torch.Tensor:
     mixed_W = words_W ^ places_W[: len(words_W)]
-    mixed_W.bitwise_xor_(mixed_W >> 32).mul_(_MIX)
-    return mixed_W.bitwise_xor_(mixed_W >> 29)
+    # torch's shifts repeat the sign: without the masks a word and its complement would be one.
+    mixed_W.bitwise_xor_((mixed_W >> 32).bitwise_and_(2**32 - 1)).mul_(_MIX)
+    return mixed_W.bitwise_xor_((mixed_W >> 29).bitwise_and_(2**35 - 1))

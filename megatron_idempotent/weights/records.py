@@ -78,7 +78,7 @@ class WeightUpdate:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Bucket:
     """Some tensors of an update, whole, in the order of the model; they are not to be changed.
 
@@ -120,6 +120,7 @@ class WeightSource(Protocol):
         """The weights in buckets of up to so many bytes (at least one tensor), rank by rank alike.
 
         Only rank 0 of the trainer gets tensors; the others get buckets without any, as many, and
-        must take them all. A bucket is made when it is asked for.
+        must take them all. A bucket is made when it is asked for. Where the iterator has `close()`,
+        as generators do, it ends an iteration half-way, and the other ranks' with it.
         """
         ...

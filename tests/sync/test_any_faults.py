@@ -10,10 +10,10 @@ pytest.importorskip("torch")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_engine import FAULTS, MemoryEngine, Source
 
 from megatron_idempotent.rollout import Request
 from megatron_idempotent.sync import SyncFailed, SyncReport, SyncSettings, WeightSync
-from tests.sync.engines import FAULTS, MemoryEngine, Source
 
 QUICK = SyncSettings(
     bucket_timeout_s=0.005,

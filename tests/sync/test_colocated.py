@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+from memory_engine import QUICK, MemoryEngine, Source, serves
+
 from megatron_idempotent.rollout import EngineError, EngineHealth
 from megatron_idempotent.sync import SyncFailed, WeightSync
 from megatron_idempotent.weights import Bucket, WeightUpdate
-from tests.sync.engines import MemoryEngine, Source
-from tests.sync.test_order import QUICK, serves
 
 COLOCATED = dataclasses.replace(QUICK, colocated=True)
 
@@ -75,6 +75,20 @@ def test_an_engine_that_cannot_wake_is_not_resumed(fails: int) -> None:
     with pytest.raises(SyncFailed, match="a is quarantined: waking its"):
         asyncio.run(WeightSync([engine], settings=COLOCATED).update(Source(1), 1))
     assert engine.paused
+
+
+def test_an_engine_that_serves_the_new_weights_all_the_same_counts() -> None:
+    engine = Sleeper("a")
+
+    async def wake(tags: Sequence[str]) -> None:
+        engine.awake += tags
+        if "kv_cache" in tags:
+            raise EngineError("the answer was lost")
+
+    engine.wake = wake  # type: ignore[method-assign]
+    report = asyncio.run(WeightSync([engine], settings=COLOCATED).update(Source(1), 1))
+    assert report.engines["a"].outcome == "committed"
+    assert serves(engine) == 1
 
 
 def test_engines_that_cannot_sleep_are_refused() -> None:

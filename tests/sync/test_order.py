@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
-from megatron_idempotent.rollout import Request
+from memory_engine import NAMES, QUICK, MemoryEngine, Source, serves
+
+from megatron_idempotent.rollout import EngineHealth
 from megatron_idempotent.sync import (
     SyncError,
     SyncFailed,
     SyncReport,
-    SyncSettings,
     WeightSync,
-)
-from tests.sync.engines import NAMES, MemoryEngine, Source
-
-QUICK = SyncSettings(
-    bucket_timeout_s=0.2,
-    stage_timeout_s=2.0,
-    pause_timeout_s=0.2,
-    commit_timeout_s=0.2,
-    resume_timeout_s=0.2,
-    retry_wait_s=0.001,
 )
 
 
@@ -38,12 +30,6 @@ def update(engines: list[MemoryEngine], version: int = 1, **more: Any) -> SyncRe
 def three(**faults: list[str]) -> list[MemoryEngine]:
     """Three engines, of which the middle one fails."""
     return [MemoryEngine("a"), MemoryEngine("b", faults), MemoryEngine("c")]
-
-
-def serves(engine: MemoryEngine) -> int:
-    """The version of what it serves, which is of one version only."""
-    request = Request(id="r", prompt=(1,), max_tokens=1)
-    return asyncio.run(engine.generate(request)).versions[0]
 
 
 def test_engines_are_switched_together_and_stamped_before_they_are_resumed() -> None:
@@ -263,9 +249,80 @@ def test_an_update_that_is_cancelled_anywhere_strands_no_engine(at: int) -> None
 
     was = asyncio.run(cancelled())
     assert {serves(engine) for engine in engines} <= {0, 1}
-    assert source.closed or not source.made
+    if was and source.made:
+        assert source.closed
     if not was:
         assert [engine.version for engine in engines] == [1, 1, 1]
+
+
+def test_a_cancelled_update_lets_the_export_come_out_of_its_collective() -> None:
+    source = Source(1)
+    source.may_go_on.clear()
+
+    async def cancelled() -> None:
+        sync = WeightSync(three(), settings=QUICK)
+        running = asyncio.ensure_future(sync.update(source, 1))
+        await asyncio.to_thread(source.being_made.wait, 20)
+        running.cancel()
+        await asyncio.sleep(0.01)
+        assert not running.done()
+        source.may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cancelled())
+    assert source.closed
+    assert source.made == 1
+
+
+@pytest.mark.parametrize("fault", ["raises", "raises in the middle", "hangs"])
+def test_an_engine_that_has_failed_does_not_hold_the_others_up(fault: str) -> None:
+    limits = {"raises": "bucket_timeout_s", "hangs": "stage_timeout_s"}
+    patient = dataclasses.replace(QUICK, **{limits.get(fault, "bucket_timeout_s"): 3600.0})
+    engines = three(stage=[fault])
+
+    async def scenario() -> SyncReport:
+        return await asyncio.wait_for(
+            WeightSync(engines, settings=patient).update(Source(1), 1), 20
+        )
+
+    assert asyncio.run(scenario()).named("committed") == ("a", "c")
+
+
+def test_a_staging_that_is_given_up_is_ended() -> None:
+    engines = three()
+    ended = []
+
+    async def hangs(update: Any, buckets: Any) -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(list(engines[0].calls))
+
+    engines[1].stage = hangs  # type: ignore[method-assign]
+    update(engines)
+    assert ended == [["stage"]], "before anything was paused"
+
+
+def test_a_dead_engine_is_not_asked_again() -> None:
+    engines = three(commit=["dies"])
+    update(engines)
+    assert engines[1].calls.count("commit") == 1
+
+
+def test_an_engine_that_calls_itself_dirty_is_not_resumed_whatever_version_it_tells() -> None:
+    engines = three(pause=["raises"])
+
+    async def health() -> EngineHealth:
+        return EngineHealth(status="DIRTY", version=0, detail="and yet a version")
+
+    async def healthy() -> EngineHealth:
+        engines[1].health = health  # type: ignore[method-assign]
+        return EngineHealth(status="SERVING", version=0)
+
+    engines[1].health = healthy  # type: ignore[method-assign]
+    assert update(engines).engines["b"].outcome == "quarantined"
+    assert "resume" not in engines[1].calls
 
 
 def test_recover_resumes_engines_that_a_dead_trainer_left_paused() -> None:
@@ -273,6 +330,14 @@ def test_recover_resumes_engines_that_a_dead_trainer_left_paused() -> None:
     for engine in engines:
         engine.paused = True
     engines[1].dirty = True
+    engines.append(MemoryEngine("d"))
+    engines[3].paused, engines[3].version = True, None
     healths = asyncio.run(WeightSync(engines, settings=QUICK).recover())
-    assert [health.status for health in healths.values()] == ["SERVING", "DIRTY", "SERVING"]
+    assert [health.status for health in healths.values()] == [
+        "SERVING",
+        "DIRTY",
+        "SERVING",
+        "PAUSED",
+    ]
     assert engines[1].paused
+    assert "resume" not in engines[3].calls

@@ -1,0 +1,60 @@
+"""Transports: how buckets get from a trainer to an engine's workers, as JSON and raw bytes.
+
+Both ends may run another Python and another torch: nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from megatron_idempotent.weights.errors import UpdateDamaged
+
+from .base import Announcement, Receiver, Sender
+from .disk import DiskReceiver, DiskSender
+from .errors import TransportError, TransportTimeout
+from .layout import FORMAT
+from .process_group import ProcessGroupReceiver, ProcessGroupSender
+from .segments import remove_stale_segments
+from .shared_memory import SharedMemoryReceiver, SharedMemorySender
+
+__all__ = [
+    "Announcement",
+    "DiskSender",
+    "ProcessGroupSender",
+    "Receiver",
+    "Sender",
+    "SharedMemorySender",
+    "TransportError",
+    "TransportTimeout",
+    "receiver",
+    "remove_stale_segments",
+]
+
+
+def receiver(opened: Announcement, *, rank: int = 1) -> Receiver:
+    """A worker's end of what a sender's `open()` announced.
+
+    Args:
+        opened: as the sender gave it.
+        rank: which of the engine's workers this is, from 1 on, each its own.
+
+    Errors: `TransportError` for a kind or a format that this release does not have;
+        `UpdateDamaged` where the announcement lacks something; `ValueError` for a rank that the
+        sender does not have.
+    """
+    if opened.get("format") != FORMAT:
+        raise TransportError(
+            f"the sender announces in format {opened.get('format')!r}, this receiver reads "
+            f"{FORMAT}; install one release of megatron-idempotent at both ends"
+        )
+    try:
+        if opened.get("kind") == DiskSender.kind:
+            return DiskReceiver(opened)
+        if opened.get("kind") == SharedMemorySender.kind:
+            return SharedMemoryReceiver(opened)
+        if opened.get("kind") == ProcessGroupSender.kind:
+            return ProcessGroupReceiver(opened, rank=rank)
+    except KeyError as error:
+        raise UpdateDamaged(
+            f"the sender's announcement lacks {error}; pass on what open() gave"
+        ) from error
+    kinds = ", ".join((DiskSender.kind, SharedMemorySender.kind, ProcessGroupSender.kind))
+    raise TransportError(f"the sender is of kind {opened.get('kind')!r}; there are {kinds}")

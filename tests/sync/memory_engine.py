@@ -7,6 +7,7 @@ commit that ends half-way leaves a mixture, and serving one is noticed.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 
 import torch
@@ -19,6 +20,7 @@ from megatron_idempotent.rollout import (
     Request,
     Sample,
 )
+from megatron_idempotent.sync import SyncSettings
 from megatron_idempotent.weights import (
     Bucket,
     Staging,
@@ -31,6 +33,21 @@ NAMES = ("a", "b", "c", "d")
 INFOS = tuple(TensorInfo(name=name, shape=(8,), dtype=torch.float32) for name in NAMES)
 FAULTS = ("raises", "raises in the middle", "done, then raises", "hangs", "dies")
 
+QUICK = SyncSettings(
+    bucket_timeout_s=0.2,
+    stage_timeout_s=2.0,
+    pause_timeout_s=0.2,
+    commit_timeout_s=0.2,
+    resume_timeout_s=0.2,
+    retry_wait_s=0.001,
+)
+
+
+def serves(engine: MemoryEngine) -> int:
+    """The version of what it serves, which is of one version only."""
+    request = Request(id="r", prompt=(1,), max_tokens=1)
+    return asyncio.run(engine.generate(request)).versions[0]
+
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
     """All weights of a version; `a` never changes."""
@@ -41,26 +58,42 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
 
 
 class Source:
-    """One tensor per bucket."""
+    """One tensor per bucket; `made` counts them, and `closed` says that an iteration was ended."""
 
-    def __init__(self, version: int, *, fails_at: int | None = None, waits: bool = False) -> None:
+    def __init__(self, version: int, *, fails_at: int | None = None) -> None:
         self.version = version
         self.made = 0
         self.closed = False
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.being_made = threading.Event()
         self._fails_at = fails_at
+        self._left = list(tensors_of(version).items())
 
     def tensors(self) -> tuple[TensorInfo, ...]:
         return INFOS
 
     def buckets(self, *, bucket_bytes: int) -> Iterator[Bucket]:
-        try:
-            for index, (name, tensor) in enumerate(tensors_of(self.version).items()):
-                if index == self._fails_at:
-                    raise OSError("the other rank is gone")
-                yield Bucket.of(index, {name: tensor})
-                self.made += 1
-        finally:
-            self.closed = True
+        return self
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return self
+
+    def __next__(self) -> Bucket:
+        if not self._left:
+            raise StopIteration
+        if self.made == self._fails_at:
+            raise OSError("the other rank is gone")
+        self.being_made.set()
+        self.may_go_on.wait(20)
+        self.being_made.clear()
+        name, tensor = self._left.pop(0)
+        self.made += 1
+        return Bucket.of(self.made - 1, {name: tensor})
+
+    def close(self) -> None:
+        assert not self.being_made.is_set(), "closed while a bucket was being made"
+        self.closed = True
 
 
 class MemoryEngine:

@@ -1,0 +1,127 @@
+"""What all senders share: one update at a time, and one thread for all that blocks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from megatron_idempotent.weights.records import Bucket, WeightUpdate
+
+from .base import Announcement
+from .errors import TransportError
+from .layout import FORMAT, Layout
+
+_T = TypeVar("_T")
+
+
+class Session(Protocol):
+    """One update on its way. Its methods block; they are called in turn, on one thread."""
+
+    def announce(self, layout: Layout, bucket: Bucket) -> Mapping[str, Any]:
+        """As `Sender.announce`: what a receiver needs besides the layout."""
+        ...
+
+    def transmit(self, layout: Layout, bucket: Bucket) -> None:
+        """As `Sender.transmit`."""
+        ...
+
+    def release(self, index: int) -> None:
+        """As `Sender.release`."""
+        ...
+
+    def close(self) -> None:
+        """As `Sender.close`; called once, behind all others."""
+        ...
+
+
+class SessionSender:
+    """A `Sender` around sessions: subclasses name their kind, and begin one.
+
+    Its thread is its own, so that the event loop goes on meanwhile, and that `close` comes behind a
+    call that was cancelled and still runs.
+    """
+
+    kind: str
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._session: Session | None = None
+        self._update: WeightUpdate | None = None
+
+    def _begin(self, update: WeightUpdate) -> tuple[Session, Mapping[str, Any]]:
+        """A session, and what a receiver needs to find it."""
+        raise NotImplementedError
+
+    async def open(self, update: WeightUpdate) -> Announcement:
+        """Begin an update; returns what `receiver()` needs.
+
+        Errors: `TransportError` while another update is open.
+        """
+        if self._thread is not None:
+            open_id = self._update.id if self._update else "?"
+            raise TransportError(
+                f"{type(self).__name__} has update {open_id!r} open, so {update.id!r} cannot "
+                "begin; close() it first"
+            )
+        self._update = update
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"weights-{self.kind}")
+        beginning = self._thread.submit(self._begin, update)
+        try:
+            session, fields = await asyncio.wrap_future(beginning)
+        except BaseException:
+            # Cancelled, it may still begin: what it made goes behind it, on the same thread.
+            self._thread.submit(_discard, beginning)
+            self._thread.shutdown(wait=False)
+            self._thread = None
+            raise
+        self._session = session
+        return {"format": FORMAT, "kind": self.kind, "update": update.id, **fields}
+
+    async def announce(self, bucket: Bucket) -> Announcement:
+        """The bucket's metadata, once it is where workers find it or about to come."""
+        session, layout = self._opened("announce"), self._layout(bucket)
+        fields = await self._call(lambda: session.announce(layout, bucket))
+        return {**layout.as_json(), **fields}
+
+    async def transmit(self, bucket: Bucket) -> None:
+        """Send the bucket's bytes where that takes both ends at once; elsewhere a no-op."""
+        session, layout = self._opened("transmit"), self._layout(bucket)
+        await self._call(lambda: session.transmit(layout, bucket))
+
+    async def release(self, bucket: Bucket) -> None:
+        """All workers have the bucket: free what it held."""
+        session, index = self._opened("release"), bucket.index
+        await self._call(lambda: session.release(index))
+
+    async def close(self) -> None:
+        """End the update, complete or not, and leave nothing behind. Twice: no-op."""
+        thread, session = self._thread, self._session
+        if thread is None or session is None:
+            return
+        self._thread = self._session = None
+        closing = thread.submit(session.close)
+        thread.shutdown(wait=False)
+        # Shielded: a close that is cancelled closes all the same.
+        await asyncio.shield(asyncio.wrap_future(closing))
+
+    def _opened(self, method: str) -> Session:
+        if self._session is None:
+            raise TransportError(
+                f"{type(self).__name__}.{method}() has no update; call open() before it"
+            )
+        return self._session
+
+    def _layout(self, bucket: Bucket) -> Layout:
+        assert self._update is not None
+        return Layout.of(self._update.id, bucket)
+
+    async def _call(self, function: Callable[[], _T]) -> _T:
+        assert self._thread is not None
+        return await asyncio.wrap_future(self._thread.submit(function))
+
+
+def _discard(beginning: Future[tuple[Session, Mapping[str, Any]]]) -> None:
+    if not beginning.cancelled() and beginning.exception() is None:
+        beginning.result()[0].close()
