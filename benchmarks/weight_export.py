@@ -1,0 +1,171 @@
+"""What bringing a model's weights to rank 0 costs: bytes per second ÷ those of `save_file`, memory.
+
+    python -m benchmarks.weight_export [--rounds 5] [--megabytes 128] [--bucket-megabytes 16]
+                                       [--json]
+
+On two CPU ranks, tensor parallel and then in two pipeline stages, in one run: an export of all
+weights, bucket by bucket, with and without the checksums that buckets carry, and
+`safetensors.torch.save_file` of the same tensors in memory-backed storage where there is one. Sides
+take turns; medians of each round's ratios. Then the most memory that an export holds beside the
+model, by the allocator's events, in units of (bucket + largest tensor): at most 1 is what
+`MegatronWeights` says of rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_idempotent import cpu
+
+WARM_UP = 1
+#: Hidden size; layers follow from the size that is asked for.
+HIDDEN = 512
+LAYOUTS = {"tensor parallel": {"tp": 2}, "two stages": {"pp": 2}}
+
+
+def _source(megabytes: int, layout: dict[str, int]) -> Any:
+    """On a rank: a model in float32 of about so many bytes."""
+    import logging
+
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_idempotent.models import Architecture, MegatronWeights, build_gpt
+
+    logging.disable(logging.WARNING)
+    tp, pp = layout.get("tp", 1), layout.get("pp", 1)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp
+    )
+    model_parallel_cuda_manual_seed(1)
+    per_layer = 4 * HIDDEN * (HIDDEN + 2 * HIDDEN // 4 + HIDDEN + 3 * 4 * HIDDEN)
+    vocabulary = 8192
+    both = 2 * 4 * vocabulary * HIDDEN
+    layers = 2 * max(1, round((megabytes * 2**20 - both) / per_layer / 2))
+    arch = Architecture.of(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "hidden_size": HIDDEN,
+            "intermediate_size": 4 * HIDDEN,
+            "num_attention_heads": 8,
+            "num_hidden_layers": layers,
+            "num_key_value_heads": 2,
+            "head_dim": HIDDEN // 8,
+            "vocab_size": vocabulary,
+        }
+    )
+    config = arch.transformer_config(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, use_cpu_initialization=True
+    )
+    stage = build_gpt(
+        arch,
+        config,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    return MegatronWeights([stage], arch)
+
+
+def _fetch_only(source: Any, bucket_bytes: int) -> None:
+    """What `buckets` does but for the checksums."""
+    from megatron_idempotent.models.buckets import split
+
+    for members in split([info.nbytes for info in source.tensors()], bucket_bytes):
+        source._fetch(members)
+
+
+def measure(
+    rounds: int, megabytes: int, bucket_bytes: int, layout: dict[str, int]
+) -> tuple[dict[str, list[float]], int, float]:
+    """On a rank: seconds of each side by round; bytes of the model; memory in its unit."""
+    import torch
+    from safetensors.torch import save_file
+
+    from megatron_idempotent.cpu.allocations import peak_bytes
+
+    source = _source(megabytes, layout)
+    first = torch.distributed.get_rank() == 0
+    infos = source.tensors()
+    size = sum(info.nbytes for info in infos)
+    tensors = {info.name: torch.zeros(info.shape) for info in infos} if first else {}
+    shared = Path("/dev/shm")
+    root = shared if shared.is_dir() else None
+
+    def export() -> None:
+        for bucket in source.buckets(bucket_bytes=bucket_bytes):
+            del bucket
+
+    def save() -> None:
+        if first:
+            with tempfile.TemporaryDirectory(dir=root) as folder:
+                save_file(tensors, Path(folder) / "model.safetensors")
+
+    sides: dict[str, Callable[[], None]] = {
+        "export": export,
+        "without checksums": lambda: _fetch_only(source, bucket_bytes),
+        "save_file": save,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for number in range(rounds + WARM_UP):
+        for name in names if number % 2 else names[::-1]:
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            sides[name]()
+            if number >= WARM_UP:
+                seconds[name].append(time.perf_counter() - start)
+    tensors.clear()
+    held = peak_bytes(export, runs=1)
+    return seconds, size, held / (bucket_bytes + max(info.nbytes for info in infos))
+
+
+def main() -> None:
+    """Print bandwidths, their ratios, and memory."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--megabytes", type=int, default=128)
+    parser.add_argument("--bucket-megabytes", type=int, default=16)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    results: dict[str, Any] = {}
+    for name, layout in LAYOUTS.items():
+        arguments = (options.rounds, options.megabytes, options.bucket_megabytes << 20, layout)
+        (seconds, size, memory), (_, _, others) = cpu.run_ranks(
+            2, measure, *arguments, timeout_s=900.0
+        )
+        rates = {side: size / 1e6 / statistics.median(each) for side, each in seconds.items()}
+        ratios = {
+            side: statistics.median(
+                b / a for a, b in zip(seconds[side], seconds["save_file"], strict=True)
+            )
+            for side in ("export", "without checksums")
+        }
+        results[name] = {
+            "megabytes": size / 1e6,
+            "megabytes_per_s": rates,
+            "bandwidth_to_save_file": ratios,
+            "memory": {"rank 0": memory, "rank 1": others},
+        }
+        if not options.json:
+            told = ", ".join(f"{side} {rate:.0f} MB/s" for side, rate in rates.items())
+            print(f"{name:15} {size / 1e6:.0f} MB: {told}")
+            told = ", ".join(f"{side} {ratio:.2f}" for side, ratio in ratios.items())
+            print(f"{name:15} bandwidth ÷ that of save_file: {told}")
+            print(
+                f"{name:15} memory in (bucket + largest tensor): rank 0 {memory:.2f}, "
+                f"rank 1 {others:.2f}",
+                flush=True,
+            )
+    if options.json:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

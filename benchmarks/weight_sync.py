@@ -1,0 +1,158 @@
+"""How long requests wait for new weights: the pause of a sync ÷ all of it, staged and inline.
+
+    python -m benchmarks.weight_sync [--rounds 5] [--hidden 768] [--streams 8] [--json]
+
+A real Megatron model of some 100 MB on a CPU rank, and an engine in the same process that keeps
+sampling. Staged, weights arrive while it samples, and a switch of pointers is what it waits for;
+inline, as most frameworks do it, it is paused before the first byte is sent. Medians of the rounds;
+the two sides take turns. Tokens in those rounds are counted, and none may be missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_idempotent import cpu
+
+TOKENS = 64
+
+
+def measure(rounds: int, hidden: int, streams: int) -> dict[str, Any]:
+    """On a rank: seconds of pauses and syncs, and what became of the streams."""
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(_measure(Path(folder), rounds, hidden, streams))
+
+
+async def _measure(folder: Path, rounds: int, hidden: int, streams: int) -> dict[str, Any]:
+    from megatron_idempotent.models import MegatronWeights
+    from megatron_idempotent.rollout.local import TransformersEngine
+    from megatron_idempotent.sync import SyncSettings, WeightSync
+
+    chunks, arch = _model(folder, hidden)
+    engine = TransformersEngine(folder, name="engine")
+    source = MegatronWeights(chunks, arch)
+    settings = SyncSettings(bucket_bytes=32 << 20)
+    sync = WeightSync([engine], settings=settings)
+    running = Streams(engine, streams, arch.vocab_size)
+    pauses: dict[str, list[float]] = {"staged": [], "inline": []}
+    totals: dict[str, list[float]] = {"staged": [], "inline": []}
+    for version in range(1, 2 * rounds + 1):
+        side = "staged" if version % 2 else "inline"
+        _train(chunks)
+        started = time.perf_counter()
+        if side == "inline":
+            await engine.pause("keep")
+        report = await sync.update(source, version)
+        total = time.perf_counter() - started
+        pauses[side].append(total if side == "inline" else report.pause_s)
+        totals[side].append(total)
+    asked, given, versions = await running.stop()
+    await engine.close()
+    return {
+        "mb": sum(info.nbytes for info in source.tensors()) / 1e6,
+        "pauses": pauses,
+        "totals": totals,
+        "tokens": [asked, given],
+        "versions_in_one_response": versions,
+    }
+
+
+class Streams:
+    """Requests that follow each other as long as it runs, several at a time."""
+
+    def __init__(self, engine: Any, count: int, vocabulary: int) -> None:
+        self._engine, self._vocabulary = engine, vocabulary
+        self._on = True
+        self._samples: list[Any] = []
+        self._tasks = [asyncio.ensure_future(self._stream(index)) for index in range(count)]
+
+    async def _stream(self, index: int) -> None:
+        from megatron_idempotent.rollout import Request
+
+        number = 0
+        while self._on:
+            number += 1
+            prompt = tuple(range(1, 9 + index))
+            request = Request(id=f"{index}/{number}", prompt=prompt, max_tokens=TOKENS, seed=number)
+            self._samples.append(await self._engine.generate(request))
+
+    async def stop(self) -> tuple[int, int, int]:
+        """Let the running ones end; tokens asked for and given, and the most versions in one."""
+        self._on = False
+        await asyncio.gather(*self._tasks)
+        given = sum(len(sample.tokens) for sample in self._samples)
+        most = max(len(set(sample.versions)) for sample in self._samples)
+        return len(self._samples) * TOKENS, given, most
+
+
+def _model(folder: Path, hidden: int) -> tuple[list[Any], Any]:
+    """A checkpoint with random weights in the folder, and Megatron's model of it."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from megatron_idempotent.models import Architecture, build_gpt, load_hf
+
+    torch.manual_seed(0)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(0)
+    Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=4096,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=4,
+            num_attention_heads=hidden // 64,
+            num_key_value_heads=hidden // 128,
+            head_dim=64,
+            max_position_embeddings=512,
+            eos_token_id=None,
+            tie_word_embeddings=False,
+        )
+    ).save_pretrained(folder)
+    arch = Architecture.read(folder)
+    config = arch.transformer_config(use_cpu_initialization=True)
+    chunks = [build_gpt(arch, config)]
+    load_hf(folder, chunks)
+    return chunks, arch
+
+
+def _train(chunks: list[Any]) -> None:
+    """Other weights, as a step makes them."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in chunks[0].parameters():
+            parameter.mul_(1.0001)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    (found,) = cpu.run_ranks(1, measure, asked.rounds, asked.hidden, asked.streams, timeout_s=600.0)
+    if asked.json:
+        print(json.dumps(found))
+        return
+    print(f"{found['mb']:.0f} MB, {asked.streams} streams")
+    for side in ("inline", "staged"):
+        pause = statistics.median(found["pauses"][side])
+        total = statistics.median(found["totals"][side])
+        print(f"{side}: pause {pause:.3f} s of {total:.3f} s, {pause / total:.3f}")
+    given = found["tokens"]
+    print(f"tokens: {given[1]} of {given[0]}; {found['versions_in_one_response']} versions in one")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""An iteration over weights that all ranks make in lock-step, and can leave early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from types import TracebackType
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_idempotent.weights.records import Bucket, TensorInfo
+
+Named = Iterator[tuple[str, torch.Tensor]]
+Convert = Callable[[Named], Named]
+
+
+class Fetch(Protocol):
+    """Brings some tensors to rank 0. Collective: the same range on all ranks, each once."""
+
+    def __call__(self, members: range) -> Mapping[str, torch.Tensor]:
+        """On rank 0 the tensors by name, on others none."""
+        ...
+
+
+def split(sizes: Sequence[int], most: int) -> list[range]:
+    """Consecutive members whose sizes add up to at most so much; one that is larger is alone."""
+    ranges: list[range] = []
+    start = total = 0
+    for member, size in enumerate(sizes):
+        if member > start and total + size > most:
+            ranges.append(range(start, member))
+            start, total = member, 0
+        total += size
+    return ranges + ([range(start, len(sizes))] if sizes else [])
+
+
+class BucketStream(Iterator[Bucket]):
+    """The buckets of `WeightSource.buckets`; every rank takes all of them, or closes its stream.
+
+    Closing, which leaving a `with` block or dropping the iterator does too, takes this rank
+    through the rest of the collective and keeps nothing, so that the others come to its end. An
+    exception while a bucket is made closes the stream, unless it was communication that failed:
+    then the process group cannot be used on, and nothing more is tried.
+
+    Example:
+        with source.buckets(bucket_bytes=1 << 30) as buckets:
+            for bucket in buckets:
+                send(bucket)
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Sequence[TensorInfo]],
+        fetch: Fetch,
+        *,
+        sources: Sequence[int] | None = None,
+        bucket_bytes: int,
+        convert: Convert | None = None,
+        keeps: bool,
+    ) -> None:
+        """
+        Args:
+            units: what goes, and is not to be split between buckets.
+            fetch: brings to rank 0 what units are made of.
+            sources: which fetched tensor each unit is made of; the one of its own number if left
+                out. They do not decrease.
+            bucket_bytes: of units; a bucket has at least one.
+            convert: makes all units' tensors of what is fetched, one by one, on rank 0.
+            keeps: whether this is rank 0.
+        """
+        self._ranges: list[range] = []  # for close(), should the next line raise
+        sources = range(len(units)) if sources is None else sources
+        self._feed = _Feed(fetch, sources[-1] + 1 if sources else 0)
+        if type(bucket_bytes) is not int or bucket_bytes < 1:
+            raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}: a positive int")
+        sizes = [sum(info.nbytes for info in infos) for infos in units]
+        self._ranges = split(sizes, bucket_bytes)
+        self._units, self._sources = units, sources
+        self._index = 0
+        self._converted = convert(self._feed.one_by_one()) if convert and keeps else None
+
+    def __next__(self) -> Bucket:
+        if self._feed.closed or self._index == len(self._ranges):
+            raise StopIteration
+        members = self._ranges[self._index]
+        try:
+            if self._converted is None:
+                tensors = self._feed.take_until(self._sources[members.stop - 1] + 1)
+            else:
+                count = sum(len(self._units[member]) for member in members)
+                tensors = dict(islice(self._converted, count))
+                if members.stop == len(self._units):
+                    next(self._converted, None)  # which checks what it can only at the end
+            bucket = Bucket.of(self._index, tensors)
+        except BaseException:
+            self.close()
+            raise
+        self._index += 1
+        return bucket
+
+    def __enter__(self) -> BucketStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if dist.is_available() and dist.is_initialized():
+            self.close()
+
+    def close(self) -> None:
+        """Take this rank through what is left, and keep nothing. Twice: no-op."""
+        self._feed.drain()
+
+
+class _Feed:
+    """How far this rank is in the collective."""
+
+    def __init__(self, fetch: Fetch, count: int) -> None:
+        self._fetch, self._count = fetch, count
+        self._done = 0
+        self._broken = self.closed = False
+
+    def take_until(self, stop: int) -> Mapping[str, torch.Tensor]:
+        self._broken = True  # until it has come back
+        tensors = self._fetch(range(self._done, stop))
+        self._broken = False
+        self._done = stop
+        return tensors
+
+    def one_by_one(self) -> Named:
+        while self._done < self._count:
+            yield from self.take_until(self._done + 1).items()
+
+    def drain(self) -> None:
+        self.closed = True
+        while self._done < self._count and not self._broken:
+            self.take_until(self._done + 1)

@@ -1,0 +1,190 @@
+"""Which Hugging Face tensors each parameter of a GPTModel is made of.
+
+Knows the names of Megatron's local layers, of Transformer Engine's with norms fused into the
+projections behind them, and of experts as `local_experts.K`, as `weightK`, and all in one weight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from .families import Architecture
+from .layout import Block, Slot, gate_up_blocks, qkv_blocks, vocab_blocks
+
+EMBEDDING, OUTPUT, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+Kind = Literal["whole", "columns", "qkv", "gate_up"]
+_QKV = tuple(f"self_attn.{each}_proj" for each in "qkv")
+#: Names in a layer → how they are laid out, and the names in a Hugging Face layer.
+_LAYER: dict[str, tuple[Kind, tuple[str, ...]]] = {
+    "input_layernorm.weight": ("whole", ("input_layernorm.weight",)),
+    "self_attention.linear_qkv.layer_norm_weight": ("whole", ("input_layernorm.weight",)),
+    "self_attention.linear_qkv.weight": ("qkv", tuple(f"{each}.weight" for each in _QKV)),
+    "self_attention.linear_qkv.bias": ("qkv", tuple(f"{each}.bias" for each in _QKV)),
+    "self_attention.q_layernorm.weight": ("whole", ("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": ("whole", ("self_attn.k_norm.weight",)),
+    "self_attention.linear_proj.weight": ("columns", ("self_attn.o_proj.weight",)),
+    "pre_mlp_layernorm.weight": ("whole", ("post_attention_layernorm.weight",)),
+    "mlp.linear_fc1.layer_norm_weight": ("whole", ("post_attention_layernorm.weight",)),
+    "mlp.linear_fc1.weight": ("gate_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    "mlp.linear_fc2.weight": ("columns", ("mlp.down_proj.weight",)),
+    "mlp.router.weight": ("whole", ("mlp.gate.weight",)),
+}
+_IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
+_TE_EXPERT = re.compile(r"mlp\.experts\.linear_fc([12])\.weight(\d+)")
+_ALL_EXPERTS = re.compile(r"mlp\.experts\.weight([12])")
+
+
+_OF_EXPERT: dict[str, tuple[Kind, tuple[str, ...]]] = {
+    "1": ("gate_up", ("gate_proj.weight", "up_proj.weight")),
+    "2": ("columns", ("down_proj.weight",)),
+}
+
+
+class Ranks(NamedTuple):
+    """This process among those that share a layer. Example: `Ranks(0, 2, 0, 1)`."""
+
+    tensor: int
+    tensor_count: int
+    expert: int
+    """Among those that share an expert, not those that have other experts."""
+    expert_count: int
+
+    @classmethod
+    def here(cls) -> Ranks:
+        """As Megatron's parallel state has them."""
+        from megatron.core import parallel_state as state
+
+        return cls(
+            state.get_tensor_model_parallel_rank(),
+            state.get_tensor_model_parallel_world_size(),
+            state.get_expert_tensor_parallel_rank(),
+            state.get_expert_tensor_parallel_world_size(),
+        )
+
+
+def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the checkpoint and its shape, in the order of transformers' modules."""
+    hidden, ffn = arch.hidden, arch.ffn
+    queries, keys = arch.heads * arch.head_dim, arch.query_groups * arch.head_dim
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (arch.vocab_size, hidden)}
+    for layer in range(arch.layers):
+        at = f"model.layers.{layer}."
+        for name, rows in zip(_QKV, (queries, keys, keys), strict=True):
+            shapes[f"{at}{name}.weight"] = (rows, hidden)
+            if arch.qkv_bias:
+                shapes[f"{at}{name}.bias"] = (rows,)
+        shapes[f"{at}self_attn.o_proj.weight"] = (hidden, queries)
+        if arch.qk_norm:
+            shapes[f"{at}self_attn.q_norm.weight"] = (arch.head_dim,)
+            shapes[f"{at}self_attn.k_norm.weight"] = (arch.head_dim,)
+        if arch.experts:
+            shapes[f"{at}mlp.gate.weight"] = (arch.experts, hidden)
+        experts = [f"experts.{expert}." for expert in range(arch.experts)]
+        inner = arch.expert_ffn if arch.experts else ffn
+        for expert in experts or [""]:
+            shapes[f"{at}mlp.{expert}gate_proj.weight"] = (inner, hidden)
+            shapes[f"{at}mlp.{expert}up_proj.weight"] = (inner, hidden)
+            shapes[f"{at}mlp.{expert}down_proj.weight"] = (hidden, inner)
+        shapes[f"{at}input_layernorm.weight"] = (hidden,)
+        shapes[f"{at}post_attention_layernorm.weight"] = (hidden,)
+    shapes[NORM] = (hidden,)
+    if not arch.tied:
+        shapes[OUTPUT] = (arch.vocab_size, hidden)
+    return shapes
+
+
+class Names:
+    """The parameters of a model on one rank.
+
+    Example:
+        names = Names(arch, Ranks.here())
+        slots = names.slots("decoder.layers.0.mlp.linear_fc1.weight", 64, layers=[4, 5])
+    """
+
+    def __init__(self, arch: Architecture, ranks: Ranks) -> None:
+        self.arch, self.ranks, self.shapes = arch, ranks, hf_shapes(arch)
+
+    def slots(
+        self, name: str, rows: int, *, layers: Sequence[int], experts: Sequence[int] = ()
+    ) -> tuple[Slot, ...]:
+        """What a parameter is made of; nothing for a name that has no counterpart.
+
+        Args:
+            name: in the chunk.
+            rows: of the parameter here; the padding of a vocabulary is known from it.
+            layers: this chunk's layers, by their number in the whole model, from 0.
+            experts: this rank's experts in the parameter's layer, by their number among all.
+        """
+        target = {
+            "embedding.word_embeddings.weight": EMBEDDING,
+            "output_layer.weight": EMBEDDING if self.arch.tied else OUTPUT,
+        }.get(name)
+        if target is not None:
+            padded = rows * self.ranks.tensor_count
+            blocks = vocab_blocks(target, vocab_size=self.arch.vocab_size, padded=padded)
+            rank, count, _, _ = self.ranks
+            return (Slot(parameter=name, blocks=tuple(blocks), rank=rank, count=count),)
+        if name == "decoder.final_layernorm.weight":
+            return (self._slot(name, "whole", [NORM], 0, 1),)
+        if match := _IN_LAYER.fullmatch(name):
+            at = f"model.layers.{layers[int(match[1])]}."
+            return self._in_layer(name, match[2], at) or self._experts(name, match[2], at, experts)
+        return ()
+
+    def _in_layer(self, name: str, inner: str, at: str) -> tuple[Slot, ...]:
+        kind, names = _LAYER.get(inner, ("whole", ()))
+        targets = [at + each for each in names]
+        if not targets or not all(each in self.shapes for each in targets):
+            return ()
+        rank, count = (0, 1) if kind == "whole" else self.ranks[:2]
+        return (self._slot(name, kind, targets, rank, count),)
+
+    def _experts(self, name: str, inner: str, at: str, experts: Sequence[int]) -> tuple[Slot, ...]:
+        grouped = None
+        if match := _EXPERT.fullmatch(inner):
+            chosen, which = [int(match[1])], match[2]
+        elif match := _TE_EXPERT.fullmatch(inner):
+            chosen, which = [int(match[2])], match[1]
+        elif match := _ALL_EXPERTS.fullmatch(inner):
+            chosen, which, grouped = list(range(len(experts))), match[1], len(experts)
+        else:
+            return ()
+        kind, last = _OF_EXPERT[which]
+        rank, count = self.ranks[2:]
+        found = []
+        for local in chosen:
+            targets = [f"{at}mlp.experts.{experts[local]}.{each}" for each in last]
+            place = None if grouped is None else (local, grouped)
+            found.append(self._slot(name, kind, targets, rank, count, place))
+        return tuple(found)
+
+    def _slot(
+        self,
+        name: str,
+        kind: Kind,
+        targets: Sequence[str],
+        rank: int,
+        count: int,
+        grouped: tuple[int, int] | None = None,
+    ) -> Slot:
+        arch, shape = self.arch, self.shapes[targets[0]]
+        if kind == "qkv":
+            blocks = qkv_blocks(
+                targets, heads=arch.heads, groups=arch.query_groups, head_dim=arch.head_dim
+            )
+        elif kind == "gate_up":
+            blocks = gate_up_blocks(targets, ffn=shape[0], count=count)
+        else:
+            blocks = [Block(targets[0], 0, shape[int(kind == "columns")])]
+        return Slot(
+            parameter=name,
+            blocks=tuple(blocks),
+            dim=int(kind == "columns"),
+            rank=rank,
+            count=count,
+            grouped=grouped,
+        )
