@@ -1,14 +1,17 @@
 """Engines that sample responses and take new weights while they do: one protocol for all."""
 
 from .errors import EngineDead, EngineError, EngineTimeout, EngineUnsupported
+from .pool import EnginePool
 from .protocol import ColocatedEngine, RolloutEngine
 from .records import EngineHealth, FinishReason, PauseMode, Request, Sample
+from .resubmit import generate_whole
 
 __all__ = [
     "ColocatedEngine",
     "EngineDead",
     "EngineError",
     "EngineHealth",
+    "EnginePool",
     "EngineTimeout",
     "EngineUnsupported",
     "FinishReason",
@@ -16,4 +19,5 @@ __all__ = [
     "Request",
     "RolloutEngine",
     "Sample",
+    "generate_whole",
 ]

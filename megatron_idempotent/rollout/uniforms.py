@@ -22,23 +22,6 @@ def _mix(value: torch.Tensor) -> torch.Tensor:
     return value ^ _shift_right(value, 31)
 
 
-def token_uniforms(
-    *, seed: int, stream: int, rows_B: torch.Tensor, samples_B: torch.Tensor, tokens: int
-) -> torch.Tensor:
-    """Uniforms in [0, 1) of shape [B, tokens], float64, for B samples.
-
-    The number for a token is a hash of (seed, stream, prompt row, sample index, token index), so a
-    sample is the same on one rank as on eight, and in any batch. `stream` is the rollout index;
-    `rows_B` and `samples_B` are int64.
-    """
-    state_B = torch.full_like(rows_B, seed)
-    for key in (torch.full_like(rows_B, stream), rows_B, samples_B):
-        state_B = _mix(state_B + _STEP) ^ _mix(key * _STEP + _MIX_1)
-    steps_T = torch.arange(1, tokens + 1, dtype=torch.int64) * _STEP
-    bits_BT = _mix(state_B[:, None] + steps_T[None, :])
-    return _shift_right(bits_BT, 11).to(torch.float64) * 2.0**-53
-
-
 def keyed_uniforms(*, seeds_B: torch.Tensor, places_B: torch.Tensor) -> torch.Tensor:
     """Uniforms in [0, 1) of shape [B], float64: a hash of (seed, place), one place each.
 

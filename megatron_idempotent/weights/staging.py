@@ -14,7 +14,7 @@ _LISTED = 20
 
 
 class Staging:
-    """The tensors of one update, as they arrive; they are kept, not copied.
+    """The tensors of one update, as they arrive; they are checked and kept, not copied.
 
     Example:
         staging = Staging(update, expected=infos)
@@ -23,13 +23,18 @@ class Staging:
         weights = staging.complete()
     """
 
-    def __init__(self, update: WeightUpdate, *, expected: Iterable[TensorInfo]) -> None:
+    def __init__(
+        self, update: WeightUpdate, *, expected: Iterable[TensorInfo], keep: bool = True
+    ) -> None:
         """
         Args:
             update: what is being staged.
             expected: every tensor of the engine's model, as the update is to bring them.
+            keep: False lets go of the values once they are checked; tensors are then on the meta
+                device.
         """
         self.update = update
+        self._keep = keep
         self._expected = {info.name: info for info in expected}
         self._tensors: dict[str, torch.Tensor] = {}
         self._buckets = 0
@@ -60,7 +65,8 @@ class Staging:
                     f"update {self.update.id}: {name} arrived with checksum {found:016x}, it was "
                     f"sent with {bucket.checksums[name]:016x}; send the update again"
                 )
-        self._tensors.update(bucket.tensors)
+        for name, tensor in bucket.tensors.items():
+            self._tensors[name] = tensor if self._keep else tensor.to("meta")
         self._buckets += 1
 
     def complete(self) -> Mapping[str, torch.Tensor]:

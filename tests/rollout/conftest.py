@@ -1,0 +1,37 @@
+"""Checkpoints for all tests of engines, made once; and readable failures in the contract."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+pytest.register_assert_rewrite(
+    "contract",
+    "contract_base",
+    "contract_generate",
+    "contract_pause",
+    "contract_updates",
+    "contract_refusals",
+)
+if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+    collect_ignore_glob = ["test_*.py"]
+elif importlib.util.find_spec("aiohttp") is None:  # of the extra `http`
+    collect_ignore_glob = ["test_sglang_*.py", "test_vllm_*.py"]
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory):
+    """`make_model(seed=1, family="qwen3")` writes a checkpoint once and returns its directory."""
+    from tiny import make_checkpoint
+
+    made: dict[str, Path] = {}
+
+    def make(**settings) -> Path:
+        key = repr(sorted(settings.items()))
+        if key not in made:
+            made[key] = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), **settings)
+        return made[key]
+
+    return make
