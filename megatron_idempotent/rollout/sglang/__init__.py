@@ -1,0 +1,5 @@
+"""SGLang servers as engines, over HTTP."""
+
+from .engine import SglangEngine
+
+__all__ = ["SglangEngine"]
