@@ -23,7 +23,7 @@ WORK = Path(".nox")
 PROVEN = WORK / "proven"
 #: tests/parity/test_hazards.py is what `prove` does, and that writes down what it found.
 SUITES = (
-    *("tests/patches", "tests/step", "tests/logprobs", "tests/parity"),
+    *("tests/patches", "tests/step", "tests/logprobs", "tests/models", "tests/parity"),
     "tests/engine/test_case_files.py",
     "--ignore=tests/parity/test_hazards.py",
     "--ignore-glob=tests/step/test_fsdp*",  # there is no Megatron in it

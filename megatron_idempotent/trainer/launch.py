@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 
 from megatron_idempotent import cpu
+from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.job import Job
-from megatron_idempotent.trainer.task.prompts import PromptSet
-from megatron_idempotent.trainer.task.tokenizer import WordTokenizer
+from megatron_idempotent.trainer.task.prompts import PromptSet, check_answers_fit
+from megatron_idempotent.trainer.task.tokenizer import make_tokenizer
 from megatron_idempotent.trainer.watch.report import (
     CURVES_FILE,
     draw_curves,
@@ -15,8 +16,6 @@ from megatron_idempotent.trainer.watch.report import (
     summarize,
 )
 from megatron_idempotent.trainer.watch.rows import METRICS_FILE, read_metrics
-
-TOKENIZER_FILE = "tokenizer.json"
 
 
 def run_rank(job: Job) -> None:
@@ -33,13 +32,22 @@ def start_ranks(job: Job) -> None:
         pool.run(run.ranks, run_rank, job, timeout_s=run.timeout_s)
 
 
+def check(config: Config, prompts: PromptSet) -> None:
+    """What can be known of model, tokenizer and data before anything is written.
+
+    Errors: `DataError` for words that the tokenizer reserves, `CheckpointError` for a checkpoint
+    without a tokenizer, `ConfigError` where answers do not fit into a response.
+    """
+    tokenizer = make_tokenizer(config, prompts)
+    longest = config.rollout.max_response_tokens
+    check_answers_fit(prompts, tokenizer.encode_answer, max_response_tokens=longest)
+
+
 def launch(job: Job, prompts: PromptSet) -> None:
     """Run the job on its ranks, then leave curves in its directory and a table on the terminal.
 
-    Errors: `DataError` for words that the tokenizer reserves; what `start_ranks` raises.
+    Errors: what `start_ranks` raises.
     """
-    tokenizer = WordTokenizer.build(prompts.all)
-    tokenizer.save(job.out / TOKENIZER_FILE)
     # One thread per rank: the ranks are what fills the cores, and one thread adds up in one order.
     os.environ["OMP_NUM_THREADS"] = "1"
     start_ranks(job)

@@ -28,11 +28,13 @@ _EVALUATION_STREAM = 1 << 40
 class Parts:
     """What the loop is made of. `positions` is the length of the training sequences in tokens.
 
-    `save` is called with the number of rollouts that are done; it is collective.
+    `publish` and `save` are called with the number of rollouts that are done, and are collective:
+    the one brings the weights to what samples, the other writes a checkpoint.
     Example: `train(config, prompts, parts, first_rollout=0)`.
     """
 
     sampler: Sampler
+    publish: Callable[[int], None]
     reward: Reward
     policy: Policy
     logger: Logger
@@ -43,6 +45,7 @@ class Parts:
 
 def train(config: Config, prompts: PromptSet, parts: Parts, *, first_rollout: int) -> None:
     """Run rollouts `first_rollout` to the last. Collective."""
+    parts.publish(first_rollout)
     if first_rollout == 0:
         parts.logger.log(evaluate(config, prompts, parts, done=0), rollout=0)
     for index in range(first_rollout, config.run.rollouts):
@@ -61,6 +64,8 @@ def train(config: Config, prompts: PromptSet, parts: Parts, *, first_rollout: in
             step = parts.policy.train(batch, index=index)
 
         done = index + 1
+        with watch.phase("sync_weights"):
+            parts.publish(done)
         metrics = rollout_metrics(scored, step)
         if _due(done, config.evaluation.every, config.run.rollouts):
             with watch.phase("evaluation"):

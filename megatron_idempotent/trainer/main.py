@@ -22,8 +22,11 @@ _NAMED = {
     "ranks": "run.ranks",
     "out": "run.out",
     "data": "task.data",
+    "model": "model.path",
+    "engine": "rollout.engine",
+    "engine_url": "rollout.engine_url",
 }
-_NEEDED = ("torch", "megatron", "tokenizers", "rich")
+_NEEDED = ("torch", "megatron", "tokenizers", "transformers", "rich")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,9 +54,9 @@ def _run(options: argparse.Namespace) -> int:
     # Here and not above: `--help` should not wait for the tokenizer and the progress bar.
     from megatron_idempotent import cpu
     from megatron_idempotent.trainer.job import data_path
-    from megatron_idempotent.trainer.launch import launch
+    from megatron_idempotent.trainer.launch import check, launch
     from megatron_idempotent.trainer.output import CONFIG_FILE, prepare, run_to_resume
-    from megatron_idempotent.trainer.task.prompts import check_answers_fit, read_prompts
+    from megatron_idempotent.trainer.task.prompts import read_prompts
     from megatron_idempotent.trainer.task.reward import load_reward
 
     overrides = list(options.set)
@@ -70,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
             config_file = out / CONFIG_FILE
     config = load_config(config_file, overrides)
     prompts = read_prompts(data_path(config))
-    check_answers_fit(prompts, max_response_tokens=config.rollout.max_response_tokens)
+    check(config, prompts)
     load_reward(config.task.reward)  # the ranks load it again; a mistake is told here
     job = prepare(config, resume=options.resume, quiet=options.quiet)
     try:
@@ -110,8 +113,8 @@ def _restore_cursor() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-idempotent train",
-        description="Train a small decoder by GRPO on a verifiable task: real Megatron on CPU "
-        "ranks, each optimizer step taken in chunks.",
+        description="Train a decoder by GRPO on a verifiable task: real Megatron on CPU ranks, "
+        "each optimizer step taken in chunks, and engines that are given the new weights.",
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="settings in TOML, instead of the shipped ones"
@@ -128,6 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", metavar="N", help="data-parallel processes")
     parser.add_argument("--out", metavar="DIR", help="output directory, empty or new")
     parser.add_argument("--data", metavar="FILE", help="prompts in JSONL")
+    parser.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint to start from")
+    parser.add_argument("--engine", metavar="NAME", help="transformers, vllm or sglang")
+    parser.add_argument("--engine-url", metavar="URL", help="servers of vllm or sglang: URL[,URL]")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     return parser

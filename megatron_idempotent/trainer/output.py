@@ -29,6 +29,14 @@ _FREE = frozenset(
         "optimizer.chunks_per_step",
         "evaluation.every",
         "task.data",  # its content counts, not its path
+        "rollout.engine_url",
+        "rollout.request_timeout_s",
+        "sync.transport",
+        "sync.directory",
+        "sync.address",
+        "sync.workers",
+        "sync.bucket_mb",
+        "sync.changed_only",
     }
 )
 

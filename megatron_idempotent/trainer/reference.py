@@ -17,11 +17,11 @@ END = "<!-- end of settings -->"
 
 
 def field_docstrings() -> dict[tuple[str, str], str]:
-    """The string under each field of `config.py`, by class and field name.
+    """The string under each field of `sections.py`, by class and field name.
 
     Python drops these strings, so they are read from the source.
     """
-    source = Path(__file__).with_name("config.py").read_text(encoding="utf-8")
+    source = Path(__file__).with_name("sections.py").read_text(encoding="utf-8")
     found = {}
     for node in ast.parse(source).body:
         if not isinstance(node, ast.ClassDef):

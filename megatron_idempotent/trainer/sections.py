@@ -1,4 +1,4 @@
-"""The configuration: one frozen dataclass per section, checked when it is built.
+"""The sections of the configuration: frozen dataclasses, each checked when it is built.
 
 A string under a field is its documentation: `docs/trainer.md` is generated from these strings.
 """
@@ -49,11 +49,14 @@ class TaskConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """The decoder: RMSNorm, rotary positions, SwiGLU, grouped queries, no linear bias.
+    """The decoder that is trained. Example: `ModelConfig(path="checkpoints/Qwen3-0.6B")`.
 
-    Example: `ModelConfig(layers=2, hidden=64)`.
+    Without a path it is a small Llama with random weights, of the shape that the other keys give.
     """
 
+    path: str = setting("")
+    """Hugging Face checkpoint (Llama, Qwen2, Qwen3, Qwen3-MoE) to start from, with its tokenizer;
+    empty for a random one."""
     layers: int = setting(2, low=1, high=64)
     """Transformer layers."""
     hidden: int = setting(64, low=8, high=8192)
@@ -93,11 +96,44 @@ class RolloutConfig:
     """Samples per prompt: the group that advantages are relative to."""
     temperature: float = setting(1.0, above=0, high=10)
     """Sampling temperature; log-probs are those of the distribution sampled from."""
-    max_response_tokens: int = setting(4, low=1, high=1024)
+    max_response_tokens: int = setting(4, low=1, high=131072)
     """Longest response, end token included."""
+    engine: str = setting("transformers", choices=("transformers", "vllm", "sglang"))
+    """What samples: a model in each rank's process, or servers over HTTP that all ranks share."""
+    engine_url: str = setting("")
+    """Servers of vLLM or SGLang, separated by commas."""
+    request_timeout_s: float = setting(600.0, above=0)
+    """For one response of a server; behind it the run ends with an error."""
 
     def __post_init__(self) -> None:
         check_section(self, "rollout")
+        if bool(self.engine_url) == (self.engine == "transformers"):
+            raise ConfigError(
+                f"rollout.engine is {self.engine!r} and rollout.engine_url is {self.engine_url!r}; "
+                "allowed: a URL for each server of vllm or sglang, none for transformers"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SyncConfig:
+    """New weights for what samples. Example: `SyncConfig(transport="shared_memory")`."""
+
+    transport: str = setting("shared_memory", choices=("shared_memory", "disk", "gloo", "nccl"))
+    """How weights reach vLLM; SGLang reads them from disk, and transformers in place."""
+    directory: str = setting("")
+    """Where weights lie on their way over disk, a folder that servers see too; empty for one in
+    the run's own."""
+    address: str = setting("")
+    """Of this machine, as servers reach it, for gloo and nccl; empty for 127.0.0.1."""
+    workers: int = setting(1, low=1)
+    """Workers of each vLLM server (its tensor-parallel size), for gloo and nccl."""
+    bucket_mb: int = setting(256, low=1)
+    """Largest piece that is sent at once, in MB; two are in memory."""
+    changed_only: bool = setting(False)
+    """Send only tensors whose bytes have changed since the last update."""
+
+    def __post_init__(self) -> None:
+        check_section(self, "sync")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,55 +198,3 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         check_section(self, "evaluation")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """All sections. Example: `Config(run=RunConfig(rollouts=3))`."""
-
-    run: RunConfig = dataclasses.field(default_factory=RunConfig)
-    task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
-    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
-    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
-    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
-
-    def __post_init__(self) -> None:
-        if self.rollout.prompts % self.run.ranks:
-            raise ConfigError(
-                f"rollout.prompts is {self.rollout.prompts}; allowed: a multiple of run.ranks, "
-                f"which is {self.run.ranks}, because every rank takes whole groups"
-            )
-        pieces = self.optimizer.steps_per_rollout * self.optimizer.microbatches_per_step
-        if self.samples_per_rank % pieces:
-            raise ConfigError(
-                f"optimizer.steps_per_rollout x microbatches_per_step is {pieces}; allowed: a "
-                f"divisor of the {self.samples_per_rank} samples each rank holds per rollout"
-            )
-
-    @property
-    def samples_per_rank(self) -> int:
-        """Sequences that one rank samples, and trains on, per rollout."""
-        return self.rollout.prompts * self.rollout.group_size // self.run.ranks
-
-    @property
-    def microbatch_size(self) -> int:
-        """Sequences per microbatch on one rank."""
-        pieces = self.optimizer.steps_per_rollout * self.optimizer.microbatches_per_step
-        return self.samples_per_rank // pieces
-
-    @property
-    def rank_batch_size(self) -> int:
-        """Sequences that one rank trains on in one optimizer step."""
-        return self.microbatch_size * self.optimizer.microbatches_per_step
-
-    @property
-    def global_batch_size(self) -> int:
-        """Sequences of all ranks in one optimizer step."""
-        return self.rank_batch_size * self.run.ranks
-
-    @property
-    def chunk_size(self) -> int:
-        """Sequences that one rank hands over at once, in whole microbatches."""
-        return self.rank_batch_size // self.optimizer.chunks_per_step

@@ -10,17 +10,18 @@ from typing import Any
 
 import tomllib
 
-from megatron_idempotent.trainer.config import (
-    Config,
+from megatron_idempotent.trainer.config import Config
+from megatron_idempotent.trainer.errors import ConfigError
+from megatron_idempotent.trainer.sections import (
     EvaluationConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,
     RolloutConfig,
     RunConfig,
+    SyncConfig,
     TaskConfig,
 )
-from megatron_idempotent.trainer.errors import ConfigError
 from megatron_idempotent.trainer.setting import kind_of
 
 SECTIONS: dict[str, Any] = {
@@ -28,6 +29,7 @@ SECTIONS: dict[str, Any] = {
     "task": TaskConfig,
     "model": ModelConfig,
     "rollout": RolloutConfig,
+    "sync": SyncConfig,
     "loss": LossConfig,
     "optimizer": OptimizerConfig,
     "evaluation": EvaluationConfig,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
@@ -15,49 +16,80 @@ import megatron_idempotent
 from megatron_idempotent.trainer import loop
 from megatron_idempotent.trainer.job import Job, data_path
 from megatron_idempotent.trainer.policy.checkpoint import Checkpoints
+from megatron_idempotent.trainer.policy.initial import ensure_checkpoint
 from megatron_idempotent.trainer.policy.megatron import MegatronPolicy
-from megatron_idempotent.trainer.rollout.sampling import CachedSampler
+from megatron_idempotent.trainer.rollout.make import make_engines
+from megatron_idempotent.trainer.rollout.sampling import EngineSampler
 from megatron_idempotent.trainer.task.prompts import PromptSet, read_prompts
 from megatron_idempotent.trainer.task.reward import load_reward
-from megatron_idempotent.trainer.task.tokenizer import WordTokenizer
+from megatron_idempotent.trainer.task.tokenizer import TextTokenizer, make_tokenizer
 from megatron_idempotent.trainer.watch.loggers import Loggers, make_loggers
+
+#: Hugging Face checkpoints in the output directory: what a run without one began from, and its end.
+INITIAL, TRAINED = "model-initial", "model"
 
 
 def work(job: Job) -> None:
     """Train as one of the ranks of the default process group; all of them run this."""
     rank = dist.get_rank()
-    with _output_to(job.out / "logs" / f"rank-{rank}.log") as terminal:
+    config = job.config
+    with _output_to(job.out / "logs" / f"rank-{rank}.log") as terminal, ExitStack() as stack:
         megatron_idempotent.apply()
-        prompts = read_prompts(data_path(job.config))
-        tokenizer = WordTokenizer.build(prompts.all)
+        prompts = read_prompts(data_path(config))
+        tokenizer = make_tokenizer(config, prompts)
         positions = sequence_positions(prompts, tokenizer, job)
-        policy = MegatronPolicy(
-            job.config, positions=positions, vocabulary_size=tokenizer.vocabulary_size
+        checkpoint = (
+            Path(config.model.path)
+            if config.model.path
+            else _random_model(job, tokenizer, positions=positions)
         )
-        checkpoints = Checkpoints(job.out / "checkpoints", job.config, policy)
+        policy = MegatronPolicy(config, checkpoint, positions=positions)
+        checkpoints = Checkpoints(job.out / "checkpoints", config, policy)
         first_rollout = checkpoints.load(job.resume_from) if job.resume_from else 0
-        with contextlib.closing(_loggers(job, rank, first_rollout, terminal)) as logger:
-            parts = loop.Parts(
-                sampler=CachedSampler(
-                    policy.weights,
-                    tokenizer,
-                    temperature=job.config.rollout.temperature,
-                    max_response_tokens=job.config.rollout.max_response_tokens,
-                    seed=job.config.run.seed,
-                ),
-                reward=load_reward(job.config.task.reward),
-                policy=policy,
-                logger=logger,
-                save=checkpoints.save,
-                positions=positions,
-                pad_id=tokenizer.pad_id,
-            )
-            loop.train(job.config, prompts, parts, first_rollout=first_rollout)
+        logger = stack.enter_context(
+            contextlib.closing(_loggers(job, rank, first_rollout, terminal))
+        )
+        engines = stack.enter_context(
+            contextlib.closing(make_engines(config, policy, checkpoint, job.out))
+        )
+
+        def publish(done: int) -> None:
+            with policy.weights():
+                engines.publish(done)
+
+        parts = loop.Parts(
+            sampler=EngineSampler(
+                engines.generate,
+                tokenizer,
+                temperature=config.rollout.temperature,
+                max_response_tokens=config.rollout.max_response_tokens,
+                seed=config.run.seed,
+            ),
+            publish=publish,
+            reward=load_reward(config.task.reward),
+            policy=policy,
+            logger=logger,
+            save=checkpoints.save,
+            positions=positions,
+            pad_id=tokenizer.pad_id,
+        )
+        loop.train(config, prompts, parts, first_rollout=first_rollout)
+        policy.save_hf(job.out / TRAINED)
         # Rank 0 may not leave first: it hosts the store that the others still talk to.
         dist.barrier()
 
 
-def sequence_positions(prompts: PromptSet, tokenizer: WordTokenizer, job: Job) -> int:
+def _random_model(job: Job, tokenizer: TextTokenizer, *, positions: int) -> Path:
+    return ensure_checkpoint(
+        job.out / INITIAL,
+        job.config.model,
+        tokenizer,
+        seed=job.config.run.seed,
+        positions=positions + 1,
+    )
+
+
+def sequence_positions(prompts: PromptSet, tokenizer: TextTokenizer, job: Job) -> int:
     """Length T of the training sequences: the longest prompt and response, less the shift by one.
 
     Held-out prompts count too, so that evaluation and training see one rotary table.

@@ -23,7 +23,7 @@ SMALL = (
     "run.rollouts=2",
 )
 TIMEOUT_S = 120.0
-POSITIONS, VOCABULARY, ROWS = 9, 12, 32
+POSITIONS, ROWS = 9, 32
 
 needs_megatron_training = pytest.mark.skipif(
     locate("megatron.training.training") is None,
@@ -81,16 +81,25 @@ def train_with_failures(job, failing):
     import torch.distributed as dist
 
     import megatron_idempotent
+    from megatron_idempotent.trainer.job import data_path
     from megatron_idempotent.trainer.policy.batch import Batch, chunks
     from megatron_idempotent.trainer.policy.checkpoint import weights_digest
+    from megatron_idempotent.trainer.policy.initial import ensure_checkpoint
     from megatron_idempotent.trainer.policy.megatron import MegatronPolicy
+    from megatron_idempotent.trainer.task.prompts import read_prompts
+    from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 
     megatron_idempotent.apply()
     config = job.config
-    policy = MegatronPolicy(config, positions=POSITIONS, vocabulary_size=VOCABULARY)
+    tokenizer = TextTokenizer.of_words(read_prompts(data_path(config)).all)
+    vocabulary = tokenizer.vocabulary_size
+    checkpoint = ensure_checkpoint(
+        job.out / "initial", config.model, tokenizer, seed=1, positions=POSITIONS
+    )
+    policy = MegatronPolicy(config, checkpoint, positions=POSITIONS)
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
-    tokens_BT = torch.randint(0, VOCABULARY, (ROWS, POSITIONS + 1), generator=generator)
+    tokens_BT = torch.randint(0, vocabulary, (ROWS, POSITIONS + 1), generator=generator)
 
     def batch():
         return Batch(
@@ -107,7 +116,7 @@ def train_with_failures(job, failing):
         if rank == 1:
             numbered = Batch(**{**vars_of(bad), "advantages_B": torch.arange(float(ROWS))})
             order = list(chunks(numbered, size=config.chunk_size, seed=config.run.seed, index=0))
-            bad.tokens_BT[int(order[place].advantages_B[0]), 3] = VOCABULARY
+            bad.tokens_BT[int(order[place].advantages_B[0]), 3] = vocabulary
         try:
             policy.train(bad, index=0)
         except (IndexError, megatron_idempotent.WindowAborted) as error:

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from megatron_idempotent.trainer.config import Config, OptimizerConfig, RolloutConfig, RunConfig
+from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.errors import ConfigError
+from megatron_idempotent.trainer.sections import OptimizerConfig, RolloutConfig, RunConfig
 from megatron_idempotent.trainer.settings import SECTIONS, as_toml, build_config, load_config
 
 

@@ -10,7 +10,6 @@ torch = pytest.importorskip("torch")
 from megatron_idempotent.trainer.policy.batch import chunks, pack  # noqa: E402 - after the skip
 from megatron_idempotent.trainer.rollout.advantages import group_advantages  # noqa: E402
 from megatron_idempotent.trainer.rollout.records import Group, Sample, ScoredGroup  # noqa: E402
-from megatron_idempotent.rollout.uniforms import token_uniforms  # noqa: E402
 from megatron_idempotent.trainer.task.prompts import Prompt  # noqa: E402
 from megatron_idempotent.trainer.task.reward import position_reward  # noqa: E402
 
@@ -55,37 +54,16 @@ def test_a_group_of_equal_rewards_has_no_advantages():
     assert group_advantages([0.3] * 3, normalize_std=True) == (0.0, 0.0, 0.0)
 
 
-def test_uniforms_belong_to_the_token_and_not_to_the_batch():
-    rows, samples = torch.arange(12) // 4, torch.arange(12) % 4
-    together = token_uniforms(seed=1, stream=7, rows_B=rows, samples_B=samples, tokens=5)
-    for number in (11, 3, 0):
-        alone = token_uniforms(
-            seed=1,
-            stream=7,
-            rows_B=rows[number : number + 1],
-            samples_B=samples[number : number + 1],
-            tokens=3,
-        )
-        assert torch.equal(alone[0], together[number, :3])
-
-
-def test_uniforms_are_uniform_and_differ_in_every_key():
-    rows, samples = torch.arange(4000) // 4, torch.arange(4000) % 4
-    base = token_uniforms(seed=1, stream=0, rows_B=rows, samples_B=samples, tokens=4)
-    assert base.min() >= 0
-    assert base.max() < 1
-    # Mean of 16,000 uniforms: standard error 1 / sqrt(12 x 16000) = 0.0023; five of them.
-    assert float(base.mean()) == pytest.approx(0.5, abs=0.012)
-    assert len(base.flatten().unique()) == base.numel()
-    for seed, stream in ((2, 0), (1, 1), (0, 1)):
-        other = token_uniforms(seed=seed, stream=stream, rows_B=rows, samples_B=samples, tokens=4)
-        assert not torch.isclose(other, base, atol=1e-9, rtol=0).any()
-
-
 def scored_groups():
     prompt = Prompt(row=0, text="copy a", answer="a", split="train")
-    first = Sample(tokens=(5, 1), logprobs=(-0.5, -0.25), text="a", finished=True)
-    second = Sample(tokens=(6, 6, 6), logprobs=(-1.0, -2.0, -3.0), text="b b b", finished=False)
+    first = Sample(tokens=(5, 1), logprobs=(-0.5, -0.25), versions=(0, 0), text="a", finished=True)
+    second = Sample(
+        tokens=(6, 6, 6),
+        logprobs=(-1.0, -2.0, -3.0),
+        versions=(0,) * 3,
+        text="b b b",
+        finished=False,
+    )
     group = Group(prompt=prompt, prompt_tokens=(3, 4, 2), samples=(first, second))
     return [ScoredGroup(group=group, rewards=(1.0, 0.0), advantages=(1.0, -1.0))]
 
@@ -126,7 +104,7 @@ def test_chunks_use_every_sequence_once_in_a_seeded_order():
 def test_log_probabilities_survive_the_way_into_the_batch():
     value = math.log(1 / 3)
     stored = torch.tensor(value).item()  # what the sampler hands over: a float32
-    sample = Sample(tokens=(1,), logprobs=(stored,), text="", finished=True)
+    sample = Sample(tokens=(1,), logprobs=(stored,), versions=(0,), text="", finished=True)
     prompt = Prompt(row=0, text="a", answer="a", split="train")
     group = Group(prompt=prompt, prompt_tokens=(3,), samples=(sample,))
     batch = pack(

@@ -52,30 +52,36 @@ def digest(job, rollouts):
 
 
 def compare_sampling_with_training(job):
-    """On a rank: one update, then the sampler's log-probs against the training forward's."""
+    """On a rank: one update, then the engine's log-probs against the training forward's."""
     import torch
 
     import megatron_idempotent
     from megatron_idempotent.trainer.policy.batch import pack
     from megatron_idempotent.trainer.policy.checkpoint import weights_digest
     from megatron_idempotent.trainer.policy.forward import decoder_logits
+    from megatron_idempotent.trainer.policy.initial import ensure_checkpoint
     from megatron_idempotent.trainer.policy.megatron import MegatronPolicy
+    from megatron_idempotent.trainer.rollout.make import make_engines
     from megatron_idempotent.trainer.rollout.records import ScoredGroup
-    from megatron_idempotent.trainer.rollout.sampling import CachedSampler
+    from megatron_idempotent.trainer.rollout.sampling import EngineSampler
     from megatron_idempotent.trainer.task.prompts import Prompt
-    from megatron_idempotent.trainer.task.tokenizer import WordTokenizer
+    from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 
     megatron_idempotent.apply()
-    # Two lengths of prompt, in mixed order: the sampler makes two batches of them.
+    # Several lengths of prompt, in mixed order.
     texts = ["a b c d", "b a", "c c d a", "d b", "a a a b", "b c", "d d c b", "c a"]
     prompts = [
         Prompt(row=row, text=text, answer=text, split="train") for row, text in enumerate(texts)
     ]
-    tokenizer = WordTokenizer.build(prompts)
+    tokenizer = TextTokenizer.of_words(prompts)
     config, positions, temperature = job.config, 9, job.config.rollout.temperature
-    policy = MegatronPolicy(config, positions=positions, vocabulary_size=tokenizer.vocabulary_size)
-    sampler = CachedSampler(
-        policy.weights, tokenizer, temperature=temperature, max_response_tokens=5, seed=1
+    checkpoint = ensure_checkpoint(
+        job.out / "initial", config.model, tokenizer, seed=1, positions=positions + 1
+    )
+    policy = MegatronPolicy(config, checkpoint, positions=positions)
+    engines = make_engines(config, policy, checkpoint, job.out)
+    sampler = EngineSampler(
+        engines.generate, tokenizer, temperature=temperature, max_response_tokens=5, seed=1
     )
 
     def as_batch(groups):
@@ -85,9 +91,16 @@ def compare_sampling_with_training(job):
         ]
         return pack(scored, positions=positions, pad_id=tokenizer.pad_id)
 
+    def publish(version):
+        with policy.weights():
+            engines.publish(version)
+
+    publish(0)
     policy.train(as_batch(sampler.sample(prompts, samples=4, stream=0)), index=0)
+    publish(1)
     groups = sampler.sample(prompts, samples=4, stream=1)
     alone = sampler.sample(prompts[2:3], samples=4, stream=1)
+    engines.close()
     batch = as_batch(groups)
     with policy.weights() as module, torch.no_grad():
         logits_BTV = decoder_logits(module, batch.tokens_BT)
@@ -103,10 +116,11 @@ def compare_sampling_with_training(job):
         "spread": float(batch.old_logprobs_BT[response_BT].std()),
         "same alone": [s.tokens for s in alone[0].samples] == [s.tokens for s in groups[2].samples],
         "order": [group.prompt.row for group in groups],
+        "versions": sorted({v for g in groups for s in g.samples for v in s.versions}),
     }
 
 
-def test_the_cache_gives_the_log_probabilities_of_the_training_forward(megatron_ranks, tmp_path):
+def test_the_engine_gives_the_log_probabilities_of_the_training_forward(megatron_ranks, tmp_path):
     job = job_for(
         tmp_path / "run",
         "rollout.temperature=0.7",
@@ -125,6 +139,7 @@ def test_the_cache_gives_the_log_probabilities_of_the_training_forward(megatron_
         assert seen["same alone"]
         assert seen["order"] == list(range(8))
         assert seen["training"]
+        assert seen["versions"] == [1]
     # No rank sampled from parameters that another one had already replaced.
     assert ranks[0]["weights"] == ranks[1]["weights"]
 
@@ -184,7 +199,7 @@ def test_the_command_writes_logs_curves_and_a_table_and_resumes_by_name(
     code = main([*overrides, "--data", str(data), "--rollouts", "1", "--out", str(out)])
     assert code == 0
     assert "held-out reward at the end" in capsys.readouterr().out
-    for name in ("curves.png", "tokenizer.json", "config.toml", "logs/rank-1.log"):
+    for name in ("curves.png", "model/tokenizer.json", "config.toml", "logs/rank-1.log"):
         assert (out / name).stat().st_size > 0
     assert list((out / "tensorboard").glob("events.*"))
 

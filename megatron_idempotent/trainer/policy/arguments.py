@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_idempotent.models import Architecture
 from megatron_idempotent.trainer.config import Config
 
 # Only the learning rate's decay is measured in it, and the rate here never decays. A constant, so
@@ -9,16 +10,19 @@ from megatron_idempotent.trainer.config import Config
 _FOREVER = 1_000_000_000
 
 
-def megatron_arguments(config: Config, *, positions: int, vocabulary_size: int) -> list[str]:
+def megatron_arguments(config: Config, arch: Architecture, *, positions: int) -> list[str]:
     """Arguments for `megatron.training`, as on the command line of any of its programs.
 
-    `positions` is the length of the training sequences. What is not in the configuration is here
-    because the trainer stands for it: the distributed optimizer with both overlap flags, Megatron's
-    local layers (Transformer Engine needs CUDA), float32, and gradients divided by the response
-    tokens of all ranks.
+    `arch` is the checkpoint's and `positions` the length of the training sequences. What is not in
+    the configuration is here because the trainer stands for it: the distributed optimizer with both
+    overlap flags, Megatron's local layers (Transformer Engine needs CUDA), no dropout, and
+    gradients divided by the response tokens of all ranks.
     """
     return [
-        *_model(config, positions, vocabulary_size),
+        *arch.megatron_arguments(),
+        "--attention-dropout=0",
+        f"--seq-length={positions}",
+        f"--seed={config.run.seed}",
         *_optimizer(config),
         *_OVERLAP,
         *_CPU,
@@ -47,34 +51,6 @@ _CPU = (
     "--no-rope-fusion",
     "--rerun-mode=disabled",
 )
-
-
-def _model(config: Config, positions: int, vocabulary_size: int) -> list[str]:
-    model = config.model
-    return [
-        f"--num-layers={model.layers}",
-        f"--hidden-size={model.hidden}",
-        f"--ffn-hidden-size={model.ffn}",
-        f"--num-attention-heads={model.heads}",
-        "--group-query-attention",
-        f"--num-query-groups={model.query_groups}",
-        "--normalization=RMSNorm",
-        "--norm-epsilon=1e-6",
-        "--swiglu",
-        "--disable-bias-linear",
-        "--untie-embeddings-and-output-weights",
-        "--position-embedding-type=rope",
-        f"--rotary-base={model.rotary_base}",
-        f"--init-method-std={model.init_std}",
-        "--attention-dropout=0",
-        "--hidden-dropout=0",
-        f"--seq-length={positions}",
-        f"--max-position-embeddings={positions}",
-        "--tokenizer-type=NullTokenizer",
-        f"--vocab-size={vocabulary_size}",
-        "--make-vocab-size-divisible-by=1",
-        f"--seed={config.run.seed}",
-    ]
 
 
 def _optimizer(config: Config) -> list[str]:

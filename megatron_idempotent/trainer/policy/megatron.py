@@ -6,11 +6,14 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import megatron_idempotent
+from megatron_idempotent.models import Architecture, MegatronWeights, load_hf, save_hf
 from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.parts import StepMetrics
 from megatron_idempotent.trainer.policy.arguments import megatron_arguments
@@ -21,6 +24,7 @@ from megatron_idempotent.trainer.policy.forward import (
     forward,
 )
 from megatron_idempotent.trainer.policy.stock import Stock, build_stock
+from megatron_idempotent.weights import WeightSource
 
 
 class MegatronPolicy:
@@ -30,14 +34,24 @@ class MegatronPolicy:
     Example: `metrics = policy.train(batch, index=0)`.
     """
 
-    def __init__(self, config: Config, *, positions: int, vocabulary_size: int) -> None:
+    def __init__(self, config: Config, checkpoint: Path, *, positions: int) -> None:
+        """`checkpoint` is a Hugging Face one; `positions` the length of training sequences."""
         self._config = config
-        arguments = megatron_arguments(config, positions=positions, vocabulary_size=vocabulary_size)
+        self._checkpoint = checkpoint
+        self.architecture = Architecture.read(checkpoint)
         self.stock: Stock = build_stock(
-            arguments, positions=positions, vocabulary_size=vocabulary_size
+            megatron_arguments(config, self.architecture, positions=positions),
+            self.architecture,
+            positions=positions,
         )
-        # Taken before any checkpoint is loaded: the seed alone decides what the initial policy is,
-        # so a resumed run penalises the distance from the same one.
+        load_hf(
+            checkpoint,
+            self.stock.chunks,
+            optimizer=self.stock.optimizer,
+            deadline_s=config.run.timeout_s,
+        )
+        # Taken before any checkpoint of the run is loaded: a resumed one penalises the distance
+        # from the same weights.
         self._initial = {
             name: value.detach().clone() for name, value in self.stock.module.named_parameters()
         }
@@ -57,6 +71,23 @@ class MegatronPolicy:
         """The decoder, to sample from or to export: up to date, in eval mode, without gradients."""
         with self._step.reading() as (chunk,):
             yield chunk.module
+
+    def source(self, *, shared: bool) -> WeightSource:
+        """The weights under Hugging Face names; read them within `weights()`.
+
+        For rank 0 alone where they are shared, and else for every rank by itself: the trainer is
+        data-parallel, so each has all of them. Collective.
+        """
+        group = None
+        if not shared:
+            group, _ = dist.new_subgroups(1)  # type: ignore[no-untyped-call]
+        return MegatronWeights(self.stock.chunks, self.architecture, group=group)
+
+    def save_hf(self, directory: Path) -> None:
+        """Write a Hugging Face checkpoint, with configuration and tokenizer of the one it began
+        from; one that is there is replaced once the new one is complete. Collective."""
+        with self.weights():
+            save_hf(self.source(shared=True), directory, like=self._checkpoint, replace=True)
 
     def train(self, batch: Batch, *, index: int) -> StepMetrics:
         """`steps_per_rollout` optimizer steps over the batch, each sequence used once.

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron_idempotent.models import Architecture, build_gpt
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Stock:
@@ -30,7 +32,7 @@ class Stock:
         return module
 
 
-def build_stock(arguments: Sequence[str], *, vocabulary_size: int, positions: int) -> Stock:
+def build_stock(arguments: Sequence[str], arch: Architecture, *, positions: int) -> Stock:
     """Parse, initialise and build. All ranks take part: the optimizer makes process groups."""
     from megatron.core.enums import ModelType
     from megatron.training import get_args, training
@@ -40,9 +42,7 @@ def build_stock(arguments: Sequence[str], *, vocabulary_size: int, positions: in
     def provide_model(
         pre_process: bool = True, post_process: bool = True, **newer: Any
     ) -> torch.nn.Module:
-        return gpt_model(
-            pre_process, post_process, vocabulary_size=vocabulary_size, positions=positions
-        )
+        return gpt_model(arch, pre_process, post_process, positions=positions)
 
     chunks, optimizer, scheduler = training.setup_model_and_optimizer(
         model_provider_func=provide_model, model_type=ModelType.encoder_or_decoder
@@ -51,28 +51,19 @@ def build_stock(arguments: Sequence[str], *, vocabulary_size: int, positions: in
 
 
 def gpt_model(
-    pre_process: bool, post_process: bool, *, vocabulary_size: int, positions: int
+    arch: Architecture, pre_process: bool, post_process: bool, *, positions: int
 ) -> torch.nn.Module:
-    """A decoder of Megatron's local layers, configured by Megatron's global arguments."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    """The checkpoint's decoder, configured by Megatron's global arguments; random weights."""
     from megatron.training import get_args
     from megatron.training.arguments import core_transformer_config_from_args
 
-    args = get_args()
-    model: torch.nn.Module = GPTModel(
-        config=core_transformer_config_from_args(args),
-        # Without Apex the local spec falls back to torch's own RMSNorm, which needs the
-        # normalization named here and no persistent kernel.
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
-        vocab_size=vocabulary_size,
-        max_sequence_length=positions,
+    model: torch.nn.Module = build_gpt(
+        arch,
+        core_transformer_config_from_args(get_args()),
         pre_process=pre_process,
         post_process=post_process,
+        max_positions=positions,
         parallel_output=False,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_base=args.rotary_base,
     )
     return model
 

@@ -12,13 +12,15 @@ class Sample:
     """One response. `tokens` holds at most `max_response_tokens` ids, the end token included.
 
     `logprobs` has one entry per token: its natural log-probability under the tempered
-    distribution that it was drawn from. `finished` says that the last token is the end token.
-    Example: `Sample(tokens=(5, 4, 3, 1), logprobs=(-3.1, -3.0, -3.2, -3.1), text="c b a",
-    finished=True)`.
+    distribution that it was drawn from; `versions` says with which weights. `finished` says that
+    the last token is an end token.
+    Example: `Sample(tokens=(5, 4, 3, 1), logprobs=(-3.1, -3.0, -3.2, -3.1), versions=(2, 2, 2, 2),
+    text="c b a", finished=True)`.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
     text: str
     finished: bool
 

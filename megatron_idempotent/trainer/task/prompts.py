@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -74,17 +74,23 @@ def read_prompts(path: Path) -> PromptSet:
     )
 
 
-def check_answers_fit(prompts: PromptSet, *, max_response_tokens: int) -> None:
+def check_answers_fit(
+    prompts: PromptSet,
+    encode_answer: Callable[[str], Sequence[int]],
+    *,
+    max_response_tokens: int,
+) -> None:
     """Every answer must fit into a response, with the end token behind it.
 
+    `encode_answer` gives the tokens of a whole response.
     Errors: `ConfigError` naming the setting and the value that it needs.
     """
-    longest = max(prompts.all, key=lambda prompt: len(prompt.answer.split()))
-    needed = len(longest.answer.split()) + 1
-    if needed > max_response_tokens:
+    lengths = {prompt.answer: len(encode_answer(prompt.answer)) for prompt in prompts.all}
+    longest = max(lengths, key=lambda answer: lengths[answer])
+    if lengths[longest] > max_response_tokens:
         raise ConfigError(
-            f"rollout.max_response_tokens is {max_response_tokens}; allowed: {needed} or more, for "
-            f"the answer {longest.answer!r} and its end token"
+            f"rollout.max_response_tokens is {max_response_tokens}; allowed: {lengths[longest]} or "
+            f"more, for the answer {longest!r} and its end token"
         )
 
 

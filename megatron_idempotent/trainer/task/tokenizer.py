@@ -1,33 +1,75 @@
-"""One token per word, with a vocabulary made from the prompt file itself."""
+"""From text to token ids and back: a checkpoint's own tokenizer, or one token per word."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from megatron_idempotent.trainer.errors import DataError
-from megatron_idempotent.trainer.task.prompts import Prompt
+from megatron_idempotent.trainer.config import Config
+from megatron_idempotent.trainer.errors import CheckpointError, DataError
+from megatron_idempotent.trainer.task.prompts import Prompt, PromptSet
 
+TOKENIZER_FILE = "tokenizer.json"
 PAD, END, ANSWER = "<pad>", "<end>", "<answer>"
 SPECIAL = (PAD, END, ANSWER)
 
 
-class WordTokenizer:
-    """A `tokenizers` word-level tokenizer. Prompts end in `<answer>`, responses in `<end>`.
+class TextTokenizer:
+    """A `tokenizers` tokenizer, and which of its tokens end a response.
 
-    Example: `WordTokenizer.build(prompts).encode_prompt("copy a b c")` is five token ids.
+    Example: `TextTokenizer.load(Path("checkpoints/Qwen3-0.6B")).encode_prompt("2 + 3 =")`.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, end_ids: tuple[int, ...], pad_id: int, vocabulary_size: int
+    ) -> None:
         self._tokenizer = tokenizer
-        self.vocabulary_size: int = tokenizer.get_vocab_size()
-        self.pad_id, self.end_id, self.answer_id = (self._special(token) for token in SPECIAL)
+        self.end_ids = end_ids
+        self.pad_id = pad_id
+        self.vocabulary_size = vocabulary_size
 
     @classmethod
-    def build(cls, prompts: Iterable[Prompt]) -> WordTokenizer:
-        """Words in alphabetical order: the same prompts in any order give the same ids.
+    def load(cls, checkpoint: Path) -> TextTokenizer:
+        """That of a Hugging Face checkpoint: `tokenizer.json`, and the ids in its configuration.
+
+        Errors: `CheckpointError` naming the file and what is missing in it.
+        """
+        path = checkpoint / TOKENIZER_FILE
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise CheckpointError(
+                f"{path}: {error}; give a checkpoint with a tokenizer of `tokenizers`, as "
+                "save_pretrained of a fast tokenizer writes it"
+            ) from error
+        config = _read(checkpoint / "config.json")
+        generation = checkpoint / "generation_config.json"
+        fields = config | (_read(generation) if generation.is_file() else {})
+        ends = fields.get("eos_token_id")
+        if ends is None or ends == []:
+            raise CheckpointError(
+                f"{checkpoint / 'config.json'}: no eos_token_id, nor in generation_config.json; "
+                "add the token that ends a response"
+            )
+        end_ids = tuple(ends) if isinstance(ends, list) else (int(ends),)
+        size = int(config["vocab_size"])
+        if tokenizer.get_vocab_size() > size:
+            raise CheckpointError(
+                f"{path}: {tokenizer.get_vocab_size()} tokens, and vocab_size is {size} in "
+                "config.json; the two are not of one model"
+            )
+        pad = fields.get("pad_token_id")
+        pad_id = end_ids[0] if pad is None else int(pad)
+        return cls(tokenizer, end_ids=end_ids, pad_id=pad_id, vocabulary_size=size)
+
+    @classmethod
+    def of_words(cls, prompts: Iterable[Prompt]) -> TextTokenizer:
+        """One token per word of the data, in alphabetical order: the same prompts in any order
+        give the same ids. Prompts end in `<answer>`, responses in `<end>`.
 
         Errors: `DataError` where a special token appears as a word of the data.
         """
@@ -40,36 +82,49 @@ class WordTokenizer:
         vocabulary = {word: number for number, word in enumerate((*SPECIAL, *sorted(words)))}
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        return cls(tokenizer)
-
-    @classmethod
-    def load(cls, path: Path) -> WordTokenizer:
-        """The tokenizer that `save` wrote."""
-        return cls(Tokenizer.from_file(str(path)))
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"$A {ANSWER}", special_tokens=[(ANSWER, vocabulary[ANSWER])]
+        )
+        return cls(
+            tokenizer,
+            end_ids=(vocabulary[END],),
+            pad_id=vocabulary[PAD],
+            vocabulary_size=len(vocabulary),
+        )
 
     def save(self, path: Path) -> None:
         """Write the tokenizer as the JSON file that `tokenizers` and Hugging Face read."""
         self._tokenizer.save(str(path))
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt, `<answer>` last."""
-        return (*self._tokenizer.encode(text).ids, self.answer_id)
+        """Token ids of a prompt, with what the tokenizer puts around one."""
+        return tuple(self._tokenizer.encode(text).ids)
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        """Token ids of a whole response that says `text`, `<end>` last."""
-        return (*self._tokenizer.encode(text).ids, self.end_id)
+        """Token ids of a whole response that says `text`, an end token last."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return (*ids, self.end_ids[0])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The words of a response up to its `<end>`, special tokens in the middle spelled out.
+        """The text of a response up to its end, special tokens in the middle spelled out.
 
         They stay visible on purpose: a verifier must see a `<pad>` that the policy produced.
         """
-        ids = list(ids)
-        if self.end_id in ids:
-            ids = ids[: ids.index(self.end_id)]
-        return " ".join(str(self._tokenizer.id_to_token(number)) for number in ids)
+        ends = [place for place, number in enumerate(ids) if number in self.end_ids]
+        text: str = self._tokenizer.decode(list(ids[: ends[0]] if ends else ids), False)
+        return text.strip()
 
-    def _special(self, token: str) -> int:
-        number: int | None = self._tokenizer.token_to_id(token)
-        assert number is not None, f"a tokenizer without {token}: build() makes one with it"
-        return number
+
+def make_tokenizer(config: Config, prompts: PromptSet) -> TextTokenizer:
+    """That of the checkpoint which the configuration names; of words where it names none."""
+    if config.model.path:
+        return TextTokenizer.load(Path(config.model.path))
+    return TextTokenizer.of_words(prompts.all)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: {error}; give the folder of a checkpoint") from error
+    return found

@@ -1,0 +1,83 @@
+"""From prompts to groups of responses, by whatever engine samples them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+from megatron_idempotent.rollout import Request, Sample
+from megatron_idempotent.trainer.rollout import records
+from megatron_idempotent.trainer.task.prompts import Prompt
+from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
+
+Generate = Callable[[Sequence[Request]], Sequence[Sample]]
+"""Samples of many requests, in their order. May be collective: then all ranks call it together."""
+
+
+class EngineSampler:
+    """Draws responses, one request for each; a request's seed belongs to it alone.
+
+    A sample is a function of (seed, stream, row of the prompt, index of the sample) and the
+    weights: not of the number of ranks, nor, up to the rounding of its logits, of its batch.
+    Example: `groups = sampler.sample(prompts, samples=16, stream=0)`.
+    """
+
+    def __init__(
+        self,
+        generate: Generate,
+        tokenizer: TextTokenizer,
+        *,
+        temperature: float,
+        max_response_tokens: int,
+        seed: int,
+    ) -> None:
+        self._generate = generate
+        self._tokenizer = tokenizer
+        self._temperature = temperature
+        self._max_response_tokens = max_response_tokens
+        self._seed = seed
+
+    def sample(
+        self, prompts: Sequence[Prompt], *, samples: int, stream: int
+    ) -> tuple[records.Group, ...]:
+        """One group of `samples` responses per prompt, in the order of the prompts."""
+        encoded = [self._tokenizer.encode_prompt(prompt.text) for prompt in prompts]
+        answers = self._generate(
+            [
+                self._request(prompt, tokens, stream, sample)
+                for prompt, tokens in zip(prompts, encoded, strict=True)
+                for sample in range(samples)
+            ]
+        )
+        responses = [self._response(answer) for answer in answers]
+        return tuple(
+            records.Group(
+                prompt=prompt,
+                prompt_tokens=encoded[place],
+                samples=tuple(responses[place * samples : (place + 1) * samples]),
+            )
+            for place, prompt in enumerate(prompts)
+        )
+
+    def _request(
+        self, prompt: Prompt, tokens: tuple[int, ...], stream: int, sample: int
+    ) -> Request:
+        name = f"{stream}/{prompt.row}/{sample}"
+        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
+        return Request(
+            id=name,
+            prompt=tokens,
+            max_tokens=self._max_response_tokens,
+            stop_tokens=self._tokenizer.end_ids,
+            temperature=self._temperature,
+            seed=int.from_bytes(digest, "big") >> 1,  # engines take what fits into int64
+        )
+
+    def _response(self, answer: Sample) -> records.Sample:
+        return records.Sample(
+            tokens=answer.tokens,
+            logprobs=answer.logprobs,
+            versions=answer.versions,
+            text=self._tokenizer.decode(answer.tokens),
+            finished=answer.finish_reason == "stop",
+        )
