@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import pytest
 
@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 
 from memory_engine import QUICK, MemoryEngine, Source, serves
 
-from megatron_idempotent.rollout import EngineError, EngineHealth
+from megatron_idempotent.rollout import EngineError, EngineHealth, Request
 from megatron_idempotent.sync import SyncFailed, WeightSync
-from megatron_idempotent.weights import Bucket, WeightUpdate
+from megatron_idempotent.weights import Bucket, TensorInfo, WeightUpdate
 
 COLOCATED = dataclasses.replace(QUICK, colocated=True)
 
@@ -94,3 +94,42 @@ def test_an_engine_that_serves_the_new_weights_all_the_same_counts() -> None:
 def test_engines_that_cannot_sleep_are_refused() -> None:
     with pytest.raises(ValueError, match=r"engines that cannot sleep: \['b'\]"):
         WeightSync([Sleeper("a"), MemoryEngine("b")], settings=COLOCATED)
+
+
+def test_a_real_engine_wakes_with_the_new_weights() -> None:
+    transformers = pytest.importorskip("transformers")
+    from megatron_idempotent.rollout.local import TransformersEngine
+
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        eos_token_id=None,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    new = {name: tensor.detach() * 2 for name, tensor in model.state_dict().items()}
+
+    class Once:
+        def tensors(self) -> tuple[TensorInfo, ...]:
+            return tuple(TensorInfo.of(name, tensor) for name, tensor in new.items())
+
+        def buckets(self, *, bucket_bytes: int) -> Iterator[Bucket]:
+            return iter([Bucket.of(0, new)])
+
+    async def scenario() -> None:
+        engine = TransformersEngine(model)
+        sync = WeightSync([engine], settings=COLOCATED)
+        request = Request(id="r", prompt=(1, 2), max_tokens=3, seed=1)
+        assert (await engine.generate(request)).versions == (0, 0, 0)
+        await engine.sleep()
+        assert (await engine.health()).status == "DIRTY"
+        report = await sync.update(Once(), 1)
+        assert report.named("committed") == ("local",), report.describe()
+        assert (await engine.generate(request)).versions == (1, 1, 1)
+        assert all(tensor.equal(new[name]) for name, tensor in model.state_dict().items())
+        await engine.close()
+
+    asyncio.run(scenario())
