@@ -10,26 +10,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_idempotent.weights.on_disk import DTYPES, INDEX
 from megatron_idempotent.weights.records import TensorInfo
 
 from .errors import CheckpointDamaged, listed
 from .hf_config import read_json
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+SINGLE = "model.safetensors"
 
 
 class Checkpoint:
@@ -120,7 +107,7 @@ class Checkpoint:
     def _info(self, name: str) -> TensorInfo:
         path = self._file_by_name[name]
         found = self._files[path].get_slice(name)
-        if found.get_dtype() not in _DTYPES:
+        if found.get_dtype() not in DTYPES:
             raise CheckpointDamaged(f"{path}: {name} is of type {found.get_dtype()}")
-        dtype = _DTYPES[found.get_dtype()]
+        dtype = DTYPES[found.get_dtype()]
         return TensorInfo(name=name, shape=tuple(found.get_shape()), dtype=dtype)

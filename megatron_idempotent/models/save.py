@@ -11,11 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_idempotent.weights.on_disk import INDEX
 from megatron_idempotent.weights.records import Bucket, TensorInfo, WeightSource
 from megatron_idempotent.window.agreement import DEADLINE_S
 
 from .buckets import split
-from .checkpoint import INDEX, SINGLE
+from .checkpoint import SINGLE
 from .errors import CheckpointMismatch, UnsupportedArchitecture, agree_on, listed
 from .families import Architecture
 from .files import SafetensorsFile

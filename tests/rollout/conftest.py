@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.register_assert_rewrite(
+    "local_cases",
     "contract",
     "contract_base",
     "contract_generate",
@@ -35,3 +36,23 @@ def make_model(tmp_path_factory):
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def old(make_model):
+    """The checkpoint that an engine is started with."""
+    return make_model(family="qwen3")
+
+
+@pytest.fixture
+def new(make_model):
+    """The one that it is given."""
+    return make_model(family="qwen3", seed=1)
+
+
+@pytest.fixture
+def watched(old):
+    """The first one's model, with an eye on its forwards."""
+    from watched import Watched
+
+    return Watched(old)

@@ -6,31 +6,10 @@ import asyncio
 import threading
 
 import pytest
-from contract_base import ContractBase
-from watched import Watched
+from local_cases import contract, request, run
 
-from megatron_idempotent.rollout import EngineDead, EngineError, Request
+from megatron_idempotent.rollout import EngineDead, EngineError
 from megatron_idempotent.rollout.local import TransformersEngine
-
-contract = ContractBase()
-
-
-def request(seed=0, *, prompt=(5, 6, 7), **settings):
-    return Request(id=f"{prompt}/{seed}", prompt=prompt, seed=seed, **{"max_tokens": 8, **settings})
-
-
-def run(scenario):
-    asyncio.run(asyncio.wait_for(scenario(), 60))
-
-
-@pytest.fixture
-def old(make_model):
-    return make_model(family="qwen3")
-
-
-@pytest.fixture
-def watched(old):
-    return Watched(old)
 
 
 def start(call):

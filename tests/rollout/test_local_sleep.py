@@ -6,34 +6,15 @@ import asyncio
 import dataclasses
 
 import pytest
-from contract_base import ContractBase, buckets, next_update
+from contract_base import buckets, next_update
+from local_cases import contract, request, run
 from tiny import read_weights
 from watched import Watched
 
-from megatron_idempotent.rollout import EngineError, Request
+from megatron_idempotent.rollout import EngineError
 from megatron_idempotent.rollout.local import TransformersEngine
 from megatron_idempotent.rollout.resubmit import generate_whole
 from megatron_idempotent.weights import UpdateRefused, WeightUpdate
-
-contract = ContractBase()
-
-
-def request(seed=0, **settings):
-    return Request(id=str(seed), prompt=(5, 6, 7), seed=seed, **{"max_tokens": 8, **settings})
-
-
-def run(scenario):
-    asyncio.run(asyncio.wait_for(scenario(), 60))
-
-
-@pytest.fixture
-def old(make_model):
-    return make_model(family="qwen3")
-
-
-@pytest.fixture
-def new(make_model):
-    return make_model(family="qwen3", seed=1)
 
 
 def bytes_of(model):

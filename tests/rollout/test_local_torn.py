@@ -5,49 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from contract_base import ContractBase, buckets, next_update
+from contract_base import buckets, next_update
+from local_cases import contract, request, run, works
 from tiny import read_weights
-from watched import Watched
 
-from megatron_idempotent.rollout import EngineError, Request
+from megatron_idempotent.rollout import EngineError
 from megatron_idempotent.rollout.local import TransformersEngine
 from megatron_idempotent.rollout.local.served import ServedWeights
 from megatron_idempotent.weights import UpdateRefused, WeightUpdate
-
-contract = ContractBase()
-
-
-def request(seed=0, *, prompt=(5, 6, 7), **settings):
-    return Request(id=f"{prompt}/{seed}", prompt=prompt, seed=seed, **{"max_tokens": 8, **settings})
-
-
-def run(scenario):
-    asyncio.run(asyncio.wait_for(scenario(), 60))
-
-
-@pytest.fixture
-def old(make_model):
-    return make_model(family="qwen3")
-
-
-@pytest.fixture
-def new(make_model):
-    return make_model(family="qwen3", seed=1)
-
-
-@pytest.fixture
-def watched(old):
-    return Watched(old)
-
-
-async def works(engine, weights, version):
-    """It serves those weights, and nothing of what failed is left."""
-    health = await engine.health()
-    assert (health.status, health.version, health.running) == ("SERVING", version, 0)
-    asked = request(9, max_tokens=12)
-    sample = await engine.generate(asked)
-    assert set(sample.versions) == {version}
-    contract.check_logprobs(asked, sample, weights)
 
 
 class Torn:

@@ -7,11 +7,12 @@ import dataclasses
 from pathlib import Path
 
 from megatron_idempotent.weights import TensorInfo
+from megatron_idempotent.weights.on_disk import tensor_infos
 
 from .answers import parsed_version
 from .api import Api
 from .facts import Facts, learn
-from .folder import read_infos, read_vocabulary
+from .folder import read_vocabulary
 from .memory import Memory
 from .requests import Requests
 from .updates import DiskUpdates
@@ -49,7 +50,7 @@ async def connect(api: Api, settings: Settings) -> Connected:
     facts = await learn(api)
     expected = settings.expected
     if expected is None:
-        expected = await asyncio.to_thread(read_infos, settings.checkpoint)
+        expected = await asyncio.to_thread(tensor_infos, settings.checkpoint)
     vocabulary = await asyncio.to_thread(read_vocabulary, settings.checkpoint)
     version = parsed_version(facts.weight_version)
     if version is None:

@@ -14,43 +14,7 @@ import torch
 
 from megatron_idempotent.rollout.errors import EngineError
 from megatron_idempotent.weights import Bucket, Staging, TensorInfo, WeightUpdate
-
-INDEX = "model.safetensors.index.json"
-#: safetensors' names of types, as far as checkpoints have them.
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-def read_infos(checkpoint: Path) -> tuple[TensorInfo, ...]:
-    """All tensors of a folder of safetensors. Errors: `ValueError` where there are none."""
-    safetensors = _safetensors()
-    found: dict[str, TensorInfo] = {}
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        with safetensors.safe_open(str(path), framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a mapping: it cannot be iterated)
-                part = opened.get_slice(name)
-                dtype = _DTYPES.get(part.get_dtype())
-                if dtype is None:
-                    raise ValueError(f"{path}: {name} has dtype {part.get_dtype()}; give expected=")
-                shape = tuple(part.get_shape())
-                found[name] = TensorInfo(name=name, shape=shape, dtype=dtype)
-    if not found:
-        raise ValueError(
-            f"{checkpoint} has no *.safetensors; give the folder that the server was started with"
-        )
-    return tuple(found.values())
+from megatron_idempotent.weights.on_disk import INDEX
 
 
 def read_vocabulary(checkpoint: Path) -> int:
