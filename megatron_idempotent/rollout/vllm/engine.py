@@ -1,0 +1,169 @@
+"""The part of a vLLM engine that is the same over HTTP and in process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+from megatron_idempotent.rollout.errors import EngineDead, EngineError
+from megatron_idempotent.rollout.records import EngineHealth, PauseMode, Request, Sample
+from megatron_idempotent.weights import Bucket, WeightUpdate
+from megatron_idempotent.weights.transports.base import Sender
+
+from .control import Control, Timeouts
+from .updates import Updates
+
+_ABORT_S = 0.1
+
+
+class StagedEngine:
+    """A `RolloutEngine`; subclasses say how a request gets to vLLM and how vLLM is let go."""
+
+    def __init__(
+        self,
+        control: Control,
+        *,
+        name: str,
+        transport: Callable[[], Sender] | None,
+        timeouts: Timeouts,
+        initial_version: int,
+        keep_copy: bool,
+    ) -> None:
+        self._control = control
+        self._name = name
+        self._timeouts = timeouts
+        self._closed = False
+        self._count = itertools.count()
+        self._running: dict[str, asyncio.Future[Sample]] = {}
+        self._pausing = asyncio.Lock()
+        self._updates = Updates(
+            control,
+            engine=name,
+            transport=transport,
+            timeouts=timeouts,
+            initial_version=initial_version,
+            keep_copy=keep_copy,
+        )
+
+    @property
+    def name(self) -> str:
+        """As `RolloutEngine.name`."""
+        return self._name
+
+    async def _draw(self, sent_id: str, request: Request) -> Sample:
+        """Send a request under an id; cancelled, vLLM frees it."""
+        raise NotImplementedError
+
+    async def _abort(self, sent_ids: Sequence[str]) -> None:
+        """Let requests come back as partials."""
+        raise NotImplementedError
+
+    async def _release(self) -> None:
+        """Let go of vLLM."""
+        raise NotImplementedError
+
+    async def generate(self, request: Request) -> Sample:
+        """As `RolloutEngine.generate`."""
+        if self._closed:
+            raise EngineDead(f"engine {self._name} was closed by this client")
+        # Its own id: the same request may be sent again while vLLM still ends the first.
+        sent_id = f"{request.id}-{next(self._count)}"
+        drawing = asyncio.ensure_future(self._draw(sent_id, request))
+        self._running[sent_id] = drawing
+        try:
+            return await drawing
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+            return Sample(
+                request_id=request.id, tokens=(), logprobs=(), versions=(), finish_reason="abort"
+            )
+        finally:
+            drawing.cancel()
+            del self._running[sent_id]
+
+    async def close(self) -> None:
+        """As `RolloutEngine.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        running = dict(self._running)
+        try:
+            await asyncio.wait_for(self._abort_all(running), self._timeouts.health_s)
+        except (EngineError, asyncio.TimeoutError):
+            pass  # one that cannot be told is let go of all the same
+        finally:
+            for drawing in running.values():
+                drawing.cancel()
+            await self._release()
+
+    async def _abort_all(self, running: Mapping[str, asyncio.Future[Sample]]) -> None:
+        waiting = dict(running)
+        while waiting:
+            # Again and again: a request may be on its way still, where an abort does not meet it.
+            await self._abort(list(waiting))
+            await asyncio.wait(waiting.values(), timeout=_ABORT_S)
+            waiting = {sent: drawing for sent, drawing in waiting.items() if not drawing.done()}
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """As `RolloutEngine.pause`. The caches stay: only a commit makes them wrong.
+
+        Requests that come while it is paused wait inside vLLM.
+        """
+        if mode not in ("keep", "abort", "wait"):
+            raise ValueError(f"pause() got mode={mode!r}: 'keep', 'abort' or 'wait'")
+        async with self._pausing:  # vLLM is "paused" from a pause's begin on, not from its end
+            # Asked first: another pause would abort what the first one kept.
+            if not await self._control.is_paused():
+                await self._control.pause(mode)
+
+    async def resume(self) -> None:
+        """As `RolloutEngine.resume`."""
+        wrong = await self._updates.must_not_serve(await self._updates.state())
+        if wrong:
+            raise EngineError(
+                f"engine {self._name} is DIRTY and stays paused: {wrong}; commit again, or "
+                "roll back"
+            )
+        await self._control.resume()
+
+    async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
+        """As `RolloutEngine.stage`. Each worker takes all tensors into its host's memory."""
+        await self._updates.stage(update, buckets)
+
+    async def commit(self, update_id: str) -> int:
+        """As `RolloutEngine.commit`."""
+        return await self._updates.commit(update_id)
+
+    async def rollback(self, update_id: str) -> None:
+        """As `RolloutEngine.rollback`.
+
+        A half-done commit is undone with the copy that workers keep of the version before it, or
+        the checkpoint that they were started from.
+        Errors: `EngineError` where there is neither, or it fails; then the engine is DIRTY.
+        """
+        await self._updates.rollback(update_id)
+
+    async def health(self) -> EngineHealth:
+        """As `RolloutEngine.health`."""
+        running = len(self._running)
+        try:
+            return await asyncio.wait_for(self._health(running), self._timeouts.health_s)
+        except asyncio.TimeoutError:
+            detail = f"no answer in {self._timeouts.health_s:g} s"
+        except Exception as error:  # noqa: BLE001 (whatever it is, health is an answer to it)
+            detail = str(error) or repr(error)
+        return EngineHealth(status="DEAD", version=None, detail=detail, running=running)
+
+    async def _health(self, running: int) -> EngineHealth:
+        await self._control.alive()
+        state = await self._updates.state()
+        wrong = await self._updates.must_not_serve(state)
+        if wrong:
+            return EngineHealth(status="DIRTY", version=None, detail=wrong, running=running)
+        return EngineHealth(
+            status="PAUSED" if await self._control.is_paused() else "SERVING",
+            version=state.version,
+            running=running,
+        )

@@ -1,0 +1,217 @@
+"""Staging, committing and taking back updates on one vLLM: the same over HTTP and in process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any
+
+from megatron_idempotent.rollout.errors import EngineError, EngineTimeout
+from megatron_idempotent.weights import Bucket, UpdateRefused, WeightUpdate
+from megatron_idempotent.weights.transports.base import Sender
+
+from .control import Control, Timeouts
+from .states import WorkersState
+
+UNSTAMPED = "default"
+"""What vLLM stamps tokens with before it was told a version."""
+_POLL_S = (0.002, 0.05)
+
+
+class Updates:
+    """The state of an update is the workers' own: a client that starts anew finds it there.
+
+    Example:
+        await updates.stage(update, buckets)
+        await updates.commit("run-7/12")       # between a pause and a resume
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        *,
+        engine: str,
+        transport: Callable[[], Sender] | None,
+        timeouts: Timeouts,
+        initial_version: int,
+        keep_copy: bool,
+    ) -> None:
+        self._control = control
+        self._engine = engine
+        self._transport = transport
+        self._timeouts = timeouts
+        self._initial_version = initial_version
+        self._keep_copy = keep_copy
+        self._staging = ""
+        # Commits and rollbacks take several calls each, which must not mix.
+        self._switching = asyncio.Lock()
+
+    async def state(self) -> WorkersState:
+        """Of the workers; where none was committed, the version is that which vLLM stamps."""
+        found = await self._control.rpc({"do": "state"})
+        state = WorkersState.whatever(found, engine=self._engine)
+        if state.version is None and not state.dirty:
+            serving = self.version_of(await self._control.stamp())
+            state = dataclasses.replace(state, version=serving)
+        return state
+
+    def version_of(self, stamp: str) -> int:
+        """The version that vLLM's own stamp stands for. Errors: `EngineError` for another's."""
+        if stamp == UNSTAMPED:
+            return self._initial_version
+        if not stamp.isdecimal():
+            raise EngineError(
+                f"engine {self._engine} has weights of version {stamp!r}, and versions here are "
+                "numbers; it was updated by something else: restart it"
+            )
+        return int(stamp)
+
+    async def must_not_serve(self, state: WorkersState) -> str:
+        """Why it would serve what it should not; empty where it may serve."""
+        if state.dirty:
+            return state.dirty
+        stamped = self.version_of(await self._control.stamp())
+        if stamped == state.version:
+            return ""
+        return f"its weights are of version {state.version}, and it stamps tokens with {stamped}"
+
+    async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
+        """As `RolloutEngine.stage`."""
+        if self._transport is None:
+            raise ValueError(f"engine {self._engine} has no transport; construct it with one")
+        if self._staging:
+            raise UpdateRefused(
+                f"engine {self._engine}: update {self._staging} is being staged; {update.id} may "
+                "come when it is there, or rolled back"
+            )
+        self._staging = update.id
+        try:
+            state = await self.state()
+            if state.committed == update.id and not state.dirty:
+                return
+            await self._send(update, buckets, self._transport(), state.version)
+        finally:
+            self._staging = ""
+
+    async def commit(self, update_id: str) -> int:
+        """As `RolloutEngine.commit`."""
+        async with self._switching:
+            state = await self.state()
+            if state.committed == update_id and not state.dirty and state.version is not None:
+                await self._stamp(state.version)  # where an earlier answer was lost
+                return state.version
+            if not await self._control.is_paused():
+                raise EngineError(
+                    f"engine {self._engine} is serving; pause it before commit({update_id!r})"
+                )
+            if update_id not in state.holds:
+                raise EngineError(
+                    f"engine {self._engine} has no update {update_id} staged (it has "
+                    f"{', '.join(state.holds) or 'none'}); stage it first"
+                )
+            version = state.holds[update_id]
+            await self._load({"update_id": update_id}, state, str(version))
+            return version
+
+    async def rollback(self, update_id: str) -> None:
+        """As `RolloutEngine.rollback`."""
+        async with self._switching:
+            state = await self.state()
+            if state.dirty and state.half in (update_id, ""):
+                if state.disagree:
+                    raise EngineError(
+                        f"engine {self._engine}: {state.dirty}, so there is no one version to go "
+                        "back to; commit again, or stage another update"
+                    )
+                stamp = await self._control.stamp()
+                await self._load({"restore": True}, state, stamp)
+            elif not state.dirty and state.committed == update_id and state.version is not None:
+                await self._stamp(state.version)
+            await self._tell({"do": "drop", "id": update_id})
+
+    async def _send(
+        self,
+        update: WeightUpdate,
+        buckets: AsyncIterator[Bucket],
+        sender: Sender,
+        serving: int | None,
+    ) -> None:
+        try:
+            opened = await sender.open(update)
+            await self._tell(
+                {
+                    "do": "open",
+                    "update": dataclasses.asdict(update),
+                    "opened": dict(opened),
+                    "serving": serving if serving is not None else self._initial_version,
+                    "keep": self._keep_copy,
+                    "silence_s": self._timeouts.silence_s,
+                }
+            )
+            sent = 0
+            async for bucket in buckets:
+                announced = await sender.announce(bucket)
+                await self._tell({"do": "bucket", "id": update.id, "announced": dict(announced)})
+                sent += 1
+                await _both(sender.transmit(bucket), self._received(update.id, sent))
+                await sender.release(bucket)
+            await self._tell({"do": "complete", "id": update.id, "buckets": sent})
+        except BaseException:
+            # What failed is what is raised; an engine that cannot be told drops it by itself.
+            with contextlib.suppress(EngineError):
+                await self._tell({"do": "drop", "id": update.id})
+            raise
+        finally:
+            await sender.close()
+
+    async def _received(self, update_id: str, buckets: int) -> None:
+        """Wait until all workers have so many. Errors: theirs; `EngineTimeout`."""
+        deadline = time.monotonic() + self._timeouts.bucket_s
+        pause_s = _POLL_S[0]
+        while True:
+            state = WorkersState.of(await self._control.rpc({"do": "state"}), engine=self._engine)
+            if state.received >= buckets:
+                return
+            if update_id != state.staging:
+                raise UpdateRefused(
+                    f"engine {self._engine}: update {update_id} was rolled back while it was staged"
+                )
+            if time.monotonic() > deadline:
+                raise EngineTimeout(
+                    f"engine {self._engine} has {state.received} of {buckets} buckets of update "
+                    f"{update_id} after {self._timeouts.bucket_s:g} s; bucket_s is the limit"
+                )
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _POLL_S[1])
+
+    async def _load(self, info: Mapping[str, Any], state: WorkersState, stamp: str) -> None:
+        """Exchange the weights. Requests that run compute their caches anew behind it."""
+        if state.updating:
+            await self._tell({"do": "settle"})
+        # First, and while nothing is computed: a failure further down leaves no stale cache.
+        await self._control.reset_caches()
+        await self._control.start_update()
+        await self._control.update(info)
+        await self._control.finish_update(stamp)
+
+    async def _stamp(self, version: int) -> None:
+        if self.version_of(await self._control.stamp()) != version:
+            await self._control.set_stamp(str(version))
+
+    async def _tell(self, command: Mapping[str, Any]) -> None:
+        """Errors: those of the workers."""
+        WorkersState.whatever(await self._control.rpc(command), engine=self._engine)
+
+
+async def _both(*calls: Coroutine[Any, Any, None]) -> None:
+    """Both at once; where one fails the other is cancelled: its peer is gone."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
