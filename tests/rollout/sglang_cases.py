@@ -83,10 +83,11 @@ def scenario(
     directory: Path,
     *,
     settings: Mapping[str, Any] | None = None,
+    start: Path | None = None,
     **flags: Any,
 ) -> _Result:
     """Run it with a server started anew and an engine of it, which is closed behind it."""
-    with FakeSglang(checkpoint(0), end_tokens=(END,), **flags) as server:
+    with FakeSglang(start or checkpoint(0), end_tokens=(END,), **flags) as server:
 
         async def act() -> _Result:
             given = {"checkpoint": checkpoint(0), "directory": directory, "name": "sgl"}

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from sglang_cases import request, scenario, stage, true_logprobs, weights
 from sglang_server import FakeSglang
-from tiny import END
+from tiny import END, make_checkpoint
 
 from megatron_idempotent.rollout import EngineError, EngineTimeout, EngineUnsupported, Sample
 from megatron_idempotent.rollout.sglang import SglangEngine, facts
@@ -133,6 +134,29 @@ def test_logprobs_without_the_temperature_are_refused_but_at_temperature_1(tmp_p
         await engine.generate(request())
 
     scenario(run, tmp_path, original_logprobs=True)
+
+
+def test_a_prompt_that_says_nothing_of_the_temperature_is_no_reason_to_refuse(
+    tmp_path: Path,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    # As a padding token's is in a model with random weights: what follows it is uniform.
+    flat = make_checkpoint(tmp_path / "flat", family="llama")
+    model = AutoModelForCausalLM.from_pretrained(flat)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0
+    model.save_pretrained(flat)
+
+    async def run(engine: SglangEngine, server: FakeSglang, _: Path) -> None:
+        await engine.generate(request(prompt=(0,), temperature=0.6))
+        if server.flags.original_logprobs:
+            with pytest.raises(EngineUnsupported, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
+                await engine.generate(request(prompt=(5, 0), temperature=0.6))
+
+    for original in (False, True):
+        settings = {"checkpoint": flat}
+        scenario(run, tmp_path, start=flat, settings=settings, original_logprobs=original)
 
 
 def test_a_request_that_the_model_can_never_answer_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_idempotent.rollout.errors import EngineError, EngineTimeout, EngineUnsupported
@@ -65,11 +67,13 @@ async def learn(api: Api) -> Facts:
     )
 
 
-async def one_token(api: Api, *, temperature: float) -> dict[str, Any]:
-    """`meta_info` of one token behind token 0, which every vocabulary has."""
+async def one_token(
+    api: Api, *, temperature: float, prompt: Sequence[int] = (0,)
+) -> dict[str, Any]:
+    """`meta_info` of one token behind a prompt; every vocabulary has a token 0."""
     params = {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True}
     body = {
-        "input_ids": [0],
+        "input_ids": list(prompt),
         "sampling_params": params | {"top_p": 1.0, "top_k": -1, "min_p": 0.0},
         "return_logprob": True,
         "top_logprobs_num": 1,
@@ -91,21 +95,27 @@ async def one_token(api: Api, *, temperature: float) -> dict[str, Any]:
     return meta
 
 
-async def check_temperature(api: Api) -> None:
+async def check_temperature(api: Api, prompt: Sequence[int], *, vocabulary: int) -> bool:
     """Refuse a server whose log-probs are not of the distribution that it draws from.
 
     SGLang's are of the logits divided by the temperature, unless it was started with
     SGLANG_RETURN_ORIGINAL_LOGPROB=1, which shows in no setting that it reports. Near temperature 0
     the likeliest token has a log-prob of about 0 in the one case and not in the other.
+
+    Returns whether it could be told: behind some prompts, such as a padding token whose embedding
+    is zero, all tokens are as likely at every temperature.
     """
-    warm = _likeliest(await one_token(api, temperature=1.0))
-    cold = _likeliest(await one_token(api, temperature=0.01))
+    warm = _likeliest(await one_token(api, temperature=1.0, prompt=prompt))
+    if warm + math.log(vocabulary) < 0.05:
+        return False
+    cold = _likeliest(await one_token(api, temperature=0.01, prompt=prompt))
     if warm < -0.2 and cold - warm < 0.05:
         raise EngineUnsupported(
             f"engine {api.name}: its log-probs leave the temperature out (the likeliest token has "
             f"{warm:.3f} at temperature 1 and {cold:.3f} at 0.01); start it without "
             "SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1"
         )
+    return True
 
 
 def _likeliest(meta: dict[str, Any]) -> float:

@@ -134,8 +134,9 @@ class Requests:
             return
         async with self._checking:
             if not self._temperature_checked:
-                await check_temperature(self._api)
-                self._temperature_checked = True
+                self._temperature_checked = await check_temperature(
+                    self._api, request.prompt, vocabulary=self._vocabulary
+                )
 
     def _abort(self, rid: str) -> None:
         """Free what a request holds; that it may have ended meanwhile is no error."""

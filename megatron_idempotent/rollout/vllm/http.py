@@ -124,7 +124,7 @@ class VllmEngine(StagedEngine):
             return
         async with self._asking:
             if self._tempered is None:
-                self._tempered = await self._is_tempered(request.prompt[:1])
+                self._tempered = await self._is_tempered(request.prompt)
         if not self._tempered:
             raise EngineUnsupported(
                 f"engine {self._name} gives log-probs of the distribution before temperature, so "
