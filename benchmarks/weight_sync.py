@@ -1,21 +1,25 @@
 """How long requests wait for new weights: the pause of a sync ÷ all of it, staged and inline.
 
     python -m benchmarks.weight_sync [--rounds 5] [--hidden 768] [--streams 8] [--json]
+                                     [--vllm-python .nox/vllm/bin/python]
 
-A real Megatron model of some 100 MB on a CPU rank, and an engine in the same process that keeps
-sampling. Staged, weights arrive while it samples, and a switch of pointers is what it waits for;
-inline, as most frameworks do it, it is paused before the first byte is sent. Medians of the rounds;
-the two sides take turns. Tokens in those rounds are counted, and none may be missing.
+A real Megatron model of some 100 MB on a CPU rank, and an engine that keeps sampling: in the same
+process, or a vLLM server that is started with the Python given. Staged, weights arrive while it
+samples, and the switch alone is what requests wait for; inline, as most frameworks do it, it is
+paused before the first byte is sent. Medians of the rounds; the two sides take turns. Tokens in
+those rounds are counted, and none may be missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +28,39 @@ from megatron_idempotent import cpu
 TOKENS = 64
 
 
-def measure(rounds: int, hidden: int, streams: int) -> dict[str, Any]:
+def measure(rounds: int, hidden: int, streams: int, vllm_python: str) -> dict[str, Any]:
     """On a rank: seconds of pauses and syncs, and what became of the streams."""
-    with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(_measure(Path(folder), rounds, hidden, streams))
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        model = _model(folder, hidden)
+        make = _vllm(folder, vllm_python, stack) if vllm_python else _local(folder)
+        return asyncio.run(_measure(model, make, rounds, streams))
 
 
-async def _measure(folder: Path, rounds: int, hidden: int, streams: int) -> dict[str, Any]:
-    from megatron_idempotent.models import MegatronWeights
+def _local(folder: Path) -> Callable[[], Any]:
     from megatron_idempotent.rollout.local import TransformersEngine
+
+    return lambda: TransformersEngine(folder, name="engine")
+
+
+def _vllm(folder: Path, python: str, stack: contextlib.ExitStack) -> Callable[[], Any]:
+    from megatron_idempotent.rollout.vllm import CPU_ENVIRONMENT, VllmEngine, VllmServer
+    from megatron_idempotent.weights.transports import SharedMemorySender
+
+    arguments = ("--dtype", "float32", "--enforce-eager")
+    server = VllmServer(folder, python=python, arguments=arguments, environment=CPU_ENVIRONMENT)
+    stack.enter_context(server)
+    return lambda: VllmEngine(server.url, transport=SharedMemorySender)
+
+
+async def _measure(
+    model: tuple[list[Any], Any], make: Callable[[], Any], rounds: int, streams: int
+) -> dict[str, Any]:
+    from megatron_idempotent.models import MegatronWeights
     from megatron_idempotent.sync import SyncSettings, WeightSync
 
-    chunks, arch = _model(folder, hidden)
-    engine = TransformersEngine(folder, name="engine")
+    chunks, arch = model
+    engine = make()
     source = MegatronWeights(chunks, arch)
     settings = SyncSettings(bucket_bytes=32 << 20)
     sync = WeightSync([engine], settings=settings)
@@ -139,9 +163,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--vllm-python", default="", help="of an environment with vLLM")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    (found,) = cpu.run_ranks(1, measure, asked.rounds, asked.hidden, asked.streams, timeout_s=600.0)
+    (found,) = cpu.run_ranks(
+        1, measure, asked.rounds, asked.hidden, asked.streams, asked.vllm_python, timeout_s=900.0
+    )
     if asked.json:
         print(json.dumps(found))
         return
