@@ -12,7 +12,12 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_idempotent.weights.on_disk import INDEX
-from megatron_idempotent.weights.records import Bucket, TensorInfo, WeightSource
+from megatron_idempotent.weights.records import (
+    Bucket,
+    TensorInfo,
+    WeightSource,
+    end_export,
+)
 from megatron_idempotent.window.agreement import DEADLINE_S
 
 from .buckets import split
@@ -79,8 +84,7 @@ def save_hf(
     except (ValueError, OSError) as bad:
         error = bad
     finally:
-        if hasattr(stream, "close"):
-            stream.close()
+        end_export(stream)
         if writer is not None:
             writer.clean_up()
     agree_on(error, "nothing was saved", deadline_s=deadline_s)

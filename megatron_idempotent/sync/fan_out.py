@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
 from megatron_idempotent.weights import Bucket
+from megatron_idempotent.weights.records import end_export
 
 from .records import SyncError
 
@@ -105,8 +106,8 @@ class FanOut:
             finally:
                 for reader in self._readers:
                     reader._hand(end)
-                if end is not None and isinstance(self._buckets, Generator):
-                    await _run_to_end(thread, self._buckets.close)
+                if end is not None:
+                    await _run_to_end(thread, functools.partial(end_export, self._buckets))
 
 
 async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> Made:

@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 
 from megatron_idempotent.rollout import EngineHealth
 from megatron_idempotent.weights import Bucket
+from megatron_idempotent.weights.records import end_export
 
 
 class Passing:
@@ -32,7 +33,7 @@ class Passing:
                 self.checksums.update(bucket.checksums)
                 yield self._sent_of(bucket)
         finally:
-            close(self._buckets)
+            end_export(self._buckets)
 
     def _sent_of(self, bucket: Bucket) -> Bucket:
         changed = {
@@ -49,13 +50,6 @@ class Passing:
         self.tensors_sent += len(changed)
         self.tensors_unchanged += len(bucket.tensors) - len(changed)
         return sent
-
-
-def close(buckets: Iterator[Bucket]) -> None:
-    """End an export half-way, where the source lets its other ranks come to their end."""
-    ending = getattr(buckets, "close", None)
-    if ending is not None:
-        ending()
 
 
 class Sent:

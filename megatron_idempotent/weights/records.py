@@ -124,3 +124,10 @@ class WeightSource(Protocol):
         as generators do, it ends an iteration half-way, and the other ranks' with it.
         """
         ...
+
+
+def end_export(buckets: Iterator[Bucket]) -> None:
+    """End an iteration of `WeightSource.buckets` half-way, where it has a way to: see there."""
+    close = getattr(buckets, "close", None)
+    if close is not None:
+        close()
