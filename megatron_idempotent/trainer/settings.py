@@ -12,28 +12,12 @@ import tomllib
 
 from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.errors import ConfigError
-from megatron_idempotent.trainer.sections import (
-    EvaluationConfig,
-    LossConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RolloutConfig,
-    RunConfig,
-    SyncConfig,
-    TaskConfig,
-)
 from megatron_idempotent.trainer.setting import kind_of
 
 SECTIONS: dict[str, Any] = {
-    "run": RunConfig,
-    "task": TaskConfig,
-    "model": ModelConfig,
-    "rollout": RolloutConfig,
-    "sync": SyncConfig,
-    "loss": LossConfig,
-    "optimizer": OptimizerConfig,
-    "evaluation": EvaluationConfig,
+    field.name: field.default_factory for field in dataclasses.fields(Config)
 }
+"""The class of each section, by its name."""
 
 DEFAULT_FILE = Path(__file__).with_name("default.toml")
 
