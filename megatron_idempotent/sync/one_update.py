@@ -137,7 +137,7 @@ class OneUpdate:
         async def wake(engine: RolloutEngine) -> str:
             waking = cast("ColocatedEngine", engine).wake((tag,))
             try:
-                await bounded(engine, "resume", waking, self._settings.resume_timeout_s)
+                await bounded(engine, "wake", waking, self._settings)
             except Exception as error:  # noqa: BLE001 (one engine's error is not the others')
                 return f"waking its {tag} failed: {error}"
             return ""
@@ -147,7 +147,7 @@ class OneUpdate:
     async def _pause(self, engine: RolloutEngine) -> str:
         pausing = engine.pause(self._settings.pause_mode)
         try:
-            await bounded(engine, "pause", pausing, self._settings.pause_timeout_s)
+            await bounded(engine, "pause", pausing, self._settings)
         except Exception as error:  # noqa: BLE001 (as above)
             return f"pausing failed: {error}"
         return ""
@@ -160,7 +160,6 @@ class OneUpdate:
             lambda: engine.commit(self._update.id),
             lambda health: (health.status, health.version) == ("PAUSED", self._update.version),
             self._settings,
-            self._settings.commit_timeout_s,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_idempotent.rollout import (
     EngineDead,
@@ -17,25 +17,37 @@ from megatron_idempotent.weights import WeightUpdate
 
 from .records import EngineOutcome, Outcome, SyncSettings
 
+Answer = TypeVar("Answer")
 
-async def bounded(engine: RolloutEngine, what: str, call: Awaitable[Any], limit_s: float) -> Any:
-    """The call's result, or `EngineTimeout` naming the engine and what it was told."""
+#: The setting that limits a call.
+_LIMITS = {
+    "pause": "pause_timeout_s",
+    "commit": "commit_timeout_s",
+    "rollback": "commit_timeout_s",
+    "resume": "resume_timeout_s",
+    "wake": "resume_timeout_s",
+    "health": "resume_timeout_s",
+}
+
+
+async def bounded(
+    engine: RolloutEngine, what: str, call: Awaitable[Answer], settings: SyncSettings
+) -> Answer:
+    """The call's result, or `EngineTimeout` naming the engine, what it was told, and the limit."""
+    limit_s: float = getattr(settings, _LIMITS[what])
     try:
         return await asyncio.wait_for(call, limit_s)
     except asyncio.TimeoutError as error:
         raise EngineTimeout(
             f"engine {engine.name} has not finished {what} in {limit_s:g} s; its health says what "
-            f"it did, and {what}_timeout_s is the limit"
+            f"it did, and {_LIMITS[what]} is the limit"
         ) from error
 
 
 async def ask(engine: RolloutEngine, settings: SyncSettings) -> EngineHealth:
     """The engine's health; one that raises, against its contract, or does not answer is DEAD."""
     try:
-        found: EngineHealth = await bounded(
-            engine, "resume", engine.health(), settings.resume_timeout_s
-        )
-        return found
+        return await bounded(engine, "health", engine.health(), settings)
     except Exception as error:  # noqa: BLE001 (a third party's engine; any error is its answer)
         return EngineHealth(status="DEAD", version=None, detail=repr(error))
 
@@ -46,7 +58,6 @@ async def attempts(
     call: Callable[[], Awaitable[Any]],
     done: Callable[[EngineHealth], bool],
     settings: SyncSettings,
-    limit_s: float,
 ) -> str:
     """Try until the engine's health says that it is done; returns the last error, or nothing.
 
@@ -58,7 +69,7 @@ async def attempts(
         if attempt:
             await asyncio.sleep(settings.retry_wait_s)
         try:
-            await bounded(engine, what, call(), limit_s)
+            await bounded(engine, what, call(), settings)
         except Exception as failure:  # noqa: BLE001 (whatever it is, the engine's health decides)
             error = f"{what} failed: {failure}"
             dead = isinstance(failure, EngineDead)
@@ -93,7 +104,6 @@ async def settle(
         lambda: engine.rollback(update.id),
         lambda health: health.status in ("SERVING", "PAUSED"),
         settings,
-        settings.commit_timeout_s,
     )
     health = await ask(engine, settings)
     if health.status not in ("SERVING", "PAUSED") or health.version is None:
@@ -116,7 +126,6 @@ async def resume(
         engine.resume,
         lambda health: (health.status, health.version) == ("SERVING", version),
         settings,
-        settings.resume_timeout_s,
     )
     if error:
         detail = f"{reason}; {error}" if reason else error

@@ -12,13 +12,14 @@ pytest.importorskip("torch")
 
 from memory_engine import NAMES, QUICK, MemoryEngine, Source, serves
 
-from megatron_idempotent.rollout import EngineHealth
+from megatron_idempotent.rollout import EngineHealth, EngineTimeout
 from megatron_idempotent.sync import (
     SyncError,
     SyncFailed,
     SyncReport,
     WeightSync,
 )
+from megatron_idempotent.sync.settle import bounded
 
 
 def update(engines: list[MemoryEngine], version: int = 1, **more: Any) -> SyncReport:
@@ -210,6 +211,26 @@ def test_two_updates_at_once_are_refused() -> None:
         assert (await first).named("committed") == ("a",)
 
     asyncio.run(both())
+
+
+@pytest.mark.parametrize(
+    ("method", "limit"),
+    [("pause", "pause"), ("commit", "commit"), ("rollback", "commit"), ("resume", "resume")],
+)
+def test_a_call_that_takes_too_long_names_the_setting_that_limits_it(
+    method: str, limit: str
+) -> None:
+    engine = MemoryEngine("a", {method: ["hangs"]})
+    call = {"pause": engine.pause, "commit": lambda: engine.commit("x"), "resume": engine.resume}
+    slow = call.get(method, lambda: engine.rollback("x"))
+
+    async def scenario() -> None:
+        await bounded(engine, method, slow(), QUICK)
+
+    told = f"engine a has not finished {method} in 0.2 s.* {limit}_timeout_s is the limit"
+    with pytest.raises(EngineTimeout, match=told):
+        asyncio.run(scenario())
+    assert hasattr(QUICK, f"{limit}_timeout_s")
 
 
 def test_a_late_version_is_refused_and_a_version_twice_too() -> None:
