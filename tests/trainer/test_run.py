@@ -207,3 +207,32 @@ def test_the_command_writes_logs_curves_and_a_table_and_resumes_by_name(
     checkpoint = ["--set", "run.checkpoint_every=1"]
     assert main([*checkpoint, "--resume", "--out", str(out), "--rollouts", "2", "--quiet"]) == 0
     assert [row["rollout"] for row in read_metrics(out / METRICS_FILE)] == [0, 1, 2]
+
+
+def run_and_note_versions(job):
+    """On a rank: a whole run; each update, and behind it the versions of what is sampled."""
+    from megatron_idempotent.trainer.rollout.engines import Engines
+
+    noted, publish, generate = [], Engines.publish, Engines.generate
+
+    def noting_publish(self, version):
+        publish(self, version)
+        noted.append((version, set()))
+
+    def noting_generate(self, requests):
+        samples = generate(self, requests)
+        noted[-1][1].update(v for sample in samples for v in sample.versions)
+        return samples
+
+    Engines.publish, Engines.generate = noting_publish, noting_generate
+    launch.run_rank(job)
+    return noted
+
+
+def test_every_rollout_is_sampled_with_the_weights_of_the_one_before(megatron_ranks, tmp_path):
+    job = job_for(tmp_path / "run", "run.rollouts=2")
+    for noted in megatron_ranks(2, run_and_note_versions, job, timeout_s=TIMEOUT_S):
+        assert noted == [(0, {0}), (1, {1}), (2, {2})]
+    resumed = job_for(tmp_path / "run", "run.rollouts=3", resume=True)
+    for noted in megatron_ranks(2, run_and_note_versions, resumed, timeout_s=TIMEOUT_S):
+        assert noted == [(2, {2}), (3, {3})]
