@@ -75,6 +75,8 @@ async def _choose(engine: RolloutEngine | Pick, request: Request, done: Sample) 
 
 def _rest(request: Request, done: Sample) -> Request:
     """What is left to be sampled."""
+    if not done.tokens:
+        return request
     return dataclasses.replace(
         request,
         prompt=(*request.prompt, *done.tokens),

@@ -24,8 +24,9 @@ class Reader:
     `dropped` is set where the engine was too slow; it gets no more.
     """
 
-    def __init__(self) -> None:
-        self._asked = asyncio.Semaphore(0)
+    def __init__(self, heard: Callable[[Reader], None]) -> None:
+        self._heard = heard
+        self._asked = 0
         self._handed: asyncio.Queue[Bucket | SyncError | None] = asyncio.Queue()
         self._gone = False
         self.dropped = asyncio.Event()
@@ -34,7 +35,8 @@ class Reader:
         return self
 
     async def __anext__(self) -> Bucket:
-        self._asked.release()
+        self._asked += 1
+        self._heard(self)
         found = await self._handed.get()
         if found is None:
             raise StopAsyncIteration
@@ -45,16 +47,20 @@ class Reader:
     def leave(self) -> None:
         """Want no more; buckets go on to the others."""
         self._gone = True
-        self._asked.release()
+        self._heard(self)
 
-    async def _wants_more(self, limit_s: float) -> bool:
+    @property
+    def _silent(self) -> bool:
+        return not self._asked and not self._gone
+
+    def _drop(self) -> None:
+        self._gone = True
+        self.dropped.set()
+
+    def _give(self, bucket: Bucket) -> None:
         if not self._gone:
-            try:
-                await asyncio.wait_for(self._asked.acquire(), limit_s)
-            except asyncio.TimeoutError:
-                self.leave()
-                self.dropped.set()
-        return not self._gone
+            self._asked -= 1
+            self._hand(bucket)
 
     def _hand(self, what: Bucket | SyncError | None) -> None:
         self._handed.put_nowait(what)
@@ -64,9 +70,9 @@ class FanOut:
     """Hands the buckets of one export to several readers, in lock-step.
 
     A bucket is handed over once every reader has asked for it, and the next is made meanwhile, so
-    two are alive. A reader that does not ask in time is dropped, so that it cannot hold up the
-    others. Where none is left, the export still runs to its end: the trainer's other ranks take
-    part in it.
+    two are alive. Readers that do not ask in time are dropped together, so that they hold the
+    others up once, however many they are. Where none is left, the export still runs to its end: the
+    trainer's other ranks take part in it.
 
     Example:
         fan_out = FanOut(source.buckets(bucket_bytes=1 << 28), bucket_timeout_s=60.0)
@@ -78,10 +84,12 @@ class FanOut:
         self._buckets = buckets
         self._bucket_timeout_s = bucket_timeout_s
         self._readers: list[Reader] = []
+        self._silent: set[Reader] = set()
+        self._all_heard: asyncio.Future[None] | None = None
 
     def reader(self) -> Reader:
         """One more reader; before `run`."""
-        self._readers.append(Reader())
+        self._readers.append(Reader(self._hear))
         return self._readers[-1]
 
     async def run(self) -> None:
@@ -95,9 +103,9 @@ class FanOut:
             step = functools.partial(next, self._buckets, None)
             try:
                 while (bucket := await _run_to_end(thread, step)) is not None:
+                    await self._ask_all()
                     for reader in self._readers:
-                        if await reader._wants_more(self._bucket_timeout_s):
-                            reader._hand(bucket)
+                        reader._give(bucket)
                 end = None
             except Exception as error:
                 end = SyncError(f"the export of the weights failed: {error!r}")
@@ -108,6 +116,25 @@ class FanOut:
                     reader._hand(end)
                 if end is not None:
                     await _run_to_end(thread, functools.partial(end_export, self._buckets))
+
+    async def _ask_all(self) -> None:
+        """Wait until every reader has asked for a bucket or left, and drop those that do not."""
+        self._silent = {reader for reader in self._readers if reader._silent}
+        if not self._silent:
+            return
+        self._all_heard = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait_for(self._all_heard, self._bucket_timeout_s)
+        except asyncio.TimeoutError:
+            for reader in self._silent:
+                reader._drop()
+        finally:
+            self._all_heard = None
+
+    def _hear(self, reader: Reader) -> None:
+        self._silent.discard(reader)
+        if self._all_heard is not None and not self._silent and not self._all_heard.done():
+            self._all_heard.set_result(None)
 
 
 async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> Made:

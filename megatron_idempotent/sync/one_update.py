@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar, cast
 
@@ -60,7 +59,8 @@ class OneUpdate:
 
         Engines that have failed are put right behind that, so that they hold nobody up.
         """
-        started = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        started = clock()
         self._keep_good(await self._on_all(self._pause))
         self._keep_good(await self._on_all(self._commit))
         self._keep_good(await self._wake("kv_cache"))
@@ -74,7 +74,7 @@ class OneUpdate:
         for engine, outcome in zip(self._engines, resumed, strict=True):
             self.outcomes[engine.name] = outcome
         if self._engines:
-            self.pause_s = time.monotonic() - started
+            self.pause_s = clock() - started
         self._engines = []
         await self._settle_failed()
 

@@ -7,7 +7,6 @@ weights that it had, or is quarantined and named; the others go on.
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 
@@ -60,15 +59,15 @@ class WeightSync:
         self._run = uuid.uuid4().hex[:8]
         self._running: int | None = None
         self._outcomes: dict[str, EngineOutcome] = {}
+        self._quarantined: Mapping[str, str] = {}
 
     @property
     def quarantined(self) -> Mapping[str, str]:
-        """Engines that must not serve, and why. The next update tries to bring them back."""
-        return {
-            name: found.detail
-            for name, found in self._outcomes.items()
-            if found.outcome == "quarantined"
-        }
+        """Engines that must not serve, and why. The next update tries to bring them back.
+
+        A new mapping whenever it changes: a pool looks at it for every request.
+        """
+        return self._quarantined
 
     async def update(
         self, source: WeightSource, version: int, *, changed_only: bool = False
@@ -119,7 +118,8 @@ class WeightSync:
         return await self._ask_all()
 
     async def _update(self, source: WeightSource, version: int, changed_only: bool) -> SyncReport:
-        started = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        started = clock()
         healths = await self._ask_all()
         alive = [each for each in self._engines if healths[each.name].status != "DEAD"]
         base = self._sent.base(healths.values()) if changed_only else None
@@ -130,7 +130,7 @@ class WeightSync:
         self._sent.forget()
         try:
             await one.stage(passing.buckets())
-            staged_at = time.monotonic()
+            staged_at = clock()
             await one.switch(self._stamp)
         except BaseException as error:
             # Interrupted, or the export failed: nobody may stay paused, or half-written unnamed.
@@ -141,6 +141,11 @@ class WeightSync:
                 name: one.outcomes.get(name) or given_up(healths[name], "it does not answer")
                 for name in healths
             }
+            self._quarantined = {
+                name: found.detail
+                for name, found in self._outcomes.items()
+                if found.outcome == "quarantined"
+            }
         report = SyncReport(
             version=version,
             engines=self._outcomes,
@@ -149,7 +154,7 @@ class WeightSync:
             tensors_unchanged=passing.tensors_unchanged,
             stage_s=staged_at - started,
             pause_s=one.pause_s,
-            total_s=time.monotonic() - started,
+            total_s=clock() - started,
         )
         self._sent.took(passing)
         if one.stamp_error is not None:

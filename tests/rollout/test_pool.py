@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Mapping
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_idempotent.rollout import (
     Request,
     Sample,
 )
+from megatron_idempotent.simulator.clock import run
 
 
 class Engine:
@@ -114,6 +116,128 @@ def test_an_engine_that_is_quarantined_gets_nothing() -> None:
         assert (await pool.generate(request())).finish_reason == "length"
 
     asyncio.run(scenario())
+
+
+def test_engines_that_come_back_are_given_as_much_as_the_others() -> None:
+    async def scenario() -> None:
+        engines = [Engine(str(i)) for i in range(6)]
+        pool = EnginePool(engines)
+        running = [asyncio.ensure_future(pool.generate(request(str(i)))) for i in range(18)]
+        await asyncio.sleep(0)
+        for lost in engines[:3]:
+            lost.dead = True
+            lost.let.set()
+        while sum(len(engine.taken) for engine in engines[3:]) < 18:
+            await asyncio.sleep(0.01)
+        assert [len(engine.taken) for engine in engines[3:]] == [6, 6, 6]
+        for engine in engines[:3]:
+            engine.dead = False
+            engine.let.clear()
+            engine.taken.clear()
+        await pool.look_again()
+        running += [asyncio.ensure_future(pool.generate(request(str(i)))) for i in range(18, 36)]
+        await asyncio.sleep(0)
+        assert [len(engine.taken) for engine in engines] == [6] * 6
+        for engine in engines:
+            engine.let.set()
+        assert len(await asyncio.gather(*running)) == 36
+
+    asyncio.run(scenario())
+
+
+class Held:
+    """Answers each request when it is told to; dead or not, it keeps the others."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dead = False
+        self.answers: list[asyncio.Future[Sample]] = []
+
+    async def generate(self, request: Request) -> Sample:
+        answer = asyncio.get_running_loop().create_future()
+        self.answers.append(answer)
+        try:
+            return await answer
+        finally:
+            self.answers.remove(answer)
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(status="DEAD" if self.dead else "SERVING", version=None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_the_first_of_the_least_busy_engines_is_picked(seed: int) -> None:
+    chance = random.Random(seed)
+
+    async def scenario() -> None:
+        engines = [Held(str(i)) for i in range(7)]
+        out, lost = Out({}), set[str]()
+        pool = EnginePool(engines, sync=out)  # type: ignore[arg-type]
+        tasks = []
+        for turn in range(400):
+            what = chance.random()
+            one = chance.choice(engines)
+            if what < 0.55:
+                usable = [
+                    e for e in engines if e.name not in lost and e.name not in out.quarantined
+                ]
+                least = min(usable, key=lambda each: len(each.answers), default=None)
+                before = {each.name: len(each.answers) for each in engines}
+                tasks.append(asyncio.ensure_future(pool.generate(request(str(turn)))))
+                await asyncio.sleep(0)
+                taken = [e.name for e in engines if len(e.answers) > before[e.name]]
+                assert taken == ([least.name] if least else [])
+            elif what < 0.85 and one.answers:
+                sample = Sample(
+                    request_id="r",
+                    tokens=(1, 1, 1),
+                    logprobs=(0.0,) * 3,
+                    versions=(0,) * 3,
+                    finish_reason="length",
+                )
+                one.answers[0].set_result(sample)
+            elif what < 0.9 and one.answers and one.name not in lost:
+                one.dead = True
+                lost.add(one.name)
+                one.answers[0].set_exception(EngineDead("gone"))
+            elif what < 0.95:
+                for each in engines:
+                    each.dead = False
+                lost.clear()
+                await pool.look_again()
+            else:
+                count = chance.randrange(4)
+                out.quarantined = {e.name: "half" for e in chance.sample(engines, count)}
+            for _ in range(8):
+                await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(scenario())  # where time stands still: what was lost is not sent again meanwhile
+
+
+def test_a_request_looks_at_few_engines_however_many_there_are() -> None:
+    class Counting(dict[str, str]):
+        looked_at = 0
+
+        def __contains__(self, name: object) -> bool:
+            self.looked_at += 1
+            return super().__contains__(name)
+
+    async def scenario() -> int:
+        engines = [Held(str(i)) for i in range(1000)]
+        out = Out(Counting({"7": "half", "8": "half"}))
+        pool = EnginePool(engines, sync=out)  # type: ignore[arg-type]
+        tasks = [asyncio.ensure_future(pool.generate(request(str(i)))) for i in range(3000)]
+        await asyncio.sleep(0)
+        assert sorted({len(engine.answers) for engine in engines}) == [0, 3, 4]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return out.quarantined.looked_at  # type: ignore[attr-defined, no-any-return]
+
+    assert run(scenario()) < 3010
 
 
 def test_a_pool_of_nothing_is_refused() -> None:
