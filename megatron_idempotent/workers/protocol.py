@@ -1,0 +1,65 @@
+"""Processes that are the ranks of one policy, as a controller drives them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSpec:
+    """What every rank makes and then serves.
+
+    `factory` is `package.module:callable`; each rank imports it once its default process group is
+    up, and calls it with `argument`. What it returns is the worker: its methods are called by name.
+    Example: `WorkerSpec(factory="megatron_idempotent.trainer.remote:make_worker", argument=job)`.
+    """
+
+    factory: str
+    argument: Any = None
+
+
+class RankGroup(Protocol):
+    """The ranks of a policy. `tests/workers/contract_ranks.py` holds every kind of them to this.
+
+    A call runs the method of one name on all ranks, in the main thread of each, and returns when
+    all have answered; calls run in the order in which they were made. The event loop stays free.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    async def start(self) -> None:
+        """Start all ranks and make their workers. After a loss: fresh ranks in place of all.
+
+        Errors: `RanksLost` where they cannot be started, `RankFailed` where a factory raises.
+        """
+        ...
+
+    async def call(
+        self,
+        method: str,
+        *args: Any,
+        per_rank: Sequence[Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """The method's results by rank.
+
+        Args:
+            method: of the worker.
+            args: the same for all ranks.
+            per_rank: one more argument, last, for each rank its own.
+            timeout_s: behind it the ranks count as lost; None waits for as long as they live.
+
+        Errors: `RankFailed` where the method raised on some rank, once all ranks have answered: the
+            ranks live on. `RanksLost` where a rank died, its connection broke or the time was up:
+            the other ranks are ended, and `start()` is needed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End all ranks. Twice: no-op."""
+        ...

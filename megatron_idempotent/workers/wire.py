@@ -1,0 +1,189 @@
+"""What a rank and its controller say to each other, in bytes: who they are, and frames.
+
+Both prove that they know the token of the group before either reads a pickle of the other; the
+token itself does not travel. Nothing is encrypted: use a network that is private to the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import mmap
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+from .pickles import Bytes
+
+Kind = Literal[b"C", b"M", b"G", b"R", b"E"]
+"""Of a frame: Call a method, Make the worker, Goodbye; Result, Error."""
+
+MAGIC = b"mi-rank1"
+NONCE = 32
+#: Magic word and nonce, which the controller begins with.
+GREETING = struct.Struct(f"!8s{NONCE}s")
+#: Nonce, generation, rank, process id; then the proof.
+HELLO = struct.Struct(f"!{NONCE}s16siI")
+PROOF = 32
+#: A verdict, and how many bytes of UTF-8 with the reason follow.
+VERDICT = struct.Struct("!cH")
+WELCOME, REFUSED = b"+", b"-"
+#: Rank in the hello of one who only asks whether the controller is there.
+PROBE = -1
+#: A frame's kind and number of parts; then the length of each.
+HEAD = struct.Struct("!cI")
+LENGTH = struct.Struct("!Q")
+#: Parts of one frame: a bound on what a torn head can ask for.
+MOST_PARTS = 1 << 22
+#: One frame's parts are sent so many at a time: the system takes no more.
+_AT_ONCE = 512
+#: Memory from here on comes from the system, page by page as it is written.
+_MAPPED = 1 << 20
+#: For either side to say its part of the introduction.
+GREETING_S = 20.0
+
+
+class WireError(RuntimeError):
+    """The other side is not what it should be, or refused this one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """What a rank says of itself. Example: `Hello(generation=bytes(16), rank=0, pid=7)`."""
+
+    generation: bytes
+    """16 bytes that all ranks of one start have in common."""
+    rank: int
+    pid: int
+
+
+def new_token() -> bytes:
+    """A secret for a group."""
+    return secrets.token_bytes(32)
+
+
+def new_generation() -> bytes:
+    """An id for one start of all ranks."""
+    return secrets.token_bytes(16)
+
+
+def rank_proof(token: bytes, greeting: bytes, hello: bytes) -> bytes:
+    """Shows that a rank has the token, for this connection only."""
+    return hmac.digest(token, b"rank" + greeting + hello, "sha256")
+
+
+def controller_proof(token: bytes, greeting: bytes, hello: bytes) -> bytes:
+    """Shows that the controller has it."""
+    return hmac.digest(token, b"controller" + greeting + hello, "sha256")
+
+
+def heads(kind: bytes, parts: Sequence[Bytes]) -> bytes:
+    """What goes before the parts of a frame."""
+    lengths = b"".join(LENGTH.pack(memoryview(part).nbytes) for part in parts)
+    return HEAD.pack(kind, len(parts)) + lengths
+
+
+def lengths_of(packed: Bytes) -> list[int]:
+    """Of all parts, from the bytes behind `HEAD`."""
+    return [length for (length,) in LENGTH.iter_unpack(packed)]
+
+
+def connect(address: str, timeout_s: float) -> socket.socket:
+    """A connection to `unix:PATH` or `tcp:HOST:PORT`. Errors: `OSError`, `ValueError`."""
+    kind, _, where = address.partition(":")
+    if kind == "unix":
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(where)
+        except BaseException:
+            connection.close()
+            raise
+    elif kind == "tcp":
+        host, _, port = where.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=timeout_s)
+    else:
+        raise ValueError(f"address {address!r}: unix:PATH or tcp:HOST:PORT")
+    tune(connection)
+    return connection
+
+
+def tune(connection: socket.socket) -> None:
+    """Large buffers; and a peer whose machine is gone is noticed within half a minute."""
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
+    if connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+
+
+def introduce(connection: socket.socket, token: bytes, hello: Hello) -> None:
+    """A rank's part of the introduction, with the socket's own timeout.
+
+    Errors: `WireError` where the other side is no controller of this group, or refuses the rank.
+    """
+    greeting = receive(connection, GREETING.size)
+    magic, _ = GREETING.unpack(greeting)
+    if magic != MAGIC:
+        raise WireError(f"the controller's address answers {magic!r}, not {MAGIC!r}")
+    said = HELLO.pack(secrets.token_bytes(NONCE), hello.generation, hello.rank, hello.pid)
+    connection.sendall(said + rank_proof(token, bytes(greeting), said))
+    try:
+        verdict, length = VERDICT.unpack(receive(connection, VERDICT.size))
+    except EOFError:
+        raise WireError("the controller has another token: it is not of this run") from None
+    reason = receive(connection, length)
+    proof = receive(connection, PROOF)
+    if not hmac.compare_digest(proof, controller_proof(token, bytes(greeting), said)):
+        raise WireError("what answers at the controller's address does not know the run's token")
+    if verdict != WELCOME:
+        raise WireError(f"the controller refuses rank {hello.rank}: {bytes(reason).decode()}")
+
+
+def room(size: int) -> bytearray | mmap.mmap:
+    """Memory to receive into. A large one is not cleared first, which would take its time."""
+    if size < _MAPPED:
+        return bytearray(size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def receive(connection: socket.socket, size: int) -> bytearray | mmap.mmap:
+    """So many bytes. Errors: `EOFError` where the connection ends before; `OSError`."""
+    got = room(size)
+    view, at = memoryview(got), 0
+    while at < size:
+        count = connection.recv_into(view[at:])
+        if not count:
+            raise EOFError("the connection was closed")
+        at += count
+    return got
+
+
+def receive_frame(connection: socket.socket) -> tuple[bytes, list[Bytes]]:
+    """A frame's kind and parts. Errors: `EOFError`, `OSError`; `WireError` for a torn head."""
+    kind, count = HEAD.unpack(receive(connection, HEAD.size))
+    if count > MOST_PARTS:
+        raise WireError(f"a frame of {count} parts; at most {MOST_PARTS}")
+    lengths = lengths_of(receive(connection, count * LENGTH.size))
+    return kind, [receive(connection, length) for length in lengths]
+
+
+def send_frame(connection: socket.socket, kind: bytes, parts: Sequence[Bytes]) -> None:
+    """All of it, without a copy of the parts. Errors: `OSError`."""
+    waiting = [memoryview(heads(kind, parts)), *(memoryview(part).cast("B") for part in parts)]
+    waiting = [view for view in waiting if view.nbytes]
+    while waiting:
+        sent = connection.sendmsg(waiting[:_AT_ONCE])
+        while waiting and sent >= waiting[0].nbytes:
+            sent -= waiting.pop(0).nbytes
+        if sent:
+            waiting[0] = waiting[0][sent:]

@@ -1,0 +1,5 @@
+"""Asserts of the contract are explained as those of tests are."""
+
+import pytest
+
+pytest.register_assert_rewrite("contract_calls", "contract_ranks")
