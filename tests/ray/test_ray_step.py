@@ -1,4 +1,4 @@
-"""The step in Ray actors: one per rank, each with the CPU runtime. Runs where Ray is installed."""
+"""The step in Ray actors: one per rank, each with the CPU runtime."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import socket
 from typing import Any
 
 import pytest
-
-ray = pytest.importorskip("ray")
 
 
 class Policy:
@@ -47,7 +45,7 @@ class Policy:
 
 @pytest.mark.filterwarnings("ignore")  # of what Megatron imports, in this process
 @pytest.mark.parametrize("by_value", [False, True])
-def test_steps_of_actors_agree(by_value):
+def test_steps_of_actors_agree(cluster, by_value):
     import sys
 
     import cloudpickle
@@ -58,18 +56,18 @@ def test_steps_of_actors_agree(by_value):
     from megatron_idempotent import TrainStep
 
     own = [m for name, m in sys.modules.items() if name.startswith("megatron_idempotent.step.")]
-    paths = os.pathsep.join(filter(None, sys.path))
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
     for module in own if by_value else ():
         cloudpickle.register_pickle_by_value(module)
+    ranks = []
     try:
-        actor = ray.remote(Policy)
+        actor = cluster.remote(Policy)
         ranks = [actor.remote(rank, 2, port, TrainStep) for rank in range(2)]
         for number in range(2):
-            first, second = ray.get([rank.train.remote(number) for rank in ranks], timeout=300)
+            first, second = cluster.get([rank.train.remote(number) for rank in ranks], timeout=300)
             assert first == second
             assert first[0] > 0
     finally:
+        for rank in ranks:
+            cluster.kill(rank)
         for module in own if by_value else ():
             cloudpickle.unregister_pickle_by_value(module)
-        ray.shutdown()

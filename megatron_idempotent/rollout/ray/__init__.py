@@ -1,0 +1,5 @@
+"""Engines in actors on a Ray cluster."""
+
+from .engine import RayEngine
+
+__all__ = ["RayEngine"]

@@ -1,0 +1,22 @@
+"""Ranks in Ray actors keep the contract of all kinds of ranks."""
+
+from __future__ import annotations
+
+import pytest
+from contract_ranks import FactoryContract, RankContract
+
+from megatron_idempotent.workers.ray_ranks import RayRanks
+
+
+@pytest.fixture(scope="module")
+def make_ranks(cluster):
+    """On this machine's cluster, and watched closely."""
+    return lambda spec, size: RayRanks(spec, size, watch_s=0.1)
+
+
+class TestRayRanks(RankContract):
+    pass
+
+
+class TestRayFactory(FactoryContract):
+    pass
