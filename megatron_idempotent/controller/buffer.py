@@ -1,0 +1,248 @@
+"""Which groups a run holds, and what became of the others.
+
+    reserve -> generating -> commit -> ready -> lease -> leased -> trained
+                    |                    |  <- give_back -  |
+                 rollback               drop
+                   drop
+
+Every group that was admitted is trained, filtered, evicted or in one of these three states; never
+in two, and never in none.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from .errors import ControllerError
+from .ready import ReadyGroups
+from .records import Counts, Held
+from .saved_buffer import read_state
+
+State = Literal["generating", "ready", "leased"]
+
+# Reasons are a few words of a recipe's. One that puts a number or an id into them must not grow
+# the buffer, its metrics and its checkpoints with the length of the run.
+MOST_REASONS = 64
+OTHER_REASONS = "other"
+
+
+class GroupStateError(ControllerError):
+    """A group that is not in the state that an operation needs; the buffer is as it was."""
+
+
+class GroupBuffer:
+    """The groups of a run, of which at most `capacity` are generating or ready.
+
+    Plain state of the event loop: no locks, no waiting. An operation either happens as a whole or
+    raises and changes nothing; its cost depends on the groups held, not on those of the run so far.
+    Errors of every operation: `GroupStateError`, which names the group and its state.
+    Example: `buffer.reserve(7); buffer.commit(7, version=3); buffer.lease([7]);
+    buffer.trained([7])`.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if type(capacity) is not int or capacity < 1:
+            raise ValueError(f"capacity is {capacity!r}; allowed: 1 or more groups")
+        self.capacity = capacity
+        self._states: dict[int, State] = {}
+        self._held: dict[int, Held] = {}
+        self._unfinished: list[int] = []  # ascending
+        self._ready = ReadyGroups(self._unfinished)
+        self._in_state: dict[State, int] = {"generating": 0, "ready": 0, "leased": 0}
+        self._gone = {"trained": 0, "filtered": 0, "evicted": 0}
+        self._reasons: dict[str, int] = {}
+        self._submitted = 0
+        self._arrivals = 0
+
+    def reserve(self, group_id: int) -> None:
+        """Admit a group: it is generating from now on, and takes a place.
+
+        Errors: `GroupStateError` where the buffer is full or the id is in use.
+        """
+        if group_id in self._states:
+            raise GroupStateError(
+                f"group {group_id} is {self._states[group_id]} already; reserve each group once"
+            )
+        if not self.free:
+            raise GroupStateError(
+                f"no place for group {group_id}: {self._waiting} groups are generating or ready, "
+                f"and capacity is {self.capacity}; reserve no more than `free`"
+            )
+        self._states[group_id] = "generating"
+        self._in_state["generating"] += 1
+        self._submitted += 1
+        place = bisect.bisect_left(self._unfinished, group_id)
+        if self._unfinished[place : place + 1] != [group_id]:  # else it was rolled back, or owed
+            self._unfinished.insert(place, group_id)
+
+    def commit(self, group_id: int, *, version: int) -> Held:
+        """A group is complete: generating to ready, with the next arrival number.
+
+        `version` is that of the oldest weights of any of its tokens.
+        """
+        self._need([group_id], "generating", to="commit it")
+        held = Held(id=group_id, arrival=self._arrivals, version=version)
+        self._arrivals += 1
+        self._finished(group_id)
+        self._move(group_id, "ready")
+        self._held[group_id] = held
+        self._ready.add(held)
+        return held
+
+    def rollback(self, group_id: int) -> None:
+        """Undo a reservation as if it had never been submitted.
+
+        The place is free again. The id stays among `unfinished_ids` until it is reserved again, in
+        this run or behind a resume: its prompt has not been answered.
+        """
+        self._need([group_id], "generating", to="roll it back")
+        self._forget(group_id)
+        self._submitted -= 1
+
+    def drop(self, group_id: int, outcome: Literal["filtered", "evicted"], reason: str) -> None:
+        """Give a group up, generating or ready, and free its place; `reason` is counted."""
+        if outcome not in ("filtered", "evicted"):
+            raise ValueError(f"outcome is {outcome!r}; allowed: filtered, evicted")
+        state = self._states.get(group_id)
+        if state not in ("generating", "ready"):
+            raise self._wrong(group_id, "generating or ready", to="drop it")
+        if state == "generating":
+            self._finished(group_id)
+        else:
+            self._ready.discard(self._held[group_id])
+        self._forget(group_id)
+        self._gone[outcome] += 1
+        if reason not in self._reasons and len(self._reasons) >= MOST_REASONS:
+            reason = OTHER_REASONS
+        self._reasons[reason] = self._reasons.get(reason, 0) + 1
+
+    def lease(self, group_ids: Iterable[int]) -> None:
+        """Hand groups to the open step: ready to leased. All of them or none."""
+        for group_id in self._need(group_ids, "ready", to="lease it"):
+            self._ready.discard(self._held[group_id])
+            self._move(group_id, "leased")
+
+    def give_back(self, group_ids: Iterable[int]) -> None:
+        """Take groups back from a step that was undone: leased to ready, in their old places."""
+        for group_id in self._need(group_ids, "leased", to="give it back"):
+            self._move(group_id, "ready")
+            self._ready.add(self._held[group_id])
+
+    def trained(self, group_ids: Iterable[int]) -> None:
+        """A step with these groups is finished: they are counted, and their places are free."""
+        for group_id in self._need(group_ids, "leased", to="count it as trained"):
+            self._forget(group_id)
+            self._gone["trained"] += 1
+
+    @property
+    def counts(self) -> Counts:
+        """Groups by what has become of them."""
+        return Counts(submitted=self._submitted, **self._gone, **self._in_state)
+
+    @property
+    def reasons(self) -> Mapping[str, int]:
+        """Why groups were dropped, and how many for each reason."""
+        return dict(self._reasons)
+
+    @property
+    def accepted(self) -> int:
+        """Groups that were trained, are in the open step or are ready."""
+        return self._gone["trained"] + self._in_state["leased"] + self._in_state["ready"]
+
+    @property
+    def free(self) -> int:
+        """Places for more groups: a lease frees one, and none is owed for what is given back."""
+        return max(self.capacity - self._waiting, 0)
+
+    @property
+    def _waiting(self) -> int:
+        return self._in_state["generating"] + self._in_state["ready"]
+
+    @property
+    def generating_ids(self) -> Sequence[int]:
+        """Ascending."""
+        return tuple(each for each in self._unfinished if each in self._states)
+
+    @property
+    def unfinished_ids(self) -> Sequence[int]:
+        """Generating, rolled back, or owed since a resume; ascending."""
+        return tuple(self._unfinished)
+
+    @property
+    def ready(self) -> ReadyGroups:
+        """The complete groups, for a sampler."""
+        return self._ready
+
+    def holds(self, group_id: int) -> bool:
+        """Whether a group is generating, ready or leased."""
+        return group_id in self._states
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds, for JSON.
+
+        Leased groups count as ready: a resumed run trains them again, from weights that have not
+        seen them. Groups without a result are listed by id.
+        """
+        held = sorted(self._held.values(), key=lambda each: each.arrival)
+        return {
+            "counts": dict(self._gone),
+            "reasons": dict(self._reasons),
+            "arrivals": self._arrivals,
+            "ready": [
+                {"id": each.id, "arrival": each.arrival, "version": each.version} for each in held
+            ],
+            "unfinished": list(self._unfinished),
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], capacity: int) -> GroupBuffer:
+        """The buffer of a checkpoint.
+
+        None of the unfinished groups is generating: `submitted` counts those that are ready,
+        trained, filtered or evicted, and the controller reserves each of `unfinished_ids` again,
+        the lowest first and before any new one. Until then they hold back what waits for lower ids.
+        Errors: `ValueError` for a state that no buffer has written.
+        """
+        saved = read_state(state)
+        buffer = cls(capacity)
+        buffer._gone.update(saved.gone)
+        buffer._reasons.update(saved.reasons)
+        buffer._arrivals = saved.arrivals
+        buffer._unfinished.extend(saved.unfinished)
+        for held in saved.ready:
+            buffer._states[held.id] = "ready"
+            buffer._held[held.id] = held
+            buffer._ready.add(held)
+        buffer._in_state["ready"] = len(saved.ready)
+        buffer._submitted = len(saved.ready) + sum(saved.gone.values())
+        return buffer
+
+    def _need(self, group_ids: Iterable[int], state: State, *, to: str) -> list[int]:
+        """The ids, once each of them is known to be in a state."""
+        ids = list(group_ids)
+        for group_id in ids:
+            if self._states.get(group_id) != state:
+                raise self._wrong(group_id, state, to=to)
+        if len(set(ids)) != len(ids):
+            double = next(each for place, each in enumerate(ids) if each in ids[:place])
+            raise GroupStateError(f"group {double} ({state}) is named twice; name each once")
+        return ids
+
+    def _wrong(self, group_id: int, needed: str, *, to: str) -> GroupStateError:
+        state = self._states.get(group_id)
+        found = f"is {state}" if state else "is not in the buffer (not reserved, or gone already)"
+        return GroupStateError(f"group {group_id} {found}, and has to be {needed} to {to}")
+
+    def _move(self, group_id: int, state: State) -> None:
+        self._in_state[self._states[group_id]] -= 1
+        self._in_state[state] += 1
+        self._states[group_id] = state
+
+    def _forget(self, group_id: int) -> None:
+        self._in_state[self._states.pop(group_id)] -= 1
+        self._held.pop(group_id, None)
+
+    def _finished(self, group_id: int) -> None:
+        del self._unfinished[bisect.bisect_left(self._unfinished, group_id)]

@@ -1,0 +1,261 @@
+"""The asynchronous controller: one event loop that keeps engines and trainer busy at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_idempotent.workers.errors import RanksLost
+
+from .clearing import Clearing
+from .data_plane import MemoryPlane
+from .errors import ControllerError
+from .intake import Intake
+from .measure import Measure, TimelineLike
+from .one_step import OneStep
+from .protocol import DataPlane, Generator, Logger, Policy, Prompts, Recipe, Sampler, Store
+from .records import Status
+from .reporting import Reporting
+from .rollout_pump import RolloutPump
+from .saved_state import capture, forget, put_back
+from .settings import ControllerSettings
+from .shared import Shared
+from .status import status_of
+from .train_pump import TrainPump
+from .watchers import look_for_engines, watchdog
+
+_log = logging.getLogger(__name__)
+
+Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
+"""Called with each version that engines were given, and with 0; metrics, or none."""
+
+
+class Controller:
+    """Streams rollouts into optimizer steps, and weights back to the engines.
+
+    Groups are started as capacity and staleness allow, train one by one as they arrive, and count
+    exactly once, whatever fails: a step that fails is undone and taken again with the same groups,
+    lost ranks are restored from the newest checkpoint together with the buffer, and an engine that
+    comes back is given the newest weights. One task calls it; `ping` may be called at any time.
+
+    Example:
+        controller = Controller(settings=settings, sampler=WindowedSampler(2), prompts=prompts,
+            generator=fleet, policy=policy, recipe=recipe)
+        await controller.run(until=600)
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: ControllerSettings,
+        sampler: Sampler,
+        prompts: Prompts,
+        generator: Generator,
+        policy: Policy,
+        recipe: Recipe,
+        plane: DataPlane | None = None,
+        store: Store | None = None,
+        loggers: Sequence[Logger] = (),
+        timeline: TimelineLike | None = None,
+        evaluate: Evaluate | None = None,
+    ) -> None:
+        """
+        Args:
+            settings: sizes and limits.
+            sampler: which groups are started and trained.
+            prompts: the stream of prompts.
+            generator: from prompts to scored groups; `Fleet` is one over engines.
+            policy: what is trained.
+            recipe: what is learnt from a group.
+            plane: where complete groups are kept; None for this process's memory.
+            store: for checkpoints; without one, lost ranks end the run.
+            loggers: get a row of metrics per optimizer step; one that raises is dropped.
+            timeline: gets spans of all pumps.
+            evaluate: its metrics go into the row of the version. Where it has a method
+                `due(version)`, training does not wait for the publishing of other versions.
+
+        Errors: `SettingsError` for a capacity, or a window of staleness, that would deadlock.
+        """
+        capacity = settings.checked_capacity(sampler)
+        self._measure = Measure(timeline)
+        self._shared = shared = Shared(settings, sampler, self._measure, capacity=capacity)
+        self._prompts = prompts
+        self._policy = policy
+        self._generator = generator
+        self._plane = plane if plane is not None else MemoryPlane()
+        self._store = store
+        self._evaluate = evaluate
+        self._reporting = Reporting(shared, recipe, loggers)
+        self._clearing = clearing = Clearing(shared, self._plane)
+        self._rollouts = RolloutPump(shared, prompts, generator, recipe, self._plane, clearing)
+        intake = Intake(shared, clearing, lambda: self._training.republish())
+        self._training = TrainPump(
+            shared,
+            clearing,
+            OneStep(shared, intake, self._plane, policy, recipe),
+            generator,
+            report=self._reporting.step,
+            before_stamp=self._at_version,
+            behind_stamp=self._save_if_due,
+            due=self._due,
+            run_name=uuid.uuid4().hex[:8],
+        )
+        self._captured: Mapping[str, Any] | None = None
+        self._train_task: asyncio.Task[None] | None = None
+        self._ended: asyncio.Event | None = None
+        self._until = 0
+
+    async def run(self, until: int) -> Status:
+        """Train until that version, counted from the run's very beginning; returns where it stands.
+
+        May be called again, with a later version: the weights are those of one longer run where the
+        sampler is deterministic. Returns early once it is drained, or out of prompts.
+        Errors: `ControllerError` and what a policy, recipe or store raised; all rollouts are
+            cancelled then, to be asked for again, and the policy's open step is undone.
+        """
+        shared = self._shared
+        if shared.state in ("running", "draining"):
+            raise ControllerError("run() was called while it runs; wait for it to return")
+        shared.state = "running"
+        self._until = until
+        shared.exhausted = False
+        self._ended = ended = asyncio.Event()
+        shared.progressed()
+        self._reporting.begin()
+        restarts = 0
+        try:
+            # A run that stands there already starts no groups, which it would only cancel.
+            while not shared.published or shared.trainer_version < until:
+                steps = shared.train_steps
+                try:
+                    await self._pump(until)
+                    break
+                except RanksLost as error:
+                    restarts = 1 if shared.train_steps > steps else restarts + 1
+                    if self._store is None or restarts > shared.settings.restarts:
+                        raise
+                    _log.error("policy ranks are lost (restart %d): %s", restarts, error)
+                    await self._restore()
+            if shared.draining:
+                await self._save(await capture(shared, self._plane))
+        finally:
+            shared.state = "ended"
+            ended.set()
+        return await self.ping()
+
+    async def resume(self) -> int:
+        """Before `run`: go on from the newest checkpoint; returns the version, 0 without one."""
+        assert self._store is not None, "resume() needs a store"
+        await self._restore(starting=True)
+        return self._shared.trainer_version
+
+    async def ping(self) -> Status:
+        """Where the run stands; waits for nothing."""
+        return status_of(self._shared, self._prompts)
+
+    async def drain(self) -> None:
+        """Have `run` return soon: start no more groups, finish the open step or undo it, and write
+        a checkpoint. Returns when `run` has."""
+        shared = self._shared
+        if shared.state != "running" or self._ended is None:
+            return
+        shared.state = "draining"
+        shared.tell()
+        training = self._train_task
+        if training is not None:
+            await asyncio.wait([training], timeout=shared.settings.drain_s)
+            # Behind its limit: undone by the step itself, with its groups in the buffer again.
+            training.cancel()
+        await self._ended.wait()
+
+    async def _pump(self, until: int) -> None:
+        """All pumps, until the train pump is done or one of them raises."""
+        shared = self._shared
+        self._train_task = train = asyncio.ensure_future(self._training.run(until))
+        tasks = [
+            train,
+            asyncio.ensure_future(self._rollouts.run()),
+            asyncio.ensure_future(watchdog(shared)),
+            asyncio.ensure_future(look_for_engines(shared, self._generator)),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if train.done() and shared.draining and shared.sampler.drains:
+                # Whole, or a resumed run would sample the rest of them in another batch.
+                await self._rollouts.finish(shared.settings.drain_s)
+        finally:
+            self._train_task = None
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            await self._rollouts.stop()
+        errors = [e for e in results if isinstance(e, Exception)]
+        # Of several, what the ranks' loss brought about is not the cause.
+        for error in sorted(errors, key=lambda each: not isinstance(each, RanksLost)):
+            raise error
+
+    async def _at_version(self, version: int) -> Mapping[str, float]:
+        """Engines have the version, and nothing has been started with it."""
+        shared = self._shared
+        metrics: Mapping[str, float] = {}
+        if self._evaluate is not None:
+            with self._measure.phase("evaluation", version=version):
+                shared.doing = "evaluation"
+                metrics = await self._evaluate(version)
+                shared.progressed()
+        if version == 0:
+            # No step has made it, so it has no other row.
+            if metrics:
+                self._reporting.log(metrics, step=0)
+            self._reporting.begin()
+            return {}
+        if self._checkpoint_due(version):
+            self._captured = await capture(shared, self._plane)
+        return metrics
+
+    def _due(self, version: int) -> bool:
+        """Whether a version is evaluated, or written to a checkpoint."""
+        evaluated = getattr(self._evaluate, "due", lambda _: self._evaluate is not None)
+        return self._checkpoint_due(version) or bool(evaluated(version))
+
+    def _checkpoint_due(self, version: int) -> bool:
+        settings = self._shared.settings
+        outer, every = version // settings.minibatches, settings.checkpoint_every
+        if self._store is None or not every or not outer:
+            return False
+        return outer % every == 0 or version >= self._until
+
+    async def _save_if_due(self, version: int) -> Mapping[str, float]:
+        if self._captured is not None:
+            await self._save(self._captured)
+        return {}
+
+    async def _save(self, state: Mapping[str, Any]) -> None:
+        self._captured = None
+        if self._store is None:
+            return
+        with self._measure.phase("checkpoint", version=state["trainer_version"]):
+            self._shared.doing = "checkpoint"
+            await self._store.save(state["trainer_version"], state)
+            self._shared.progressed()
+
+    async def _restore(self, *, starting: bool = False) -> None:
+        """Ranks, buffer and place in the prompts as in the newest checkpoint."""
+        assert self._store is not None
+        shared = self._shared
+        with self._measure.phase("restore"):
+            shared.doing = "restore"
+            self._captured = None
+            state = await self._store.restore()
+            await self._clearing.clear([held.id for held in shared.buffer.ready])
+            forget(shared)
+            if state is not None:
+                for group_id in await put_back(shared, self._plane, self._prompts, state):
+                    self._clearing.renewed(group_id)
+            if not starting:
+                shared.retries["restore"] += 1
+            self._reporting.begin()
+            shared.progressed()

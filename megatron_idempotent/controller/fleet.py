@@ -1,0 +1,172 @@
+"""Engines as a generator of groups: requests out, samples back, and new weights in between."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_idempotent.rollout import EngineError, EnginePool, Request, RolloutEngine, Sample
+from megatron_idempotent.sync import SyncFailed, SyncSettings, WeightSync
+from megatron_idempotent.weights import WeightSource
+
+from .errors import EnginesLost, PoisonedPrompt
+from .records import RolloutGroup
+
+MakeRequests = Callable[[int, Any], Sequence[Request]]
+"""From the id of a group and its prompt to its requests, one for each sample."""
+
+Score = Callable[[int, Any, Sequence[Sample]], Awaitable[Sequence[float]]]
+"""From the id of a group, its prompt and its samples to a reward for each."""
+
+
+class Fleet:
+    """A `Generator` over engines: a pool that samples, and a sync that brings them weights.
+
+    Engines count versions of their own, which only rise; samples come back with the trainer's.
+    Example: `fleet = Fleet(engines, source=weights, requests=make_requests, score=score)`.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        *,
+        source: WeightSource,
+        requests: MakeRequests,
+        score: Score,
+        settings: SyncSettings | None = None,
+        changed_only: bool = False,
+        sample_attempts: int = 2,
+        fewest_samples: int = 2,
+    ) -> None:
+        """
+        Args:
+            engines: all of them serve the same weights.
+            source: the policy's weights.
+            requests: makes a group's requests; a function of its arguments alone.
+            score: gives each sample its reward; where it raises, the group is tried again.
+            settings: limits of a sync.
+            changed_only: whether an update leaves out what has not changed.
+            sample_attempts: of a sample that fails, before it is left out of its group.
+            fewest_samples: that a group makes sense with; below, it is tried again as a whole.
+        """
+        self._engines = {engine.name: engine for engine in engines}
+        self._source = source
+        self._requests = requests
+        self._score = score
+        self._changed_only = changed_only
+        self._sample_attempts = sample_attempts
+        self._fewest_samples = fewest_samples
+        self._sync = WeightSync(engines, settings=settings)
+        # Engines that get no requests, by name, and why; a new mapping whenever it changes.
+        self.quarantined: Mapping[str, str] = {}
+        self._pool = EnginePool(engines, sync=self)
+        self._engine_version = -1
+        # What the engines' versions are to the trainer. Two publishes may carry the same number.
+        self._versions: dict[int, int] = {}
+
+    async def generate(self, group_id: int, prompt: Any, *, attempt: int) -> RolloutGroup:
+        """See `Generator.generate`. Samples are drawn side by side."""
+        requests = self._requests(group_id, prompt)
+        # Not gather() by itself: what is left running when one of them raises would go on.
+        tasks = [asyncio.ensure_future(self._sample(request)) for request in requests]
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        samples = [each for each in found if isinstance(each, Sample)]
+        failures = [each for each in found if not isinstance(each, Sample)]
+        if len(samples) < min(self._fewest_samples, len(requests)):
+            raise failures[0]
+        return RolloutGroup(
+            id=group_id,
+            prompt=prompt,
+            samples=tuple(samples),
+            rewards=tuple(await self._score(group_id, prompt, samples)),
+            failed=len(failures),
+        )
+
+    async def sample(self, request: Request) -> Sample:
+        """One response, with the trainer's versions; not part of any group.
+
+        Errors: those of `EnginePool.generate`; `EnginesLost` where none is left.
+        """
+        try:
+            sample = await self._pool.generate(request)
+        except Exception as error:
+            if not self._pool.usable:
+                raise EnginesLost(str(error)) from error
+            raise
+        try:
+            versions = tuple([self._versions[version] for version in sample.versions])
+        except KeyError as error:
+            raise EngineError(
+                f"request {request.id!r} came back with version {error} of an engine, which this "
+                "run has not published: it was started anew, and gets weights with the next sync"
+            ) from error
+        return dataclasses.replace(sample, versions=versions)
+
+    async def publish(self, version: int) -> Mapping[str, float]:
+        """See `Generator.publish`. Engines that do not take it are left out until one they take."""
+        if self._engine_version < 0:
+            # Engines may have served another run before.
+            healths = await self._sync.recover()
+            self._engine_version = max((each.version or 0) for each in healths.values())
+        self._engine_version += 1
+        # Before the update: tokens may be drawn with it before it returns.
+        self._versions[self._engine_version] = version
+        try:
+            report = await self._sync.update(
+                self._source, self._engine_version, changed_only=self._changed_only
+            )
+        except SyncFailed as error:
+            raise EnginesLost(str(error)) from error
+        finally:
+            self.quarantined = self._sync.quarantined
+        # Those that serve older weights too, as one that does not is there: a sampler that wants
+        # the newest would wait for ever.
+        self.quarantined = {
+            name: found.detail
+            for name, found in report.engines.items()
+            if found.outcome != "committed"
+        }
+        await self._pool.look_again()
+        return {
+            "pause_s": report.pause_s,
+            "stage_s": report.stage_s,
+            "bytes_sent": float(report.bytes_sent),
+            "engines": float(len(report.named("committed"))),
+            "engines_behind": float(len(report.named("behind"))),
+            "engines_quarantined": float(len(report.named("quarantined"))),
+        }
+
+    async def recover(self) -> bool:
+        """See `Generator.recover`."""
+        if self._pool.usable:
+            return False
+        healths = await self._sync.recover()
+        return any(health.status != "DEAD" for health in healths.values())
+
+    async def close(self) -> None:
+        """Close all engines."""
+        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
+
+    async def _sample(self, request: Request) -> Sample | Exception:
+        """A sample, or why there is none.
+
+        Errors: what makes the whole group impossible.
+        """
+        failure: Exception | None = None
+        for _ in range(self._sample_attempts):
+            try:
+                return await self.sample(request)
+            except EnginesLost:
+                raise
+            except ValueError as error:
+                raise PoisonedPrompt(str(error)) from error
+            except Exception as error:  # noqa: BLE001 (one sample's error is not the others')
+                failure = error
+        assert failure is not None
+        return failure

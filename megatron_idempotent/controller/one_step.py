@@ -1,0 +1,193 @@
+"""One optimizer step, group by group: at most once counted, and undone where it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from megatron_idempotent.workers.errors import RanksLost
+
+from .errors import PublishFailed, StepFailed
+from .intake import Intake
+from .protocol import DataPlane, LogprobsOf, Policy, Recipe
+from .records import Held, RolloutGroup, StepOutcome
+from .shared import Shared
+
+_log = logging.getLogger(__name__)
+
+
+async def _nothing() -> None:
+    """Nothing to wait for."""
+
+
+class _Vanished(Exception):
+    """A group that is ready by the buffer, and not in the data plane."""
+
+    def __init__(self, group_id: int) -> None:
+        super().__init__(f"group {group_id} is not in the data plane any more")
+        self.group_id = group_id
+
+
+class OneStep:
+    """Takes groups as they come, and makes one update of them.
+
+    Example: `groups, outcome = await OneStep(shared, intake, plane, policy, recipe).take()`.
+    """
+
+    def __init__(
+        self, shared: Shared, intake: Intake, plane: DataPlane, policy: Policy, recipe: Recipe
+    ) -> None:
+        self._shared = shared
+        self._intake = intake
+        self._plane = plane
+        self._policy = policy
+        self._recipe = recipe
+        # What was taken together stays together: the sum of a gradient depends on it.
+        self._held: list[list[Held]] = []
+        self.before_finish: Callable[[], Awaitable[None]] = _nothing
+        self.interrupted = False
+        """Whether the task was cancelled during an update, which was made all the same."""
+
+    async def take(self, name: str) -> tuple[Sequence[RolloutGroup], StepOutcome]:
+        """The groups that were trained, and what the step did.
+
+        A step that fails is aborted and taken again with the same groups, as often as the settings
+        allow. `name` is not used for another step, ever.
+        Errors: `StepFailed` behind the last attempt; `RanksLost`; what the intake raises. The
+            groups are in the buffer again then, and nothing of them has counted.
+        """
+        shared = self._shared
+        last: BaseException | None = None
+        try:
+            for attempt in range(shared.settings.step_attempts):
+                step_id = f"{name}/{attempt}"
+                try:
+                    return await self._attempt(step_id)
+                except RanksLost:
+                    raise
+                except (Exception, asyncio.CancelledError) as error:
+                    await self._undo(step_id)
+                    if not self._may_try_again(step_id, error):
+                        raise
+                    last = error
+            raise StepFailed(
+                f"step {name} failed {shared.settings.step_attempts} times with the same "
+                f"{len(self._ids())} groups, and was undone each time: {last!r}"
+            ) from last
+        finally:
+            # None are left of a step that succeeded.
+            shared.buffer.give_back(self._ids())
+            self._held = []
+            shared.step_groups = 0
+
+    async def _attempt(self, step_id: str) -> tuple[Sequence[RolloutGroup], StepOutcome]:
+        shared, count = self._shared, self._shared.settings.groups_per_step
+        # The groups whose gradients are in this attempt; one that fails drops them all.
+        ledger: list[RolloutGroup] = []
+        for call in itertools.count():
+            if len(ledger) == count:
+                break
+            shared.step_groups = len(ledger)
+            if call == len(self._held):
+                most = min(shared.settings.groups_per_call, count - len(ledger))
+                self._held.append(await self._intake.next(most))
+            ledger += await self._add(step_id, call, left=count - len(ledger))
+            shared.progressed()
+        # The update would change weights that are still being read.
+        await self.before_finish()
+        with shared.measure.phase("policy_training", step=step_id, part="finish"):
+            shared.doing = "finish"
+            outcome = await self._finish(step_id)
+        shared.buffer.trained(self._ids())
+        self._held = []
+        return ledger, outcome
+
+    async def _add(self, step_id: str, call: int, *, left: int) -> list[RolloutGroup]:
+        """Hand some groups to the policy; `left` is how many the step lacks before them."""
+        measure, recipe, held = self._shared.measure, self._recipe, self._held[call]
+        ids = [each.id for each in held]
+        with measure.phase("prepare_logprobs", groups=ids):
+            self._shared.doing = "log-probs"
+            groups = [await self._get(group_id) for group_id in ids]
+            inputs = recipe.inputs(groups)
+            logprobs: dict[LogprobsOf, object] = {
+                which: await self._policy.logprobs(inputs, which)
+                for which in self._shared.settings.asked
+            }
+        with measure.phase("advantage_pump", groups=ids):
+            batch = recipe.batch(groups, inputs, logprobs)
+        with measure.phase("policy_training", groups=ids):
+            self._shared.doing = "microbatch"
+            if call == 0:
+                await self._policy.begin(step_id)
+            await self._policy.microbatch(
+                step_id, batch, microbatch_id=f"{step_id}/{call}", last=len(held) == left
+            )
+        return groups
+
+    async def _get(self, group_id: int) -> RolloutGroup:
+        try:
+            return await self._plane.get(group_id)
+        except KeyError as error:
+            raise _Vanished(group_id) from error
+
+    def _give_up(self, group_id: int) -> None:
+        """A group that the data plane has lost: another takes its place."""
+        shared = self._shared
+        shared.buffer.give_back([group_id])
+        shared.buffer.drop(group_id, "filtered", "lost")
+        shared.dropped["lost"] += 1
+        self._held = [[held for held in together if held.id != group_id] for together in self._held]
+        self._held = [together for together in self._held if together]
+        shared.tell()
+
+    def _ids(self) -> list[int]:
+        return [held.id for held_together in self._held for held in held_together]
+
+    async def _finish(self, step_id: str) -> StepOutcome:
+        """An update is made or not: whoever is cancelled meanwhile hears of it behind its end."""
+        finishing = asyncio.ensure_future(self._finish_once(step_id))
+        try:
+            return await asyncio.shield(finishing)
+        except asyncio.CancelledError:
+            await asyncio.wait([finishing], timeout=self._shared.settings.abort_s)
+            if not finishing.done():
+                finishing.cancel()
+                raise RanksLost(f"step {step_id} was cut off in an update that hangs") from None
+            self.interrupted = True
+            return finishing.result()
+
+    async def _finish_once(self, step_id: str) -> StepOutcome:
+        try:
+            return await self._policy.finish(step_id)
+        except RanksLost:
+            raise
+        except Exception as error:  # noqa: BLE001 (asked again: it may have been carried out)
+            # By the step's id it is not made twice; without this its groups would train again.
+            _log.warning("finish of step %s raised, and is asked for again: %r", step_id, error)
+            return await self._policy.finish(step_id)
+
+    def _may_try_again(self, step_id: str, error: BaseException) -> bool:
+        """Whether a step that was undone is taken again with the same groups."""
+        if isinstance(error, (asyncio.CancelledError, PublishFailed, *self._intake.expected)):
+            return False
+        if isinstance(error, _Vanished):
+            self._give_up(error.group_id)
+        self._shared.retries["step"] += 1
+        _log.warning("step %s failed and is undone: %r", step_id, error)
+        return True
+
+    async def _undo(self, step_id: str) -> None:
+        """Abort whatever was begun; ranks that cannot even do that are lost."""
+        limit_s = self._shared.settings.abort_s
+        self._shared.doing = "abort"
+        try:
+            await asyncio.wait_for(self._policy.abort(step_id), limit_s)
+        except RanksLost:
+            raise
+        except asyncio.TimeoutError as error:
+            raise RanksLost(f"step {step_id} is not undone in {limit_s:g} s") from error
+        except Exception as error:
+            raise RanksLost(f"step {step_id} could not be undone: {error!r}") from error

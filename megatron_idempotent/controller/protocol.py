@@ -1,0 +1,216 @@
+"""What the controller is made of. Each part can be replaced without touching the others.
+
+All coroutines run in the controller's one event loop and must not block it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from .records import Admission, Held, RolloutGroup, StepOutcome
+
+LogprobsOf = Literal["policy", "reference"]
+"""Whose log-probs: of the weights that are being trained, or of the reference model."""
+
+
+class Prompts(Protocol):
+    """The stream of prompts: a function of the place, so that any group can be asked for again."""
+
+    def prompt(self, index: int) -> Any | None:
+        """The prompt at a place from 0; None behind the last one."""
+        ...
+
+    def epoch(self, index: int) -> int:
+        """How often the data has been through before that place."""
+        ...
+
+
+class Generator(Protocol):
+    """From a prompt to its scored samples, and new weights for what samples them."""
+
+    async def generate(self, group_id: int, prompt: Any, *, attempt: int) -> RolloutGroup:
+        """All samples of a prompt. Cancelled, it frees what it held.
+
+        Errors: `PoisonedPrompt` where no attempt can succeed; `EnginesLost` where no engine is
+            left, which says nothing of the prompt; anything else counts as a failed attempt.
+        """
+        ...
+
+    async def publish(self, version: int) -> Mapping[str, float]:
+        """Bring the policy's weights to the engines, as the trainer's `version`.
+
+        The policy's weights do not change meanwhile. Behind it every token is drawn with them, or
+        says which older ones it was drawn with. Returns metrics, such as `pause_s`. The same
+        version may be published again, and behind a restore a lower one.
+        Errors: `EnginesLost` where no engine took them.
+        """
+        ...
+
+    async def recover(self) -> bool:
+        """Whether an engine answers again after all were lost, so that a `publish` is worth it."""
+        ...
+
+
+class Policy(Protocol):
+    """A model and its optimizer on all ranks. A step's calls are idempotent by their ids.
+
+    Errors of every method: `workers.RanksLost` where ranks are gone; anything else leaves them
+    alive, and the step can be aborted.
+    """
+
+    async def begin(self, step_id: str) -> None:
+        """Open an optimizer step."""
+        ...
+
+    async def logprobs(self, batch: Any, which: LogprobsOf) -> Any:
+        """Log-probs of a batch's response tokens. Legal while a step is open."""
+        ...
+
+    async def microbatch(self, step_id: str, batch: Any, *, microbatch_id: str, last: bool) -> None:
+        """Forward and backward of one batch; `last` is the last one of the step."""
+        ...
+
+    async def finish(self, step_id: str) -> StepOutcome:
+        """One reduction and one update. Sent again with the id, it returns the same outcome."""
+        ...
+
+    async def abort(self, step_id: str | None = None) -> None:
+        """Undo an open step; without one, nothing."""
+        ...
+
+
+class Recipe(Protocol):
+    """What is learnt from a group. Plain functions that take microseconds to milliseconds."""
+
+    def rejects(self, group: RolloutGroup) -> str:
+        """Why a group is of no use, in a word or two that counts as a metric; "" keeps it."""
+        ...
+
+    def inputs(self, groups: Sequence[RolloutGroup]) -> Any:
+        """The batch that `Policy.logprobs` is asked about, of the groups that train next: one, or
+        up to `groups_per_call`."""
+        ...
+
+    def batch(
+        self,
+        groups: Sequence[RolloutGroup],
+        inputs: Any,
+        logprobs: Mapping[LogprobsOf, Any],
+    ) -> Any:
+        """The batch that `Policy.microbatch` takes: with advantages, and with the correction for
+        weights that are not those the samples were drawn with."""
+        ...
+
+    def metrics(self, groups: Sequence[RolloutGroup], version: int) -> Mapping[str, float]:
+        """Of the groups of one optimizer step, at the version before it."""
+        ...
+
+
+class DataPlane(Protocol):
+    """Holds complete groups until they are trained. Every method is idempotent."""
+
+    async def put(self, group: RolloutGroup) -> None:
+        """Keep a group, under its id."""
+        ...
+
+    async def get(self, group_id: int) -> RolloutGroup:
+        """The group. Errors: `KeyError` for one that is not there."""
+        ...
+
+    async def clear(self, group_ids: Sequence[int]) -> None:
+        """Forget groups; unknown ids are fine."""
+        ...
+
+    async def close(self) -> None:
+        """Release what is held."""
+        ...
+
+
+class Ready(Protocol):
+    """The complete groups in the buffer, as a sampler may look at them without a scan of all."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Held]:
+        """By arrival."""
+        ...
+
+    def versions(self) -> Sequence[int]:
+        """Versions that there are groups of, ascending."""
+        ...
+
+    def of_version(self, version: int) -> Iterator[Held]:
+        """By arrival."""
+        ...
+
+    def by_id(self) -> Iterator[Held]:
+        """By id, ascending."""
+        ...
+
+    @property
+    def lowest_unfinished(self) -> int | None:
+        """The smallest id that is still being generated; None where none is."""
+        ...
+
+
+class Sampler(Protocol):
+    """Which groups are started, which train next, and which have become too old."""
+
+    @property
+    def name(self) -> str:
+        """As the configuration and checkpoints have it."""
+        ...
+
+    @property
+    def max_staleness(self) -> int | None:
+        """Most versions between a group's weights and those it trains; None for no limit."""
+        ...
+
+    @property
+    def drains(self) -> bool:
+        """Whether running groups end before engines get new weights."""
+        ...
+
+    def required_capacity(self, groups_per_step: int) -> int:
+        """Groups that the buffer must hold, or nothing would ever train."""
+        ...
+
+    def room(self, admission: Admission) -> int:
+        """How many more groups may be started now; capacity and concurrency come on top."""
+        ...
+
+    def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
+        """Up to `count` groups for the step that makes `version` + 1, the best first."""
+        ...
+
+    def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
+        """Complete groups that no step will take any more."""
+        ...
+
+
+class Logger(Protocol):
+    """Takes metrics."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Record metrics by name. May raise: that never stops the training."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release what is open."""
+        ...
+
+
+class Store(Protocol):
+    """Checkpoints: the policy's own, and the state of the controller beside it."""
+
+    async def save(self, version: int, state: Mapping[str, Any]) -> None:
+        """Write one, complete or not at all. The policy's weights do not change meanwhile."""
+        ...
+
+    async def restore(self) -> Mapping[str, Any] | None:
+        """Start lost ranks anew and load the newest checkpoint into them; its state.
+
+        None where there is no checkpoint: then the ranks are as they were at the very beginning.
+        """
+        ...

@@ -1,0 +1,20 @@
+"""Which groups are started, which train next, and which have become too old."""
+
+from __future__ import annotations
+
+from .checked import SamplerError, checked_evict, checked_select
+from .first_ready import FirstReadySampler
+from .in_order import InOrderSampler
+from .load import load_sampler
+from .windowed import StrictSampler, WindowedSampler
+
+__all__ = [
+    "FirstReadySampler",
+    "InOrderSampler",
+    "SamplerError",
+    "StrictSampler",
+    "WindowedSampler",
+    "checked_evict",
+    "checked_select",
+    "load_sampler",
+]

@@ -1,0 +1,206 @@
+"""The train pump: optimizer steps one after the other, and new weights for the engines behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from megatron_idempotent.workers.errors import RanksLost
+
+from .clearing import Clearing
+from .errors import EnginesLost, PublishFailed
+from .intake import Drained, OutOfPrompts
+from .one_step import OneStep
+from .protocol import Generator
+from .records import RolloutGroup, StepOutcome
+from .shared import Shared
+
+_log = logging.getLogger(__name__)
+
+Report = Callable[[Sequence[RolloutGroup], StepOutcome, Mapping[str, float]], None]
+"""Takes what one optimizer step trained on and did, and further metrics of the same version."""
+
+AtVersion = Callable[[int], Awaitable[Mapping[str, float]]]
+"""Called with a version that all engines have; returns metrics of it."""
+
+
+class TrainPump:
+    """Owns `trainer_version`: one more right behind each step that succeeded, and never else."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        clearing: Clearing,
+        step: OneStep,
+        generator: Generator,
+        *,
+        report: Report,
+        before_stamp: AtVersion,
+        behind_stamp: AtVersion,
+        due: Callable[[int], bool],
+        run_name: str,
+    ) -> None:
+        """
+        Args:
+            shared, clearing, step, generator: of this run.
+            report: called once per optimizer step.
+            before_stamp: before groups are started with a version.
+            behind_stamp: while they are; the policy's weights are still those of the version.
+            due: whether a version has anything to be done in the two.
+            run_name: no other process has taken steps under it.
+        """
+        self._shared = shared
+        self._clearing = clearing
+        self._step = step
+        self._generator = generator
+        self._report = report
+        self._before_stamp = before_stamp
+        self._behind_stamp = behind_stamp
+        self._due = due
+        self._run_name = run_name
+        self._publishing: asyncio.Task[None] | None = None
+        step.before_finish = self.settled
+        self._begun = 0
+        self._published = 0
+
+    async def run(self, until: int) -> None:
+        """Steps until that version, or until the run is drained, or prompts have run out."""
+        shared = self._shared
+        if not shared.published:
+            shared.doing = f"publishing version {shared.trainer_version}"
+            await self.publish()
+            if shared.trainer_version == 0:
+                await self._before_stamp(0)
+        if shared.trainer_version < until:
+            self._stamp()
+        try:
+            while shared.trainer_version < until and not self._may_stop():
+                try:
+                    groups, outcome = await self._one_step()
+                except (Drained, OutOfPrompts):
+                    break
+                extra: Mapping[str, float] = {}
+                if shared.trainer_version % shared.settings.minibatches == 0:
+                    extra = await self._hand_over(last=shared.trainer_version >= until)
+                self._report(groups, outcome, extra)
+            await self.settled()
+        finally:
+            await self._stop_publishing()
+
+    async def settled(self) -> None:
+        """Wait until the weights of a publish that is under way have been read, and are out."""
+        publishing, self._publishing = self._publishing, None
+        if publishing is not None:
+            with self._shared.measure.phase("exposed_sync"):
+                self._shared.doing = "waiting for the publishing of weights"
+                try:
+                    await asyncio.shield(publishing)
+                except asyncio.CancelledError:
+                    self._publishing = publishing
+                    raise
+
+    async def _hand_over(self, *, last: bool) -> Mapping[str, float]:
+        """The end of an outer step: engines get the weights, and groups are started with them."""
+        shared = self._shared
+        if not (shared.sampler.drains or last or self._due(shared.trainer_version)):
+            # Weights do not change before the next update: the next step is on its way meanwhile.
+            self._publishing = asyncio.ensure_future(self._publish_and_stamp())
+            return {}
+        if shared.sampler.drains:
+            await self._all_generated()
+        shared.doing = f"publishing version {shared.trainer_version}"
+        await self.publish()
+        metrics = {**await self._before_stamp(shared.trainer_version)}
+        if not last:
+            # Behind the last step nothing is started: the next run does it, as if it went on.
+            self._stamp()
+        return {**metrics, **await self._behind_stamp(shared.trainer_version)}
+
+    async def republish(self) -> None:
+        """For engines that were all lost and answer again, in the middle of a step."""
+        await self.settled()
+        await self.publish()
+        self._stamp()
+
+    async def _publish_and_stamp(self) -> None:
+        await self.publish()
+        self._stamp()
+
+    async def _stop_publishing(self) -> None:
+        publishing, self._publishing = self._publishing, None
+        if publishing is not None:
+            publishing.cancel()
+            await asyncio.gather(publishing, return_exceptions=True)
+
+    async def publish(self) -> None:
+        """Bring the weights to the engines; while none takes them, try again.
+
+        Errors: `RanksLost`; `PublishFailed` for what an export keeps raising.
+        """
+        shared = self._shared
+        version = shared.trainer_version
+        shared.engines_back = False
+        failures = 0
+        with shared.measure.phase("sync_weights", track="weights", version=version):
+            while True:
+                try:
+                    await self._generator.publish(version)
+                    break
+                except RanksLost:
+                    raise
+                except Exception as error:
+                    shared.retries["publish"] += 1
+                    # Without engines the watchdog has the last word: there is no progress.
+                    failures += not isinstance(error, EnginesLost)
+                    if failures >= shared.settings.step_attempts:
+                        raise PublishFailed(
+                            f"version {version} could not be published in {failures} attempts: "
+                            f"{error!r}"
+                        ) from error
+                    _log.warning("version %d is not published: %r", version, error)
+                    await asyncio.sleep(shared.settings.look_again_s)
+        shared.published = True
+        self._published = version
+        shared.measure.mark("train", f"version {version}")
+        shared.progressed()
+
+    def _stamp(self) -> None:
+        """From here on groups are started with the weights that were published last."""
+        self._shared.rollout_version = self._published
+        self._shared.permitted = True
+        self._shared.progressed()
+
+    async def _one_step(self) -> tuple[Sequence[RolloutGroup], StepOutcome]:
+        shared = self._shared
+        self._begun += 1
+        groups, outcome = await self._step.take(
+            f"{self._run_name}/{shared.trainer_version}/{self._begun}"
+        )
+        # Before the clearing, which may fail: the update is made, and its groups are counted.
+        shared.trainer_version += 1
+        shared.train_steps += 1
+        with shared.measure.phase("clear_samples"):
+            shared.doing = "clear"
+            await self._clearing.clear([group.id for group in groups])
+        shared.progressed()
+        if self._step.interrupted:
+            self._step.interrupted = False
+            raise asyncio.CancelledError
+        return groups, outcome
+
+    async def _all_generated(self) -> None:
+        """Wait until every group that may be started with these weights is complete."""
+        shared = self._shared
+        with shared.measure.phase("exposed_generation"):
+            while (shared.room() or shared.buffer.counts.generating) and not shared.draining:
+                shared.doing = "waiting for all groups of the version"
+                if shared.engines_back:
+                    await self.republish()
+                else:
+                    await shared.change()
+
+    def _may_stop(self) -> bool:
+        """Drained, and engines have what a resumed run would give them."""
+        shared = self._shared
+        return shared.draining and shared.trainer_version % shared.settings.minibatches == 0

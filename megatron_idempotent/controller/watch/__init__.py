@@ -1,0 +1,1 @@
+"""Watching a run of the controller: its timeline, curves, live table, loggers and metrics."""
