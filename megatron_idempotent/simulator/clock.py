@@ -1,0 +1,192 @@
+"""An asyncio event loop whose time is virtual: where it would wait, the clock jumps instead.
+
+What runs in it is the very code that runs in a real loop, as long as it takes its time from the
+loop. Hours pass in as long as their callbacks take, and twice the same program is twice the same
+order of callbacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import itertools
+import math
+import selectors
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+from .waiting import describe_tasks
+
+Result = TypeVar("Result")
+
+
+class Deadlock(RuntimeError):
+    """Tasks wait for each other, or for nobody: no timer is left that could wake one of them."""
+
+
+class TooLong(RuntimeError):
+    """The virtual clock has come to the limit of `run`."""
+
+
+class _Timer(asyncio.TimerHandle):
+    """Sorted by time and, where times are equal, by when it was made; asyncio's own are not."""
+
+    __slots__ = ("_order",)
+    _order: int
+
+    def __lt__(self, other: object) -> bool:
+        assert isinstance(other, _Timer)
+        mine, others = self.when(), other.when()
+        return mine < others or (mine == others and self._order < other._order)
+
+
+class _Jumping(selectors.BaseSelector):
+    """A selector that never waits: it tells the loop to move its clock, and comes back at once."""
+
+    def __init__(self, jump: Callable[[float | None], None]) -> None:
+        self._real = selectors.DefaultSelector()
+        self._jump = jump
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and timeout <= 0:
+            return []
+        # The loop's own pipe, which signals are written to.
+        found = self._real.select(0)
+        if not found:
+            self._jump(timeout)
+        return found
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._real.register(fileobj, events, data)
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._real.unregister(fileobj)
+
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._real.modify(fileobj, events, data)
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return self._real.get_map()
+
+    def close(self) -> None:
+        self._real.close()
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """`time()` starts at 0 and stands still while callbacks run.
+
+    Functions given to an executor run at once, in the loop's own thread: they take no virtual time,
+    and must not wait for anything that the loop would have to do. Sockets and pipes are not waited
+    for. Where nothing could ever happen again, `Deadlock` is raised, with a list of what the
+    tasks wait for.
+
+    Example: `VirtualLoop().run_until_complete(asyncio.sleep(3600))`.
+    """
+
+    def __init__(self, *, limit_s: float = math.inf) -> None:
+        """Args: limit_s: of virtual time, behind which `TooLong` is raised."""
+        super().__init__(_Jumping(self._jump))
+        self._now = 0.0
+        self._limit_s = limit_s
+        self._orders = itertools.count()
+        self._measure()
+
+    def time(self) -> float:
+        return self._now
+
+    def call_at(  # type: ignore[override]
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        if self.is_closed():
+            raise RuntimeError("Event loop is closed")
+        timer = _Timer(when, callback, args, self, context)
+        timer._order = next(self._orders)
+        heapq.heappush(self._timers, timer)
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
+
+    def call_later(  # type: ignore[override]
+        self,
+        delay: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Executor | None, func: Callable[..., Result], *args: Any
+    ) -> asyncio.Future[Result]:
+        done: asyncio.Future[Result] = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 (the caller's, as from a thread)
+            done.set_exception(error)
+        return done
+
+    @property
+    def _timers(self) -> list[asyncio.TimerHandle]:
+        found: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
+        return found
+
+    def _jump(self, timeout: float | None) -> None:
+        if timeout is None:
+            raise Deadlock(
+                f"at {self._now:g} s nothing can happen any more, and this is still awaited:\n"
+                f"{describe_tasks(asyncio.all_tasks(self))}"
+            )
+        # To the timer itself, as sums of differences would drift.
+        self._now = max(self._now, self._timers[0].when())
+        if self._now > self._limit_s:
+            raise TooLong(
+                f"the virtual clock has passed {self._limit_s:g} s, and this is still awaited:\n"
+                f"{describe_tasks(asyncio.all_tasks(self))}"
+            )
+        self._measure()
+
+    def _measure(self) -> None:
+        """The least step of the clock: a timer is due up to it, so that none is early or missed."""
+        self._clock_resolution = math.ulp(self._now)
+
+
+def run(main: Coroutine[Any, Any, Result], *, limit_s: float = math.inf) -> Result:
+    """`asyncio.run` on a virtual clock that starts at 0.
+
+    Errors: what `main` raises; `Deadlock`; `TooLong` past `limit_s` virtual seconds. Tasks that are
+        left are cancelled, and asynchronous generators closed, whichever way it ends.
+    """
+    loop = VirtualLoop(limit_s=limit_s)
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(main)
+    finally:
+        try:
+            loop._limit_s = math.inf
+            _cancel_all(loop)
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
+
+
+def _cancel_all(loop: VirtualLoop) -> None:
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    if left:
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    for task in left:
+        if not task.cancelled() and task.exception() is not None:
+            loop.call_exception_handler(
+                {
+                    "message": "unhandled exception while the loop was ended",
+                    "exception": task.exception(),
+                    "task": task,
+                }
+            )

@@ -1,0 +1,119 @@
+"""What goes wrong in a simulation, and when."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+Target = Literal["engine", "policy", "weights", "plane", "prompt", "logger"]
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "engine": (
+        "dies",
+        "dies in stage",
+        "dies in commit",
+        "stays dirty",
+        "hangs",
+        "slow",
+        "loses a bucket",
+    ),
+    "policy": ("raises", "done, then raises", "ranks lost", "hangs"),
+    "weights": ("raises",),
+    "plane": ("raises", "done, then raises"),
+    "prompt": ("poisoned", "fails", "hangs"),
+    "logger": ("raises",),
+}
+"""What can happen to each target."""
+
+CALLS: Mapping[str, tuple[str, ...]] = {
+    "policy": ("begin", "logprobs", "microbatch", "finish", "abort"),
+    "plane": ("put", "get", "clear"),
+}
+"""The calls that a fault of a target happens in."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """Something that goes wrong.
+
+    Example: `Fault(target="policy", kind="raises", call="finish", at_s=100.0, times=2)`.
+    """
+
+    target: Target
+    kind: str
+    at_s: float = 0.0
+    """Virtual time; faults of calls happen in the first call behind it."""
+    index: int = 0
+    """Of the engine, or of the prompt."""
+    call: str = ""
+    """Of the policy or of the data plane."""
+    times: int = 1
+    """Calls, one after the other."""
+    for_s: float = 0.0
+    """Until an engine is back, or as fast as before; 0 for ever."""
+    factor: float = 0.1
+    """How fast a slow engine is."""
+
+    def __post_init__(self) -> None:
+        kinds = KINDS.get(self.target)
+        if kinds is None:
+            raise ValueError(f"fault.target is {self.target!r}; allowed: {', '.join(KINDS)}")
+        if self.kind not in kinds:
+            raise ValueError(
+                f"fault.kind is {self.kind!r}; allowed for {self.target}: {', '.join(kinds)}"
+            )
+        calls = CALLS.get(self.target, ("",))
+        if self.call not in calls:
+            raise ValueError(
+                f"fault.call is {self.call!r}; allowed for {self.target}: "
+                f"{', '.join(map(repr, calls))}"
+            )
+        for name, low in (("at_s", 0), ("index", 0), ("for_s", 0), ("times", 1)):
+            if getattr(self, name) < low:
+                raise ValueError(f"fault.{name} is {getattr(self, name)!r}; allowed: {low} or more")
+        if not 0 < self.factor < 1:
+            raise ValueError(f"fault.factor is {self.factor!r}; allowed: above 0, below 1")
+
+    def described(self) -> str:
+        """In words: `engine 3 dies in stage`."""
+        which = f" {self.index}" if self.target in ("engine", "prompt") else ""
+        call = f".{self.call}" if self.call else ""
+        return f"{self.target}{which}{call} {self.kind}"
+
+
+class InjectedError(RuntimeError):
+    """Raised where a fault was asked for."""
+
+
+class Faults:
+    """Those that happen in calls. Example: `faults.due("policy", now, call="finish")`."""
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        self._left = [[fault, fault.times] for fault in faults]
+        self.happened: list[tuple[float, Fault]] = []
+
+    def due(
+        self,
+        target: Target,
+        now: float,
+        *,
+        call: str = "",
+        index: int = 0,
+        kinds: Iterable[str] | None = None,
+    ) -> Fault | None:
+        """The fault that this call is to have, if any; it counts as one of its times."""
+        for entry in self._left:
+            fault, times = entry
+            assert isinstance(fault, Fault)
+            assert isinstance(times, int)
+            if (
+                times
+                and (fault.target, fault.call, fault.index) == (target, call, index)
+                and fault.at_s <= now
+                and (kinds is None or fault.kind in kinds)
+            ):
+                entry[1] = times - 1
+                self.happened.append((now, fault))
+                return fault
+        return None

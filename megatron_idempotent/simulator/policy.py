@@ -1,0 +1,202 @@
+"""A policy that learns nothing: it takes the time that training takes, and keeps the books."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_idempotent.controller.protocol import LogprobsOf
+from megatron_idempotent.controller.records import RolloutGroup, StepOutcome
+from megatron_idempotent.workers.errors import RanksLost
+
+from .faults import Fault, Faults, InjectedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainCosts:
+    """Virtual seconds of the trainer. Tokens are those of responses, not of prompts."""
+
+    begin_s: float = 0.0
+    logprobs_token_s: float = 0.0
+    """Per token and model."""
+    microbatch_s: float = 0.0
+    """Per call, of however many groups."""
+    token_s: float = 1e-5
+    """Of a forward and a backward, per token."""
+    finish_s: float = 0.5
+    """Reduction and update."""
+    abort_s: float = 0.1
+    restore_s: float = 60.0
+    """Fresh ranks, and a checkpoint in them."""
+    save_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 0:
+                raise ValueError(
+                    f"train.{field.name} is {getattr(self, field.name)!r}; allowed: 0 or more"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """One optimizer step that is in the weights. Example: `policy.updates[-1].group_ids`."""
+
+    group_ids: tuple[int, ...]
+    lags: tuple[int, ...]
+    """Versions between the oldest weights of each group's tokens and those that it trained."""
+    entries: int
+    """Of all samples."""
+
+
+class BrokenRule(AssertionError):
+    """A caller broke a rule of `Policy`, or a group would count twice."""
+
+
+class SimulatedPolicy:
+    """A `Policy` that knows which groups are in its weights, and refuses one a second time.
+
+    Example: `SimulatedPolicy(TrainCosts(), tokens_per_entry=64).updates`.
+    """
+
+    def __init__(
+        self, costs: TrainCosts, *, tokens_per_entry: int = 1, faults: Faults | None = None
+    ) -> None:
+        self.costs = costs
+        self.busy_s = 0.0
+        """In calls that did something, of steps that were aborted too."""
+        self.updates: list[Update] = []
+        """In its weights, those of a restored checkpoint included."""
+        self.lost = False
+        """Whether ranks are gone; `restart` brings them back."""
+        self.aborted = 0
+        """Open steps that were undone."""
+        self._tokens_per_entry = tokens_per_entry
+        self._faults = faults or Faults(())
+        self._trained: set[int] = set()
+        self._open = ""
+        self._groups: dict[str, tuple[RolloutGroup, ...]] = {}
+        self._finished: dict[str, StepOutcome] = {}
+
+    @property
+    def version(self) -> int:
+        """Updates in its weights."""
+        return len(self.updates)
+
+    def has(self, group_id: int) -> bool:
+        """Whether a group is in its weights."""
+        return group_id in self._trained
+
+    async def begin(self, step_id: str) -> None:
+        """As the protocol has it."""
+        fault = await self._call("begin", self.costs.begin_s)
+        if self._open and self._open != step_id:
+            raise BrokenRule(f"begin({step_id}) while step {self._open} is open")
+        if step_id in self._finished:
+            raise BrokenRule(f"begin({step_id}) behind its finish")
+        self._open = step_id
+        self._behind(fault)
+
+    async def logprobs(self, batch: Any, which: LogprobsOf) -> Any:
+        """As the protocol has it; nothing, in as long as it takes."""
+        fault = await self._call("logprobs", self.costs.logprobs_token_s * self._tokens(batch))
+        self._behind(fault)
+
+    async def microbatch(self, step_id: str, batch: Any, *, microbatch_id: str, last: bool) -> None:
+        """As the protocol has it; `batch` has the groups."""
+        del last
+        seconds = self.costs.microbatch_s + self.costs.token_s * self._tokens(batch)
+        fault = await self._call("microbatch", seconds)
+        if step_id != self._open:
+            raise BrokenRule(f"microbatch of {step_id}, and {self._open or 'no step'} is open")
+        others = {
+            each.id
+            for name, groups in self._groups.items()
+            for each in groups
+            if name != microbatch_id
+        }
+        for group in batch:
+            if group.id in others:
+                raise BrokenRule(f"group {group.id} is in step {step_id} twice")
+            if group.id in self._trained:
+                raise BrokenRule(f"group {group.id} is in the weights already")
+        self._groups[microbatch_id] = tuple(batch)
+        self._behind(fault)
+
+    async def finish(self, step_id: str) -> StepOutcome:
+        """As the protocol has it."""
+        if step_id in self._finished:
+            return self._finished[step_id]
+        fault = await self._call("finish", self.costs.finish_s)
+        if step_id != self._open:
+            raise BrokenRule(f"finish of {step_id}, and {self._open or 'no step'} is open")
+        groups = [group for together in self._groups.values() for group in together]
+        update = Update(
+            group_ids=tuple(group.id for group in groups),
+            lags=tuple(self.version - group.oldest_version for group in groups),
+            entries=sum(group.tokens for group in groups),
+        )
+        outcome = StepOutcome(
+            updated=bool(groups),
+            tokens=update.entries * self._tokens_per_entry,
+        )
+        self.updates.append(update)
+        self._trained.update(update.group_ids)
+        self._finished = {step_id: outcome}
+        self._close()
+        self._behind(fault)
+        return outcome
+
+    async def abort(self, step_id: str | None = None) -> None:
+        """As the protocol has it. A finished step stays finished."""
+        fault = await self._call("abort", self.costs.abort_s if self._open else 0.0)
+        if self._open and step_id in (None, self._open):
+            self.aborted += 1
+            self._close()
+        self._behind(fault)
+
+    def lose(self) -> None:
+        """All ranks are gone, and what they had with them."""
+        self.lost = True
+        self._close()
+
+    def restart(self, updates: list[Update]) -> None:
+        """Fresh ranks, with the weights that those updates made."""
+        self.lost = False
+        self.updates = list(updates)
+        self._trained = {group_id for update in updates for group_id in update.group_ids}
+        self._finished = {}
+        self._close()
+
+    def _close(self) -> None:
+        self._open = ""
+        self._groups = {}
+
+    def _tokens(self, groups: Sequence[RolloutGroup]) -> int:
+        return sum(group.tokens for group in groups) * self._tokens_per_entry
+
+    async def _call(self, call: str, seconds: float) -> Fault | None:
+        """Take the time; the fault that is to happen behind it, if one is."""
+        if self.lost:
+            raise RanksLost("the simulated ranks are gone")
+        fault = self._faults.due("policy", asyncio.get_running_loop().time(), call=call)
+        if fault is not None and fault.kind == "hangs":
+            await asyncio.get_running_loop().create_future()
+        if seconds:
+            started = asyncio.get_running_loop().time()
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                self.busy_s += asyncio.get_running_loop().time() - started
+        if fault is not None and fault.kind == "ranks lost":
+            self.lose()
+            raise RanksLost(f"{call}: a simulated rank died")
+        if fault is not None and fault.kind == "raises":
+            raise InjectedError(f"{call} fails")
+        return fault
+
+    def _behind(self, fault: Fault | None) -> None:
+        if fault is not None:
+            raise InjectedError("it was carried out, and then it failed")

@@ -1,0 +1,121 @@
+"""What a simulation has found, and how the numbers are defined."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """One run. Seconds are virtual, but for those of the processor.
+
+    Example: `simulate(scenario).overlap_efficiency`.
+    """
+
+    steps: int
+    """Optimizer steps that the weights at the end have seen."""
+    measured_s: float
+    """From the first publish to the last step's end."""
+    generate_s: float
+    """Least seconds that the engines need for the tokens they drew, had they nothing else to wait
+    for: tokens ÷ (engines x tokens/s of one at its share of the most requests that capacity and
+    concurrency admit, or at its slots if they are fewer). A lower bound, as tokens/s are
+    concave in the requests: no other split of so many requests over the engines is faster."""
+    train_s: float
+    """In which the trainer computed, steps that were undone included."""
+    pause_s: float
+    """In which engines were paused for new weights."""
+    sync_s: float
+    """In which new weights were staged and switched; the trainer waits, engines serve but for
+    `pause_s`."""
+    generated_tokens: float
+    """Drawn by all engines."""
+    trained_tokens: int
+    evicted_tokens: int
+    """Of complete groups that were thrown away as too old."""
+    filtered_tokens: int
+    """Of groups of no use."""
+    lost_tokens: float
+    """Of requests without an answer: an engine died, or the run ended."""
+    engine_idle: float
+    """Share of all engines' seconds in which none of their requests drew a token."""
+    trainer_idle: float
+    """Share of the seconds in which the trainer did not compute."""
+    staleness: Mapping[int, int]
+    """Groups by versions between the oldest weights of their tokens and those that they trained."""
+    counts: Mapping[str, int]
+    """Groups by what has become of them."""
+    conserved: bool
+    """Whether those add up, trained groups are those in the weights, and none is there twice."""
+    left_over: int
+    """Groups that are still in the data plane, less those that are ready."""
+    dropped: Mapping[str, float]
+    """Groups that could not be generated or stored, and calls that were tried again, by name."""
+    restores: int
+    """Of lost ranks."""
+    faults: tuple[tuple[float, str], ...]
+    """Seconds and names of the faults that happened."""
+    step_ends_s: tuple[float, ...]
+    """When each optimizer step was done, as a logger saw it."""
+    cpu_s: float
+    """Of this processor for the whole simulation: controller, engines and clock."""
+
+    @property
+    def overlap_efficiency(self) -> float:
+        """max(generate, train + pause) ÷ measured: 1 where the longer of both hides the other."""
+        return max(self.generate_s, self.train_s + self.pause_s) / self.measured_s
+
+    @property
+    def useful_efficiency(self) -> float:
+        """The same, where tokens that were evicted or lost do not count as generation's work."""
+        spent = self.evicted_tokens + self.lost_tokens
+        useful = 1 - spent / self.generated_tokens if self.generated_tokens else 1.0
+        return max(self.generate_s * useful, self.train_s + self.pause_s) / self.measured_s
+
+    @property
+    def wasted(self) -> float:
+        """Evicted ÷ generated tokens."""
+        return self.evicted_tokens / self.generated_tokens if self.generated_tokens else 0.0
+
+    @property
+    def groups_per_s(self) -> float:
+        """Groups that were trained, per virtual second."""
+        return self.counts["trained"] / self.measured_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that were trained, per virtual second."""
+        return self.trained_tokens / self.measured_s
+
+    @property
+    def mean_staleness(self) -> float:
+        """Versions, over the groups that were trained."""
+        groups = sum(self.staleness.values())
+        return sum(lag * count for lag, count in self.staleness.items()) / max(groups, 1)
+
+    @property
+    def cpu_ms_per_group(self) -> float:
+        """Of the whole simulation, per group that was submitted."""
+        return 1e3 * self.cpu_s / max(self.counts["submitted"], 1)
+
+    def summary(self) -> dict[str, Any]:
+        """All numbers by name, for JSON."""
+        found = dataclasses.asdict(self)
+        found["staleness"] = {str(lag): count for lag, count in self.staleness.items()}
+        for name in (
+            "overlap_efficiency",
+            "useful_efficiency",
+            "wasted",
+            "groups_per_s",
+            "tokens_per_s",
+            "mean_staleness",
+            "cpu_ms_per_group",
+        ):
+            found[name] = getattr(self, name)
+        return found
+
+    def without_cpu(self) -> Report:
+        """What is the same in every run of one scenario."""
+        return dataclasses.replace(self, cpu_s=0.0)
