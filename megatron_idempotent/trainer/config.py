@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_idempotent.trainer.errors import ConfigError
+from megatron_idempotent.trainer.section_controller import ControllerConfig
 from megatron_idempotent.trainer.sections import (
     EvaluationConfig,
     LossConfig,
@@ -31,6 +32,7 @@ class Config:
     sync: SyncConfig = dataclasses.field(default_factory=SyncConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    controller: ControllerConfig = dataclasses.field(default_factory=ControllerConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:

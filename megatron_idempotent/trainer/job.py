@@ -8,6 +8,9 @@ from pathlib import Path
 from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.task.prompts import SHIPPED_FILE
 
+#: Hugging Face checkpoints in the output directory: what a run without one began from, and its end.
+INITIAL, TRAINED = "model-initial", "model"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Job:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from megatron_idempotent import cpu
+from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
 from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.job import Job
 from megatron_idempotent.trainer.task.prompts import PromptSet, check_answers_fit
@@ -15,7 +16,6 @@ from megatron_idempotent.trainer.watch.report import (
     print_summary,
     summarize,
 )
-from megatron_idempotent.trainer.watch.rows import METRICS_FILE, read_metrics
 
 
 def run_rank(job: Job) -> None:
@@ -38,20 +38,32 @@ def check(config: Config, prompts: PromptSet) -> None:
     Errors: `DataError` for words that the tokenizer reserves, `CheckpointError` for a checkpoint
     without a tokenizer, `ConfigError` where answers do not fit into a response.
     """
+    if config.run.mode == "async":
+        from megatron_idempotent.trainer.stream.settings import make_settings
+
+        make_settings(config)
     tokenizer = make_tokenizer(config, prompts)
     longest = config.rollout.max_response_tokens
     check_answers_fit(prompts, tokenizer.encode_answer, max_response_tokens=longest)
 
 
-def launch(job: Job, prompts: PromptSet) -> None:
+def launch(job: Job, prompts: PromptSet) -> bool:
     """Run the job on its ranks, then leave curves in its directory and a table on the terminal.
 
-    Errors: what `start_ranks` raises.
+    False where it was told to stop, and can be continued. Errors: what `start_ranks` raises, and
+    `run_controller` for an asynchronous run.
     """
     # One thread per rank: the ranks are what fills the cores, and one thread adds up in one order.
     os.environ["OMP_NUM_THREADS"] = "1"
-    start_ranks(job)
+    ended = True
+    if job.config.run.mode == "async":
+        from megatron_idempotent.trainer.stream.run import run_controller
+
+        ended = run_controller(job, prompts)
+    else:
+        start_ranks(job)
     rows = read_metrics(job.out / METRICS_FILE)
     draw_curves(rows, job.out / CURVES_FILE)
     if not job.quiet:
         print_summary(summarize(rows), job.out)
+    return ended

@@ -10,10 +10,11 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from megatron_idempotent.controller.protocol import Logger
 from megatron_idempotent.trainer import ranks
 from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.metrics import Stopwatch, evaluation_metrics, rollout_metrics
-from megatron_idempotent.trainer.parts import Logger, Policy, Sampler
+from megatron_idempotent.trainer.parts import Policy, Sampler
 from megatron_idempotent.trainer.policy.batch import pack
 from megatron_idempotent.trainer.rollout.advantages import group_advantages
 from megatron_idempotent.trainer.rollout.records import Group, ScoredGroup
@@ -47,7 +48,7 @@ def train(config: Config, prompts: PromptSet, parts: Parts, *, first_rollout: in
     """Run rollouts `first_rollout` to the last. Collective."""
     parts.publish(first_rollout)
     if first_rollout == 0:
-        parts.logger.log(evaluate(config, prompts, parts, done=0), rollout=0)
+        parts.logger.log(evaluate(config, prompts, parts, done=0), step=0)
     for index in range(first_rollout, config.run.rollouts):
         watch = Stopwatch()
         asked = rollout_prompts(
@@ -75,7 +76,7 @@ def train(config: Config, prompts: PromptSet, parts: Parts, *, first_rollout: in
         ):
             with watch.phase("checkpoint"):
                 parts.save(done)
-        parts.logger.log(metrics | watch.timings(step.response_tokens), rollout=done)
+        parts.logger.log(metrics | watch.timings(step.response_tokens), step=done)
 
 
 def score(

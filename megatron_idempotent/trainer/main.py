@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_idempotent.trainer.errors import TrainerError
 from megatron_idempotent.trainer.failures import explain_failure
-from megatron_idempotent.trainer.settings import DEFAULT_FILE, load_config
+from megatron_idempotent.trainer.settings import ASYNC_FILE, DEFAULT_FILE, load_config
 
 _NAMED = {
     "rollouts": "run.rollouts",
@@ -25,6 +25,7 @@ _NAMED = {
     "model": "model.path",
     "engine": "rollout.engine",
     "engine_url": "rollout.engine_url",
+    "cluster": "controller.cluster",
 }
 _NEEDED = ("torch", "megatron", "tokenizers", "transformers", "rich")
 
@@ -33,9 +34,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the command with the arguments behind `train`; returns the exit code.
 
     0: trained. 1: the ranks failed. 2: a mistake in the settings, the data, the output directory
-    or the checkpoint. 130: interrupted.
+    or the checkpoint. 130: interrupted. 143: stopped by SIGTERM, with a checkpoint.
     """
     options = _parser().parse_args(list(argv))
+    options.argv = list(argv)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(
@@ -53,31 +55,43 @@ def main(argv: Sequence[str]) -> int:
 def _run(options: argparse.Namespace) -> int:
     # Here and not above: `--help` should not wait for the tokenizer and the progress bar.
     from megatron_idempotent import cpu
+    from megatron_idempotent.controller.errors import ControllerError
     from megatron_idempotent.trainer.job import data_path
     from megatron_idempotent.trainer.launch import check, launch
     from megatron_idempotent.trainer.output import CONFIG_FILE, prepare, run_to_resume
+    from megatron_idempotent.trainer.stream.torchrun import serve_rank, torchrun_overrides
     from megatron_idempotent.trainer.task.prompts import read_prompts
     from megatron_idempotent.trainer.task.reward import load_reward
+    from megatron_idempotent.workers import under_torchrun
+    from megatron_idempotent.workers.errors import RankFailed, RanksLost
 
     overrides = list(options.set)
     for name, path in _NAMED.items():
         value = getattr(options, name)
         if value is not None:
             overrides.append(f"{path}={value}")
-    config_file = options.config or DEFAULT_FILE
+    config_file = options.config or (ASYNC_FILE if options.run_async else DEFAULT_FILE)
     if options.resume:
         # A run is continued with the settings that it left behind, wherever it is started from.
         out = run_to_resume(_setting(overrides, "run.out"))
         overrides.append(f"run.out={out}")
         if options.config is None and (out / CONFIG_FILE).is_file():
             config_file = out / CONFIG_FILE
+    if under_torchrun() and not options.controller:
+        return serve_rank(config_file, overrides, options.argv)
+    if options.controller:
+        overrides += torchrun_overrides()
     config = load_config(config_file, overrides)
     prompts = read_prompts(data_path(config))
     check(config, prompts)
     load_reward(config.task.reward)  # the ranks load it again; a mistake is told here
-    job = prepare(config, resume=options.resume, quiet=options.quiet)
+    job = prepare(
+        config, resume=options.resume, quiet=options.quiet, started_anew=options.controller
+    )
     try:
-        launch(job, prompts)
+        if not launch(job, prompts):
+            print(f"stopped; continue with --resume --out {job.out}", file=sys.stderr)
+            return 143
     except KeyboardInterrupt:
         _restore_cursor()
         print(f"\ninterrupted; continue with --resume --out {job.out}", file=sys.stderr)
@@ -85,6 +99,10 @@ def _run(options: argparse.Namespace) -> int:
     except cpu.RankError as error:
         _restore_cursor()
         print(explain_failure(error, job), file=sys.stderr)
+        return 1
+    except (ControllerError, RanksLost, RankFailed) as error:
+        _restore_cursor()
+        print(f"{error}\ncontinue with --resume --out {job.out}", file=sys.stderr)
         return 1
     except cpu.RankTimeout:
         _restore_cursor()
@@ -126,6 +144,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECTION.KEY=VALUE",
         help="override one setting; may be repeated",
     )
+    parser.add_argument(
+        "--async",
+        action="store_true",
+        dest="run_async",
+        help="sample and train at the same time, with the settings that ship for it",
+    )
     parser.add_argument("--rollouts", metavar="N", help="rollouts in the whole run")
     parser.add_argument("--seed", metavar="N", help="seed of everything random")
     parser.add_argument("--ranks", metavar="N", help="data-parallel processes")
@@ -134,6 +158,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint to start from")
     parser.add_argument("--engine", metavar="NAME", help="transformers, vllm or sglang")
     parser.add_argument("--engine-url", metavar="URL", help="servers of vllm or sglang: URL[,URL]")
+    parser.add_argument("--cluster", metavar="NAME", help="of --async: embedded or ray")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    # What the first rank of a torchrun starts; see `trainer.stream.torchrun`.
+    parser.add_argument("--controller", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     return parser

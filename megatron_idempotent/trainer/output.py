@@ -37,17 +37,37 @@ _FREE = frozenset(
         "sync.workers",
         "sync.bucket_mb",
         "sync.changed_only",
+        "controller.cluster",
+        "controller.engines",
+        "controller.ray_address",
+        "controller.plane",
+        "controller.step_attempts",
+        "controller.group_attempts",
+        "controller.restarts",
+        "controller.group_timeout_s",
+        "controller.call_timeout_s",
+        "controller.stall_s",
+        "controller.drain_s",
+        "controller.loggers",
+        "controller.timeline",
     }
 )
 
 
-def prepare(config: Config, *, resume: bool, quiet: bool) -> Job:
+def prepare(config: Config, *, resume: bool, quiet: bool, started_anew: bool = False) -> Job:
     """Choose and make the output directory and, to resume, check the newest checkpoint in it.
+
+    `started_anew` is for a run that something else starts again when it dies: it resumes where
+    there is a checkpoint, and begins again where there is none.
 
     Errors: `OutputError` where it cannot be written or holds another run; `CheckpointError` where
     there is nothing to resume from, or it is damaged, or was written with other settings.
     """
-    out = run_to_resume(config.run.out) if resume else _fresh(config)
+    if started_anew:
+        out = Path(config.run.out)
+        resume = bool(saved.complete(out / "checkpoints"))
+    else:
+        out = run_to_resume(config.run.out) if resume else _fresh(config)
     try:
         (out / "logs").mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):

@@ -6,7 +6,7 @@ Shapes and units are in the docstrings; every method marked collective runs on a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -58,16 +58,4 @@ class Policy(Protocol):
 
     def train(self, batch: Batch, *, index: int) -> StepMetrics:
         """Collective: the optimizer steps of rollout `index`."""
-        ...
-
-
-class Logger(Protocol):
-    """Takes the metrics of one rollout."""
-
-    def log(self, metrics: Mapping[str, float], *, rollout: int) -> None:
-        """Record metrics by name. May raise: `Loggers` keeps that from stopping the training."""
-        ...
-
-    def close(self) -> None:
-        """Flush and release what is open."""
         ...

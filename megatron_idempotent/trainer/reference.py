@@ -15,15 +15,16 @@ from megatron_idempotent.trainer.settings import DEFAULT_FILE, SECTIONS, load_co
 BEGIN = "<!-- settings: python -m megatron_idempotent.trainer.reference docs/trainer.md -->"
 END = "<!-- end of settings -->"
 
+_SOURCES = ("sections.py", "section_controller.py")
+
 
 def field_docstrings() -> dict[tuple[str, str], str]:
-    """The string under each field of `sections.py`, by class and field name.
+    """The string under each field of the sections, by class and field name.
 
     Python drops these strings, so they are read from the source.
     """
-    source = Path(__file__).with_name("sections.py").read_text(encoding="utf-8")
     found = {}
-    for node in ast.parse(source).body:
+    for node in [node for name in _SOURCES for node in _parsed(name)]:
         if not isinstance(node, ast.ClassDef):
             continue
         for field, text in zip(node.body, node.body[1:], strict=False):
@@ -35,6 +36,10 @@ def field_docstrings() -> dict[tuple[str, str], str]:
             ):
                 found[node.name, field.target.id] = str(text.value.value)
     return found
+
+
+def _parsed(name: str) -> list[ast.stmt]:
+    return ast.parse(Path(__file__).with_name(name).read_text(encoding="utf-8")).body
 
 
 def settings_table() -> str:

@@ -25,6 +25,11 @@ def path_for(directory: Path, rollouts: int) -> Path:
     return directory / _NAME.format(rollouts)
 
 
+def rollouts_of(checkpoint: Path) -> int:
+    """How many rollouts a checkpoint is behind, by its name; optimizer steps of an async run."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
 def unfinished_path(directory: Path, rollouts: int) -> Path:
     """Where it is written: emptied first, since a run may have died there."""
     path = path_for(directory, rollouts)

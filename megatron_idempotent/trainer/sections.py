@@ -17,6 +17,8 @@ class RunConfig:
 
     rollouts: int = setting(110, low=1)
     """Rollouts in the whole run; each is followed by `optimizer.steps_per_rollout` steps."""
+    mode: str = setting("sync", choices=("sync", "async"))
+    """Sampling and training in turn, or at the same time: see `[controller]`."""
     seed: int = setting(1, low=0, high=2**31 - 1)
     """Seed of the initial weights, the order of the prompts and the sampled tokens."""
     ranks: int = setting(2, low=1, high=64)
@@ -150,9 +152,27 @@ class LossConfig:
     """Whom the penalty ties the policy to: the initial weights, or the policy that sampled."""
     normalize_std: bool = setting(True)
     """Divide each group's advantages by the standard deviation of its rewards."""
+    old_logprobs: str = setting("behaviour", choices=("behaviour", "recomputed"))
+    """Whose log-probs the ratio is to: the engine's, as it sampled, or those of the weights that
+    training starts from, which are computed once more."""
+    correction: str = setting("none", choices=("none", "truncate", "mask"))
+    """What the importance ratio of recomputed log-probs to the engine's does: nothing; weigh each
+    token, up to `correction_high`; or weigh it, and reject it outside both bounds."""
+    correction_low: float = setting(0.5, low=0, high=1)
+    """Smallest ratio that `mask` keeps."""
+    correction_high: float = setting(2.0, low=1, high=1e6)
+    """Largest weight of `truncate`, and largest ratio that `mask` keeps."""
+    correction_level: str = setting("token", choices=("token", "sequence"))
+    """Whether a token's ratio is its own, or the geometric mean of its sequence's."""
 
     def __post_init__(self) -> None:
         check_section(self, "loss")
+        if self.correction != "none" and self.old_logprobs != "recomputed":
+            raise ConfigError(
+                f"loss.correction is {self.correction!r} and loss.old_logprobs is "
+                f"{self.old_logprobs!r}; allowed: old_logprobs recomputed, or correction none, "
+                "since the ratio is that of recomputed log-probs to the engine's"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ SECTIONS: dict[str, Any] = {
 """The class of each section, by its name."""
 
 DEFAULT_FILE = Path(__file__).with_name("default.toml")
+ASYNC_FILE = Path(__file__).with_name("async.toml")
 
 
 def load_config(path: Path = DEFAULT_FILE, overrides: Sequence[str] = ()) -> Config:

@@ -12,21 +12,15 @@ from typing import IO
 
 import torch.distributed as dist
 
-import megatron_idempotent
+from megatron_idempotent.controller.watch.loggers import Loggers
 from megatron_idempotent.trainer import loop
-from megatron_idempotent.trainer.job import Job, data_path
+from megatron_idempotent.trainer.job import TRAINED, Job
 from megatron_idempotent.trainer.policy.checkpoint import Checkpoints
-from megatron_idempotent.trainer.policy.initial import ensure_checkpoint
-from megatron_idempotent.trainer.policy.megatron import MegatronPolicy
+from megatron_idempotent.trainer.policy.start import start_policy
 from megatron_idempotent.trainer.rollout.make import make_engines
 from megatron_idempotent.trainer.rollout.sampling import EngineSampler
-from megatron_idempotent.trainer.task.prompts import PromptSet, read_prompts
 from megatron_idempotent.trainer.task.reward import load_reward
-from megatron_idempotent.trainer.task.tokenizer import TextTokenizer, make_tokenizer
-from megatron_idempotent.trainer.watch.loggers import Loggers, make_loggers
-
-#: Hugging Face checkpoints in the output directory: what a run without one began from, and its end.
-INITIAL, TRAINED = "model-initial", "model"
+from megatron_idempotent.trainer.watch.loggers import make_loggers
 
 
 def work(job: Job) -> None:
@@ -34,23 +28,15 @@ def work(job: Job) -> None:
     rank = dist.get_rank()
     config = job.config
     with _output_to(job.out / "logs" / f"rank-{rank}.log") as terminal, ExitStack() as stack:
-        megatron_idempotent.apply()
-        prompts = read_prompts(data_path(config))
-        tokenizer = make_tokenizer(config, prompts)
-        positions = sequence_positions(prompts, tokenizer, job)
-        checkpoint = (
-            Path(config.model.path)
-            if config.model.path
-            else _random_model(job, tokenizer, positions=positions)
-        )
-        policy = MegatronPolicy(config, checkpoint, positions=positions)
+        started = start_policy(job)
+        policy, tokenizer = started.policy, started.tokenizer
         checkpoints = Checkpoints(job.out / "checkpoints", config, policy)
         first_rollout = checkpoints.load(job.resume_from) if job.resume_from else 0
         logger = stack.enter_context(
             contextlib.closing(_loggers(job, rank, first_rollout, terminal))
         )
         engines = stack.enter_context(
-            contextlib.closing(make_engines(config, policy, checkpoint, job.out))
+            contextlib.closing(make_engines(config, policy, started.checkpoint, job.out))
         )
 
         def publish(done: int) -> None:
@@ -70,32 +56,13 @@ def work(job: Job) -> None:
             policy=policy,
             logger=logger,
             save=checkpoints.save,
-            positions=positions,
+            positions=started.positions,
             pad_id=tokenizer.pad_id,
         )
-        loop.train(config, prompts, parts, first_rollout=first_rollout)
+        loop.train(config, started.prompts, parts, first_rollout=first_rollout)
         policy.save_hf(job.out / TRAINED)
         # Rank 0 may not leave first: it hosts the store that the others still talk to.
         dist.barrier()
-
-
-def _random_model(job: Job, tokenizer: TextTokenizer, *, positions: int) -> Path:
-    return ensure_checkpoint(
-        job.out / INITIAL,
-        job.config.model,
-        tokenizer,
-        seed=job.config.run.seed,
-        positions=positions + 1,
-    )
-
-
-def sequence_positions(prompts: PromptSet, tokenizer: TextTokenizer, job: Job) -> int:
-    """Length T of the training sequences: the longest prompt and response, less the shift by one.
-
-    Held-out prompts count too, so that evaluation and training see one rotary table.
-    """
-    longest = max(len(tokenizer.encode_prompt(prompt.text)) for prompt in prompts.all)
-    return longest + job.config.rollout.max_response_tokens - 1
 
 
 def _loggers(job: Job, rank: int, first_rollout: int, terminal: IO[str]) -> Loggers:

@@ -7,12 +7,12 @@ import pytest
 pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 
 from megatron_idempotent import StepResult
+from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
 from megatron_idempotent.engine.source import locate
 from megatron_idempotent.trainer import saved
 from megatron_idempotent.trainer.output import prepare
 from megatron_idempotent.trainer.policy.megatron import training_metrics
 from megatron_idempotent.trainer.settings import load_config
-from megatron_idempotent.trainer.watch.rows import METRICS_FILE, read_metrics
 
 SMALL = (
     "model.hidden=32",

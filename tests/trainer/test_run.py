@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 
+from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
 from megatron_idempotent.cpu import RankError
 from megatron_idempotent.engine.source import locate
 from megatron_idempotent.trainer import launch, saved
@@ -15,7 +16,6 @@ from megatron_idempotent.trainer.failures import explain_failure
 from megatron_idempotent.trainer.main import main
 from megatron_idempotent.trainer.output import prepare
 from megatron_idempotent.trainer.settings import load_config
-from megatron_idempotent.trainer.watch.rows import METRICS_FILE, read_metrics
 
 pytestmark = pytest.mark.skipif(
     locate("megatron.training.training") is None,
@@ -206,7 +206,7 @@ def test_the_command_writes_logs_curves_and_a_table_and_resumes_by_name(
     # Resumed with nothing but its name: prompts and settings are those that it left behind.
     checkpoint = ["--set", "run.checkpoint_every=1"]
     assert main([*checkpoint, "--resume", "--out", str(out), "--rollouts", "2", "--quiet"]) == 0
-    assert [row["rollout"] for row in read_metrics(out / METRICS_FILE)] == [0, 1, 2]
+    assert [row["step"] for row in read_metrics(out / METRICS_FILE)] == [0, 1, 2]
 
 
 def run_and_note_versions(job):

@@ -18,7 +18,8 @@ class Batch:
     """Sequences of one rank, padded on the right to one length.
 
     `tokens_BT` and `targets_BT` are int64, the rest float32. The log-probs and `loss_mask_BT` are
-    aligned with the targets; the reference's are None where no KL penalty asks for them.
+    aligned with the targets; the reference's are None where no KL penalty asks for them, and
+    `weights_BT` where `old_logprobs_BT` are those that the engine gave.
     Example: `batch.rows(torch.arange(8))` has the first eight.
     """
 
@@ -28,13 +29,14 @@ class Batch:
     advantages_B: torch.Tensor
     loss_mask_BT: torch.Tensor
     reference_logprobs_BT: torch.Tensor | None = None
+    weights_BT: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return int(self.tokens_BT.shape[0])
 
     def rows(self, index: torch.Tensor) -> Batch:
         """The sequences at `index`, an int64 vector, in its order."""
-        reference = self.reference_logprobs_BT
+        reference, weights = self.reference_logprobs_BT, self.weights_BT
         return Batch(
             tokens_BT=self.tokens_BT[index],
             targets_BT=self.targets_BT[index],
@@ -42,6 +44,7 @@ class Batch:
             advantages_B=self.advantages_B[index],
             loss_mask_BT=self.loss_mask_BT[index],
             reference_logprobs_BT=None if reference is None else reference[index],
+            weights_BT=None if weights is None else weights[index],
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -59,6 +62,8 @@ class Batch:
         }
         if self.reference_logprobs_BT is not None:
             tensors["reference_logprobs"] = self.reference_logprobs_BT
+        if self.weights_BT is not None:
+            tensors["weights"] = self.weights_BT
         return tensors
 
 

@@ -17,6 +17,7 @@ from megatron_idempotent.trainer import saved
 from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.output import resume_state
 from megatron_idempotent.trainer.policy.megatron import MegatronPolicy
+from megatron_idempotent.trainer.policy.stock import Stock
 
 
 class Checkpoints:
@@ -35,27 +36,14 @@ class Checkpoints:
 
     def save(self, done: int) -> None:
         """Write the checkpoint behind `done` rollouts, then drop the oldest."""
-        from megatron.training.checkpointing import save_checkpoint
-
         unfinished = saved.unfinished_path(self._directory, done)
         if dist.get_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
         dist.barrier()  # no rank may write before the directory is empty
-        _collect_results_in_this_process()
-        stock = self._policy.stock
         iteration = done * self._config.optimizer.steps_per_rollout
-        with (
-            self._policy.weights() as module,
-            _argument(stock.args, "save", str(unfinished / "megatron")),
-        ):
-            save_checkpoint(
-                iteration,
-                stock.chunks,
-                stock.optimizer,
-                stock.scheduler,
-                num_floating_point_operations_so_far=0,  # nobody counts them here
-            )
+        with self._policy.weights() as module:
+            save_weights(self._policy.stock, unfinished / "megatron", iteration=iteration)
             digest = weights_digest(module)
         dist.barrier()  # rank 0 lists the files of all ranks
         if dist.get_rank() == 0:
@@ -73,14 +61,37 @@ class Checkpoints:
 
         The parent has verified the files before it started the ranks.
         """
-        from megatron.training.checkpointing import load_checkpoint
+        iteration = load_weights(self._policy.stock, checkpoint / "megatron")
+        return iteration // self._config.optimizer.steps_per_rollout
 
-        stock = self._policy.stock
-        # no_grad: the optimizer copies into views of float32 parameters, which are leaves here.
-        with _argument(stock.args, "load", str(checkpoint / "megatron")), torch.no_grad():
-            iteration, _ = load_checkpoint(stock.chunks, stock.optimizer, stock.scheduler)
-        done: int = iteration // self._config.optimizer.steps_per_rollout
-        return done
+
+def save_weights(stock: Stock, directory: Path, *, iteration: int) -> None:
+    """Megatron's checkpoint of weights, optimizer, schedule and random states. Collective.
+
+    Parameters are to be up to date, as they are within `MegatronPolicy.weights`.
+    """
+    from megatron.training.checkpointing import save_checkpoint
+
+    _collect_results_in_this_process()
+    with _argument(stock.args, "save", str(directory)):
+        save_checkpoint(
+            iteration,
+            stock.chunks,
+            stock.optimizer,
+            stock.scheduler,
+            num_floating_point_operations_so_far=0,  # nobody counts them here
+        )
+
+
+def load_weights(stock: Stock, directory: Path) -> int:
+    """Read it again; returns the iteration it was written with. Collective."""
+    from megatron.training.checkpointing import load_checkpoint
+
+    # no_grad: the optimizer copies into views of float32 parameters, which are leaves here.
+    with _argument(stock.args, "load", str(directory)), torch.no_grad():
+        iteration, _ = load_checkpoint(stock.chunks, stock.optimizer, stock.scheduler)
+    found: int = iteration
+    return found
 
 
 def weights_digest(module: torch.nn.Module) -> str:

@@ -50,11 +50,25 @@ class PolicyLoss:
         self._config = config
         self._temperature = temperature
 
+    @property
+    def needs_recomputed_logprobs(self) -> bool:
+        """Whether batches must carry old log-probs of the weights that the step starts from."""
+        return self._config.old_logprobs == "recomputed"
+
     def __call__(
         self, logits_BTV: torch.Tensor, microbatch: Mapping[str, Any]
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Sums over the response tokens of a microbatch."""
+        """Sums over the response tokens of a microbatch.
+
+        Errors: `ValueError` where it needs recomputed log-probs and the microbatch has none.
+        """
         loss_mask_BT = microbatch["token_mask"][:, 1:]
+        if self.needs_recomputed_logprobs and "weights" not in microbatch:
+            raise ValueError(
+                f"loss.old_logprobs is 'recomputed', loss.correction is "
+                f"{self._config.correction!r}, and the batch has no weights_BT; recompute the "
+                "log-probs and pass the batch through correction.corrected()"
+            )
         stats = token_logprobs(
             logits=logits_BTV,
             targets=microbatch["targets"],
@@ -71,5 +85,6 @@ class PolicyLoss:
             clip_high=self._config.clip_high,
             reference_logprobs_BT=microbatch.get("reference_logprobs"),
             kl_coefficient=self._config.kl_coefficient,
+            weights_BT=microbatch.get("weights"),
         )
         return parts.loss, {"kl": parts.kl, "clip_fraction": parts.clipped}

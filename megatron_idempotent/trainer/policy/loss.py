@@ -35,6 +35,7 @@ def grpo_loss(
     clip_high: float,
     reference_logprobs_BT: torch.Tensor | None = None,
     kl_coefficient: float = 0.0,
+    weights_BT: torch.Tensor | None = None,
 ) -> LossParts:
     """Clipped policy gradient with a group-relative advantage, summed over response tokens.
 
@@ -43,6 +44,10 @@ def grpo_loss(
               min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A)  - kl_coefficient x k3
     k3    = exp(reference - logprobs) - (reference - logprobs) - 1,  which is never negative
     Denominator: none here; the mean is over response tokens on all ranks of one optimizer step.
+
+    With `weights_BT` it is decoupled PPO: the old log-probs are those of the weights that the step
+    starts from, and a weight, which no gradient reaches, multiplies the min(...) of its token: the
+    importance ratio to the weights that sampled, see `correction`. The KL penalty is not weighted.
 
     `loss_mask_BT` is 1.0 on response tokens and 0.0 elsewhere; what the other tensors hold there
     has no influence, NaN included. Errors: `ValueError` for a KL coefficient without a reference.
@@ -59,6 +64,8 @@ def grpo_loss(
     clipped_BT = ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
     gain_BT = advantages_B[:, None]
     objective_BT = torch.minimum(ratio_BT * gain_BT, clipped_BT * gain_BT)
+    if weights_BT is not None:
+        objective_BT = objective_BT * torch.where(response_BT, weights_BT.detach(), 0.0)
     loss = -torch.where(response_BT, objective_BT, 0.0).sum()
     kl = torch.zeros_like(loss)
     if reference_logprobs_BT is not None:

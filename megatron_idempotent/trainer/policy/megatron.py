@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.parts import StepMetrics
 from megatron_idempotent.trainer.policy.arguments import megatron_arguments
 from megatron_idempotent.trainer.policy.batch import Batch, chunks
+from megatron_idempotent.trainer.policy.correction import corrected
 from megatron_idempotent.trainer.policy.forward import (
     PolicyLoss,
     decoder_logits,
@@ -98,6 +99,9 @@ class MegatronPolicy:
         """
         optimizer = self._config.optimizer
         batch = dataclasses.replace(batch, reference_logprobs_BT=self._reference_logprobs(batch))
+        if self._loss.needs_recomputed_logprobs:
+            proximal_BT = self.logprobs(batch, "policy")
+            batch, _ = corrected(batch, proximal_BT, self._config.loss)
         stream = chunks(
             batch, size=self._config.chunk_size, seed=self._config.run.seed, index=index
         )
@@ -108,22 +112,54 @@ class MegatronPolicy:
             ]
         )
 
-    def _optimizer_step(self, stream: Iterable[Batch]) -> megatron_idempotent.StepResult:
-        step = self._step
-        step_id = step.begin(
+    def begin(self, step_id: str | None = None, *, rank_batch_size: int | None = None) -> str:
+        """Open an optimizer step; see `TrainStep.begin`, as for the others."""
+        return self._step.begin(
             self._loss,
             global_batch_size=self._config.global_batch_size,
             micro_batch_size=self._config.microbatch_size,
-            # Known here, so that the last chunk's backward overlaps the reductions.
-            rank_batch_size=self._config.rank_batch_size,
+            rank_batch_size=rank_batch_size,
+            step_id=step_id,
         )
+
+    def microbatch(
+        self, step_id: str, batch: Batch, *, microbatch_id: str | None = None, last: bool = False
+    ) -> None:
+        """Forward and backward of this rank's rows."""
+        self._step.microbatch(step_id, batch.tensors(), microbatch_id=microbatch_id, last=last)
+
+    def finish(self, step_id: str) -> megatron_idempotent.StepResult:
+        """One reduction and one update. Collective."""
+        return self._step.finish(step_id)
+
+    def abort(self, step_id: str | None = None) -> None:
+        """Undo the open step; without one, nothing. Collective."""
+        self._step.abort(step_id)
+
+    def logprobs(self, batch: Batch, which: Literal["policy", "reference"]) -> torch.Tensor:
+        """Log-probs [B, T] of this rank's rows; legal while a step is open. Collective.
+
+        Of the weights as they are, or of those that the run began with.
+        """
+        with self.weights() as module:
+            if which == "policy":
+                return self._logprobs(module, batch)
+
+            def at_initial_weights(*inputs: torch.Tensor) -> Any:
+                return torch.func.functional_call(module, self._initial, inputs)
+
+            return self._logprobs(at_initial_weights, batch)
+
+    def _optimizer_step(self, stream: Iterable[Batch]) -> megatron_idempotent.StepResult:
+        # Known here, so that the last chunk's backward overlaps the reductions.
+        step_id = self.begin(rank_batch_size=self._config.rank_batch_size)
         try:
             for chunk in stream:
-                step.microbatch(step_id, chunk.tensors())
-            return step.finish(step_id)
+                self.microbatch(step_id, chunk)
+            return self.finish(step_id)
         except Exception:
             # All ranks come here: the others hear of a failure where they would wait for this one.
-            step.abort(step_id)
+            self.abort(step_id)
             raise
 
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
@@ -132,19 +168,16 @@ class MegatronPolicy:
             return None
         if self._config.loss.kl_reference == "old":
             return batch.old_logprobs_BT
-        temperature = self._config.rollout.temperature
-        with self.weights() as module:
+        return self.logprobs(batch, "reference")
 
-            def at_initial_weights(*inputs: torch.Tensor) -> Any:
-                return torch.func.functional_call(module, self._initial, inputs)
-
-            logits_BTV = decoder_logits(at_initial_weights, batch.tokens_BT)
-            return megatron_idempotent.token_logprobs(
-                logits=logits_BTV,
-                targets=batch.targets_BT,
-                temperature=temperature,
-                token_mask=batch.loss_mask_BT > 0,
-            ).logprob
+    def _logprobs(self, module: Any, batch: Batch) -> torch.Tensor:
+        """Log-probs [B, T] of a batch's targets, at the temperature that they are sampled at."""
+        return megatron_idempotent.token_logprobs(
+            logits=decoder_logits(module, batch.tokens_BT),
+            targets=batch.targets_BT,
+            temperature=self._config.rollout.temperature,
+            token_mask=batch.loss_mask_BT > 0,
+        ).logprob
 
 
 def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> StepMetrics:

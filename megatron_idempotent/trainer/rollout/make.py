@@ -38,6 +38,11 @@ def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: 
     )
 
 
+def server_engines(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
+    """The servers of vLLM or SGLang at `rollout.engine_url`."""
+    return _MAKERS[config.rollout.engine](config, checkpoint, out)
+
+
 def _transformers(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
     from megatron_idempotent.rollout.local import TransformersEngine
 

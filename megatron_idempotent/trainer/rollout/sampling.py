@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 
 from megatron_idempotent.rollout import Request, Sample
 from megatron_idempotent.trainer.rollout import records
+from megatron_idempotent.trainer.rollout.requests import RequestMaker
 from megatron_idempotent.trainer.task.prompts import Prompt
 from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 
@@ -33,44 +33,28 @@ class EngineSampler:
     ) -> None:
         self._generate = generate
         self._tokenizer = tokenizer
-        self._temperature = temperature
-        self._max_response_tokens = max_response_tokens
-        self._seed = seed
+        self._requests = RequestMaker(
+            tokenizer, temperature=temperature, max_response_tokens=max_response_tokens, seed=seed
+        )
 
     def sample(
         self, prompts: Sequence[Prompt], *, samples: int, stream: int
     ) -> tuple[records.Group, ...]:
         """One group of `samples` responses per prompt, in the order of the prompts."""
-        encoded = [self._tokenizer.encode_prompt(prompt.text) for prompt in prompts]
-        answers = self._generate(
-            [
-                self._request(prompt, tokens, stream, sample)
-                for prompt, tokens in zip(prompts, encoded, strict=True)
-                for sample in range(samples)
-            ]
-        )
+        requests = [
+            request
+            for prompt in prompts
+            for request in self._requests.make(prompt, stream=stream, samples=samples)
+        ]
+        answers = self._generate(requests)
         responses = [self._response(answer) for answer in answers]
         return tuple(
             records.Group(
                 prompt=prompt,
-                prompt_tokens=encoded[place],
+                prompt_tokens=requests[place * samples].prompt,
                 samples=tuple(responses[place * samples : (place + 1) * samples]),
             )
             for place, prompt in enumerate(prompts)
-        )
-
-    def _request(
-        self, prompt: Prompt, tokens: tuple[int, ...], stream: int, sample: int
-    ) -> Request:
-        name = f"{stream}/{prompt.row}/{sample}"
-        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
-        return Request(
-            id=name,
-            prompt=tokens,
-            max_tokens=self._max_response_tokens,
-            stop_tokens=self._tokenizer.end_ids,
-            temperature=self._temperature,
-            seed=int.from_bytes(digest, "big") >> 1,  # engines take what fits into int64
         )
 
     def _response(self, answer: Sample) -> records.Sample:

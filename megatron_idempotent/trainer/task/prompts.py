@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -101,15 +102,21 @@ def rollout_prompts(
 
     A pure function of its arguments, so a resumed run needs no data position but the index.
     """
-    chosen = []
-    orders: dict[int, list[int]] = {}
-    for position in range(index * count, (index + 1) * count):
-        epoch, offset = divmod(position, len(prompts))
-        if epoch not in orders:
-            orders[epoch] = list(range(len(prompts)))
-            random.Random(f"prompts {seed} {epoch}").shuffle(orders[epoch])
-        chosen.append(prompts[orders[epoch][offset]])
-    return tuple(chosen)
+    places = range(index * count, (index + 1) * count)
+    return tuple(prompt_at(prompts, place, seed=seed) for place in places)
+
+
+def prompt_at(prompts: Sequence[Prompt], place: int, *, seed: int) -> Prompt:
+    """The prompt at a place of the endless stream that all passes over the data make."""
+    epoch, offset = divmod(place, len(prompts))
+    return prompts[_epoch_order(len(prompts), epoch, seed)[offset]]
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch_order(count: int, epoch: int, seed: int) -> tuple[int, ...]:
+    order = list(range(count))
+    random.Random(f"prompts {seed} {epoch}").shuffle(order)
+    return tuple(order)
 
 
 def _parse_row(line: str, *, row: int, where: str) -> Prompt:

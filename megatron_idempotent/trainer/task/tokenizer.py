@@ -122,6 +122,17 @@ def make_tokenizer(config: Config, prompts: PromptSet) -> TextTokenizer:
     return TextTokenizer.of_words(prompts.all)
 
 
+def sequence_positions(
+    prompts: PromptSet, tokenizer: TextTokenizer, *, max_response_tokens: int
+) -> int:
+    """Length T of the training sequences: the longest prompt and response, less the shift by one.
+
+    Held-out prompts count too, so that evaluation and training see one rotary table.
+    """
+    longest = max(len(tokenizer.encode_prompt(prompt.text)) for prompt in prompts.all)
+    return longest + max_response_tokens - 1
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))

@@ -8,9 +8,9 @@ from typing import IO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megatron_idempotent.controller.protocol import Logger
 from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.names import GRAD_NORM, HELD_OUT, LOSS, REWARD, TOKENS_PER_S
-from megatron_idempotent.trainer.parts import Logger
 
 
 def make_progress(config: Config, *, first_rollout: int, terminal: IO[str]) -> Logger:
@@ -51,7 +51,7 @@ class ProgressBar:
         )
         self._progress.start()
 
-    def log(self, metrics: Mapping[str, float], *, rollout: int) -> None:
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Move the bar."""
         self._held_out = metrics.get(HELD_OUT, self._held_out)
         if REWARD in metrics:
@@ -60,7 +60,7 @@ class ProgressBar:
                 f"loss {metrics[LOSS]:+.2f} grad {metrics[GRAD_NORM]:.1f} "
                 f"{metrics[TOKENS_PER_S]:.0f} tok/s"
             )
-            self._progress.update(self._task, completed=rollout, numbers=numbers)
+            self._progress.update(self._task, completed=step, numbers=numbers)
         self._progress.refresh()
 
     def close(self) -> None:
@@ -76,14 +76,14 @@ class ProgressLines:
         self._every = every
         self._terminal = terminal
 
-    def log(self, metrics: Mapping[str, float], *, rollout: int) -> None:
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Print where there is a held-out reward to tell."""
         if HELD_OUT not in metrics:
             return
         told = f"held-out {metrics[HELD_OUT]:.3f}"
         if REWARD in metrics:
             told = describe(metrics, metrics[HELD_OUT])
-        print(f"rollout {rollout}/{self._rollouts}  {told}", file=self._terminal, flush=True)
+        print(f"rollout {step}/{self._rollouts}  {told}", file=self._terminal, flush=True)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -82,5 +82,5 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _column(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    found = [(row["rollout"], row[name]) for row in rows if name in row]
-    return [rollout for rollout, _ in found], [value for _, value in found]
+    found = [(row["step"], row[name]) for row in rows if name in row]
+    return [step for step, _ in found], [value for _, value in found]

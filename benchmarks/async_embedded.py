@@ -1,0 +1,232 @@
+"""How much of generation and training an asynchronous run hides behind each other, on this machine.
+
+    python -m benchmarks.async_embedded [--steps 12] [--rounds 3] [--tokens 8,24,64] [--json]
+
+A real Megatron rank, a real engine and the real controller, each with a core to itself. In turns,
+on the same prompts: generation alone, training alone on groups that are there already (with the
+publishing of weights), and both in one run. Overlap efficiency = max(T_generate, T_train + T_pause)
+÷ T_both, from medians of the rounds. `ping` is asked meanwhile by another process, through the
+socket that a run listens on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import multiprocessing
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_idempotent.controller import (
+    Controller,
+    Fleet,
+    MemoryPlane,
+    RolloutGroup,
+    WindowedSampler,
+)
+from megatron_idempotent.controller.ping import PingServer, ask
+from megatron_idempotent.rollout.local import TransformersEngine
+from megatron_idempotent.trainer.job import INITIAL, Job, data_path
+from megatron_idempotent.trainer.rollout.requests import RequestMaker
+from megatron_idempotent.trainer.settings import ASYNC_FILE, load_config
+from megatron_idempotent.trainer.stream.policy import RankPolicy
+from megatron_idempotent.trainer.stream.prompts import PromptStream
+from megatron_idempotent.trainer.stream.ranks import make_ranks
+from megatron_idempotent.trainer.stream.recipe import GrpoRecipe
+from megatron_idempotent.trainer.stream.settings import make_settings
+from megatron_idempotent.trainer.task.prompts import read_prompts
+from megatron_idempotent.trainer.task.tokenizer import make_tokenizer, sequence_positions
+from megatron_idempotent.workers import RemoteWeights
+
+STALENESS = 2
+
+
+class Replay:
+    """A generator whose groups are there already, with the version that is being trained."""
+
+    def __init__(self, groups: list[RolloutGroup], fleet: Fleet) -> None:
+        self._groups, self._fleet, self._version = groups, fleet, 0
+
+    async def generate(self, group_id: int, prompt: Any, *, attempt: int) -> RolloutGroup:
+        """One of the groups, under the id that is asked for."""
+        found = self._groups[group_id % len(self._groups)]
+        samples = tuple(
+            dataclasses.replace(sample, versions=(self._version,) * len(sample.tokens))
+            for sample in found.samples
+        )
+        return dataclasses.replace(found, id=group_id, samples=samples)
+
+    async def publish(self, version: int) -> Any:
+        """The real thing."""
+        found = await self._fleet.publish(version)
+        self._version = version
+        return found
+
+    async def recover(self) -> bool:
+        """Nothing is lost here."""
+        return False
+
+
+async def measure(tokens: int, steps: int, rounds: int, folder: Path) -> dict[str, float]:
+    """Seconds of each side, medians of the rounds."""
+    config = load_config(ASYNC_FILE, [*_settings(tokens, folder), f"run.out={folder / 'run'}"])
+    prompts = read_prompts(data_path(config))
+    job = Job(config=config, out=folder / "run")
+    (job.out / "logs").mkdir(parents=True)
+    ranks = make_ranks(job)
+    await ranks.start()
+    tokenizer = make_tokenizer(config, prompts)
+    requests = RequestMaker.of(config, tokenizer)
+
+    async def score(group_id: int, prompt: Any, samples: Any) -> list[float]:
+        rng = random.Random(group_id)
+        return [rng.random() for _ in samples]
+
+    fleet = Fleet(
+        [TransformersEngine(job.out / INITIAL, name="engine")],
+        source=RemoteWeights(ranks, asyncio.get_running_loop()),
+        requests=lambda group, prompt: requests.make(
+            prompt, stream=group, samples=config.rollout.group_size
+        ),
+        score=score,
+    )
+    stream = PromptStream(prompts.train, seed=1)
+    positions = sequence_positions(prompts, tokenizer, max_response_tokens=tokens)
+    settings = make_settings(config)
+
+    def controller(generator: Any) -> Controller:
+        return Controller(
+            settings=settings,
+            sampler=WindowedSampler(STALENESS, order="oldest"),
+            prompts=stream,
+            generator=generator,
+            policy=RankPolicy(ranks, timeout_s=120.0),
+            recipe=GrpoRecipe(config, tokenizer, positions=positions),
+            plane=MemoryPlane(),
+        )
+
+    async def generated(first: int) -> tuple[float, list[RolloutGroup]]:
+        """As many groups as the run trains, as many at once as it starts."""
+        gate = asyncio.Semaphore(settings.groups_per_step * (STALENESS + 1))
+
+        async def one(index: int) -> RolloutGroup:
+            async with gate:
+                return await fleet.generate(index, stream.prompt(index), attempt=0)
+
+        started = time.perf_counter()
+        groups = settings.groups_per_step * steps
+        found = await asyncio.gather(*(one(first + index) for index in range(groups)))
+        return time.perf_counter() - started, list(found)
+
+    async def run(generator: Any) -> float:
+        trained = controller(generator)
+        await trained.run(1)  # sets up process groups, and fills the buffer
+        started = time.perf_counter()
+        await trained.run(1 + steps)
+        return time.perf_counter() - started
+
+    try:
+        await run(fleet)
+        seconds: dict[str, list[float]] = {"generate": [], "train": [], "both": []}
+        pings: list[float] = []
+        for number in range(rounds):
+            alone, groups = await generated(10_000 * (number + 1))
+            seconds["generate"].append(alone)
+            seconds["train"].append(await run(Replay(groups, fleet)))
+            both = controller(fleet)
+            await both.run(1)
+            async with PingServer(both.ping, folder / "ping.sock"):
+                asking = _Asking(folder / "ping.sock")
+                started = time.perf_counter()
+                await both.run(1 + steps)
+                seconds["both"].append(time.perf_counter() - started)
+                pings += await asyncio.to_thread(asking.stop)
+    finally:
+        await fleet.close()
+        await ranks.close()
+    found = {name: statistics.median(each) for name, each in seconds.items()}
+    found["efficiency"] = max(found["generate"], found["train"]) / found["both"]
+    found["against one after the other"] = (found["generate"] + found["train"]) / found["both"]
+    pings.sort()
+    found["ping p50 ms"] = 1e3 * pings[len(pings) // 2]
+    found["ping p99 ms"] = 1e3 * pings[int(len(pings) * 0.99)]
+    return found
+
+
+class _Asking:
+    """A process that pings until it is told to stop."""
+
+    def __init__(self, path: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_ask, args=(path, theirs), daemon=True)
+        self._process.start()
+
+    def stop(self) -> list[float]:
+        """Seconds of each ping."""
+        self._ours.send("stop")
+        found: list[float] = self._ours.recv()
+        self._process.join()
+        return found
+
+
+def _ask(path: Path, connection: Any) -> None:
+    taken = []
+    while not connection.poll(0.02):
+        started = time.perf_counter()
+        ask(path, 10.0)
+        taken.append(time.perf_counter() - started)
+    connection.send(taken)
+
+
+def _settings(tokens: int, folder: Path) -> list[str]:
+    """One rank, and a task whose answers are as long as responses may be."""
+    rng = random.Random(0)
+    rows = []
+    for number in range(200):
+        answer = " ".join(rng.choice("abcdefghij") for _ in range(tokens - 1))
+        split = "held_out" if number % 8 == 0 else "train"
+        rows.append({"prompt": f"say {answer}", "answer": answer, "split": split})
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return [
+        f"task.data={data}",
+        "run.ranks=1",
+        f"rollout.max_response_tokens={tokens}",
+        "rollout.prompts=8",
+        "rollout.group_size=8",
+        "controller.groups_per_call=2",
+        "controller.drop_tied=false",
+    ]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", default="8,24,64", help="longest responses")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = {}
+    for tokens in (int(each) for each in options.tokens.split(",")):
+        with tempfile.TemporaryDirectory() as name:
+            found[tokens] = asyncio.run(measure(tokens, options.steps, options.rounds, Path(name)))
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return
+    names = list(next(iter(found.values())))
+    print("tokens  " + "  ".join(names))
+    for tokens, row in found.items():
+        cells = [f"{row[name]:{max(len(name), 5)}.3f}" for name in names]
+        print(f"{tokens:6d}  " + "  ".join(cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The asynchronous trainer: the controller's parts, made of the trainer's own."""

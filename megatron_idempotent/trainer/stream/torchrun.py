@@ -1,0 +1,47 @@
+"""The asynchronous run under torchrun: every process that it starts is a rank.
+
+    torchrun --nproc-per-node 2 --max-restarts 3 -m megatron_idempotent train --async --out runs/a
+
+Rank 0 starts the controller, a process of its own that outlives the ranks' restarts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_idempotent.trainer.errors import ConfigError
+from megatron_idempotent.trainer.job import Job
+from megatron_idempotent.trainer.settings import load_config
+
+_RANKS = "MEGATRON_IDEMPOTENT_TORCHRUN_RANKS"
+
+
+def serve_rank(config_file: Path, overrides: Sequence[str], argv: Sequence[str]) -> int:
+    """Be a rank until the run ends; returns the controller's exit code.
+
+    Errors: `ConfigError` without an output directory, which the ranks and the controller share, or
+    for a run that is not asynchronous.
+    """
+    from megatron_idempotent.trainer.stream.ranks import worker_spec
+    from megatron_idempotent.workers import run_rank
+
+    os.environ[_RANKS] = os.environ["WORLD_SIZE"]
+    config = load_config(config_file, [*overrides, *torchrun_overrides()])
+    if config.run.mode != "async":
+        raise ConfigError(
+            "run.mode is 'sync', and torchrun was used; allowed: 'async', which --async is short "
+            "for, or the command without torchrun"
+        )
+    if not config.run.out:
+        raise ConfigError("run.out is empty, and torchrun was used; name a directory with --out")
+    job = Job(config=config, out=Path(config.run.out))
+    command = [sys.executable, "-m", "megatron_idempotent", "train", *argv, "--controller"]
+    return run_rank(worker_spec(job), job.out, command)
+
+
+def torchrun_overrides() -> list[str]:
+    """What torchrun decides: how many ranks there are."""
+    return [f"run.ranks={os.environ[_RANKS]}", "controller.cluster=torchrun"]

@@ -1,0 +1,174 @@
+"""Asynchronous runs on two real ranks and a real engine: whatever fails, the weights are those of
+a run in which nothing did, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("transformers")  # comes with the extra `trainer`
+
+from faulty_worker import PLAN
+
+from megatron_idempotent.controller import StepFailed
+from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
+from megatron_idempotent.engine.source import locate
+from megatron_idempotent.trainer import saved
+from megatron_idempotent.trainer.job import data_path
+from megatron_idempotent.trainer.output import prepare
+from megatron_idempotent.trainer.settings import ASYNC_FILE, load_config
+from megatron_idempotent.trainer.stream import ranks
+from megatron_idempotent.trainer.stream.run import run_controller
+from megatron_idempotent.trainer.task.prompts import read_prompts
+
+pytestmark = pytest.mark.skipif(
+    locate("megatron.training.training") is None,
+    reason="this release's wheel does not carry megatron.training",
+)
+
+LAST = 6
+SMALL = (
+    f"run.rollouts={LAST}",
+    "run.checkpoint_every=2",
+    "model.hidden=32",
+    "model.ffn=32",
+    "rollout.prompts=4",
+    "rollout.group_size=6",
+    "evaluation.prompts=9",
+    "evaluation.every=3",
+    "controller.sampler=in_order",
+    "controller.max_staleness=1",
+    "controller.groups_per_call=2",
+    "controller.call_timeout_s=8",
+)
+
+
+def job_for(out, *overrides, resume=False):
+    config = load_config(ASYNC_FILE, [*SMALL, f"run.out={out}", *overrides])
+    return prepare(config, resume=resume, quiet=True)
+
+
+def run(job, pool):
+    ended = run_controller(job, read_prompts(data_path(job.config)), pool=pool)
+    return job, ended
+
+
+def rows(job):
+    """The metrics of a run without what the clock decides; a step that was taken again by its
+    last row."""
+    kept = {}
+    for row in read_metrics(job.out / METRICS_FILE):
+        timed = ("timing/", "rollouts/")
+        kept[row["step"]] = {k: v for k, v in row.items() if not k.startswith(timed)}
+    return kept
+
+
+def digest(job, version=LAST):
+    found = saved.path_for(job.out / "checkpoints", version)
+    return saved.verify(found)["weights sha256"]
+
+
+@pytest.fixture(scope="module")
+def whole(megatron_rank_pool, tmp_path_factory):
+    """A run in which nothing fails."""
+    job, ended = run(job_for(tmp_path_factory.mktemp("async") / "whole"), megatron_rank_pool)
+    assert ended
+    return job
+
+
+def test_a_run_leaves_metrics_weights_and_a_timeline(whole):
+    found = rows(whole)
+    assert sorted(found) == list(range(LAST + 1))
+    assert "evaluation/reward" in found[0]
+    assert {step for step in found if "evaluation/reward" in found[step]} == {0, 3, LAST}
+    last = found[LAST]
+    assert last["train/staleness_max"] == 1.0
+    assert last["train/correction/ratio"] == pytest.approx(1.0, abs=0.2)
+    assert last["train/loss"] != found[LAST - 1]["train/loss"]
+    for name in ("model", "timeline.json", "timeline.png", "logs/rank-1.log", "tensorboard"):
+        assert (whole.out / name).exists(), name
+    counts = read_metrics(whole.out / METRICS_FILE)[-1]
+    assert counts["rollouts/trained"] == 4 * LAST
+    assert counts["rollouts/unaccounted"] == 0
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "microbatch 4 raise",
+        "microbatch 4 raise-inside",
+        "microbatch 5 raise-inside",
+        "finish 2 raise",
+        "logprobs 9 raise",
+        "microbatch 7 die",
+        "finish 3 die-inside",
+        "export_next 3 die",
+        "export_next 3 hang",
+        "save 1 raise",
+    ],
+)
+def test_a_rank_that_fails_changes_no_bit(plan, whole, megatron_rank_pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "FACTORY", "faulty_worker:make_worker")
+    job = job_for(tmp_path / "run")
+    (job.out / PLAN).write_text(plan)
+    run(job, megatron_rank_pool)
+    assert not (job.out / PLAN).exists(), "the fault was never injected"
+    assert digest(job) == digest(whole)
+    assert rows(job) == rows(whole)
+
+
+def test_a_step_that_fails_every_time_ends_the_run_with_an_error(
+    megatron_rank_pool, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ranks, "FACTORY", "faulty_worker:make_worker")
+    job = job_for(tmp_path / "run", "controller.step_attempts=1")
+    (job.out / PLAN).write_text("microbatch 4 raise")
+    with pytest.raises(StepFailed, match="microbatch fails on rank 1"):
+        run(job, megatron_rank_pool)
+    assert run(job_for(tmp_path / "run", resume=True), megatron_rank_pool)[1]
+
+
+@pytest.mark.parametrize(("sent", "code"), [("SIGKILL", -9), ("SIGTERM", 143)])
+def test_a_controller_that_is_stopped_is_continued_bit_for_bit(
+    sent, code, whole, megatron_rank_pool, tmp_path
+):
+    out = tmp_path / "run"
+    options = [part for text in SMALL for part in ("--set", text)]
+    command = [sys.executable, "-m", "megatron_idempotent", "train", "--async", "--quiet"]
+    process = subprocess.Popen(
+        [*command, *options, "--out", str(out), "--set", "controller.drain_s=60"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while len(read_metrics(out / METRICS_FILE)) < 4:
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(getattr(signal, sent))
+        told = process.communicate(timeout=120)[1]
+    finally:
+        process.kill()
+    assert process.returncode == code, told
+    if sent == "SIGTERM":
+        assert f"continue with --resume --out {out}" in told
+    done = saved.rollouts_of(saved.complete(out / "checkpoints")[-1])
+    assert 2 <= done < LAST, "the run was not stopped half-way"
+    job, ended = run(job_for(out, resume=True), megatron_rank_pool)
+    assert ended
+    assert digest(job) == digest(whole)
+    assert rows(job) == rows(whole)
+
+
+def test_a_run_of_the_other_mode_is_not_continued(whole):
+    from megatron_idempotent.trainer.errors import CheckpointError
+
+    with pytest.raises(CheckpointError, match=r"run\.mode = 'async', now it is 'sync'"):
+        job_for(whole.out, "run.mode=sync", resume=True)
