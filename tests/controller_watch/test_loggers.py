@@ -151,6 +151,21 @@ def test_a_resumed_metrics_file_forgets_what_came_behind_the_checkpoint(tmp_path
     assert read_metrics(path)[-1]["loss"] == 0.9
 
 
+def test_steps_that_were_taken_again_count_once_by_their_last_row(tmp_path):
+    logger = JsonlLogger(tmp_path / "metrics.jsonl")
+    for step, reward in [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3), (2, 0.7), (3, 0.8), (4, 0.9)]:
+        logger.log({"reward": reward}, step=step)
+    logger.close()
+    found = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["reward"]) for row in found] == [
+        (0, 0.0),
+        (1, 0.1),
+        (2, 0.7),
+        (3, 0.8),
+        (4, 0.9),
+    ]
+
+
 def test_a_run_that_begins_anew_keeps_no_row_of_the_one_before(tmp_path):
     for reward in (0.1, 0.2):
         logger = JsonlLogger(tmp_path / "metrics.jsonl")

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("transformers")  # comes with the extra `trainer`
 
+from async_cases import LAST, SMALL, digest, job_for
 from faulty_worker import PLAN
 
 from megatron_idempotent.controller import StepFailed
@@ -20,8 +21,8 @@ from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
 from megatron_idempotent.engine.source import locate
 from megatron_idempotent.trainer import saved
 from megatron_idempotent.trainer.job import data_path
-from megatron_idempotent.trainer.output import prepare
-from megatron_idempotent.trainer.settings import ASYNC_FILE, load_config
+from megatron_idempotent.trainer.main import main
+from megatron_idempotent.trainer.settings import load_config
 from megatron_idempotent.trainer.stream import ranks
 from megatron_idempotent.trainer.stream.run import run_controller
 from megatron_idempotent.trainer.task.prompts import read_prompts
@@ -31,27 +32,6 @@ pytestmark = pytest.mark.skipif(
     reason="this release's wheel does not carry megatron.training",
 )
 
-LAST = 6
-SMALL = (
-    f"run.rollouts={LAST}",
-    "run.checkpoint_every=2",
-    "model.hidden=32",
-    "model.ffn=32",
-    "rollout.prompts=4",
-    "rollout.group_size=6",
-    "evaluation.prompts=9",
-    "evaluation.every=3",
-    "controller.sampler=in_order",
-    "controller.max_staleness=1",
-    "controller.groups_per_call=2",
-    "controller.call_timeout_s=8",
-)
-
-
-def job_for(out, *overrides, resume=False):
-    config = load_config(ASYNC_FILE, [*SMALL, f"run.out={out}", *overrides])
-    return prepare(config, resume=resume, quiet=True)
-
 
 def run(job, pool):
     ended = run_controller(job, read_prompts(data_path(job.config)), pool=pool)
@@ -59,18 +39,12 @@ def run(job, pool):
 
 
 def rows(job):
-    """The metrics of a run without what the clock decides; a step that was taken again by its
-    last row."""
-    kept = {}
-    for row in read_metrics(job.out / METRICS_FILE):
-        timed = ("timing/", "rollouts/")
-        kept[row["step"]] = {k: v for k, v in row.items() if not k.startswith(timed)}
-    return kept
-
-
-def digest(job, version=LAST):
-    found = saved.path_for(job.out / "checkpoints", version)
-    return saved.verify(found)["weights sha256"]
+    """The metrics of a run without what the clock decides."""
+    timed = ("timing/", "rollouts/")
+    return {
+        row["step"]: {k: v for k, v in row.items() if not k.startswith(timed)}
+        for row in read_metrics(job.out / METRICS_FILE)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +139,38 @@ def test_a_controller_that_is_stopped_is_continued_bit_for_bit(
     assert ended
     assert digest(job) == digest(whole)
     assert rows(job) == rows(whole)
+
+
+def test_ranks_of_torchrun_give_the_same_weights(whole, tmp_path):
+    out = tmp_path / "run"
+    options = [part for text in SMALL for part in ("--set", text)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--max-restarts=1", "-m", "megatron_idempotent", "train", "--async", "--quiet"]
+    done = subprocess.run(
+        [*command, *options, "--out", str(out)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    config = load_config(out / "config.toml")
+    assert (config.controller.cluster, config.run.ranks) == ("torchrun", 2)
+    found = saved.path_for(out / "checkpoints", LAST)
+    assert saved.verify(found)["weights sha256"] == digest(whole)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--out", "runs/a"], "run.mode is 'sync'"), (["--async"], "run.out is empty")],
+)
+def test_a_torchrun_that_cannot_work_is_told_so(arguments, said, monkeypatch, capsys):
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("MEGATRON_IDEMPOTENT_TORCHRUN_RANKS", raising=False)
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_of_the_other_mode_is_not_continued(whole):

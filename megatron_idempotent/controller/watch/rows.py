@@ -14,13 +14,17 @@ METRICS_FILE = "metrics.jsonl"
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file, oldest first; none where there is no file.
 
-    A last line that was cut off by the end of its process is left out.
+    A last line that was cut off by the end of its process is left out, and so are rows of steps
+    that were taken again, behind ranks that were lost.
     """
     if not path.exists():
         return []
-    rows = []
+    rows: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
-        rows.append(json.loads(line))
+        row = json.loads(line)
+        while rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
+        rows.append(row)
     return rows
 
 

@@ -1,0 +1,33 @@
+"""A small asynchronous run whose weights do not depend on time."""
+
+from __future__ import annotations
+
+from megatron_idempotent.trainer import saved
+from megatron_idempotent.trainer.output import prepare
+from megatron_idempotent.trainer.settings import ASYNC_FILE, load_config
+
+LAST = 6
+SMALL = (
+    f"run.rollouts={LAST}",
+    "run.checkpoint_every=2",
+    "model.hidden=32",
+    "model.ffn=32",
+    "rollout.prompts=4",
+    "rollout.group_size=6",
+    "evaluation.prompts=9",
+    "evaluation.every=3",
+    "controller.sampler=in_order",
+    "controller.max_staleness=1",
+    "controller.groups_per_call=2",
+    "controller.call_timeout_s=8",
+)
+
+
+def job_for(out, *overrides, resume=False):
+    config = load_config(ASYNC_FILE, [*SMALL, f"run.out={out}", *overrides])
+    return prepare(config, resume=resume, quiet=True)
+
+
+def digest(job, version=LAST):
+    found = saved.path_for(job.out / "checkpoints", version)
+    return saved.verify(found)["weights sha256"]
