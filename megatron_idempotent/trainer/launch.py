@@ -39,9 +39,10 @@ def check(config: Config, prompts: PromptSet) -> None:
     without a tokenizer, `ConfigError` where answers do not fit into a response.
     """
     if config.run.mode == "async":
-        from megatron_idempotent.trainer.stream.settings import make_settings
+        from megatron_idempotent.trainer.stream.settings import check_loggers, make_settings
 
         make_settings(config)
+        check_loggers(config)
     tokenizer = make_tokenizer(config, prompts)
     longest = config.rollout.max_response_tokens
     check_answers_fit(prompts, tokenizer.encode_answer, max_response_tokens=longest)

@@ -41,6 +41,23 @@ def test_asking_for_help_imports_neither_torch_nor_megatron():
         (["--set", "task.reward=nowhere:f"], "No module named 'nowhere'"),
         (["--set", "task.reward=json:f"], "json has no function 'f'"),
         (["--resume"], "runs: no run to resume"),
+        (["--async", "--set", "controller.loggers=nothing"], "controller.loggers: "),
+        (
+            ["--async", "--set", "controller.sampler=none"],
+            "sampler is 'none'; allowed: first_ready",
+        ),
+        (["--async", "--set", "controller.capacity=5"], "capacity is 5; allowed: 96 or more"),
+        (["--async", "--set", "controller.stall_s=9"], "stall_s is 9 and a group may take 900 s"),
+        (
+            [
+                "--async",
+                "--set",
+                "controller.sampler=strict",
+                "--set",
+                "optimizer.steps_per_rollout=2",
+            ],
+            "the last one's groups are 1 versions old",
+        ),
     ],
 )
 def test_a_mistake_is_told_in_one_line_before_anything_is_written(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from megatron_idempotent.controller import (
@@ -10,6 +11,7 @@ from megatron_idempotent.controller import (
     SettingsError,
     load_sampler,
 )
+from megatron_idempotent.controller.watch.backends import logger_factories
 from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.errors import ConfigError
 
@@ -60,6 +62,20 @@ def make_settings(config: Config) -> ControllerSettings:
     except SettingsError as error:
         raise ConfigError(f"[controller]: {error}") from error
     return settings
+
+
+def logger_names(config: Config) -> list[str]:
+    """The loggers of the run beside its table."""
+    more = config.controller.loggers.split(",")
+    return ["jsonl", "tensorboard", *(name.strip() for name in more if name.strip())]
+
+
+def check_loggers(config: Config) -> None:
+    """Errors: `ConfigError` for a logger that does not exist, or is not installed."""
+    try:
+        logger_factories(logger_names(config), Path(config.run.out))
+    except SettingsError as error:
+        raise ConfigError(f"controller.loggers: {error}") from error
 
 
 def last_version(config: Config) -> int:

@@ -14,6 +14,7 @@ from megatron_idempotent.controller.watch.table import LiveTable
 from megatron_idempotent.controller.watch.timeline import Timeline
 from megatron_idempotent.trainer import saved
 from megatron_idempotent.trainer.job import Job
+from megatron_idempotent.trainer.stream.settings import logger_names
 
 TRACE_FILE = "timeline.json"
 
@@ -24,8 +25,7 @@ def make_loggers(job: Job, table: LiveTable | None) -> Loggers:
     Errors: `SettingsError` for a logger that there is none of.
     """
     first = saved.rollouts_of(job.resume_from) if job.resume_from is not None else 0
-    names = ["jsonl", "tensorboard"]
-    names += [name.strip() for name in job.config.controller.loggers.split(",") if name.strip()]
+    names = logger_names(job.config)
     made: list[Logger | Callable[[], Logger]] = [
         *logger_factories(names, job.out, first_step=first)
     ]
