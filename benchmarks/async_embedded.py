@@ -15,9 +15,10 @@ import argparse
 import asyncio
 import dataclasses
 import json
-import multiprocessing
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -30,7 +31,7 @@ from megatron_idempotent.controller import (
     RolloutGroup,
     WindowedSampler,
 )
-from megatron_idempotent.controller.ping import PingServer, ask
+from megatron_idempotent.controller.ping import PingServer
 from megatron_idempotent.rollout.local import TransformersEngine
 from megatron_idempotent.trainer.job import INITIAL, Job, data_path
 from megatron_idempotent.trainer.rollout.requests import RequestMaker
@@ -142,7 +143,7 @@ async def measure(tokens: int, steps: int, rounds: int, folder: Path) -> dict[st
             both = controller(fleet)
             await both.run(1)
             async with PingServer(both.ping, folder / "ping.sock"):
-                asking = _Asking(folder / "ping.sock")
+                asking = await asyncio.to_thread(_Asking, folder / "ping.sock")
                 started = time.perf_counter()
                 await both.run(1 + steps)
                 seconds["both"].append(time.perf_counter() - started)
@@ -159,34 +160,39 @@ async def measure(tokens: int, steps: int, rounds: int, folder: Path) -> dict[st
     return found
 
 
+_ASK = """
+import json, select, sys, time
+from pathlib import Path
+from megatron_idempotent.controller.ping import ask
+
+taken = []
+print("ready", flush=True)
+while not select.select([sys.stdin], [], [], 0.02)[0]:
+    started = time.perf_counter()
+    ask(Path(sys.argv[1]), 10.0)
+    taken.append(time.perf_counter() - started)
+print(json.dumps(taken))
+"""
+
+
 class _Asking:
     """A process that pings until it is told to stop."""
 
     def __init__(self, path: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_ask, args=(path, theirs), daemon=True)
-        self._process.start()
+        command = [sys.executable, "-c", _ASK, str(path)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
 
     def stop(self) -> list[float]:
         """Seconds of each ping."""
-        self._ours.send("stop")
-        found: list[float] = self._ours.recv()
-        self._process.join()
+        found: list[float] = json.loads(self._process.communicate("stop\n")[0])
         return found
 
 
-def _ask(path: Path, connection: Any) -> None:
-    taken = []
-    while not connection.poll(0.02):
-        started = time.perf_counter()
-        ask(path, 10.0)
-        taken.append(time.perf_counter() - started)
-    connection.send(taken)
-
-
-def _settings(tokens: int, folder: Path) -> list[str]:
-    """One rank, and a task whose answers are as long as responses may be."""
+def write_task(tokens: int, folder: Path) -> Path:
+    """A task whose answers are as long as responses may be."""
     rng = random.Random(0)
     rows = []
     for number in range(200):
@@ -195,14 +201,18 @@ def _settings(tokens: int, folder: Path) -> list[str]:
         rows.append({"prompt": f"say {answer}", "answer": answer, "split": split})
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return data
+
+
+def _settings(tokens: int, folder: Path) -> list[str]:
+    """One rank."""
     return [
-        f"task.data={data}",
+        f"task.data={write_task(tokens, folder)}",
         "run.ranks=1",
         f"rollout.max_response_tokens={tokens}",
         "rollout.prompts=8",
         "rollout.group_size=8",
         "controller.groups_per_call=2",
-        "controller.drop_tied=false",
     ]
 
 

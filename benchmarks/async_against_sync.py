@@ -1,0 +1,91 @@
+"""The asynchronous trainer against the synchronous one on the same cores, at the same samples.
+
+    python -m benchmarks.async_against_sync [--steps 24] [--tokens 8,32,96] [--json]
+
+Sync: two ranks, each of which samples and then trains, so that both cores do either. Async: one
+rank trains on one core while an engine samples on the other, and two ranks with an engine beside
+them. Response tokens trained per second, set-up and the first steps aside; ratios to sync. There is
+no long tail here and no switch between two programs, which is what asynchronous training is for, so
+this is the case in which it can only lose: by how much, the ratio says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.async_embedded import write_task
+
+SIDES = {
+    "sync, 2 ranks": ["--ranks", "2", "--set", "rollout.prompts=16"],
+    "async, 1 rank + engine": ["--async", "--ranks", "1"],
+    "async, 2 ranks + engine": ["--async", "--ranks", "2"],
+}
+SKIPPED = 4
+
+
+def speed(arguments: list[str], tokens: int, steps: int, folder: Path) -> float:
+    """Response tokens trained per second."""
+    data = write_task(tokens, folder)
+    out = folder / f"run-{len(list(folder.iterdir()))}"
+    settings = {
+        "task.data": data,
+        "run.rollouts": steps,
+        "run.checkpoint_every": 0,
+        "rollout.prompts": 16,
+        "rollout.group_size": 8,
+        "rollout.max_response_tokens": tokens,
+        "optimizer.steps_per_rollout": 1,
+        "optimizer.microbatches_per_step": 2,
+        "optimizer.chunks_per_step": 1,
+        "controller.groups_per_call": 8,
+        "controller.order": "oldest",
+        "evaluation.every": 0,
+        "evaluation.prompts": 1,
+        "loss.old_logprobs": "recomputed",
+        "loss.kl_coefficient": 0.01,
+    }
+    options = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+    command = [sys.executable, "-m", "megatron_idempotent", "train", "--quiet"]
+    subprocess.run(
+        [*command, *arguments, *options, "--out", str(out)],
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+    )
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["step"] > SKIPPED]
+    seconds = sum(row["timing/train/total_s"] for row in rows)
+    return float(sum(row["train/response_tokens"] for row in rows) / seconds)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--tokens", default="8,32,96", help="longest responses")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found: dict[int, dict[str, float]] = {}
+    for tokens in (int(each) for each in options.tokens.split(",")):
+        with tempfile.TemporaryDirectory() as name:
+            found[tokens] = {
+                side: speed(arguments, tokens, options.steps, Path(name))
+                for side, arguments in SIDES.items()
+            }
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return
+    first = next(iter(SIDES))
+    print(f"tokens  {first} (tokens/s)  " + "  ".join(f"{side} ÷ sync" for side in SIDES))
+    for tokens, row in found.items():
+        ratios = "  ".join(f"{row[side] / row[first]:6.2f}" for side in SIDES)
+        print(f"{tokens:6d}  {row[first]:10.0f}  {ratios}")
+
+
+if __name__ == "__main__":
+    main()
