@@ -3,8 +3,8 @@
     python -m benchmarks.async_simulated [--steps 60] [--groups 1000,10000,100000]
                                          [--only overlap] [--json]
 
-The real controller, pool and weight sync; engines and trainer take virtual time (`docs/async.md`
-says how). Sections, each of ratios within one run:
+The real controller, pool and weight sync; engines and trainer take virtual time
+(`docs/simulator.md` says how). Sections, each of ratios within one run:
 
 - overlap: max(generation, training + pauses) ÷ measured with long-tailed responses, the tokens
   that each sampler throws away, and the staleness that it trains.

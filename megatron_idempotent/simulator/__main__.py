@@ -17,7 +17,7 @@ SHIPPED = Path(__file__).with_name("scenarios")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate, and print what was found; 2 for a scenario that cannot be read."""
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_idempotent.simulator",
+        prog="megatron-idempotent simulate",
         description="Run the asynchronous controller on a virtual clock.",
     )
     shipped = ", ".join(sorted(each.stem for each in SHIPPED.glob("*.toml")))

@@ -36,6 +36,11 @@ class Config:
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
+        if self.run.mode == "sync" and self.controller.cluster != "embedded":
+            raise ConfigError(
+                f"controller.cluster is {self.controller.cluster!r} and run.mode is 'sync'; "
+                "allowed: run.mode = 'async', which --async is short for"
+            )
         if self.rollout.prompts % self.run.ranks:
             raise ConfigError(
                 f"rollout.prompts is {self.rollout.prompts}; allowed: a multiple of run.ranks, "

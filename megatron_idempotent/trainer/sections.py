@@ -26,11 +26,13 @@ class RunConfig:
     out: str = setting("")
     """Output directory: logs, curves, checkpoints; empty for the next free `runs/train-NNN`."""
     checkpoint_every: int = setting(25, low=0)
-    """Rollouts between two checkpoints; 0 writes none at all, not even the last."""
+    """Rollouts between two checkpoints; 0 writes none at all, not even the last, unless an
+    asynchronous run is told to stop."""
     keep_checkpoints: int = setting(2, low=1)
     """Complete checkpoints that stay on disk; older ones are removed."""
     timeout_s: float = setting(3600.0, above=0)
-    """Deadline of the whole run, in seconds; past it all ranks are ended."""
+    """Deadline of the whole run, in seconds; past it all ranks are ended. An asynchronous run has
+    the limits in `[controller]` instead."""
 
     def __post_init__(self) -> None:
         check_section(self, "run")

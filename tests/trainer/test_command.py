@@ -41,6 +41,7 @@ def test_asking_for_help_imports_neither_torch_nor_megatron():
         (["--set", "task.reward=nowhere:f"], "No module named 'nowhere'"),
         (["--set", "task.reward=json:f"], "json has no function 'f'"),
         (["--resume"], "runs: no run to resume"),
+        (["--cluster", "ray"], "controller.cluster is 'ray' and run.mode is 'sync'"),
         (["--async", "--set", "controller.loggers=nothing"], "controller.loggers: "),
         (
             ["--async", "--set", "controller.sampler=none"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 from megatron_idempotent.cpu import RankPool
@@ -12,8 +13,8 @@ FACTORY = "megatron_idempotent.trainer.stream.worker:make_worker"
 
 
 def worker_spec(job: Job) -> WorkerSpec:
-    """What every rank makes."""
-    return WorkerSpec(factory=FACTORY, argument=job)
+    """What every rank makes. Ranks may run in other folders, so paths are absolute."""
+    return WorkerSpec(factory=FACTORY, argument=dataclasses.replace(job, out=job.out.absolute()))
 
 
 def make_ranks(job: Job, *, pool: RankPool | None = None) -> RankGroup:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from megatron_idempotent.controller import Controller, Fleet
-from megatron_idempotent.controller.ping import SOCKET_FILE, PingServer
+from megatron_idempotent.controller.ping import SOCKET_FILE, PingError, PingServer
 from megatron_idempotent.controller.watch.table import LiveTable, keep_showing, make_table
 from megatron_idempotent.controller.watch.timeline import Timeline
 from megatron_idempotent.cpu import RankPool
@@ -58,14 +58,16 @@ async def _run(job: Job, prompts: PromptSet, pool: RankPool | None) -> bool:
         stack.push_async_callback(ranks.close)
         await ranks.start()
         timeline = (
-            Timeline(tracks=("train", "rollouts")) if job.config.controller.timeline else None
+            Timeline(tracks=("train", "weights", "rollouts"))
+            if job.config.controller.timeline
+            else None
         )
         last = last_version(job.config)
         table = None if job.quiet else make_table(sys.stderr, until=last)
         controller = await _controller(job, prompts, ranks, timeline, table, stack)
         if timeline is not None:
             stack.push_async_callback(save_timeline, timeline, job.out)
-        await stack.enter_async_context(PingServer(controller.ping, job.out / SOCKET_FILE))
+        await _answer_pings(controller, job, stack)
         if job.resume_from is not None:
             await controller.resume()
         if table is not None:
@@ -136,6 +138,14 @@ async def _controller(
             last=last_version(config),
         ),
     )
+
+
+async def _answer_pings(controller: Controller, job: Job, stack: AsyncExitStack) -> None:
+    try:
+        server = PingServer(controller.ping, job.out / SOCKET_FILE)
+        await stack.enter_async_context(server)
+    except PingError as error:
+        print(f"no ping: {error}", file=sys.stderr)  # the file system may have no sockets
 
 
 @contextlib.contextmanager

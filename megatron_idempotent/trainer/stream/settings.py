@@ -14,6 +14,7 @@ from megatron_idempotent.controller import (
 from megatron_idempotent.controller.watch.backends import logger_factories
 from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.errors import ConfigError
+from megatron_idempotent.trainer.task.reward import import_from_here
 
 
 def make_sampler(config: Config) -> Sampler:
@@ -23,6 +24,7 @@ def make_sampler(config: Config) -> Sampler:
         "windowed": {"max_staleness": controller.max_staleness, "order": controller.order},
         "in_order": {"lookahead": controller.max_staleness},
     }
+    import_from_here()
     try:
         return load_sampler(controller.sampler, **options.get(controller.sampler, {}))
     except SettingsError as error:

@@ -22,19 +22,13 @@ _RANKS = "MEGATRON_IDEMPOTENT_TORCHRUN_RANKS"
 def serve_rank(config_file: Path, overrides: Sequence[str], argv: Sequence[str]) -> int:
     """Be a rank until the run ends; returns the controller's exit code.
 
-    Errors: `ConfigError` without an output directory, which the ranks and the controller share, or
-    for a run that is not asynchronous.
+    Errors: `ConfigError` without an output directory, which the ranks and the controller share.
     """
     from megatron_idempotent.trainer.stream.ranks import worker_spec
     from megatron_idempotent.workers import run_rank
 
     os.environ[_RANKS] = os.environ["WORLD_SIZE"]
     config = load_config(config_file, [*overrides, *torchrun_overrides()])
-    if config.run.mode != "async":
-        raise ConfigError(
-            "run.mode is 'sync', and torchrun was used; allowed: 'async', which --async is short "
-            "for, or the command without torchrun"
-        )
     if not config.run.out:
         raise ConfigError("run.out is empty, and torchrun was used; name a directory with --out")
     job = Job(config=config, out=Path(config.run.out))

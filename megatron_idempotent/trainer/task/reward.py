@@ -33,6 +33,12 @@ def position_reward(response: str, answer: str, *, finished: bool) -> float:
     return (right + ended) / (max(len(given), len(wanted)) + 1)
 
 
+def import_from_here() -> None:
+    """Let modules in the current directory be imported: a console script does not look there."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+
+
 def load_reward(path: str) -> Reward:
     """The function at `"package.module:name"`; modules in the current directory count.
 
@@ -41,8 +47,7 @@ def load_reward(path: str) -> Reward:
     module_name, colon, name = path.partition(":")
     if not colon:
         raise ConfigError(f"task.reward is {path!r}; write it as package.module:function")
-    if str(Path.cwd()) not in sys.path:  # a console script does not look there
-        sys.path.insert(0, str(Path.cwd()))
+    import_from_here()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
