@@ -60,6 +60,9 @@ def test_a_run_leaves_metrics_weights_and_a_timeline(whole):
     assert sorted(found) == list(range(LAST + 1))
     assert "evaluation/reward" in found[0]
     assert {step for step in found if "evaluation/reward" in found[step]} == {0, 3, LAST}
+    # No update lies between sampling and the first step: only rounding differs, row by row.
+    assert found[1]["train/correction/kl"] < 1e-9
+    assert found[1]["train/correction/largest_ratio"] == pytest.approx(1.0, abs=1e-4)
     last = found[LAST]
     assert last["train/staleness_max"] == 1.0
     assert last["train/correction/ratio"] == pytest.approx(1.0, abs=0.2)
@@ -94,6 +97,15 @@ def test_a_rank_that_fails_changes_no_bit(plan, whole, megatron_rank_pool, tmp_p
     assert not (job.out / PLAN).exists(), "the fault was never injected"
     assert digest(job) == digest(whole)
     assert rows(job) == rows(whole)
+
+
+def test_ranks_that_get_no_row_of_a_group_take_part(megatron_rank_pool, tmp_path):
+    few = ("run.ranks=3", "rollout.prompts=3", "rollout.group_size=2", "run.rollouts=2")
+    job = job_for(tmp_path / "run", *few, "controller.groups_per_call=1")
+    assert run(job, megatron_rank_pool)[1]
+    last = rows(job)[2]
+    assert last["train/optimizer_steps"] == 1.0
+    assert last["train/grad_norm"] > 0
 
 
 def test_a_step_that_fails_every_time_ends_the_run_with_an_error(

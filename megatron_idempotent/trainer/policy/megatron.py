@@ -142,6 +142,8 @@ class MegatronPolicy:
         Of the weights as they are, or of those that the run began with.
         """
         with self.weights() as module:
+            if not len(batch):  # attention refuses to be of nothing
+                return torch.empty_like(batch.old_logprobs_BT)
             if which == "policy":
                 return self._logprobs(module, batch)
 

@@ -63,4 +63,6 @@ class RankPolicy:
 
 
 def _shares(batch: Batch, ranks: int) -> list[Batch]:
-    return [batch.rows(torch.arange(rank, len(batch), ranks)) for rank in range(ranks)]
+    # Some may get no row: a batch of one group, of which samples failed, on many ranks.
+    places = torch.arange(len(batch))
+    return [batch.rows(places[rank::ranks]) for rank in range(ranks)]

@@ -1,0 +1,156 @@
+"""Parts of the asynchronous trainer, each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("tokenizers")
+
+import torch
+
+from megatron_idempotent.controller import RolloutGroup
+from megatron_idempotent.rollout import Sample
+from megatron_idempotent.trainer.policy.batch import Batch
+from megatron_idempotent.trainer.settings import ASYNC_FILE, load_config
+from megatron_idempotent.trainer.stream.policy import RankPolicy
+from megatron_idempotent.trainer.stream.prompts import PromptStream
+from megatron_idempotent.trainer.stream.recipe import GrpoRecipe
+from megatron_idempotent.trainer.stream.score import Evaluation, Scorer
+from megatron_idempotent.trainer.stream.settings import last_version, make_settings
+from megatron_idempotent.trainer.task.prompts import Prompt, rollout_prompts
+from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
+
+PROMPTS = [Prompt(row=row, text=f"say {a}", answer=a, split="train") for row, a in enumerate("abc")]
+
+
+class Ranks:
+    """Three ranks that return what they were given."""
+
+    size = 3
+
+    async def call(self, method, *args, per_rank=None, timeout_s=None):
+        self.given = per_rank
+        return [part.old_logprobs_BT * 10 for part in per_rank]
+
+
+def batch_of(rows):
+    values_BT = torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, 4).contiguous()
+    return Batch(
+        tokens_BT=values_BT.long(),
+        targets_BT=values_BT.long(),
+        old_logprobs_BT=values_BT,
+        advantages_B=values_BT[:, 0],
+        loss_mask_BT=torch.ones(rows, 4),
+    )
+
+
+@pytest.mark.parametrize("rows", [7, 2, 1])
+def test_rows_go_to_ranks_in_turns_and_log_probs_come_back_in_their_places(rows):
+    ranks = Ranks()
+    found_BT = asyncio.run(RankPolicy(ranks, timeout_s=1.0).logprobs(batch_of(rows), "policy"))
+    assert [part.tokens_BT[:, 0].tolist() for part in ranks.given] == [
+        list(range(rank, rows, 3)) for rank in range(3)
+    ]
+    assert torch.equal(found_BT, batch_of(rows).old_logprobs_BT * 10)
+
+
+def test_the_stream_of_prompts_is_that_of_the_rollouts_and_counts_epochs():
+    stream = PromptStream(PROMPTS, seed=5)
+    rollouts = [p for i in range(4) for p in rollout_prompts(PROMPTS, index=i, count=2, seed=5)]
+    assert [stream.prompt(place) for place in range(8)] == rollouts
+    assert [stream.epoch(place) for place in range(8)] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert {stream.prompt(place).row for place in range(3, 6)} == {0, 1, 2}
+
+
+def group_of(rewards, versions=(3, 3)):
+    samples = tuple(
+        Sample(
+            request_id=str(number),
+            tokens=(5, 1),
+            logprobs=(-0.5, -0.25),
+            versions=versions,
+            finish_reason="stop",
+        )
+        for number in range(len(rewards))
+    )
+    return RolloutGroup(id=7, prompt=PROMPTS[0], samples=samples, rewards=rewards)
+
+
+def recipe(*overrides):
+    config = load_config(ASYNC_FILE, overrides)
+    return GrpoRecipe(config, TextTokenizer.of_words(PROMPTS), positions=6)
+
+
+def test_groups_without_a_spread_of_rewards_are_left_out_where_that_is_asked_for():
+    assert recipe().rejects(group_of((1.0, 1.0))) == ""
+    asked = recipe("controller.drop_tied=true")
+    assert asked.rejects(group_of((1.0, 1.0))) == "tied"
+    assert asked.rejects(group_of((1.0, 0.5))) == ""
+
+
+def test_a_batch_has_the_proximal_log_probs_and_weights_for_older_samples():
+    made = recipe("loss.correction=truncate", "loss.correction_high=2.0")
+    groups = [group_of((1.0, 0.0), versions=(2, 3))]
+    inputs = made.inputs(groups)
+    proximal_BT = inputs.old_logprobs_BT + torch.tensor([0.5, 5.0])[:, None]
+    batch = made.batch(groups, inputs, {"policy": proximal_BT, "reference": proximal_BT - 1})
+    response_BT = inputs.loss_mask_BT > 0
+    assert torch.equal(batch.old_logprobs_BT, proximal_BT)
+    assert torch.equal(batch.reference_logprobs_BT, proximal_BT - 1)
+    weights = [row[mask].tolist() for row, mask in zip(batch.weights_BT, response_BT, strict=True)]
+    assert weights == [[pytest.approx(1.6487213)] * 2, [2.0, 2.0]]
+    assert batch.advantages_B.tolist() == pytest.approx([1.0, -1.0], abs=1e-3)
+    found = made.metrics(groups, 3)
+    assert found["correction/truncated"] == 0.5
+    assert found["correction/largest_ratio"] == pytest.approx(148.41316)
+    assert found["mixed_version_fraction"] == 1.0
+    assert found["reward"] == 0.5
+    assert "correction/ratio" not in made.metrics(groups, 3)  # told once
+
+
+def test_evaluation_is_due_at_both_ends_and_now_and_then():
+    every = Evaluation(None, None, None, [], every=4, last=10)
+    assert [version for version in range(12) if every.due(version)] == [0, 4, 8, 10]
+    ends = Evaluation(None, None, None, [], every=0, last=10)
+    assert [version for version in range(12) if ends.due(version)] == [0, 10]
+    assert asyncio.run(ends(3)) == {}
+
+
+def test_a_verifier_sees_the_words_of_each_response_and_whether_it_ended():
+    seen = []
+
+    def reward(text, answer, *, finished):
+        seen.append((text, answer, finished))
+        return 1
+
+    tokenizer = TextTokenizer.of_words(PROMPTS)
+    tokens = tokenizer.encode_answer("a")
+    samples = [
+        Sample(
+            request_id="",
+            tokens=each,
+            logprobs=(0.0,) * len(each),
+            versions=(0,) * len(each),
+            finish_reason=reason,
+        )
+        for each, reason in ((tokens, "stop"), (tokens[:1], "length"))
+    ]
+    assert asyncio.run(Scorer(reward, tokenizer)(0, PROMPTS[0], samples)) == [1.0, 1.0]
+    assert seen == [("a", "a", True), ("a", "a", False)]
+
+
+def test_settings_of_the_controller_are_those_of_the_configuration():
+    config = load_config(ASYNC_FILE)
+    settings = make_settings(config)
+    assert (settings.target_groups, settings.group_size) == (32, 8)
+    assert (settings.minibatches, settings.logprobs, last_version(config)) == (1, "both", 600)
+    for overrides, asked in [
+        (["loss.kl_coefficient=0"], "policy"),
+        (["loss.old_logprobs=behaviour", "loss.correction=none"], "reference"),
+        (["loss.kl_reference=old"], "policy"),
+    ]:
+        assert make_settings(load_config(ASYNC_FILE, overrides)).logprobs == asked
+    two = make_settings(load_config(ASYNC_FILE, ["optimizer.steps_per_rollout=2"]))
+    assert (two.minibatches, two.groups_per_step) == (2, 16)
