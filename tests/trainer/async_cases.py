@@ -20,6 +20,9 @@ SMALL = (
     "controller.max_staleness=1",
     "controller.groups_per_call=2",
     "controller.call_timeout_s=8",
+    "loss.old_logprobs=recomputed",
+    "loss.correction=truncate",
+    "loss.correction_high=2.0",
 )
 
 

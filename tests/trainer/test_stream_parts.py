@@ -91,7 +91,8 @@ def test_groups_without_a_spread_of_rewards_are_left_out_where_that_is_asked_for
 
 
 def test_a_batch_has_the_proximal_log_probs_and_weights_for_older_samples():
-    made = recipe("loss.correction=truncate", "loss.correction_high=2.0")
+    truncate = ("loss.old_logprobs=recomputed", "loss.correction=truncate")
+    made = recipe(*truncate, "loss.correction_high=2.0")
     groups = [group_of((1.0, 0.0), versions=(2, 3))]
     inputs = made.inputs(groups)
     proximal_BT = inputs.old_logprobs_BT + torch.tensor([0.5, 5.0])[:, None]
@@ -145,11 +146,13 @@ def test_settings_of_the_controller_are_those_of_the_configuration():
     config = load_config(ASYNC_FILE)
     settings = make_settings(config)
     assert (settings.target_groups, settings.group_size) == (32, 8)
-    assert (settings.minibatches, settings.logprobs, last_version(config)) == (1, "both", 600)
+    assert (settings.minibatches, settings.logprobs, last_version(config)) == (1, "reference", 600)
+    recomputed = "loss.old_logprobs=recomputed"
     for overrides, asked in [
-        (["loss.kl_coefficient=0"], "policy"),
-        (["loss.old_logprobs=behaviour", "loss.correction=none"], "reference"),
-        (["loss.kl_reference=old"], "policy"),
+        ([recomputed], "both"),
+        ([recomputed, "loss.kl_coefficient=0"], "policy"),
+        ([recomputed, "loss.kl_reference=old"], "policy"),
+        (["loss.kl_coefficient=0"], "none"),
     ]:
         assert make_settings(load_config(ASYNC_FILE, overrides)).logprobs == asked
     two = make_settings(load_config(ASYNC_FILE, ["optimizer.steps_per_rollout=2"]))
