@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .controller import Controller, Evaluate
+    from .controller import Controller
     from .data_plane import MemoryPlane
     from .errors import (
         ControllerError,
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Stalled,
         StepFailed,
     )
+    from .evaluation import Evaluate
     from .fleet import Fleet
     from .protocol import (
         DataPlane,
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
     from .settings import ControllerSettings
 
 _HOMES = {
-    "controller": ("Controller", "Evaluate"),
+    "controller": ("Controller",),
+    "evaluation": ("Evaluate",),
     "data_plane": ("MemoryPlane",),
     "errors": (
         "ControllerError",

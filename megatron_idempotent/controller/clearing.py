@@ -33,6 +33,10 @@ class Clearing:
         else:
             self._owed.difference_update(ids)
 
+    def owe(self, group_id: int) -> None:
+        """A group that may be in the data plane, and that nobody will ask for."""
+        self._owed.add(group_id)
+
     def renewed(self, group_id: int) -> None:
         """A group of that id is put again, behind a restore: it must not be cleared any more."""
         self._owed.discard(group_id)

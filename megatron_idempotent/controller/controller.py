@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from megatron_idempotent.workers.errors import RanksLost
 
+from .checkpoints import Checkpoints
 from .clearing import Clearing
 from .data_plane import MemoryPlane
 from .errors import ControllerError
+from .evaluation import Evaluate, evaluated
 from .intake import Intake
 from .measure import Measure, TimelineLike
 from .one_step import OneStep
@@ -20,17 +21,14 @@ from .protocol import DataPlane, Generator, Logger, Policy, Prompts, Recipe, Sam
 from .records import Status
 from .reporting import Reporting
 from .rollout_pump import RolloutPump
-from .saved_state import capture, forget, put_back
 from .settings import ControllerSettings
 from .shared import Shared
 from .status import status_of
 from .train_pump import TrainPump
+from .uncancelled import to_its_end
 from .watchers import look_for_engines, watchdog
 
 _log = logging.getLogger(__name__)
-
-Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
-"""Called with each version that engines were given, and with 0; metrics, or none."""
 
 
 class Controller:
@@ -86,10 +84,12 @@ class Controller:
         self._policy = policy
         self._generator = generator
         self._plane = plane if plane is not None else MemoryPlane()
-        self._store = store
         self._evaluate = evaluate
         self._reporting = Reporting(shared, recipe, loggers)
         self._clearing = clearing = Clearing(shared, self._plane)
+        self._checkpoints = Checkpoints(
+            shared, clearing, self._plane, prompts, self._reporting, store
+        )
         self._rollouts = RolloutPump(shared, prompts, generator, recipe, self._plane, clearing)
         intake = Intake(shared, clearing, lambda: self._training.republish())
         self._training = TrainPump(
@@ -99,14 +99,12 @@ class Controller:
             generator,
             report=self._reporting.step,
             before_stamp=self._at_version,
-            behind_stamp=self._save_if_due,
+            behind_stamp=self._behind_version,
             due=self._due,
             run_name=uuid.uuid4().hex[:8],
         )
-        self._captured: Mapping[str, Any] | None = None
         self._train_task: asyncio.Task[None] | None = None
         self._ended: asyncio.Event | None = None
-        self._until = 0
 
     async def run(self, until: int) -> Status:
         """Train until that version, counted from the run's very beginning; returns where it stands.
@@ -114,33 +112,24 @@ class Controller:
         May be called again, with a later version: the weights are those of one longer run where the
         sampler is deterministic. Returns early once it is drained, or out of prompts.
         Errors: `ControllerError` and what a policy, recipe or store raised; all rollouts are
-            cancelled then, to be asked for again, and the policy's open step is undone.
+            cancelled then, to be asked for again, and the policy's open step is undone. So they are
+            where its task is cancelled; either way it may be called again.
         """
-        shared = self._shared
+        shared, checkpoints = self._shared, self._checkpoints
         if shared.state in ("running", "draining"):
             raise ControllerError("run() was called while it runs; wait for it to return")
         shared.state = "running"
-        self._until = until
+        checkpoints.until = until
         shared.exhausted = False
         self._ended = ended = asyncio.Event()
         shared.progressed()
         self._reporting.begin()
-        restarts = 0
         try:
-            # A run that stands there already starts no groups, which it would only cancel.
-            while not shared.published or shared.trainer_version < until:
-                steps = shared.train_steps
-                try:
-                    await self._pump(until)
-                    break
-                except RanksLost as error:
-                    restarts = 1 if shared.train_steps > steps else restarts + 1
-                    if self._store is None or restarts > shared.settings.restarts:
-                        raise
-                    _log.error("policy ranks are lost (restart %d): %s", restarts, error)
-                    await self._restore()
-            if shared.draining:
-                await self._save(await capture(shared, self._plane))
+            await self._train(until)
+            if checkpoints.due_early:
+                await checkpoints.capture()
+                await checkpoints.save()
+            await self._clearing.clear([])  # what could not be cleared earlier
         finally:
             shared.state = "ended"
             ended.set()
@@ -148,8 +137,7 @@ class Controller:
 
     async def resume(self) -> int:
         """Before `run`: go on from the newest checkpoint; returns the version, 0 without one."""
-        assert self._store is not None, "resume() needs a store"
-        await self._restore(starting=True)
+        await self._checkpoints.restore(starting=True)
         return self._shared.trainer_version
 
     async def ping(self) -> Status:
@@ -160,16 +148,38 @@ class Controller:
         """Have `run` return soon: start no more groups, finish the open step or undo it, and write
         a checkpoint. Returns when `run` has."""
         shared = self._shared
-        if shared.state != "running" or self._ended is None:
+        if shared.state not in ("running", "draining") or self._ended is None:
             return
-        shared.state = "draining"
-        shared.tell()
         training = self._train_task
-        if training is not None:
-            await asyncio.wait([training], timeout=shared.settings.drain_s)
-            # Behind its limit: undone by the step itself, with its groups in the buffer again.
-            training.cancel()
+        if shared.state == "running":
+            shared.state = "draining"
+            shared.tell()
+            if training is not None:
+                await asyncio.wait([training], timeout=shared.settings.drain_s)
+                # Behind its limit: undone by the step itself, with its groups in the buffer again.
+                training.cancel()
         await self._ended.wait()
+
+    async def _train(self, until: int) -> None:
+        """Pump until that version, again from the newest checkpoint where ranks are lost."""
+        shared, checkpoints = self._shared, self._checkpoints
+        restarts, steps = 0, shared.train_steps
+        while True:
+            try:
+                if checkpoints.unrestored:
+                    await checkpoints.restore()
+                # A run that stands there already starts no groups, which it would only cancel.
+                there = shared.current and shared.trainer_version >= until
+                if not (there or shared.draining):
+                    await self._pump(until)
+                return
+            except RanksLost as error:
+                checkpoints.unrestored = checkpoints.store is not None
+                restarts = 1 if shared.train_steps > steps else restarts + 1
+                steps = shared.train_steps
+                if checkpoints.store is None or restarts > shared.settings.restarts:
+                    raise
+                _log.error("policy ranks are lost (restart %d): %s", restarts, error)
 
     async def _pump(self, until: int) -> None:
         """All pumps, until the train pump is done or one of them raises."""
@@ -188,74 +198,48 @@ class Controller:
                 await self._rollouts.finish(shared.settings.drain_s)
         finally:
             self._train_task = None
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            await self._rollouts.stop()
+            stopping = asyncio.ensure_future(self._stop(tasks))
+            cancelled = await to_its_end(stopping)
+            results = stopping.result()
+            if any(isinstance(each, RanksLost) for each in results):
+                # Told here too: whoever cancels the run does not get to see it.
+                self._checkpoints.unrestored = self._checkpoints.store is not None
+        if cancelled:
+            raise asyncio.CancelledError
         errors = [e for e in results if isinstance(e, Exception)]
         # Of several, what the ranks' loss brought about is not the cause.
         for error in sorted(errors, key=lambda each: not isinstance(each, RanksLost)):
             raise error
+
+    async def _stop(self, tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        await self._rollouts.stop()
+        return results
 
     async def _at_version(self, version: int) -> Mapping[str, float]:
         """Engines have the version, and nothing has been started with it."""
         shared = self._shared
         metrics: Mapping[str, float] = {}
         if self._evaluate is not None:
-            with self._measure.phase("evaluation", version=version):
-                shared.doing = "evaluation"
-                metrics = await self._evaluate(version)
-                shared.progressed()
+            metrics = await evaluated(shared, self._evaluate, version)
         if version == 0:
             # No step has made it, so it has no other row.
             if metrics:
                 self._reporting.log(metrics, step=0)
             self._reporting.begin()
             return {}
-        if self._checkpoint_due(version):
-            self._captured = await capture(shared, self._plane)
+        if self._checkpoints.due(version):
+            await self._checkpoints.capture()
         return metrics
+
+    async def _behind_version(self, version: int) -> Mapping[str, float]:
+        """Groups are being started with the version, and the weights are still those of it."""
+        await self._checkpoints.save()
+        return {}
 
     def _due(self, version: int) -> bool:
         """Whether a version is evaluated, or written to a checkpoint."""
         evaluated = getattr(self._evaluate, "due", lambda _: self._evaluate is not None)
-        return self._checkpoint_due(version) or bool(evaluated(version))
-
-    def _checkpoint_due(self, version: int) -> bool:
-        settings = self._shared.settings
-        outer, every = version // settings.minibatches, settings.checkpoint_every
-        if self._store is None or not every or not outer:
-            return False
-        return outer % every == 0 or version >= self._until
-
-    async def _save_if_due(self, version: int) -> Mapping[str, float]:
-        if self._captured is not None:
-            await self._save(self._captured)
-        return {}
-
-    async def _save(self, state: Mapping[str, Any]) -> None:
-        self._captured = None
-        if self._store is None:
-            return
-        with self._measure.phase("checkpoint", version=state["trainer_version"]):
-            self._shared.doing = "checkpoint"
-            await self._store.save(state["trainer_version"], state)
-            self._shared.progressed()
-
-    async def _restore(self, *, starting: bool = False) -> None:
-        """Ranks, buffer and place in the prompts as in the newest checkpoint."""
-        assert self._store is not None
-        shared = self._shared
-        with self._measure.phase("restore"):
-            shared.doing = "restore"
-            self._captured = None
-            state = await self._store.restore()
-            await self._clearing.clear([held.id for held in shared.buffer.ready])
-            forget(shared)
-            if state is not None:
-                for group_id in await put_back(shared, self._plane, self._prompts, state):
-                    self._clearing.renewed(group_id)
-            if not starting:
-                shared.retries["restore"] += 1
-            self._reporting.begin()
-            shared.progressed()
+        return self._checkpoints.due(version) or bool(evaluated(version))

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_idempotent.rollout import EngineError, EnginePool, Request, RolloutEngine, Sample
-from megatron_idempotent.sync import SyncFailed, SyncSettings, WeightSync
+from megatron_idempotent.sync import SyncFailed, SyncReport, SyncSettings, WeightSync
+from megatron_idempotent.sync.settle import ask
 from megatron_idempotent.weights import WeightSource
 
 from .errors import EnginesLost, PoisonedPrompt
@@ -58,7 +59,8 @@ class Fleet:
         self._changed_only = changed_only
         self._sample_attempts = sample_attempts
         self._fewest_samples = fewest_samples
-        self._sync = WeightSync(engines, settings=settings)
+        self._settings = settings or SyncSettings()
+        self._sync = WeightSync(engines, settings=self._settings)
         # Engines that get no requests, by name, and why; a new mapping whenever it changes.
         self.quarantined: Mapping[str, str] = {}
         self._pool = EnginePool(engines, sync=self)
@@ -122,9 +124,11 @@ class Fleet:
                 self._source, self._engine_version, changed_only=self._changed_only
             )
         except SyncFailed as error:
+            self._count_from(error.report)
             raise EnginesLost(str(error)) from error
         finally:
             self.quarantined = self._sync.quarantined
+        self._count_from(report)
         # Those that serve older weights too, as one that does not is there: a sampler that wants
         # the newest would wait for ever.
         self.quarantined = {
@@ -142,12 +146,19 @@ class Fleet:
             "engines_quarantined": float(len(report.named("quarantined"))),
         }
 
+    def _count_from(self, report: SyncReport) -> None:
+        """One that was not there at first may have served another run, with higher versions."""
+        served = [found.version or 0 for found in report.engines.values()]
+        self._engine_version = max(self._engine_version, *served)
+
     async def recover(self) -> bool:
         """See `Generator.recover`."""
         if self._pool.usable:
             return False
-        healths = await self._sync.recover()
-        return any(health.status != "DEAD" for health in healths.values())
+        # Asked, and not resumed: a publish may be under way that has paused them.
+        settings = self._settings
+        healths = await asyncio.gather(*(ask(each, settings) for each in self._engines.values()))
+        return any(health.status != "DEAD" for health in healths)
 
     async def close(self) -> None:
         """Close all engines."""

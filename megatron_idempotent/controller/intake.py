@@ -27,7 +27,7 @@ class Intake:
     def __init__(
         self, shared: Shared, clearing: Clearing, republish: Callable[[], Awaitable[None]]
     ) -> None:
-        """`republish` brings engines back that were all lost."""
+        """`republish` brings engines back that were all lost, or raises why it cannot."""
         self._shared = shared
         self._clearing = clearing
         self._republish = republish
@@ -47,7 +47,7 @@ class Intake:
                     shared.doing = "waiting for groups"
                     if shared.draining:
                         raise Drained
-                    if shared.engines_back:
+                    if shared.engines_back or shared.publish_failed:
                         await self._republish()
                     elif self._nothing_to_come():
                         raise OutOfPrompts

@@ -14,6 +14,7 @@ from .intake import Intake
 from .protocol import DataPlane, LogprobsOf, Policy, Recipe
 from .records import Held, RolloutGroup, StepOutcome
 from .shared import Shared
+from .uncancelled import to_its_end
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +62,10 @@ class OneStep:
         shared = self._shared
         last: BaseException | None = None
         try:
-            for attempt in range(shared.settings.step_attempts):
+            failures = 0
+            for attempt in itertools.count():
+                if failures == shared.settings.step_attempts:
+                    break
                 step_id = f"{name}/{attempt}"
                 try:
                     return await self._attempt(step_id)
@@ -72,6 +76,8 @@ class OneStep:
                     if not self._may_try_again(step_id, error):
                         raise
                     last = error
+                    # A group that is lost says nothing of the others, and cannot be lost twice.
+                    failures += not isinstance(error, _Vanished)
             raise StepFailed(
                 f"step {name} failed {shared.settings.step_attempts} times with the same "
                 f"{len(self._ids())} groups, and was undone each time: {last!r}"
@@ -135,13 +141,10 @@ class OneStep:
 
     def _give_up(self, group_id: int) -> None:
         """A group that the data plane has lost: another takes its place."""
-        shared = self._shared
-        shared.buffer.give_back([group_id])
-        shared.buffer.drop(group_id, "filtered", "lost")
-        shared.dropped["lost"] += 1
+        self._shared.buffer.give_back([group_id])
+        self._shared.lose(group_id)
         self._held = [[held for held in together if held.id != group_id] for together in self._held]
         self._held = [together for together in self._held if together]
-        shared.tell()
 
     def _ids(self) -> list[int]:
         return [held.id for held_together in self._held for held in held_together]
@@ -149,15 +152,15 @@ class OneStep:
     async def _finish(self, step_id: str) -> StepOutcome:
         """An update is made or not: whoever is cancelled meanwhile hears of it behind its end."""
         finishing = asyncio.ensure_future(self._finish_once(step_id))
-        try:
-            return await asyncio.shield(finishing)
-        except asyncio.CancelledError:
-            await asyncio.wait([finishing], timeout=self._shared.settings.abort_s)
-            if not finishing.done():
-                finishing.cancel()
-                raise RanksLost(f"step {step_id} was cut off in an update that hangs") from None
-            self.interrupted = True
-            return finishing.result()
+        cancelled = await to_its_end(finishing, self._shared.settings.abort_s)
+        if not finishing.done():
+            finishing.cancel()
+            raise RanksLost(f"step {step_id} was cut off in an update that hangs")
+        error = finishing.exception()
+        if cancelled and error is not None and not isinstance(error, RanksLost):
+            raise asyncio.CancelledError from error
+        self.interrupted = cancelled
+        return finishing.result()
 
     async def _finish_once(self, step_id: str) -> StepOutcome:
         try:
@@ -183,11 +186,15 @@ class OneStep:
         """Abort whatever was begun; ranks that cannot even do that are lost."""
         limit_s = self._shared.settings.abort_s
         self._shared.doing = "abort"
+        aborting = asyncio.ensure_future(asyncio.wait_for(self._policy.abort(step_id), limit_s))
+        cancelled = await to_its_end(aborting)
         try:
-            await asyncio.wait_for(self._policy.abort(step_id), limit_s)
+            aborting.result()
         except RanksLost:
             raise
         except asyncio.TimeoutError as error:
             raise RanksLost(f"step {step_id} is not undone in {limit_s:g} s") from error
         except Exception as error:
             raise RanksLost(f"step {step_id} could not be undone: {error!r}") from error
+        if cancelled:
+            raise asyncio.CancelledError

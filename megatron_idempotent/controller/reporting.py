@@ -49,6 +49,7 @@ class Reporting:
                 "timing/train/tokens_per_s": outcome.tokens / total_s if total_s else 0.0,
                 **idle_metrics(phases, total_s, generation=generation),
                 **counts_metrics(shared.buffer.counts, shared.dropped, shared.retries),
+                **{f"sync/{name}": value for name, value in shared.sync_metrics.items()},
                 **extra,
             },
             step=version,

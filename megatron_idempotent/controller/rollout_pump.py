@@ -57,7 +57,9 @@ class RolloutPump:
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
-        again = sorted(tasks.keys() & set(self._shared.buffer.generating_ids))
+        # One whose task raised, which ends a run, is among them too.
+        self._error = None
+        again = self._shared.buffer.generating_ids
         for group_id in again:
             self._shared.buffer.rollback(group_id)
         self._shared.unfinished = sorted({*self._shared.unfinished, *again})
@@ -138,6 +140,9 @@ class RolloutPump:
         for attempt in range(settings.group_attempts):
             try:
                 await self._plane.put(group)
+            except asyncio.CancelledError:
+                self._clearing.owe(group.id)  # it may have been carried out
+                raise
             except Exception as error:  # noqa: BLE001 (a store of others; the group is still here)
                 last = error
                 self._shared.retries["put"] += 1

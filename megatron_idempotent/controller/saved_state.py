@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 from megatron_idempotent.rollout.records import Sample
 
@@ -17,6 +17,8 @@ from .shared import Shared
 
 _FORMAT = 1
 
+_T = TypeVar("_T")
+
 
 async def capture(shared: Shared, plane: DataPlane) -> dict[str, Any]:
     """What a resumed run needs, as JSON.
@@ -24,18 +26,24 @@ async def capture(shared: Shared, plane: DataPlane) -> dict[str, Any]:
     Log-probs are written as Python writes floats, so they come back bit for bit. Prompts are not
     written: they are functions of their place.
     """
-    state = {
-        "format": _FORMAT,
-        "trainer_version": shared.trainer_version,
-        "next_prompt": shared.next_prompt,
-        "sampler": shared.sampler.name,
-        "max_staleness": shared.sampler.max_staleness,
-        "groups_per_step": shared.settings.groups_per_step,
-        "buffer": shared.buffer.state(),
-    }
-    held = [each["id"] for each in state["buffer"]["ready"]]  # type: ignore[index]
-    state["groups"] = [_as_json(await plane.get(group_id)) for group_id in held]
-    return state
+    while True:
+        # The numbers first, and at once: groups become complete while others are read.
+        state = {
+            "format": _FORMAT,
+            "trainer_version": shared.trainer_version,
+            "next_prompt": shared.next_prompt,
+            "sampler": shared.sampler.name,
+            "max_staleness": shared.sampler.max_staleness,
+            "groups_per_step": shared.settings.groups_per_step,
+            "buffer": shared.buffer.state(),
+        }
+        held = [each["id"] for each in state["buffer"]["ready"]]  # type: ignore[index]
+        found = [await _get(shared, plane, group_id) for group_id in held]
+        if None not in found:
+            return {**state, "groups": [_as_json(group) for group in found if group is not None]}
+        for group_id, group in zip(held, found, strict=True):
+            if group is None:
+                shared.lose(group_id)
 
 
 async def put_back(
@@ -71,15 +79,30 @@ async def put_back(
 
 async def _put(shared: Shared, plane: DataPlane, group: RolloutGroup) -> None:
     """Putting again is no harm where the group is there already. Errors: those of the last try."""
-    settings = shared.settings
-    for attempt in range(settings.group_attempts):
+    await _tried(shared, "put", lambda: plane.put(group))
+
+
+async def _get(shared: Shared, plane: DataPlane, group_id: int) -> RolloutGroup | None:
+    """The group; None where the data plane has lost it. Errors: those of the last try."""
+    try:
+        return await _tried(shared, "get", lambda: plane.get(group_id))
+    except KeyError:
+        return None
+
+
+async def _tried(shared: Shared, what: str, call: Callable[[], Awaitable[_T]]) -> _T:
+    settings, attempt = shared.settings, 0
+    while True:
         try:
-            return await plane.put(group)
+            return await call()
+        except KeyError:
+            raise
         except Exception:
-            shared.retries["put"] += 1
-            if attempt + 1 == settings.group_attempts:
+            shared.retries[what] += 1
+            attempt += 1
+            if attempt == settings.group_attempts:
                 raise
-            await asyncio.sleep(settings.retry_wait_s * 2**attempt)
+        await asyncio.sleep(settings.retry_wait_s * 2 ** (attempt - 1))
 
 
 def forget(shared: Shared) -> None:
@@ -87,7 +110,8 @@ def forget(shared: Shared) -> None:
     shared.buffer = GroupBuffer(shared.capacity)
     shared.trainer_version = shared.rollout_version = shared.next_prompt = 0
     shared.unfinished = []
-    shared.exhausted = shared.published = shared.permitted = shared.engines_back = False
+    shared.published = -1
+    shared.exhausted = shared.permitted = shared.engines_back = shared.publish_failed = False
 
 
 def _as_json(group: RolloutGroup) -> dict[str, Any]:

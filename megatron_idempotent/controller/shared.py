@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 from typing import Literal
 
 from .buffer import GroupBuffer
@@ -29,14 +30,16 @@ class Shared:
         self.trainer_version = 0
         self.rollout_version = 0
         self.train_steps = 0
-        self.published = False
-        """Whether engines have weights of this run."""
+        self.published = -1
+        """The version that engines were given last; -1 for none of this run."""
         self.permitted = False
         """Whether groups may be started with them."""
         self.next_prompt = 0
         self.unfinished: list[int] = []
         """Prompts that were being answered when a checkpoint was written, ascending."""
         self.exhausted = False
+        self.publish_failed = False
+        """Whether a publish beside a step has failed: who waits for its groups waits in vain."""
         self.engines_back = False
         """Whether an engine answers again after all were lost; it needs the weights."""
         self.step_groups = 0
@@ -45,6 +48,8 @@ class Shared:
         """Groups that could not be generated, by reason."""
         self.retries: Counter[str] = Counter()
         self.idle_since = 0.0
+        self.sync_metrics: Mapping[str, float] = {}
+        """Of the last publish."""
         self.inflight: InflightClock | None = None
         """How many groups are being generated, added up over time."""
         self._waiting: list[asyncio.Future[None]] = []
@@ -55,6 +60,12 @@ class Shared:
         if self.inflight is not None:
             self.inflight.now(self.measure.now(), generating)
         self.measure.count("generating groups", generating)
+
+    def lose(self, group_id: int) -> None:
+        """Give up a ready group that the data plane has lost: another takes its place."""
+        self.buffer.drop(group_id, "filtered", "lost")
+        self.dropped["lost"] += 1
+        self.tell()
 
     def progressed(self) -> None:
         """Something that a run is made of was done: tell all who wait, and the watchdog."""
@@ -74,6 +85,13 @@ class Shared:
         waiter = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         await waiter
+
+    @property
+    def current(self) -> bool:
+        """Whether engines were given the weights of the newest outer step."""
+        return self.published >= self.trainer_version - (
+            self.trainer_version % self.settings.minibatches
+        )
 
     @property
     def draining(self) -> bool:

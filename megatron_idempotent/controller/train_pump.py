@@ -15,6 +15,7 @@ from .one_step import OneStep
 from .protocol import Generator
 from .records import RolloutGroup, StepOutcome
 from .shared import Shared
+from .uncancelled import to_its_end
 
 _log = logging.getLogger(__name__)
 
@@ -62,12 +63,11 @@ class TrainPump:
         self._publishing: asyncio.Task[None] | None = None
         step.before_finish = self.settled
         self._begun = 0
-        self._published = 0
 
     async def run(self, until: int) -> None:
         """Steps until that version, or until the run is drained, or prompts have run out."""
         shared = self._shared
-        if not shared.published:
+        if not shared.current:
             shared.doing = f"publishing version {shared.trainer_version}"
             await self.publish()
             if shared.trainer_version == 0:
@@ -81,9 +81,13 @@ class TrainPump:
                 except (Drained, OutOfPrompts):
                     break
                 extra: Mapping[str, float] = {}
-                if shared.trainer_version % shared.settings.minibatches == 0:
-                    extra = await self._hand_over(last=shared.trainer_version >= until)
-                self._report(groups, outcome, extra)
+                try:
+                    await self._clear(groups)
+                    if shared.trainer_version % shared.settings.minibatches == 0:
+                        extra = await self._hand_over(last=shared.trainer_version >= until)
+                finally:
+                    # Whatever comes between: the update is made, and has its row.
+                    self._report(groups, outcome, extra)
             await self.settled()
         finally:
             await self._stop_publishing()
@@ -118,20 +122,31 @@ class TrainPump:
         return {**metrics, **await self._behind_stamp(shared.trainer_version)}
 
     async def republish(self) -> None:
-        """For engines that were all lost and answer again, in the middle of a step."""
+        """For engines that were all lost and answer again, in the middle of a step.
+
+        Errors: those of a publish, that of one which has failed since among them.
+        """
         await self.settled()
-        await self.publish()
-        self._stamp()
+        if self._shared.engines_back:
+            await self.publish()
+            self._stamp()
 
     async def _publish_and_stamp(self) -> None:
-        await self.publish()
+        try:
+            await self.publish()
+        except Exception:
+            self._shared.publish_failed = True
+            self._shared.tell()
+            raise
         self._stamp()
 
     async def _stop_publishing(self) -> None:
         publishing, self._publishing = self._publishing, None
         if publishing is not None:
             publishing.cancel()
-            await asyncio.gather(publishing, return_exceptions=True)
+            ended = asyncio.gather(publishing, return_exceptions=True)
+            if await to_its_end(ended):
+                raise asyncio.CancelledError
 
     async def publish(self) -> None:
         """Bring the weights to the engines; while none takes them, try again.
@@ -140,12 +155,12 @@ class TrainPump:
         """
         shared = self._shared
         version = shared.trainer_version
-        shared.engines_back = False
+        shared.publish_failed = False
         failures = 0
         with shared.measure.phase("sync_weights", track="weights", version=version):
             while True:
                 try:
-                    await self._generator.publish(version)
+                    shared.sync_metrics = await self._generator.publish(version)
                     break
                 except RanksLost:
                     raise
@@ -160,14 +175,14 @@ class TrainPump:
                         ) from error
                     _log.warning("version %d is not published: %r", version, error)
                     await asyncio.sleep(shared.settings.look_again_s)
-        shared.published = True
-        self._published = version
+        shared.engines_back = False
+        shared.published = version
         shared.measure.mark("train", f"version {version}")
         shared.progressed()
 
     def _stamp(self) -> None:
         """From here on groups are started with the weights that were published last."""
-        self._shared.rollout_version = self._published
+        self._shared.rollout_version = self._shared.published
         self._shared.permitted = True
         self._shared.progressed()
 
@@ -177,9 +192,13 @@ class TrainPump:
         groups, outcome = await self._step.take(
             f"{self._run_name}/{shared.trainer_version}/{self._begun}"
         )
-        # Before the clearing, which may fail: the update is made, and its groups are counted.
+        # Before all else, which may fail: the update is made, and its groups are counted.
         shared.trainer_version += 1
         shared.train_steps += 1
+        return groups, outcome
+
+    async def _clear(self, groups: Sequence[RolloutGroup]) -> None:
+        shared = self._shared
         with shared.measure.phase("clear_samples"):
             shared.doing = "clear"
             await self._clearing.clear([group.id for group in groups])
@@ -187,7 +206,6 @@ class TrainPump:
         if self._step.interrupted:
             self._step.interrupted = False
             raise asyncio.CancelledError
-        return groups, outcome
 
     async def _all_generated(self) -> None:
         """Wait until every group that may be started with these weights is complete."""

@@ -19,12 +19,14 @@ async def watchdog(shared: Shared) -> None:
     """
     limit_s = shared.settings.stall_s
     while True:
-        idle_s = shared.measure.now() - shared.idle_since
-        if idle_s >= limit_s:
+        # The moment itself: what is left of a sum of differences may be too little for any clock.
+        now, until = shared.measure.now(), shared.idle_since + limit_s
+        if now >= until:
+            idle_s = now - shared.idle_since
             raise Stalled(
                 f"no progress in {idle_s:.0f} s (stall_s is {limit_s:g}): {where(shared)}"
             )
-        await asyncio.sleep(limit_s - idle_s)
+        await asyncio.sleep(until - now)
 
 
 def where(shared: Shared) -> str:

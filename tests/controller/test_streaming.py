@@ -181,6 +181,7 @@ def test_metrics_are_logged_once_per_version_with_the_names_of_phases():
         assert f"timing/train/{phase}_s" in last
     assert last["timing/train/policy_training_s"] == pytest.approx(0.8)  # begin, two, finish
     assert last["rollouts/unaccounted"] == 0
+    assert last["sync/pause_s"] == 0.25
 
 
 def test_ping_answers_while_a_step_trains():
@@ -238,3 +239,32 @@ def test_a_checkpoint_goes_on_where_it_was_written():
     second.run(5)
     assert first.policy.steps + second.policy.steps == whole.policy.steps
     assert second.status.counts == whole.status.counts
+
+
+def test_prompts_that_have_run_out_are_all_trained_and_the_last_weights_published():
+    toy = Toy(sampler=FirstReadySampler(), capacity=20, prompts=6, groups=2)
+    toy.generator.publish_seconds = 5.0
+    toy.run(10)
+    assert sorted(toy.trained()) == list(range(6))
+    # The last two go out while the run finds that there are no more prompts.
+    assert [version for _, version in toy.kinds("publish")] == [0, 1, 2, 3]
+
+
+def test_prompts_that_were_being_answered_at_a_checkpoint_are_asked_again_behind_it():
+    store = ToyStore()
+    first = Toy(groups=3, store=store)
+
+    async def main():
+        running = asyncio.ensure_future(first.controller.run(9))
+        while (await first.controller.ping()).counts["generating"] < 4:
+            await asyncio.sleep(0.05)
+        await first.controller.drain()
+        await running
+
+    run_virtually(main())
+    asked = store.kept["buffer"]["unfinished"]
+    assert asked
+    second = Toy(groups=3, store=store)
+    run_virtually(second.controller.resume())
+    second.run(6)
+    assert [group_id for _, group_id in second.kinds("generate")][: len(asked)] == asked

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 import random
 from collections.abc import Mapping
@@ -17,7 +18,6 @@ from small_run import SMALL
 
 from megatron_idempotent.controller import (
     Controller,
-    EnginesLost,
     PublishFailed,
     Stalled,
     Status,
@@ -142,6 +142,8 @@ def _fault(chance: random.Random, engines: int) -> Fault:
     if target == "plane":
         call = chance.choice(["put", "get", "clear"])
         kind = chance.choice(["raises", "done, then raises"]) if call != "get" else "raises"
+        # A checkpoint that cannot read its groups, as often as it tries, ends the run as it should.
+        times = min(times, 2) if call == "get" else times
         return Fault(target="plane", kind=kind, call=call, at_s=at_s, times=times)
     if target == "prompt":
         kind = chance.choice(["poisoned", "fails", "hangs"])
@@ -204,7 +206,7 @@ class Teller:
         self.simulation = Simulation(story.scenario)
         self.rows = _Rows(self.simulation)
         self.ends: list[str] = []
-        self.dropped = 0
+        self.dropped = False
 
     async def run(self) -> None:
         simulation, scenario = self.simulation, self.story.scenario
@@ -291,6 +293,9 @@ class Teller:
                 assert not isinstance(cause, BrokenRule), cause
                 assert "BrokenRule" not in str(cause), cause
                 cause = cause.__cause__
+            faults = self.story.scenario.faults
+            hangs = any((each.target, each.kind) == ("policy", "hangs") for each in faults)
+            assert hangs or not isinstance(error, Stalled), error
             self.ends.append(type(error).__name__)
         else:
             status = running.result()
@@ -344,6 +349,7 @@ class Teller:
             assert not left, left
         status = await controller.ping()
         self._check(status)
+        self.dropped |= bool(controller._shared.dropped)
         assert status.state == "ended"
         assert status.counts["generating"] == status.counts["leased"] == 0, status
         ready = {held.id for held in controller._shared.buffer.ready}
@@ -358,16 +364,13 @@ class Teller:
         trained = [i for update in updates for i in update.group_ids]
         assert len(set(trained)) == len(trained) == status.counts["trained"]
         rows = self.rows.rows
-        for (before, restored), (after, then) in zip(rows, rows[1:], strict=False):
+        for (before, restored), (after, then) in itertools.pairwise(rows):
             assert after == before + 1 or (after <= before + 1 and then > restored), rows
-        if scenario.sampler == "in_order" and not any(
-            fault.target == "prompt" for fault in scenario.faults
-        ):
+        if scenario.sampler == "in_order" and not self.dropped:
             wanted = (
                 i
                 for i in range(10**6)
-                if not scenario.filtered
-                or uniform(scenario.seed, _FLAT, i) >= scenario.filtered
+                if not scenario.filtered or uniform(scenario.seed, _FLAT, i) >= scenario.filtered
             )
             assert trained == [next(wanted) for _ in trained], (trained, status.counts)
 
@@ -381,6 +384,3 @@ class _Evaluation:
     async def __call__(self, version: int) -> Mapping[str, float]:
         await asyncio.sleep(self._seconds)
         return {"evaluation/reward": 0.5}
-
-
-__all__ = ["EnginesLost", "Leg", "Story", "some_story", "tell"]

@@ -6,6 +6,7 @@ import dataclasses
 import random
 
 import pytest
+from random_story import some_story, tell
 from small_run import SMALL, check
 
 from megatron_idempotent.simulator.faults import Fault
@@ -52,7 +53,7 @@ def some_faults(chance: random.Random) -> tuple[Fault, ...]:
     return tuple(found)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(15))
 def test_a_run_survives_whatever_goes_wrong(seed: int) -> None:
     chance = random.Random(seed)
     sampler = chance.choice(["windowed", "strict", "first_ready", "in_order"])
@@ -71,3 +72,19 @@ def test_a_run_survives_whatever_goes_wrong(seed: int) -> None:
         limit_s=2e4,
     )
     check(simulate(scenario), scenario)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_runs_that_are_cut_short_and_go_on_keep_what_holds_for_one_run(seed: int) -> None:
+    tell(some_story(random.Random(seed)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", range(1000, 6000, 100))
+def test_a_hundred_more_of_them(first: int) -> None:
+    for seed in range(first, first + 100):
+        try:
+            tell(some_story(random.Random(seed)))
+        except BaseException as error:
+            error.add_note(f"of the story with seed {seed}")
+            raise

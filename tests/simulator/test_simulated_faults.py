@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 from small_run import SMALL, check, run
 
+from megatron_idempotent.controller import EnginesLost, Fleet
 from megatron_idempotent.controller.errors import Stalled, StepFailed
-from megatron_idempotent.simulator.faults import Fault
+from megatron_idempotent.rollout import Request
+from megatron_idempotent.simulator.clock import run as run_virtually
+from megatron_idempotent.simulator.engine import SimulatedEngine
+from megatron_idempotent.simulator.faults import Fault, Faults
 from megatron_idempotent.simulator.run import Simulation, simulate
 from megatron_idempotent.simulator.scenario import Limits
+from megatron_idempotent.simulator.world import SimulatedWeights
 from megatron_idempotent.workers.errors import RanksLost
 
 
@@ -287,3 +292,56 @@ def test_everything_at_once() -> None:
     for seed in range(5):
         scenario = dataclasses.replace(SMALL, faults=faults, steps=40, seed=seed)
         check(simulate(scenario), scenario)
+
+
+def one_fleet(*engines: SimulatedEngine) -> Fleet:
+    async def score(*_: Any) -> list[float]:
+        return [0.0]
+
+    return Fleet(
+        engines,
+        source=SimulatedWeights(2, Faults(())),
+        requests=lambda group_id, prompt: [Request(id=f"{group_id}", prompt=(1,), max_tokens=9)],
+        score=score,
+    )
+
+
+def test_looking_for_engines_leaves_them_as_a_publish_has_them() -> None:
+    async def scenario() -> None:
+        engine = SimulatedEngine("engine-0")
+        fleet = one_fleet(engine)
+        await fleet.publish(0)
+        fleet.quarantined = {"engine-0": "behind"}
+        # As in the middle of a publish that is tried again.
+        await engine.pause()
+        assert await fleet.recover()
+        assert (await engine.health()).status == "PAUSED"
+        engine.die()
+        assert not await fleet.recover()
+
+    run_virtually(scenario())
+
+
+def test_an_engine_that_comes_with_a_higher_version_of_another_run_gets_the_weights() -> None:
+    async def scenario() -> None:
+        first, late = SimulatedEngine("engine-0"), SimulatedEngine("engine-1", version=70)
+        fleet = one_fleet(first, late)
+        late.die()
+        await fleet.publish(0)
+        late.come_back()
+        await fleet.publish(1)
+        metrics = await fleet.publish(2)
+        assert metrics["engines"] == 2
+        assert fleet.quarantined == {}
+        # And where it is the only one that is left.
+        alone = one_fleet(SimulatedEngine("engine-0"), SimulatedEngine("engine-1", version=70))
+        first, late = alone._engines.values()
+        late.die()
+        await alone.publish(0)
+        first.die()
+        late.come_back()
+        with pytest.raises(EnginesLost):
+            await alone.publish(1)
+        assert (await alone.publish(1))["engines"] == 1
+
+    run_virtually(scenario())
