@@ -41,9 +41,9 @@ class Generator(Protocol):
         """Bring the policy's weights to the engines, as the trainer's `version`.
 
         The policy's weights do not change meanwhile. Behind it every token is drawn with them, or
-        says which older ones it was drawn with. Returns metrics, such as `pause_s`, which
-        loggers get as `sync/…`. The same
-        version may be published again, and behind a restore a lower one.
+        says which older ones it was drawn with. The same version may be published again, and
+        behind a restore a lower one. Returns metrics, such as `pause_s`, which loggers get as
+        `sync/…`.
         Errors: `EnginesLost` where no engine took them.
         """
         ...
