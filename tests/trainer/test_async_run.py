@@ -40,7 +40,7 @@ def run(job, pool):
 
 def rows(job):
     """The metrics of a run without what the clock decides."""
-    timed = ("timing/", "rollouts/")
+    timed = ("timing/", "rollouts/", "sync/")
     return {
         row["step"]: {k: v for k, v in row.items() if not k.startswith(timed)}
         for row in read_metrics(job.out / METRICS_FILE)
