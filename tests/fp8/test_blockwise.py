@@ -99,8 +99,9 @@ def test_any_weight_is_quantized_once_and_the_same_in_any_slabs(data, scales):
     exponents = st.integers(-132, 126)
     torch.manual_seed(data.draw(st.integers(0, 99)))
     weight = torch.randn(experts, rows, columns) * 2.0 ** data.draw(exponents)
+    weight = weight.clamp(-3e38, 3e38)  # first: infinity times 0 is not a number
     weight[:, : rows // 2] *= data.draw(st.sampled_from([0.0, 1.0, 2.0**-9]))
-    weight = weight.bfloat16().clamp(-3e38, 3e38)
+    weight = weight.bfloat16()
     codes, scale_inv = quantize_blockwise(weight, scales=scales)
     small = quantize_blockwise(
         weight.transpose(1, 2).contiguous().transpose(1, 2),
