@@ -1,12 +1,13 @@
 """How much of generation and training an asynchronous run hides behind each other, on this machine.
 
-    python -m benchmarks.async_embedded [--steps 12] [--rounds 3] [--tokens 8,24,64] [--json]
+    python -m benchmarks.async_embedded [--steps 8] [--rounds 3] [--tokens 32]
+                                        [--slots 256,8,4] [--json]
 
-A real Megatron rank, a real engine and the real controller, each with a core to itself. In turns,
-on the same prompts: generation alone, training alone on groups that are there already (with the
-publishing of weights), and both in one run. Overlap efficiency = max(T_generate, T_train + T_pause)
-÷ T_both, from medians of the rounds. `ping` is asked meanwhile by another process, through the
-socket that a run listens on.
+A real Megatron rank, a real engine and the real controller. In turns, on the same prompts:
+generation alone, training alone on groups that are there already (with the publishing of weights),
+and both in one run. Overlap efficiency = max(T_generate, T_train + T_pause) ÷ T_both, from medians
+of the rounds. Fewer slots make generation the slower side. `ping` is asked meanwhile by another
+process, through the socket that a run listens on.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class Replay:
         return False
 
 
-async def measure(tokens: int, steps: int, rounds: int, folder: Path) -> dict[str, float]:
+async def measure(
+    tokens: int, slots: int, steps: int, rounds: int, folder: Path
+) -> dict[str, float]:
     """Seconds of each side, medians of the rounds."""
     config = load_config(ASYNC_FILE, [*_settings(tokens, folder), f"run.out={folder / 'run'}"])
     prompts = read_prompts(data_path(config))
@@ -90,7 +93,7 @@ async def measure(tokens: int, steps: int, rounds: int, folder: Path) -> dict[st
         return [rng.random() for _ in samples]
 
     fleet = Fleet(
-        [TransformersEngine(job.out / INITIAL, name="engine")],
+        [TransformersEngine(job.out / INITIAL, name="engine", max_running=slots)],
         source=RemoteWeights(ranks, asyncio.get_running_loop()),
         requests=lambda group, prompt: requests.make(
             prompt, stream=group, samples=config.rollout.group_size
@@ -219,23 +222,26 @@ def _settings(tokens: int, folder: Path) -> list[str]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", default="8,24,64", help="longest responses")
+    parser.add_argument("--tokens", type=int, default=32, help="longest responses")
+    parser.add_argument("--slots", default="256,8,4", help="requests that the engine runs at once")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     found = {}
-    for tokens in (int(each) for each in options.tokens.split(",")):
+    for slots in (int(each) for each in options.slots.split(",")):
         with tempfile.TemporaryDirectory() as name:
-            found[tokens] = asyncio.run(measure(tokens, options.steps, options.rounds, Path(name)))
+            found[slots] = asyncio.run(
+                measure(options.tokens, slots, options.steps, options.rounds, Path(name))
+            )
     if options.json:
         print(json.dumps(found, indent=1))
         return
     names = list(next(iter(found.values())))
-    print("tokens  " + "  ".join(names))
-    for tokens, row in found.items():
+    print(" slots  " + "  ".join(names))
+    for slots, row in found.items():
         cells = [f"{row[name]:{max(len(name), 5)}.3f}" for name in names]
-        print(f"{tokens:6d}  " + "  ".join(cells))
+        print(f"{slots:6d}  " + "  ".join(cells))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ pytest.importorskip("tokenizers")
 import torch
 
 from megatron_idempotent.controller import RolloutGroup
+from megatron_idempotent.controller.watch.rows import read_metrics
 from megatron_idempotent.rollout import Sample
+from megatron_idempotent.trainer.job import Job
 from megatron_idempotent.trainer.policy.batch import Batch
 from megatron_idempotent.trainer.settings import ASYNC_FILE, load_config
 from megatron_idempotent.trainer.stream.policy import RankPolicy
@@ -19,6 +21,7 @@ from megatron_idempotent.trainer.stream.prompts import PromptStream
 from megatron_idempotent.trainer.stream.recipe import GrpoRecipe
 from megatron_idempotent.trainer.stream.score import Evaluation, Scorer
 from megatron_idempotent.trainer.stream.settings import last_version, make_settings
+from megatron_idempotent.trainer.stream.watching import make_loggers
 from megatron_idempotent.trainer.task.prompts import Prompt, rollout_prompts
 from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 
@@ -157,3 +160,22 @@ def test_settings_of_the_controller_are_those_of_the_configuration():
         assert make_settings(load_config(ASYNC_FILE, overrides)).logprobs == asked
     two = make_settings(load_config(ASYNC_FILE, ["optimizer.steps_per_rollout=2"]))
     assert (two.minibatches, two.groups_per_step) == (2, 16)
+
+
+def test_the_live_table_is_one_of_the_loggers_and_hears_of_every_row(tmp_path):
+    class Table:
+        heard = ()
+
+        def log(self, metrics, *, step):
+            self.heard = (*self.heard, (step, metrics["train/reward"]))
+
+        def close(self):
+            pass
+
+    table = Table()
+    config = load_config(ASYNC_FILE, [f"run.out={tmp_path}"])
+    loggers = make_loggers(Job(config=config, out=tmp_path), table)
+    loggers.log({"train/reward": 0.5}, step=3)
+    loggers.close()
+    assert table.heard == ((3, 0.5),)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 3, "train/reward": 0.5}]

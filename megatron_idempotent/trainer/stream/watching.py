@@ -29,6 +29,8 @@ def make_loggers(job: Job, table: LiveTable | None) -> Loggers:
     made: list[Logger | Callable[[], Logger]] = [
         *logger_factories(names, job.out, first_step=first)
     ]
+    if table is not None:
+        made.append(table)
     return Loggers(made, threaded=True)
 
 

@@ -1,0 +1,118 @@
+"""What it costs to drive ranks in processes of their own, and to lose one.
+
+    python -m benchmarks.workers [--calls 2000] [--rounds 7] [--megabytes 64] [--json]
+
+Two embedded ranks and the controller's event loop: an empty call on both and back, a tensor from
+rank 0 and to both, and from SIGKILL on one rank to `RanksLost` with all ranks ended, and to fresh
+ranks behind that. Medians of one run; a bucket ÷ an empty call is what a weight sync is made of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from megatron_idempotent.workers import EmbeddedRanks, RanksLost, WorkerSpec
+
+RANKS = 2
+
+
+class Worker:
+    """Returns and takes what it is asked to."""
+
+    def __init__(self, megabytes: int) -> None:
+        import torch
+
+        self._tensor = torch.zeros(megabytes << 18)  # float32
+
+    def nothing(self) -> None:
+        """An empty call."""
+
+    def give(self) -> Any:
+        """The tensor, from rank 0."""
+        return self._tensor if os.environ["RANK"] == "0" else None
+
+    def take(self, tensor: Any) -> None:
+        """A tensor, on both."""
+
+    def process(self) -> int:
+        """Of this rank."""
+        return os.getpid()
+
+    def wait(self) -> None:
+        """Until somebody ends it."""
+        time.sleep(60)
+
+
+def make(megabytes: int) -> Worker:
+    """The factory."""
+    return Worker(megabytes)
+
+
+async def measure(calls: int, rounds: int, megabytes: int) -> dict[str, float]:
+    """Milliseconds."""
+    import torch
+
+    ranks = EmbeddedRanks(WorkerSpec(factory="benchmarks.workers:make", argument=megabytes), RANKS)
+    await ranks.start()
+    tensor = torch.zeros(megabytes << 18)
+    found = {
+        "empty call": await _median(calls, lambda: ranks.call("nothing")),
+        f"{megabytes} MB from rank 0": await _median(rounds, lambda: ranks.call("give")),
+        f"{megabytes} MB to both": await _median(rounds, lambda: ranks.call("take", tensor)),
+    }
+    lost, started = [], []
+    for _ in range(rounds):
+        victim = (await ranks.call("process"))[1]
+        waiting = asyncio.ensure_future(ranks.call("wait"))
+        await asyncio.sleep(0.05)
+        begun = time.perf_counter()
+        os.kill(victim, signal.SIGKILL)
+        with contextlib.suppress(RanksLost):
+            await waiting
+        lost.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        await ranks.start()
+        started.append(time.perf_counter() - begun)
+    await ranks.close()
+    found["killed rank to RanksLost"] = 1e3 * statistics.median(lost)
+    found["fresh ranks behind that"] = 1e3 * statistics.median(started)
+    return found
+
+
+async def _median(times: int, call: Callable[[], Awaitable[Any]]) -> float:
+    taken = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        await call()
+        taken.append(time.perf_counter() - begun)
+    return 1e3 * statistics.median(taken)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--megabytes", type=int, default=64)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = asyncio.run(measure(options.calls, options.rounds, options.megabytes))
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return
+    for name, milliseconds in found.items():
+        ratio = milliseconds / found["empty call"]
+        print(f"{name:26s} {milliseconds:9.2f} ms  {ratio:8.1f} empty calls")
+
+
+if __name__ == "__main__":
+    main()
