@@ -171,6 +171,13 @@ class GroupBuffer:
         return tuple(self._unfinished)
 
     @property
+    def next_owed(self) -> int | None:
+        """The lowest id that was rolled back, or is owed since a resume; None where none is."""
+        if len(self._unfinished) == self._in_state["generating"]:
+            return None
+        return next(each for each in self._unfinished if each not in self._states)
+
+    @property
     def ready(self) -> ReadyGroups:
         """The complete groups, for a sampler."""
         return self._ready

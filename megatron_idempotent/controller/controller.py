@@ -15,7 +15,7 @@ from .data_plane import MemoryPlane
 from .errors import ControllerError
 from .evaluation import Evaluate, evaluated
 from .intake import Intake
-from .measure import Measure, TimelineLike
+from .measure import Measure
 from .one_step import OneStep
 from .protocol import DataPlane, Generator, Logger, Policy, Prompts, Recipe, Sampler, Store
 from .records import Status
@@ -26,6 +26,7 @@ from .shared import Shared
 from .status import status_of
 from .train_pump import TrainPump
 from .uncancelled import to_its_end
+from .watch.timeline import Timeline
 from .watchers import look_for_engines, watchdog
 
 _log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Controller:
         plane: DataPlane | None = None,
         store: Store | None = None,
         loggers: Sequence[Logger] = (),
-        timeline: TimelineLike | None = None,
+        timeline: Timeline | None = None,
         evaluate: Evaluate | None = None,
     ) -> None:
         """
@@ -81,7 +82,6 @@ class Controller:
         self._measure = Measure(timeline)
         self._shared = shared = Shared(settings, sampler, self._measure, capacity=capacity)
         self._prompts = prompts
-        self._policy = policy
         self._generator = generator
         self._plane = plane if plane is not None else MemoryPlane()
         self._evaluate = evaluate
@@ -99,7 +99,7 @@ class Controller:
             generator,
             report=self._reporting.step,
             before_stamp=self._at_version,
-            behind_stamp=self._behind_version,
+            behind_stamp=self._checkpoints.save,
             due=self._due,
             run_name=uuid.uuid4().hex[:8],
         )
@@ -225,19 +225,11 @@ class Controller:
         if self._evaluate is not None:
             metrics = await evaluated(shared, self._evaluate, version)
         if version == 0:
-            # No step has made it, so it has no other row.
-            if metrics:
-                self._reporting.log(metrics, step=0)
-            self._reporting.begin()
+            self._reporting.before_training(metrics)
             return {}
         if self._checkpoints.due(version):
             await self._checkpoints.capture()
         return metrics
-
-    async def _behind_version(self, version: int) -> Mapping[str, float]:
-        """Groups are being started with the version, and the weights are still those of it."""
-        await self._checkpoints.save()
-        return {}
 
     def _due(self, version: int) -> bool:
         """Whether a version is evaluated, or written to a checkpoint."""

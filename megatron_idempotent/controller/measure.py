@@ -6,36 +6,15 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
-
-class TimelineLike(Protocol):
-    """Where spans are drawn; `watch.timeline.Timeline` is one."""
-
-    def span(
-        self,
-        track: str,
-        name: str,
-        start_s: float,
-        end_s: float,
-        args: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Something that took a while."""
-        ...
-
-    def count(self, name: str, at_s: float, value: float) -> None:
-        """A number that changed."""
-        ...
-
-    def mark(self, track: str, name: str, at_s: float) -> None:
-        """Something that happened."""
-        ...
+from .watch.timeline import Timeline
 
 
 class Measure:
     """Phases of a run. Example: `with measure.phase("policy_training"): …`"""
 
-    def __init__(self, timeline: TimelineLike | None) -> None:
+    def __init__(self, timeline: Timeline | None) -> None:
         self._timeline = timeline
         self._seconds: defaultdict[str, float] = defaultdict(float)
 

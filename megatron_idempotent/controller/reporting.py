@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 
 from .protocol import Logger, Recipe
 from .records import RolloutGroup, StepOutcome
 from .shared import Shared
+from .watch.loggers import Loggers
 from .watch.metrics import InflightClock, counts_metrics, idle_metrics, staleness_metrics
-
-_log = logging.getLogger(__name__)
 
 
 class Reporting:
@@ -19,7 +17,7 @@ class Reporting:
     def __init__(self, shared: Shared, recipe: Recipe, loggers: Sequence[Logger]) -> None:
         self._shared = shared
         self._recipe = recipe
-        self._loggers = list(loggers)
+        self._loggers = Loggers(loggers)
         self._since: float | None = None
 
     def step(
@@ -38,7 +36,7 @@ class Reporting:
         generation = shared.inflight.take(now) if shared.inflight is not None else None
         learnt = {**self._recipe.metrics(groups, version - 1), **outcome.metrics}
         lags = [version - 1 - group.oldest_version for group in groups]
-        self.log(
+        self._loggers.log(
             {
                 **{f"train/{name}": value for name, value in learnt.items()},
                 "train/response_tokens": float(outcome.tokens),
@@ -57,14 +55,11 @@ class Reporting:
         for name, value in (("lag", max(lags, default=0)), ("trainer version", version)):
             shared.measure.count(name, value)
 
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Hand a row to every logger that still works."""
-        for logger in tuple(self._loggers):
-            try:
-                logger.log(metrics, step=step)
-            except Exception as error:  # noqa: BLE001 (a full disk must not cost the training)
-                _log.error("%s failed and is dropped: %r", type(logger).__name__, error)
-                self._loggers.remove(logger)
+    def before_training(self, metrics: Mapping[str, float]) -> None:
+        """The row of version 0, which no step has made; none without metrics."""
+        if metrics:
+            self._loggers.log(metrics, step=0)
+        self.begin()
 
     def begin(self) -> None:
         """Time starts to count for the next row."""

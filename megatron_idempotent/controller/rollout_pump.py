@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
+from .again import tried
 from .clearing import Clearing
 from .errors import EnginesLost, PoisonedPrompt
 from .protocol import DataPlane, Generator, Prompts, Recipe
@@ -16,8 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class RolloutPump:
-    """Example: `await RolloutPump(shared, prompts, …).run()`, to be
-    cancelled."""
+    """Example: `await RolloutPump(shared, prompts, …).run()`, to be cancelled."""
 
     def __init__(
         self,
@@ -59,23 +59,20 @@ class RolloutPump:
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         # One whose task raised, which ends a run, is among them too.
         self._error = None
-        again = self._shared.buffer.generating_ids
-        for group_id in again:
+        for group_id in self._shared.buffer.generating_ids:
             self._shared.buffer.rollback(group_id)
-        self._shared.unfinished = sorted({*self._shared.unfinished, *again})
 
     def _start_next(self) -> bool:
         shared = self._shared
-        group_id = shared.unfinished[0] if shared.unfinished else shared.next_prompt
+        owed = shared.buffer.next_owed
+        group_id = shared.next_prompt if owed is None else owed
         prompt = self._prompts.prompt(group_id)
         if prompt is None:
             shared.exhausted = True
             shared.tell()
             return False
         shared.buffer.reserve(group_id)
-        if shared.unfinished:
-            shared.unfinished.pop(0)
-        else:
+        if owed is None:
             shared.next_prompt += 1
         shared.count_generating()
         self._tasks[group_id] = task = asyncio.ensure_future(self._fill(group_id, prompt))
@@ -135,23 +132,18 @@ class RolloutPump:
 
     async def _put(self, group: RolloutGroup) -> bool:
         """Whether the data plane has it: putting again is no harm where it already had."""
-        settings = self._shared.settings
         self._clearing.renewed(group.id)
-        for attempt in range(settings.group_attempts):
-            try:
-                await self._plane.put(group)
-            except asyncio.CancelledError:
-                self._clearing.owe(group.id)  # it may have been carried out
-                raise
-            except Exception as error:  # noqa: BLE001 (a store of others; the group is still here)
-                last = error
-                self._shared.retries["put"] += 1
-                await asyncio.sleep(settings.retry_wait_s * 2**attempt)
-            else:
-                return True
-        self._drop(group.id, "not stored", last)
-        await self._clearing.clear([group.id])  # one of the attempts may have been carried out
-        return False
+        try:
+            await tried(self._shared, "put", lambda: self._plane.put(group))
+        except asyncio.CancelledError:
+            self._clearing.owe(group.id)  # it may have been carried out
+            raise
+        except Exception as error:  # noqa: BLE001 (a store of others; the group is still here)
+            self._drop(group.id, "not stored", error)
+            # One of the attempts may have been carried out.
+            await self._clearing.clear([group.id])
+            return False
+        return True
 
     def _drop(self, group_id: int, reason: str, error: BaseException) -> None:
         # Never a reward of zero: that would teach the policy to avoid what an engine failed at.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+import functools
+from collections.abc import Mapping
+from typing import Any
 
 from megatron_idempotent.rollout.records import Sample
 
+from .again import tried
 from .buffer import GroupBuffer
 from .errors import ControllerError
 from .protocol import DataPlane, Prompts
@@ -16,8 +17,6 @@ from .records import RolloutGroup
 from .shared import Shared
 
 _FORMAT = 1
-
-_T = TypeVar("_T")
 
 
 async def capture(shared: Shared, plane: DataPlane) -> dict[str, Any]:
@@ -67,49 +66,28 @@ async def put_back(
                 f"the checkpoint was written with {name} = {state.get(name)!r}, now it is {now!r}; "
                 "resume with the same settings, or start a new run"
             )
-    buffer = GroupBuffer.restored(state["buffer"], shared.capacity)
+    buffer = GroupBuffer.restored(state["buffer"], shared.buffer.capacity)
     for fields in state["groups"]:
-        await _put(shared, plane, _from_json(fields, prompts.prompt(fields["id"])))
+        group = _from_json(fields, prompts.prompt(fields["id"]))
+        await tried(shared, "put", functools.partial(plane.put, group))
     shared.buffer = buffer
     shared.trainer_version = state["trainer_version"]
     shared.next_prompt = state["next_prompt"]
-    shared.unfinished = sorted(buffer.unfinished_ids)
     return [fields["id"] for fields in state["groups"]]
-
-
-async def _put(shared: Shared, plane: DataPlane, group: RolloutGroup) -> None:
-    """Putting again is no harm where the group is there already. Errors: those of the last try."""
-    await _tried(shared, "put", lambda: plane.put(group))
 
 
 async def _get(shared: Shared, plane: DataPlane, group_id: int) -> RolloutGroup | None:
     """The group; None where the data plane has lost it. Errors: those of the last try."""
     try:
-        return await _tried(shared, "get", lambda: plane.get(group_id))
+        return await tried(shared, "get", lambda: plane.get(group_id), final=(KeyError,))
     except KeyError:
         return None
 
 
-async def _tried(shared: Shared, what: str, call: Callable[[], Awaitable[_T]]) -> _T:
-    settings, attempt = shared.settings, 0
-    while True:
-        try:
-            return await call()
-        except KeyError:
-            raise
-        except Exception:
-            shared.retries[what] += 1
-            attempt += 1
-            if attempt == settings.group_attempts:
-                raise
-        await asyncio.sleep(settings.retry_wait_s * 2 ** (attempt - 1))
-
-
 def forget(shared: Shared) -> None:
     """Empty the buffer, for a run that is put back to where it was earlier."""
-    shared.buffer = GroupBuffer(shared.capacity)
+    shared.buffer = GroupBuffer(shared.buffer.capacity)
     shared.trainer_version = shared.rollout_version = shared.next_prompt = 0
-    shared.unfinished = []
     shared.published = -1
     shared.exhausted = shared.permitted = shared.engines_back = shared.publish_failed = False
 

@@ -24,7 +24,6 @@ class Shared:
         self.settings = settings
         self.sampler = sampler
         self.measure = measure
-        self.capacity = capacity
         self.buffer = GroupBuffer(capacity)
         self.state: Literal["starting", "running", "draining", "ended"] = "starting"
         self.trainer_version = 0
@@ -35,8 +34,6 @@ class Shared:
         self.permitted = False
         """Whether groups may be started with them."""
         self.next_prompt = 0
-        self.unfinished: list[int] = []
-        """Prompts that were being answered when a checkpoint was written, ascending."""
         self.exhausted = False
         self.publish_failed = False
         """Whether a publish beside a step has failed: who waits for its groups waits in vain."""

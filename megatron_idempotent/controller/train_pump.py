@@ -38,7 +38,7 @@ class TrainPump:
         *,
         report: Report,
         before_stamp: AtVersion,
-        behind_stamp: AtVersion,
+        behind_stamp: Callable[[], Awaitable[None]],
         due: Callable[[int], bool],
         run_name: str,
     ) -> None:
@@ -115,11 +115,12 @@ class TrainPump:
             await self._all_generated()
         shared.doing = f"publishing version {shared.trainer_version}"
         await self.publish()
-        metrics = {**await self._before_stamp(shared.trainer_version)}
+        metrics = await self._before_stamp(shared.trainer_version)
         if not last:
             # Behind the last step nothing is started: the next run does it, as if it went on.
             self._stamp()
-        return {**metrics, **await self._behind_stamp(shared.trainer_version)}
+        await self._behind_stamp()
+        return metrics
 
     async def republish(self) -> None:
         """For engines that were all lost and answer again, in the middle of a step.

@@ -139,6 +139,7 @@ class BufferMachine(RuleBasedStateMachine):
         assert buffer.free == self.free()
         assert buffer.generating_ids == tuple(sorted(self.generating))
         assert buffer.unfinished_ids == tuple(sorted(self.generating | self.owed))
+        assert buffer.next_owed == min(self.owed - self.generating, default=None)
         assert all(buffer.holds(each) == (each in self.held()) for each in range(12))
 
     @invariant()
