@@ -1,8 +1,8 @@
 """Names of the metrics that the bar, the curves and the final table look up. Free of torch."""
 
-REWARD = "train/reward"
-LOSS = "train/loss"
+from megatron_idempotent.controller.watch.names import LOSS, REWARD, TOKENS_PER_S, TOTAL_S
+
 GRAD_NORM = "train/grad_norm"
 HELD_OUT = "evaluation/reward"
-TOTAL_S = "timing/train/total_s"
-TOKENS_PER_S = "timing/train/tokens_per_s"
+
+__all__ = ["GRAD_NORM", "HELD_OUT", "LOSS", "REWARD", "TOKENS_PER_S", "TOTAL_S"]

@@ -107,6 +107,17 @@ def resume_state(config: Config) -> dict[str, Any]:
     return state | {"prompts sha256": digest}
 
 
+def seal_checkpoint(directory: Path, done: int, config: Config, *, digest: str) -> None:
+    """Complete the checkpoint behind `done` rollouts, and drop those that are too many.
+
+    `digest` is that of the weights.
+    """
+    state = {"rollouts": done, "config": resume_state(config), "weights sha256": digest}
+    unfinished = saved.unfinished_path(directory, done)
+    saved.seal(unfinished, saved.path_for(directory, done), state)
+    saved.keep_newest(directory, config.run.keep_checkpoints)
+
+
 def _same_settings(written: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
     for key in sorted({*written, *now}):
         if written.get(key) != now.get(key):

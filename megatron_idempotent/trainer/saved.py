@@ -36,6 +36,12 @@ def unfinished_path(directory: Path, rollouts: int) -> Path:
     return path.with_name(path.name + _UNFINISHED)
 
 
+def make_empty(unfinished: Path) -> None:
+    """Make the directory, without what a run that died has left in it."""
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+
+
 def seal(unfinished: Path, final: Path, state: dict[str, Any]) -> None:
     """List all files with their sizes and hashes, then give the directory its final name.
 

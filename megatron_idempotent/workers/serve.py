@@ -25,7 +25,7 @@ class Seat:
     A thread reads it all the time and ends the process when it breaks, wherever the main thread is,
     in a collective too. It touches neither pickles nor torch, so it can wait for neither.
 
-    Example: `Seat("unix:/tmp/x", token, Hello(…)).serve(spec)`.
+    Example: `Seat("unix:/run/user/1000/ranks", token, Hello(…)).serve(spec)`.
     """
 
     def __init__(

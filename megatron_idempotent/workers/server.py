@@ -22,7 +22,7 @@ class Server:
 
     Example:
         server = Server(size=2, token=wire.new_token())
-        address = server.listen("unix:/tmp/x/ranks")
+        address = server.listen("unix:/run/user/1000/ranks")
         connections = await server.complete(timeout_s=60.0)
     """
 

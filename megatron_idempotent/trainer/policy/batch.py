@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -67,16 +68,37 @@ class Batch:
         return tensors
 
 
-def pack(groups: Sequence[ScoredGroup], *, positions: int, pad_id: int) -> Batch:
-    """One sequence per sample: prompt, response, padding; inputs and targets shifted by one.
+class Response(Protocol):
+    """What a row needs of a sample."""
 
-    `positions` is T. Errors: `ValueError` where a sequence does not fit into it.
-    """
-    rows = [
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Ids, the end token included."""
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """One for each token."""
+
+
+Row = tuple[tuple[int, ...], Response, float]
+"""The prompt's tokens, a response to it, and its advantage."""
+
+
+def pack(groups: Sequence[ScoredGroup], *, positions: int, pad_id: int) -> Batch:
+    """One sequence per sample of the groups: see `pack_rows`."""
+    rows: list[Row] = [
         (group.group.prompt_tokens, sample, advantage)
         for group in groups
         for sample, advantage in zip(group.group.samples, group.advantages, strict=True)
     ]
+    return pack_rows(rows, positions=positions, pad_id=pad_id)
+
+
+def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int) -> Batch:
+    """One sequence per row: prompt, response, padding; inputs and targets shifted by one.
+
+    `positions` is T. Errors: `ValueError` where a sequence does not fit into it.
+    """
     tokens_BT = torch.full((len(rows), positions + 1), pad_id, dtype=torch.int64)
     old_logprobs_BT = torch.zeros(len(rows), positions)
     loss_mask_BT = torch.zeros(len(rows), positions)

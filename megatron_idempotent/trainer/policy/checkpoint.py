@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import queue
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_idempotent.trainer import saved
 from megatron_idempotent.trainer.config import Config
-from megatron_idempotent.trainer.output import resume_state
+from megatron_idempotent.trainer.output import seal_checkpoint
 from megatron_idempotent.trainer.policy.megatron import MegatronPolicy
 from megatron_idempotent.trainer.policy.stock import Stock
 
@@ -38,8 +37,7 @@ class Checkpoints:
         """Write the checkpoint behind `done` rollouts, then drop the oldest."""
         unfinished = saved.unfinished_path(self._directory, done)
         if dist.get_rank() == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
+            saved.make_empty(unfinished)
         dist.barrier()  # no rank may write before the directory is empty
         iteration = done * self._config.optimizer.steps_per_rollout
         with self._policy.weights() as module:
@@ -47,13 +45,7 @@ class Checkpoints:
             digest = weights_digest(module)
         dist.barrier()  # rank 0 lists the files of all ranks
         if dist.get_rank() == 0:
-            state = {
-                "rollouts": done,
-                "config": resume_state(self._config),
-                "weights sha256": digest,
-            }
-            saved.seal(unfinished, saved.path_for(self._directory, done), state)
-            saved.keep_newest(self._directory, self._config.run.keep_checkpoints)
+            seal_checkpoint(self._directory, done, self._config, digest=digest)
         dist.barrier()
 
     def load(self, checkpoint: Path) -> int:

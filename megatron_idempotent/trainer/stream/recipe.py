@@ -10,9 +10,8 @@ import torch
 
 from megatron_idempotent.controller import LogprobsOf, RolloutGroup
 from megatron_idempotent.trainer.config import Config
-from megatron_idempotent.trainer.policy.batch import Batch, pack
+from megatron_idempotent.trainer.policy.batch import Batch, Row, pack_rows
 from megatron_idempotent.trainer.policy.correction import corrected
-from megatron_idempotent.trainer.rollout import records
 from megatron_idempotent.trainer.rollout.advantages import group_advantages
 from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 
@@ -35,8 +34,8 @@ class GrpoRecipe:
 
     def inputs(self, groups: Sequence[RolloutGroup]) -> Batch:
         """One row per sample, with the log-probs that it was drawn with."""
-        scored = [self._scored(group) for group in groups]
-        return pack(scored, positions=self._positions, pad_id=self._tokenizer.pad_id)
+        rows = [row for group in groups for row in self._rows(group)]
+        return pack_rows(rows, positions=self._positions, pad_id=self._tokenizer.pad_id)
 
     def batch(
         self,
@@ -76,28 +75,11 @@ class GrpoRecipe:
             / samples,
         }
 
-    def _scored(self, group: RolloutGroup) -> records.ScoredGroup:
-        samples = tuple(
-            records.Sample(
-                tokens=each.tokens,
-                logprobs=each.logprobs,
-                versions=each.versions,
-                text=self._tokenizer.decode(each.tokens),
-                finished=each.finish_reason == "stop",
-            )
-            for each in group.samples
-        )
-        return records.ScoredGroup(
-            group=records.Group(
-                prompt=group.prompt,
-                prompt_tokens=self._tokenizer.encode_prompt(group.prompt.text),
-                samples=samples,
-            ),
-            rewards=group.rewards,
-            advantages=group_advantages(
-                group.rewards, normalize_std=self._config.loss.normalize_std
-            ),
-        )
+    def _rows(self, group: RolloutGroup) -> list[Row]:
+        prompt = self._tokenizer.encode_prompt(group.prompt.text)
+        normalize_std = self._config.loss.normalize_std
+        advantages = group_advantages(group.rewards, normalize_std=normalize_std)
+        return [(prompt, *each) for each in zip(group.samples, advantages, strict=True)]
 
 
 def _correction_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

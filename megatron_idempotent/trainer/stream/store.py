@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from megatron_idempotent.trainer import saved
 from megatron_idempotent.trainer.errors import CheckpointError
 from megatron_idempotent.trainer.job import Job
-from megatron_idempotent.trainer.output import resume_state
+from megatron_idempotent.trainer.output import seal_checkpoint
 from megatron_idempotent.workers import RankGroup
 
 _MEGATRON, _CONTROLLER = "megatron", "controller.json"
@@ -34,7 +33,7 @@ class CheckpointStore:
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
         """See `controller.Store.save`. Files are written and hashed in a thread."""
         unfinished = saved.unfinished_path(self._directory, version)
-        await asyncio.to_thread(_emptied, unfinished)
+        await asyncio.to_thread(saved.make_empty, unfinished)
         digests = await self._call("save", str(unfinished / _MEGATRON), version)
         await asyncio.to_thread(self._seal, unfinished, version, state, digests[0])
 
@@ -56,18 +55,7 @@ class CheckpointStore:
 
     def _seal(self, unfinished: Path, version: int, state: Mapping[str, Any], digest: str) -> None:
         (unfinished / _CONTROLLER).write_text(json.dumps(state), encoding="utf-8")
-        seal = {
-            "rollouts": version,
-            "config": resume_state(self._config),
-            "weights sha256": digest,
-        }
-        saved.seal(unfinished, saved.path_for(self._directory, version), seal)
-        saved.keep_newest(self._directory, self._config.run.keep_checkpoints)
-
-
-def _emptied(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+        seal_checkpoint(self._directory, version, self._config, digest=digest)
 
 
 def _read(checkpoint: Path) -> Mapping[str, Any]:

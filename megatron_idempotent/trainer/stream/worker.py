@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -73,16 +72,6 @@ class PolicyWorker(Exports):
         """Read Megatron's checkpoint; its iteration."""
         return load_weights(self._policy.stock, Path(directory))
 
-    def digest(self) -> str:
-        """SHA-256 of all parameters."""
-        with self._policy.weights() as module:
-            return weights_digest(module)
-
     def save_hf(self, directory: str) -> None:
         """Write the Hugging Face checkpoint."""
         self._policy.save_hf(Path(directory))
-
-    def export_begin(self, *args: Any) -> Any:
-        """See `Exports`; parameters are whole first."""
-        with self._policy.weights():
-            return super().export_begin(*args)
