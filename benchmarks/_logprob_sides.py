@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,15 @@ def sides(case: Case) -> list[Side]:
     if case.form == "logits":
         ours = [Side(name=name, run=_ours_from_logits(name)) for name in ("borrow", "consume")]
         return [*ours, *(_megatron() if case.ranks > 1 else _torch())]
-    ways = [Side(name="hidden", run=_ours_from_hidden)]
-    return ways + [
-        Side(name=f"logits, {name}", run=_through_logits(_ours_from_logits(name)))
-        for name in ("consume", "borrow")
+    ways = {f"logits, {name}": _ours_from_logits(name) for name in ("consume", "borrow")}
+    of_others = {f"logits, {side.name}": side for side in _megatron()} if case.ranks > 1 else {}
+    return [
+        Side(name="hidden", run=_ours_from_hidden),
+        *(Side(name=name, run=_through_logits(way)) for name, way in ways.items()),
+        *(
+            dataclasses.replace(side, name=name, run=_through_logits(side.run))
+            for name, side in of_others.items()
+        ),
     ]
 
 

@@ -42,7 +42,7 @@ class Wanted(NamedTuple):
         self, ctx: Any, whole: Whole, temperature: Tensor | float
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """`(logprob, entropy, lse)`, of which the gradient is known for what is differentiated."""
-        lse_N = whole.maximum / temperature + whole.log_sum
+        lse_N = whole.origin / temperature + whole.log_sum
         # Copies, because callers may change in place what the backward has saved.
         entropy_N = whole.entropy.clone() if self.entropy else None
         constant = [lse_N]
@@ -81,6 +81,11 @@ class Asked(NamedTuple):
 def temperature_of(temperature: Tensor | float, tokens: slice | Tensor) -> Tensor | float:
     """Of some tokens, where each has one of its own."""
     return temperature[tokens] if isinstance(temperature, Tensor) else temperature
+
+
+def divides_nothing(temperature: Tensor | float) -> bool:
+    """Whether logits are already z, but for their origin."""
+    return not isinstance(temperature, Tensor) and temperature == 1
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:

@@ -115,7 +115,8 @@ def _sent(
             of_part = temperature_of(temperature, part)
             found = partial_of(logits_nV, local_n, None, of_part, columns, wanted)
             of_target_n = torch.where(ours_n1.squeeze(1), found.target.exp(), 0.0)
-            sent_nX[:, 1] = found.exponentials + of_target_n
+            behind_n = (found.origin.double() - sent_nX[:, 0].clamp(min=FINITE)) / of_part
+            sent_nX[:, 1] = (found.exponentials + of_target_n) * behind_n.exp()
     sent_RsX = all_gathered(sent_sX, columns.group)
     unsent = [columns.real_of(rank) > width for rank in range(columns.ranks)]
     step = _fit(columns, width)

@@ -10,14 +10,15 @@ from torch import Tensor
 
 
 class Partial(NamedTuple):
-    """Of a rank's columns z = (logit - maximum) / temperature, with their own maximum; each [N].
+    """Of a rank's columns z = (logit - origin) / temperature; each [N].
 
     Sums leave the target out: beside the 1 of a token that is all but certain, the rest would be
     lost, and with it 1 - p, which is its gradient.
     """
 
-    maximum: Tensor
-    """Of the logits; `FINITE` where none is, from which -inf can be told and subtracted."""
+    origin: Tensor
+    """Their largest logit, or 0; `FINITE` where there is none, which -inf can be told from, and
+    which can be subtracted."""
     exponentials: Tensor
     """Σ exp(z)"""
     moments: Tensor
@@ -27,10 +28,10 @@ class Partial(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """Of all columns z = (logit - maximum) / temperature; each [N]."""
+    """Of all columns z = (logit - origin) / temperature; each [N]."""
 
-    maximum: Tensor
-    """Of the logits."""
+    origin: Tensor
+    """The largest of the ranks'."""
     exponentials: Tensor
     """Σ exp(z)"""
     mean: Tensor
@@ -50,7 +51,7 @@ def combine(partial: Partial, owner_N: Tensor, temperature: Tensor | float, grou
     parts_RN4 = all_gathered(torch.stack(partial, dim=-1), group)
     own_RN = owner_N == torch.arange(len(parts_RN4), device=owner_N.device)[:, None]
     found = _together(parts_RN4, own_RN, temperature)
-    return with_target(*found, partial.maximum.dtype)
+    return with_target(*found, partial.origin.dtype)
 
 
 def all_gathered(sent_NX: Tensor, group: Any) -> Tensor:
@@ -78,12 +79,12 @@ def _together(
     parts_PN4: Tensor, own_PN: Tensor, temperature: Tensor | float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of `Partial`, of all parts, in float64."""
-    maximum_PN, sums_PN, moments_PN, target_PN = parts_PN4.double().unbind(-1)
-    maximum_N = maximum_PN.amax(0)
-    behind_PN = (maximum_PN - maximum_N) / temperature
+    origin_PN, sums_PN, moments_PN, target_PN = parts_PN4.double().unbind(-1)
+    origin_N = origin_PN.amax(0)
+    behind_PN = (origin_PN - origin_N) / temperature
     weights_PN = behind_PN.exp()
     return (
-        maximum_N,
+        origin_N,
         (weights_PN * sums_PN).sum(0),
         (weights_PN * (moments_PN + behind_PN * sums_PN)).sum(0),
         torch.where(own_PN, target_PN + behind_PN, 0.0).sum(0),
@@ -91,7 +92,7 @@ def _together(
 
 
 def with_target(
-    maximum_N: Tensor, others_N: Tensor, moment_N: Tensor, z_N: Tensor, dtype: torch.dtype
+    origin_N: Tensor, others_N: Tensor, moment_N: Tensor, z_N: Tensor, dtype: torch.dtype
 ) -> Whole:
     """The target, whose z it is, beside the sums over all others; in float64."""
     target_N = z_N.exp()
@@ -99,5 +100,5 @@ def with_target(
     moment_N = moment_N + torch.where(target_N == 0, 0.0, target_N * z_N)
     log_sum_N = sum_N.log()
     mean_N = moment_N / sum_N
-    found = (maximum_N, sum_N, mean_N, log_sum_N, z_N - log_sum_N, log_sum_N - mean_N)
+    found = (origin_N, sum_N, mean_N, log_sum_N, z_N - log_sum_N, log_sum_N - mean_N)
     return Whole(*(each.to(dtype) for each in found))

@@ -73,10 +73,11 @@ class LogprobsFromHidden(torch.autograd.Function):
         if live_N is not None:
             slopes, temperature = slopes.of(live_N), temperature_of(temperature, live_N)
             hidden_NH = hidden_NH[live_N]
-        d_hidden_NH = torch.zeros_like(hidden_NH, dtype=whole.maximum.dtype) if of_hidden else None
-        d_weight = WeightGradient(ctx.weight, of_weight, ctx.parts.fused)
+        d_hidden_NH = torch.zeros_like(hidden_NH, dtype=whole.origin.dtype) if of_hidden else None
+        real, fused = asked.columns.real, ctx.parts.fused
+        d_weight = WeightGradient(ctx.weight, of_weight, fused, written=real)
         product = Product()
-        for part in ctx.parts.of_columns(len(hidden_NH), asked.columns.real, hidden_NH.dtype):
+        for part in ctx.parts.of_columns(len(hidden_NH), real, hidden_NH.dtype):
             logits_Nv = product(hidden_NH, weight_VH[part].t())
             here = slopes._replace(local=slopes.local - part.start)
             columns = asked.columns._replace(real=part.stop - part.start)

@@ -32,14 +32,14 @@ def statistics(
 def gradient(
     logits_nV: Tensor,
     local_n: Tensor,
-    maximum_n: Tensor,
+    origin_n: Tensor,
     factor_n: Tensor,
     slope_n: Tensor | None,
     of_target_n: Tensor,
     temperature_n: Tensor,
 ) -> Tensor:
     """As `write_gradient` writes it, rounded to the logits' type."""
-    z_nV = (logits_nV.to(temperature_n.dtype) - maximum_n[:, None]) / temperature_n[:, None]
+    z_nV = (logits_nV.to(temperature_n.dtype) - origin_n[:, None]) / temperature_n[:, None]
     factor_nV = factor_n[:, None]
     if slope_n is not None:
         factor_nV = factor_nV + z_nV.clamp(min=FINITE) * slope_n[:, None]

@@ -39,7 +39,8 @@ class Kept(NamedTuple):
         """Of these columns' logits, [E]."""
         row_E = self.row.long()
         t_E = temperature[row_E] if isinstance(temperature, Tensor) else temperature
-        z_E = (self.logit - slopes.maximum[row_E]) / t_E
+        z_E = self.logit if slopes.origin is None else self.logit - slopes.origin[row_E]
+        z_E = z_E / t_E
         factor_E = slopes.factor[row_E]
         if slopes.slope is not None:
             factor_E = factor_E + slopes.slope[row_E] * z_E.clamp(min=FINITE)
@@ -75,7 +76,7 @@ def named(source: Source, asked: Asked) -> tuple[Kept, Whole]:
     z_NK = (logits_NK - maximum_N[:, None]) / columnwise(asked.temperature)
     mass_NK = z_NK[:, :-1].exp()  # the target is no part of the sums
     partial = Partial(
-        maximum=maximum_N,
+        origin=maximum_N,
         exponentials=mass_NK.sum(-1),
         moments=(mass_NK * z_NK[:, :-1].clamp(min=FINITE)).sum(-1),
         target=torch.where(ours_N, z_NK[:, -1], 0.0),

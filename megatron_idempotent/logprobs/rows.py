@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,26 +62,30 @@ class Block(NamedTuple):
     rows: slice | Tensor
     kept: slice
 
-    def read(self, panels: list[Tensor], columns: int) -> Tensor:
-        """[n, columns]; a view where the rows follow each other."""
-        matrix = panels[self.panel][:, :columns]
-        return (
-            matrix[self.rows] if isinstance(self.rows, slice) else matrix.index_select(0, self.rows)
-        )
+    def read(self, panels: list[Tensor]) -> Tensor:
+        """Of these panels; a view where the rows follow each other."""
+        rows, matrix = self.rows, panels[self.panel]
+        if isinstance(rows, Tensor):
+            return matrix.index_select(0, rows)
+        return matrix.narrow(0, rows.start, rows.stop - rows.start)
 
-    def view(self, panels: list[Tensor], columns: int) -> Tensor | None:
-        """[n, columns] in its place; None where the rows do not follow each other."""
-        rows = self.rows
-        return panels[self.panel][:, :columns][rows] if isinstance(rows, slice) else None
+    def view(self, panels: list[Tensor]) -> Tensor | None:
+        """In its place; None where the rows do not follow each other."""
+        return self.read(panels) if isinstance(self.rows, slice) else None
 
     def write(self, panels: list[Tensor], values: Tensor) -> None:
-        """Into the first columns of these rows, rounded to the panels' type."""
-        matrix = panels[self.panel][:, : values.shape[1]]
+        """Rounded to the panels' type."""
+        matrix = panels[self.panel]
         values = values.to(matrix.dtype)
         if isinstance(self.rows, slice):
             matrix[self.rows] = values
         else:
             matrix.index_copy_(0, self.rows, values)
+
+
+def along(blocks: Sequence[Block], per_token: Tensor) -> Sequence[Tensor]:
+    """What each of the blocks, which together are all kept tokens, has of [N, ...]; views."""
+    return torch.split(per_token, [each.kept.stop - each.kept.start for each in blocks])
 
 
 def blocks(sizes: list[int], kept_N: Tensor | None, rows: int) -> Iterator[Block]:

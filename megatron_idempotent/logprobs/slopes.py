@@ -10,18 +10,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .asked import divides_nothing
 from .combine import Whole
 from .fused import FINITE
 
+#: Of log Σ exp(logits). Below, exponentials lose bits of probabilities that have all of theirs;
+#: beyond, what they are multiplied with does.
+_LEAST, _MOST = -15.0, 40.0
 #: Of all tokens: for less, picking them costs more than it saves.
 _FEW = 0.9
 
 
 class Slopes(NamedTuple):
-    """Of each kept token [N]: its gradient is exp(z)·(factor + slope·z), and `of_target` there."""
+    """Of each kept token [N]: its gradient is exp(z)·(factor + slope·z), and `of_target` there.
+
+    z = (logit - origin) / temperature.
+    """
 
     local: Tensor
-    maximum: Tensor
+    origin: Tensor | None
+    """None where it is 0 for all."""
     factor: Tensor
     slope: Tensor | None
     of_target: Tensor
@@ -38,8 +46,8 @@ class Slopes(NamedTuple):
 
         With H + log p = z - mean nothing cancels; the target's 1 - p is that of its log-prob.
         """
-        _, sum_N, mean_N, _, logprob_N, entropy_N = (each.double() for each in whole)
-        like_N = whole.maximum
+        origin_N, sum_N, mean_N, _, logprob_N, entropy_N = (each.double() for each in whole)
+        like_N = whole.origin
         if of_logprob_N is None:
             of_logprob_N = torch.zeros_like(like_N)
         of_logprob_N = of_logprob_N / temperature
@@ -51,7 +59,14 @@ class Slopes(NamedTuple):
             slope_N = (-of_entropy_N / sum_N).to(like_N)
             inner_N = (logprob_N + entropy_N).clamp(min=FINITE)
             of_target_N = of_target_N - of_entropy_N * logprob_N.exp() * inner_N
-        return Slopes(local_N, like_N, factor_N.to(like_N), slope_N, of_target_N.to(like_N))
+        elif divides_nothing(temperature):
+            # exp(logit), or if that or its factor might not be a normal number, exp(logit - lse).
+            lse_N = origin_N + sum_N.log()
+            near_N = (lse_N > _LEAST) & (lse_N < _MOST)
+            origin_N = torch.where(near_N, 0.0, lse_N.to(like_N)).double()
+            factor_N = -of_logprob_N * (origin_N - lse_N).exp()
+        origin = origin_N.to(like_N) if bool(origin_N.any()) else None
+        return Slopes(local_N, origin, factor_N.to(like_N), slope_N, of_target_N.to(like_N))
 
     def of(self, tokens: slice | Tensor) -> Slopes:
         chosen: list[Any] = [None if each is None else each[tokens] for each in self]

@@ -38,7 +38,7 @@ class Logits:
         self, rows: Tensor, kept_N: Tensor | None, columns: Columns, workspace_bytes: int
     ) -> None:
         self.dtype = rows.dtype
-        (self._panels,) = panels(rows)
+        self._panels = [panel[:, : columns.real] for panel in panels(rows)[0]]
         self._sizes = [len(panel) for panel in self._panels]
         self._kept_N, self._columns, self._workspace = kept_N, columns, workspace_bytes
 
@@ -48,12 +48,12 @@ class Logits:
             return
         rows = rows_of_a_block(self._columns.real, self._workspace, 2, self.dtype)
         for block in blocks(self._sizes, self._kept_N, rows):
-            yield block.kept, block.read(self._panels, self._columns.real)
+            yield block.kept, block.read(self._panels)
 
     def of(self, token_b: Tensor) -> Tensor:
         found = token_b.new_empty(len(token_b), self._columns.real, dtype=self.dtype)
         for panel, chosen, row in places(self._sizes, self._kept_N, token_b):
-            found[chosen] = self._panels[panel][row, : self._columns.real]
+            found[chosen] = self._panels[panel][row]
         return found
 
     def at(self, column_NK: Tensor) -> Tensor:

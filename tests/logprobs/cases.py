@@ -166,3 +166,46 @@ def truth(given: Case) -> Truth:
             of_lse=masked(of_log_sum + 2 * u * lse.abs()),
             of_gradient=torch.nn.functional.pad(of_gradient * kept[..., None], padding),
         )
+
+
+def within_bounds(given: Case, name: object) -> list[bytes]:
+    """A call on a rank that shares the vocabulary with all others, held to its bounds.
+
+    What it found, as bytes.
+    """
+    import warnings
+
+    import torch.distributed as dist
+
+    from megatron_idempotent import token_logprobs
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    leaf, logits = given.shard(rank, size)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*borrows")
+        stats = token_logprobs(logits=logits, tp_group=dist.group.WORLD, **given.arguments)
+    expected = truth(given)
+    entropy = given.arguments["entropy"]
+    assert (stats.entropy is None) == (entropy == "none")
+    assert not stats.lse.requires_grad
+    assert stats.entropy is None or stats.entropy.requires_grad == (entropy == "grad")
+
+    def close(what: str, value: Any) -> None:
+        error = (value.double() - getattr(expected, what)).abs()
+        bound = getattr(expected, f"of_{what}")
+        beyond = (error / bound)[~(error <= bound)].tolist()  # NaN too
+        assert not beyond, f"{what} of case {name}, {given.whole.dtype}: {beyond[:9]}"
+
+    close("logprob", stats.logprob.detach())
+    close("lse", stats.lse)
+    if stats.entropy is not None:
+        close("entropy", stats.entropy.detach())
+    total = (stats.logprob * given.of_logprob).sum()
+    if entropy == "grad":
+        total = total + (stats.entropy * given.of_entropy).sum()
+    total.backward()
+    expected.gradient, expected.of_gradient = (
+        each.chunk(size, -1)[rank] for each in (expected.gradient, expected.of_gradient)
+    )
+    close("gradient", leaf.grad)
+    return [each.detach().numpy().tobytes() for each in stats if each is not None]
