@@ -5,9 +5,10 @@
 
 A real Megatron rank, a real engine and the real controller. In turns, on the same prompts:
 generation alone, training alone on groups that are there already (with the publishing of weights),
-and both in one run. Overlap efficiency = max(T_generate, T_train + T_pause) ÷ T_both, from medians
-of the rounds. Fewer slots make generation the slower side. `ping` is asked meanwhile by another
-process, through the socket that a run listens on.
+and both in one run. Overlap efficiency = max(T_generate, T_train + T_pause) ÷ T_both, the median of
+the rounds. Weights that are trained end their responses elsewhere, so T_generate is that of as many
+tokens as the run with both has drawn. Fewer slots make generation the slower side. `ping` is asked
+meanwhile by another process, through the socket that a run listens on.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from megatron_idempotent.trainer.task.tokenizer import make_tokenizer, sequence_
 from megatron_idempotent.workers import RemoteWeights
 
 STALENESS = 2
+_IN_TURN = "against one after the other"
 
 
 class Replay:
@@ -75,6 +77,18 @@ class Replay:
         return False
 
 
+class CountingFleet(Fleet):
+    """Knows how many tokens it has drawn."""
+
+    drawn = 0
+
+    async def sample(self, request: Any) -> Any:
+        """As a fleet does."""
+        found = await super().sample(request)
+        self.drawn += len(found.tokens)
+        return found
+
+
 async def measure(
     tokens: int, slots: int, steps: int, rounds: int, folder: Path
 ) -> dict[str, float]:
@@ -92,7 +106,7 @@ async def measure(
         rng = random.Random(group_id)
         return [rng.random() for _ in samples]
 
-    fleet = Fleet(
+    fleet = CountingFleet(
         [TransformersEngine(job.out / INITIAL, name="engine", max_running=slots)],
         source=RemoteWeights(ranks, asyncio.get_running_loop()),
         requests=lambda group, prompt: requests.make(
@@ -137,26 +151,37 @@ async def measure(
 
     try:
         await run(fleet)
-        seconds: dict[str, list[float]] = {"generate": [], "train": [], "both": []}
+        seconds: dict[str, list[float]] = {
+            "generate": [],
+            "train": [],
+            "both": [],
+            "efficiency": [],
+            _IN_TURN: [],
+        }
         pings: list[float] = []
         for number in range(rounds):
+            before = fleet.drawn
             alone, groups = await generated(10_000 * (number + 1))
-            seconds["generate"].append(alone)
-            seconds["train"].append(await run(Replay(groups, fleet)))
+            per_token = alone / (fleet.drawn - before)
+            train = await run(Replay(groups, fleet))
             both = controller(fleet)
             await both.run(1)
+            before = fleet.drawn
             async with PingServer(both.ping, folder / "ping.sock"):
                 asking = await asyncio.to_thread(_Asking, folder / "ping.sock")
                 started = time.perf_counter()
                 await both.run(1 + steps)
-                seconds["both"].append(time.perf_counter() - started)
+                together = time.perf_counter() - started
                 pings += await asyncio.to_thread(asking.stop)
+            generate = per_token * (fleet.drawn - before)
+            efficiency, in_turn = max(generate, train) / together, (generate + train) / together
+            row = (generate, train, together, efficiency, in_turn)
+            for name, value in zip(seconds, row, strict=True):
+                seconds[name].append(value)
     finally:
         await fleet.close()
         await ranks.close()
     found = {name: statistics.median(each) for name, each in seconds.items()}
-    found["efficiency"] = max(found["generate"], found["train"]) / found["both"]
-    found["against one after the other"] = (found["generate"] + found["train"]) / found["both"]
     pings.sort()
     found["ping p50 ms"] = 1e3 * pings[len(pings) // 2]
     found["ping p99 ms"] = 1e3 * pings[int(len(pings) * 0.99)]

@@ -11,6 +11,7 @@ from . import pickles
 from .connection import Connection, Frame
 from .errors import RankFailed, RanksLost, RankTraceback
 from .life import Life
+from .protocol import check_per_rank
 from .serve import describe
 
 #: A pickle above this is read in a thread.
@@ -93,11 +94,7 @@ class SocketRanks:
         `timeout_s` counts from when the call has its turn. One that is cancelled before is never
         sent; behind that it goes on, and so do the arguments on their way: leave them as they are.
         """
-        if per_rank is not None and len(per_rank) != self._size:
-            raise ValueError(
-                f"{method}() got per_rank of {len(per_rank)} and there are {self._size} ranks; "
-                "one argument for each"
-            )
+        check_per_rank(method, per_rank, self._size)
         if self._life is None:
             raise RanksLost(self._gone)
         limit_s = self._call_timeout_s if timeout_s is None else timeout_s

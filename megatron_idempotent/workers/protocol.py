@@ -20,6 +20,15 @@ class WorkerSpec:
     argument: Any = None
 
 
+def check_per_rank(method: str, per_rank: Sequence[Any] | None, ranks: int) -> None:
+    """Errors: `ValueError` where there is not one argument for each rank."""
+    if per_rank is not None and len(per_rank) != ranks:
+        raise ValueError(
+            f"{method}() got per_rank of {len(per_rank)} and there are {ranks} ranks; "
+            "one argument for each"
+        )
+
+
 class RankGroup(Protocol):
     """The ranks of a policy. `tests/workers/contract_ranks.py` holds every kind of them to this.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import ray_cluster
 from .errors import RanksLost
-from .protocol import WorkerSpec
+from .protocol import WorkerSpec, check_per_rank
 from .ray_actor import Meeting, RankActor, places
 from .ray_life import Life
 
@@ -136,11 +136,7 @@ class RayRanks:
         Errors: beside those, `ValueError` where `per_rank` has not one argument for each rank, and
             what pickling the arguments raises.
         """
-        if per_rank is not None and len(per_rank) != self._size:
-            raise ValueError(
-                f"{method}() got {len(per_rank)} arguments in per_rank and there are {self._size} "
-                "ranks; give one for each"
-            )
+        check_per_rank(method, per_rank, self._size)
         if self._life is None:
             raise RanksLost(f"there are no ranks: {self._why_none}; start() makes new ones")
         sent = asyncio.Event()

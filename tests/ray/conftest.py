@@ -66,17 +66,9 @@ def cluster():
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory):
     """`make_model(seed=1, family="qwen3")` writes a checkpoint once and returns its directory."""
-    from tiny import make_checkpoint
+    from tiny import checkpoints
 
-    made: dict[str, Path] = {}
-
-    def make(**settings) -> Path:
-        key = repr(sorted(settings.items()))
-        if key not in made:
-            made[key] = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), **settings)
-        return made[key]
-
-    return make
+    return checkpoints(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 
@@ -25,17 +24,9 @@ elif importlib.util.find_spec("aiohttp") is None:  # of the extra `http`
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory):
     """`make_model(seed=1, family="qwen3")` writes a checkpoint once and returns its directory."""
-    from tiny import make_checkpoint
+    from tiny import checkpoints
 
-    made: dict[str, Path] = {}
-
-    def make(**settings) -> Path:
-        key = repr(sorted(settings.items()))
-        if key not in made:
-            made[key] = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), **settings)
-        return made[key]
-
-    return make
+    return checkpoints(tmp_path_factory)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,22 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 PAD, END, UNKNOWN = 0, 1, 2
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+def checkpoints(folders: Any) -> Callable[..., Path]:
+    """`make(seed=1, family="qwen3")` writes a checkpoint once, and returns its directory.
+
+    `folders` is pytest's `tmp_path_factory`.
+    """
+    made: dict[str, Path] = {}
+
+    def make(**settings: Any) -> Path:
+        key = repr(sorted(settings.items()))
+        if key not in made:
+            made[key] = make_checkpoint(folders.mktemp("checkpoint"), **settings)
+        return made[key]
+
+    return make
 
 
 def make_checkpoint(
