@@ -166,10 +166,9 @@ async def measure(
             train = await run(Replay(groups, fleet))
             both = controller(fleet)
             await both.run(1)
-            before = fleet.drawn
             async with PingServer(both.ping, folder / "ping.sock"):
                 asking = await asyncio.to_thread(_Asking, folder / "ping.sock")
-                started = time.perf_counter()
+                before, started = fleet.drawn, time.perf_counter()
                 await both.run(1 + steps)
                 together = time.perf_counter() - started
                 pings += await asyncio.to_thread(asking.stop)
@@ -195,7 +194,7 @@ from megatron_idempotent.controller.ping import ask
 
 taken = []
 print("ready", flush=True)
-while not select.select([sys.stdin], [], [], 0.02)[0]:
+while not select.select([sys.stdin], [], [], 0.1)[0]:
     started = time.perf_counter()
     ask(Path(sys.argv[1]), 10.0)
     taken.append(time.perf_counter() - started)

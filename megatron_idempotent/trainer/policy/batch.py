@@ -99,19 +99,24 @@ def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int) -> Batch:
 
     `positions` is T. Errors: `ValueError` where a sequence does not fit into it.
     """
-    tokens_BT = torch.full((len(rows), positions + 1), pad_id, dtype=torch.int64)
-    old_logprobs_BT = torch.zeros(len(rows), positions)
-    loss_mask_BT = torch.zeros(len(rows), positions)
-    for number, (prompt_tokens, sample, _) in enumerate(rows):
-        first, length = len(prompt_tokens), len(prompt_tokens) + len(sample.tokens)
+    tokens, old_logprobs, loss_mask = [], [], []
+    for prompt_tokens, sample, _ in rows:
+        length = len(prompt_tokens) + len(sample.tokens)
         if length > positions + 1:
             raise ValueError(
                 f"a sequence of {length} tokens, room for {positions + 1}; raise positions"
             )
-        tokens_BT[number, :length] = torch.tensor((*prompt_tokens, *sample.tokens))
         # The target at position t is token t + 1, so a response starts one position early.
-        old_logprobs_BT[number, first - 1 : length - 1] = torch.tensor(sample.logprobs)
-        loss_mask_BT[number, first - 1 : length - 1] = 1.0
+        before, behind = [0.0] * (len(prompt_tokens) - 1), [0.0] * (positions + 1 - length)
+        tokens.append([*prompt_tokens, *sample.tokens, *([pad_id] * len(behind))])
+        old_logprobs.append([*before, *sample.logprobs, *behind])
+        loss_mask.append([*before, *([1.0] * len(sample.tokens)), *behind])
+    # One tensor at a time: where other threads compute, each operation waits for Python's lock.
+    tokens_BT = torch.tensor(tokens, dtype=torch.int64).view(len(rows), positions + 1)
+    old_logprobs_BT, loss_mask_BT = (
+        torch.tensor(each, dtype=torch.float32).view(len(rows), positions)
+        for each in (old_logprobs, loss_mask)
+    )
     return Batch(
         tokens_BT=tokens_BT[:, :-1].contiguous(),
         targets_BT=tokens_BT[:, 1:].contiguous(),

@@ -63,6 +63,8 @@ class RankPolicy:
 
 
 def _shares(batch: Batch, ranks: int) -> list[Batch]:
+    if ranks == 1:
+        return [batch]
     # Some may get no row: a batch of one group, of which samples failed, on many ranks.
     places = torch.arange(len(batch))
     return [batch.rows(places[rank::ranks]) for rank in range(ranks)]
