@@ -11,19 +11,17 @@ from benchmarks._logprob_cases import Case, Given, Side
 
 def sides(case: Case) -> list[Side]:
     """All that there are for this case; ours first."""
+    borrow, consume = (
+        Side(name=name, run=_ours_from_logits(name)) for name in ("borrow", "consume")
+    )
+    of_megatron = _megatron() if case.ranks > 1 else []
     if case.form == "logits":
-        ours = [Side(name=name, run=_ours_from_logits(name)) for name in ("borrow", "consume")]
-        return [*ours, *(_megatron() if case.ranks > 1 else _torch())]
-    ways = {f"logits, {name}": _ours_from_logits(name) for name in ("consume", "borrow")}
-    of_others = {f"logits, {side.name}": side for side in _megatron()} if case.ranks > 1 else {}
-    return [
-        Side(name="hidden", run=_ours_from_hidden),
-        *(Side(name=name, run=_through_logits(way)) for name, way in ways.items()),
-        *(
-            dataclasses.replace(side, name=name, run=_through_logits(side.run))
-            for name, side in of_others.items()
-        ),
+        return [borrow, consume, *(of_megatron or _torch())]
+    through = [
+        dataclasses.replace(side, name=f"logits, {side.name}", run=_through_logits(side.run))
+        for side in (consume, borrow, *of_megatron)
     ]
+    return [Side(name="hidden", run=_ours_from_hidden), *through]
 
 
 def _ours_from_logits(ownership: str) -> Callable[[Given], tuple[Any, Any]]:

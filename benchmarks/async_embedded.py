@@ -48,7 +48,6 @@ from megatron_idempotent.trainer.task.tokenizer import make_tokenizer, sequence_
 from megatron_idempotent.workers import RemoteWeights
 
 STALENESS = 2
-_IN_TURN = "against one after the other"
 
 
 class Replay:
@@ -92,7 +91,7 @@ class CountingFleet(Fleet):
 async def measure(
     tokens: int, slots: int, steps: int, rounds: int, folder: Path
 ) -> dict[str, float]:
-    """Seconds of each side, medians of the rounds."""
+    """Seconds of each side, and their ratios; medians of the rounds."""
     config = load_config(ASYNC_FILE, [*_settings(tokens, folder), f"run.out={folder / 'run'}"])
     prompts = read_prompts(data_path(config))
     job = Job(config=config, out=folder / "run")
@@ -151,13 +150,7 @@ async def measure(
 
     try:
         await run(fleet)
-        seconds: dict[str, list[float]] = {
-            "generate": [],
-            "train": [],
-            "both": [],
-            "efficiency": [],
-            _IN_TURN: [],
-        }
+        rows: list[dict[str, float]] = []
         pings: list[float] = []
         for number in range(rounds):
             before = fleet.drawn
@@ -173,14 +166,19 @@ async def measure(
                 together = time.perf_counter() - started
                 pings += await asyncio.to_thread(asking.stop)
             generate = per_token * (fleet.drawn - before)
-            efficiency, in_turn = max(generate, train) / together, (generate + train) / together
-            row = (generate, train, together, efficiency, in_turn)
-            for name, value in zip(seconds, row, strict=True):
-                seconds[name].append(value)
+            rows.append(
+                {
+                    "generate": generate,
+                    "train": train,
+                    "both": together,
+                    "efficiency": max(generate, train) / together,
+                    "against one after the other": (generate + train) / together,
+                }
+            )
     finally:
         await fleet.close()
         await ranks.close()
-    found = {name: statistics.median(each) for name, each in seconds.items()}
+    found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     pings.sort()
     found["ping p50 ms"] = 1e3 * pings[len(pings) // 2]
     found["ping p99 ms"] = 1e3 * pings[int(len(pings) * 0.99)]

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from .asked import Asked, temperature_of
 from .combine import Whole, combine
 from .kernels import partial_of, write_gradient
-from .rows import Order, panels
+from .rows import Order, panels, some
 from .slopes import Slopes, differentiated
 
 
@@ -53,7 +53,7 @@ class LogprobsFromLogits(torch.autograd.Function):
         live_N = differentiated(of_logprob_N, of_entropy_N)
         if live_N is not None:
             slopes, temperature = slopes.of(live_N), temperature_of(temperature, live_N)
-            kept_N = live_N if kept_N is None else kept_N.masked_scatter(kept_N, live_N)
+            kept_N = some(kept_N, live_N)
         _zero(into, kept_N, columns.real)
         write_gradient(rows, into, kept_N, slopes, temperature, columns, wanted)
         return gradient, *nothing

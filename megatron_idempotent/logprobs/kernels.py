@@ -23,7 +23,7 @@ from .asked import (
 )
 from .combine import Partial
 from .fused import FINITE, compiled, gradient, statistics
-from .rows import Block, along, blocks, panels, places, rows_of_a_block
+from .rows import Block, along, blocks, panels, places, rows_of_a_block, some
 from .slopes import Slopes
 
 #: Between these, sums of exponentials of float32 have lost nothing that counts, and those of
@@ -97,44 +97,24 @@ def partial_of(
     everyone_N = torch.arange(len(local_N), device=local_N.device)
     for panel, chosen, row in places(sizes, kept_N, everyone_N):
         found.target[chosen] = rows[panel][row, place_N1[chosen, 0]].to(like.dtype)
-    ours_N = ours_N1[:, 0]
     if wanted.entropy or not divides_nothing(temperature):
-        _sums(rows, apart_N1, kept_N, temperature, found, scratch)
+        _sums(rows, apart_N1, kept_N, temperature, found, scratch, behind_largest=True)
     else:
-        _sums_as_they_are(rows, apart_N1, kept_N, found, scratch)
+        # Wherever exp(logit) is a normal number it has all of its bits, none lost to a subtraction.
+        found.origin.zero_()
+        _sums(rows, apart_N1, kept_N, temperature, found, scratch, behind_largest=False)
         within_N = (found.exponentials > _LEAST) & (found.exponentials < _MOST)
-        within_N &= found.target < _MOST_OF_ONE
-        beyond_N = within_N.logical_not_()
+        beyond_N = ~(within_N & (found.target < _MOST_OF_ONE))
         if bool(beyond_N.any()):
-            # One by one, so that what is found of a token is not up to its neighbours.
-            of_these = Partial(*(each[beyond_N] for each in found))
-            these_N = beyond_N if kept_N is None else kept_N.masked_scatter(kept_N, beyond_N)
-            _sums(rows, apart_N1[beyond_N], these_N, temperature, of_these, scratch)
+            # These alone, so that what is found of a token is not up to its neighbours.
+            of_these, these_N = Partial(*(each[beyond_N] for each in found)), some(kept_N, beyond_N)
+            apart_n1 = apart_N1[beyond_N]
+            _sums(rows, apart_n1, these_N, temperature, of_these, scratch, behind_largest=True)
             for into_N, values_n in zip(found, of_these, strict=True):
                 into_N[beyond_N] = values_n
     z_N = (found.target - found.origin) / temperature
-    found.target.copy_(torch.where(ours_N, z_N, 0.0))
+    found.target.copy_(torch.where(ours_N1[:, 0], z_N, 0.0))
     return found
-
-
-def _sums_as_they_are(
-    rows: list[Tensor],
-    apart_N1: Tensor,
-    kept_N: Tensor | None,
-    found: Partial,
-    scratch: _Scratch,
-) -> None:
-    """Σ exp(logit), for which they are read once: wherever that is a normal number, it has all of
-    its bits, and none was lost to a subtraction."""
-    found.origin.zero_()
-    cut = list(blocks([len(panel) for panel in rows], kept_N, scratch.rows))
-    of_blocks = (cut, along(cut, apart_N1), along(cut, found.exponentials))
-    for block, apart_n1, sums_n in zip(*of_blocks, strict=True):
-        logits_nV = scratch.read(block.read(rows))
-        exponentials_nV, with_room_nV = scratch(0, len(logits_nV))
-        torch.exp(logits_nV, out=exponentials_nV)
-        with_room_nV.scatter_(1, apart_n1, 0.0)
-        torch.sum(exponentials_nV, -1, out=sums_n)
 
 
 def _sums(
@@ -144,15 +124,20 @@ def _sums(
     temperature: Tensor | float,
     found: Partial,
     scratch: _Scratch,
+    *,
+    behind_largest: bool,
 ) -> None:
-    """Behind the largest logit of each token, and with their moments where entropies are wanted."""
+    """Behind each token's largest logit, or of the logits as they are; and their moments, where
+    entropies are wanted."""
     cut = list(blocks([len(panel) for panel in rows], kept_N, scratch.rows))
     per_token = found.origin[:, None], apart_N1, found.exponentials, found.moments
     of_blocks = (cut, _divisors(temperature, cut), *(along(cut, each) for each in per_token))
-    for block, divisor, maximum_n1, apart_n1, sums_n, moments_n in zip(*of_blocks, strict=True):
+    for block, divisor, origin_n1, apart_n1, sums_n, moments_n in zip(*of_blocks, strict=True):
         logits_nV = scratch.read(block.read(rows))
-        torch.amax(logits_nV, -1, keepdim=True, out=maximum_n1).clamp_(min=FINITE)
-        z_nV = behind(logits_nV, maximum_n1, divisor, scratch(0, len(logits_nV))[0])
+        if behind_largest:
+            torch.amax(logits_nV, -1, keepdim=True, out=origin_n1).clamp_(min=FINITE)
+        subtracted_n1 = origin_n1 if behind_largest else None
+        z_nV = behind(logits_nV, subtracted_n1, divisor, scratch(0, len(logits_nV))[0])
         exponentials_nV, with_room_nV = scratch(int(scratch.moments), len(z_nV))
         torch.exp(z_nV, out=exponentials_nV)
         with_room_nV.scatter_(1, apart_n1, 0.0)

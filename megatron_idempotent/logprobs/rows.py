@@ -122,6 +122,11 @@ def _parts(size: int, chosen: Tensor | None, rows: int) -> Iterator[slice | Tens
             yield slice(row, min(row + rows, stop))
 
 
+def some(kept_N: Tensor | None, chosen_K: Tensor) -> Tensor:
+    """A bool mask over all tokens, of those among the K kept ones that are chosen."""
+    return chosen_K if kept_N is None else kept_N.masked_scatter(kept_N, chosen_K)
+
+
 def rows_of_a_block(columns: int, workspace_bytes: int, buffers: int, dtype: torch.dtype) -> int:
     """How many rows fit into the scratch memory, at least one."""
     return max(1, workspace_bytes // (max(columns, 1) * buffers * dtype.itemsize))

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_idempotent.trainer import saved
 from megatron_idempotent.trainer.errors import CheckpointError, OutputError
-from megatron_idempotent.trainer.output import prepare, resume_state
+from megatron_idempotent.trainer.output import prepare, resume_state, seal_checkpoint
 from megatron_idempotent.trainer.settings import load_config
 
 
@@ -75,6 +75,27 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
         "rollout-000006",
         "rollout-000009",
     ]
+
+
+def test_a_save_keeps_nothing_of_a_run_that_died_in_it_and_drops_the_oldest_checkpoints(tmp_path):
+    config, checkpoints = make_run(tmp_path, 3, 6, 9)
+    unfinished = saved.unfinished_path(checkpoints, 12)
+    unfinished.mkdir()
+    (unfinished / "shard of another layout").write_bytes(b"half")
+    saved.make_empty(unfinished)
+    (unfinished / "weights").write_bytes(b"whole")
+    seal_checkpoint(checkpoints, 12, config, digest="of the weights")
+    found = saved.complete(checkpoints)
+    assert (
+        found
+        == [saved.path_for(checkpoints, each) for each in (3, 6, 9, 12)][
+            -config.run.keep_checkpoints :
+        ]
+    )
+    assert len(found) < 4
+    assert resume(config) == found[-1]
+    assert saved.verify(found[-1])["weights sha256"] == "of the weights"
+    assert not (found[-1] / "shard of another layout").exists()
 
 
 def test_resuming_with_another_setting_names_it_and_both_values(tmp_path):
