@@ -24,10 +24,9 @@ def test_within_what_rounding_allows_and_alike_on_all_ranks(megatron_ranks, rank
 
 def confident(entropy: str) -> None:
     """On a rank that shares the vocabulary: tokens that are certain but for as little as e⁻²⁵."""
-    import math
-
     import torch
     import torch.distributed as dist
+    from cases import additions
 
     from megatron_idempotent import Sampling, token_logprobs
 
@@ -47,8 +46,8 @@ def confident(entropy: str) -> None:
     wanted = exact.grad.chunk(size, -1)[rank]
     every = torch.arange(columns).expand(26, -1).contiguous()
     z = (exact.amax(-1, keepdim=True) - exact)[:, 1:].max()
-    # Roundings of z, of exp, of sums in pairs, of mean and factors; relative to what is small.
-    bound = 2.0**-24 * (3 * float(z) + math.log2(columns) + 12) * (2 if entropy == "grad" else 1)
+    # Roundings of z, of exp, of sums, of mean and factors; relative to what is small.
+    bound = 2.0**-24 * (3 * float(z) + additions(columns) + 12) * (2 if entropy == "grad" else 1)
     for sampling in (None, Sampling(keep=every), Sampling(top_k=columns - 1)):
         leaf = whole.chunk(size, -1)[rank].clone().requires_grad_()
         stats = token_logprobs(

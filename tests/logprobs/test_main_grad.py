@@ -96,23 +96,23 @@ def on_its_own() -> None:
 
     from megatron_idempotent import token_logprobs
 
-    weight = torch.randn(V, H, requires_grad=True)
+    weight = torch.randn(V, H, dtype=torch.float64, requires_grad=True)
     arguments: dict[str, Any] = {
-        "hidden": torch.randn(5, H),
+        "hidden": torch.randn(5, H, dtype=torch.float64),
         "weight": weight,
         "targets": torch.arange(5),
         "gradient_accumulation_fusion": True,
     }
     with pytest.raises(ValueError, match=r"weight of shape \(600, 16\) with none"):
         token_logprobs(**arguments)
-    weight.main_grad = torch.ones(3, H)
+    weight.main_grad = torch.ones(3, H, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"with one of shape \(3, 16\)"):
         token_logprobs(**arguments)
     with pytest.raises(ValueError, match="got no weight"):
         token_logprobs(
             logits=torch.randn(5, V), targets=torch.arange(5), gradient_accumulation_fusion=True
         )
-    weight.main_grad = torch.ones(V, H)
+    weight.main_grad = torch.ones(V, H, dtype=torch.float64)
     weight.grad_added_to_main_grad = False
     token_logprobs(**arguments).logprob.sum().backward()
     assert weight.grad_added_to_main_grad
@@ -120,7 +120,7 @@ def on_its_own() -> None:
     fused = weight.main_grad - 1
     weight.grad = None
     token_logprobs(**{**arguments, "gradient_accumulation_fusion": False}).logprob.sum().backward()
-    torch.testing.assert_close(fused, weight.grad, rtol=1e-5, atol=2.0**-22)  # 1 was added to it
+    torch.testing.assert_close(fused, weight.grad, rtol=1e-11, atol=1e-13)
 
 
 def test_who_has_none_is_told_and_who_has_one_finds_zeros(megatron_ranks):
