@@ -46,25 +46,11 @@ def through_megatron(root: Any, layout: dict[str, Any], names: tuple[str, ...]) 
             logits = hf_programs.logits_of(chunks, config)
             if logits is not None:
                 reference = torch.load(root / name / f"logits{suffix}.bin")
-                close(logits, reference, name, dtype)
+                hf_programs.close(logits, reference, name, dtype)
             found = hf_programs.exported(MegatronWeights(chunks, arch, dtype=torch.float32))
             if torch.distributed.get_rank() == 0:
                 hf_programs.same(found, wanted)
         torch.set_default_dtype(torch.float32)
-
-
-def close(logits: Any, reference: Any, name: str, dtype: Any) -> None:
-    """Only the order of sums differs, but for float32 inside of both models' routers.
-
-    A sum over n terms, in one order or another, is off by at most n·eps of its terms' sum: about
-    60 in each product here, some five of them in each of four layers, and magnitudes that cancel.
-    """
-    import torch
-
-    inner = torch.float32 if name == "moe" else dtype
-    bound = 60 * 5 * 4 * torch.finfo(inner).eps
-    error = (logits - reference).abs().max() / reference.abs().max()
-    assert error <= bound, (name, dtype, float(error), bound)
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)

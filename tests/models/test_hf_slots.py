@@ -123,15 +123,18 @@ def test_experts_in_one_weight_are_those_that_the_old_grouped_mlp_multiplies_by(
         )
         assert len(slots) == 4
         weights[number] = filled(slots, torch.zeros(shape), tensors)
-    hidden = torch.randn(7, 24)
+    weights, tensors = (
+        {name: each.double() for name, each in group.items()} for group in (weights, tensors)
+    )
+    hidden = torch.randn(7, 24, dtype=torch.float64)
     for expert in range(4):
         # As its forward: grouped products with these views, and the halves of a chunk.
         first = hidden @ weights["1"].view(4, 24, -1)[expert]
         gate, up = first.chunk(2, dim=-1)
         second = weights["2"].view(4, -1, 24)[expert]
         at = f"{LAYER}mlp.experts.{expert}."
-        assert torch.allclose(gate, hidden @ tensors[f"{at}gate_proj.weight"].T, atol=1e-5)
-        assert torch.allclose(up, hidden @ tensors[f"{at}up_proj.weight"].T, atol=1e-5)
+        assert torch.allclose(gate, hidden @ tensors[f"{at}gate_proj.weight"].T, rtol=0, atol=1e-12)
+        assert torch.allclose(up, hidden @ tensors[f"{at}up_proj.weight"].T, rtol=0, atol=1e-12)
         assert torch.equal(second, tensors[f"{at}down_proj.weight"].T)
 
 

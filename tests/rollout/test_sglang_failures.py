@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from sglang_cases import buckets_of, request, scenario, stage, true_logprobs, weights
+from sglang_cases import ROUNDED, buckets_of, request, scenario, stage, true_logprobs, weights
 from sglang_server import FakeSglang
 
 from megatron_idempotent.rollout import (
@@ -219,7 +219,7 @@ def test_it_sleeps_and_serves_again_once_weights_are_loaded(tmp_path: Path) -> N
         await engine.resume()
         sample = await engine.generate(request())
         expected = true_logprobs(1, (5, 6, 7), sample.tokens)
-        assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+        assert sample.logprobs == pytest.approx(expected, abs=ROUNDED)
 
     scenario(run, tmp_path)
 
@@ -238,7 +238,7 @@ def test_the_same_weights_are_loaded_again_behind_a_sleep(tmp_path: Path) -> Non
         await engine.resume()
         sample = await engine.generate(request())
         expected = true_logprobs(1, (5, 6, 7), sample.tokens)
-        assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+        assert sample.logprobs == pytest.approx(expected, abs=ROUNDED)
 
     scenario(run, tmp_path)
 
@@ -251,7 +251,7 @@ def test_weights_with_a_backup_need_no_load_behind_a_sleep(tmp_path: Path) -> No
         await engine.resume()
         sample = await engine.generate(request())
         expected = true_logprobs(0, (5, 6, 7), sample.tokens)
-        assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+        assert sample.logprobs == pytest.approx(expected, abs=ROUNDED)
 
     scenario(run, tmp_path, weights_backup=True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang_cases import request, scenario, stage, true_logprobs, weights
+from sglang_cases import ROUNDED, request, scenario, stage, true_logprobs, weights
 from sglang_server import FakeSglang
 from tiny import END, make_checkpoint
 
@@ -24,7 +24,7 @@ def test_logprobs_are_of_the_distribution_that_is_drawn_from(tmp_path: Path) -> 
 
     sample = scenario(run, tmp_path)
     expected = true_logprobs(0, (5, 6, 7), sample.tokens, temperature=0.6)
-    assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+    assert sample.logprobs == pytest.approx(expected, abs=ROUNDED)
     assert len(sample.tokens) == 20
     assert sample.finish_reason == "length"
     assert set(sample.versions) == {0}
@@ -50,9 +50,9 @@ def test_tokens_across_a_commit_are_stamped_and_behind_it_the_cache_is_new(tmp_p
         assert sample.versions == (0,) * 7 + (1,) * 13
         old = true_logprobs(0, (5, 6, 7), sample.tokens)[:7]
         new = true_logprobs(1, (5, 6, 7), sample.tokens)[7:]
-        assert sample.logprobs == pytest.approx([*old, *new], abs=1e-4)
+        assert sample.logprobs == pytest.approx([*old, *new], abs=ROUNDED)
     assert later.versions == (1,) * 20
-    assert later.logprobs == pytest.approx(true_logprobs(1, (5, 6, 7), later.tokens), abs=1e-4)
+    assert later.logprobs == pytest.approx(true_logprobs(1, (5, 6, 7), later.tokens), abs=ROUNDED)
 
 
 def test_a_response_goes_on_behind_an_end_token_that_was_not_asked_for(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_response_goes_on_behind_an_end_token_that_was_not_asked_for(tmp_path:
     assert any(END in sample.tokens[:-1] for sample in samples)
     for sample in samples:
         expected = true_logprobs(0, (5, 6, 7), sample.tokens, temperature=50.0)
-        assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+        assert sample.logprobs == pytest.approx(expected, abs=ROUNDED)
 
 
 def test_a_response_ends_with_a_stop_token_and_without_one_at_its_length(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_a_request_that_came_in_a_pause_is_of_the_weights_behind_it(tmp_path: Pa
         sample = scenario(run, tmp_path, spans=spans)
         assert sample.versions == (1,) * 20
         expected = true_logprobs(1, (5, 6, 7), sample.tokens)
-        assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+        assert sample.logprobs == pytest.approx(expected, abs=ROUNDED)
 
 
 def test_many_requests_do_not_keep_others_out(tmp_path: Path) -> None:

@@ -7,7 +7,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from sglang_cases import buckets_of, checkpoint, request, scenario, stage, true_logprobs, weights
+from sglang_cases import (
+    ROUNDED,
+    buckets_of,
+    checkpoint,
+    request,
+    scenario,
+    stage,
+    true_logprobs,
+    weights,
+)
 from sglang_server import FakeSglang
 
 from megatron_idempotent.rollout import EngineError, EngineTimeout, EngineUnsupported
@@ -24,7 +33,7 @@ async def serves(engine: SglangEngine, seed: int, version: int) -> None:
     sample = await engine.generate(request())
     assert sample.versions == (version,) * 20
     expected = true_logprobs(seed, (5, 6, 7), sample.tokens)
-    assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+    assert sample.logprobs == pytest.approx(expected, abs=ROUNDED)
 
 
 async def is_dirty(engine: SglangEngine, why: str) -> None:
@@ -180,7 +189,7 @@ def test_a_load_that_fails_half_way_is_rolled_back_by_loading_what_was_served(
             sample = await running
             assert sample.versions == (version - 1,) * 20
             expected = true_logprobs(version - 1, (5, 6, 7), sample.tokens)
-            assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+            assert sample.logprobs == pytest.approx(expected, abs=ROUNDED)
             await serves(engine, version - 1, version - 1)
             with pytest.raises(EngineError, match="not staged"):
                 await commit_paused(engine, f"run/{version}")
