@@ -39,7 +39,7 @@ class WeightSync:
             engines: all that are to serve the same weights, each with a name of its own.
             settings: limits; the defaults of `SyncSettings` where None.
             stamp: told of a version once it is verified. If it raises, the engines are resumed
-                all the same, and `update` raises the error behind that.
+                all the same, and `update` raises the error after that.
         """
         names = [engine.name for engine in engines]
         if not names:
@@ -87,8 +87,10 @@ class WeightSync:
             What became of each engine.
 
         Raises:
-            SyncError: another update is running; or the export failed (no engine has changed).
+            SyncError: another update is running.
             SyncFailed: no engine serves the version.
+            Exception: the export's own error, as `source` raised it; no engine has changed. Or that
+                of `stamp`, after the engines were resumed.
         """
         if self._running is not None:
             raise SyncError(
