@@ -26,6 +26,7 @@ from .shared import Shared
 from .status import status_of
 from .train_pump import TrainPump
 from .uncancelled import to_its_end
+from .watch.loggers import Loggers
 from .watch.timeline import Timeline
 from .watchers import look_for_engines, watchdog
 
@@ -57,7 +58,7 @@ class Controller:
         recipe: Recipe,
         plane: DataPlane | None = None,
         store: Store | None = None,
-        loggers: Sequence[Logger] = (),
+        loggers: Sequence[Logger] | Loggers = (),
         timeline: Timeline | None = None,
         evaluate: Evaluate | None = None,
     ) -> None:
@@ -71,7 +72,9 @@ class Controller:
             recipe: what is learnt from a group.
             plane: where complete groups are kept; None for this process's memory.
             store: for checkpoints; without one, lost ranks end the run.
-            loggers: get a row of metrics per optimizer step; one that raises is dropped.
+            loggers: get a row of metrics per optimizer step, in a thread of their own, and all rows
+                before `run` returns; one that raises is dropped. A `watch.loggers.Loggers` is used
+                as it is: one that is not threaded calls its loggers in the event loop.
             timeline: gets spans of all pumps.
             evaluate: its metrics go into the row of the version. Where it has a method
                 `due(version)`, training does not wait for the publishing of other versions.
@@ -123,6 +126,7 @@ class Controller:
         shared.exhausted = False
         self._ended = ended = asyncio.Event()
         shared.progressed()
+        self._reporting.open()
         self._reporting.begin()
         try:
             await self._train(until)
@@ -131,8 +135,11 @@ class Controller:
                 await checkpoints.save()
             await self._clearing.clear([])  # what could not be cleared earlier
         finally:
-            shared.state = "ended"
-            ended.set()
+            try:
+                await self._reporting.close()
+            finally:
+                shared.state = "ended"
+                ended.set()
         return await self.ping()
 
     async def resume(self) -> int:

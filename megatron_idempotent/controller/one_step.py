@@ -13,6 +13,7 @@ from .errors import PublishFailed, StepFailed
 from .intake import Intake
 from .protocol import DataPlane, LogprobsOf, Policy, Recipe
 from .records import Held, RolloutGroup, StepOutcome
+from .samplers import SamplerError
 from .shared import Shared
 from .uncancelled import to_its_end
 
@@ -174,7 +175,9 @@ class OneStep:
 
     def _may_try_again(self, step_id: str, error: BaseException) -> bool:
         """Whether a step that was undone is taken again with the same groups."""
-        if isinstance(error, (asyncio.CancelledError, PublishFailed, *self._intake.expected)):
+        # Of a sampler that is wrong, no group is to blame, and none has trained.
+        final = (asyncio.CancelledError, PublishFailed, SamplerError, *self._intake.expected)
+        if isinstance(error, final):
             return False
         if isinstance(error, _Vanished):
             self._give_up(error.group_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 from .protocol import Logger, Recipe
@@ -14,11 +15,23 @@ from .watch.metrics import InflightClock, counts_metrics, idle_metrics, stalenes
 class Reporting:
     """Example: `reporting.step(groups, outcome, {"evaluation/reward": 0.5})`."""
 
-    def __init__(self, shared: Shared, recipe: Recipe, loggers: Sequence[Logger]) -> None:
+    def __init__(self, shared: Shared, recipe: Recipe, loggers: Sequence[Logger] | Loggers) -> None:
         self._shared = shared
         self._recipe = recipe
-        self._loggers = Loggers(loggers)
+        self._given: Sequence[Logger] = () if isinstance(loggers, Loggers) else loggers
+        self._loggers = loggers if isinstance(loggers, Loggers) else Loggers([])
         self._since: float | None = None
+
+    def open(self) -> None:
+        """A run begins: a thread of its own calls the loggers, so that none holds up the loop."""
+        if self._given:
+            self._loggers = Loggers(self._given, threaded=True, lent=True)
+
+    async def close(self) -> None:
+        """The run is over: wait until loggers have all rows. Who gave them closes them."""
+        if self._given:
+            await asyncio.to_thread(self._loggers.close)
+            self._given = self._loggers.working
 
     def step(
         self,

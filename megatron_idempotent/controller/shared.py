@@ -11,6 +11,7 @@ from .buffer import GroupBuffer
 from .measure import Measure
 from .protocol import Sampler
 from .records import Admission
+from .samplers import checked_room
 from .settings import ControllerSettings
 from .watch.metrics import InflightClock
 
@@ -107,7 +108,7 @@ class Shared:
             accepted=self.buffer.accepted,
             running=running,
         )
-        places = min(self.sampler.room(admission), self.buffer.free)
+        places = int(min(checked_room(self.sampler, admission), self.buffer.free))
         if self.settings.concurrency:
             places = min(places, self.settings.concurrency - running)
         return max(places, 0)

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_idempotent.controller.controller import Controller
 from megatron_idempotent.controller.records import Status
+from megatron_idempotent.controller.watch.loggers import Loggers
 from megatron_idempotent.rollout import Request, Sample
 
 from . import clock
@@ -99,7 +100,8 @@ class Simulation:
             recipe=self.recipe,
             plane=self.plane,
             store=self.store,
-            loggers=[FaultyLogger(self.faults), self.recorder],
+            # In the loop: they look at its clock, and a thread would come at any time of it.
+            loggers=Loggers([FaultyLogger(self.faults), self.recorder]),
         )
         self.status: Status | None = None
         self.ended_s = 0.0

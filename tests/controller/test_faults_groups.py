@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
+import pytest
 from toy import Toy, ToyLogger, ToyStore
 from toy_faults import BAD, RealStore, once, stored
 
@@ -10,6 +14,8 @@ from megatron_idempotent.controller import (
     MemoryPlane,
     PoisonedPrompt,
 )
+from megatron_idempotent.controller.samplers import SamplerError
+from megatron_idempotent.controller.watch.loggers import Loggers
 from megatron_idempotent.workers import RanksLost
 
 
@@ -86,7 +92,7 @@ def test_a_group_that_the_data_plane_has_lost_is_replaced():
     assert toy.logger.rows[-1][1]["rollouts/dropped/lost"] == 1
 
 
-def test_a_logger_that_raises_is_dropped_and_the_others_go_on():
+def test_a_logger_that_raises_is_dropped_for_good_and_the_others_get_every_row():
     class Broken(ToyLogger):
         calls = 0
 
@@ -95,9 +101,59 @@ def test_a_logger_that_raises_is_dropped_and_the_others_go_on():
             raise OSError("disk full")
 
     broken, good = Broken(), ToyLogger()
-    once(Toy(loggers=[broken, good]).run(5))
+    toy = Toy(loggers=[broken, good]).run(3)
+    assert [step for step, _ in good.rows] == [1, 2, 3], "run() returns once they have all rows"
+    once(toy.run(5))
     assert broken.calls == 1
     assert [step for step, _ in good.rows] == [1, 2, 3, 4, 5]
+
+
+def test_a_logger_that_waits_does_not_hold_up_the_event_loop():
+    called, pinged = threading.Event(), threading.Event()
+
+    class Waiting(ToyLogger):
+        def log(self, metrics, *, step):
+            called.set()
+            super().log({"in time": pinged.wait(5)}, step=step)
+
+    waiting = Waiting()
+    toy = Toy(loggers=[waiting], seconds=0.01, step_seconds=0.01)
+
+    async def main():
+        running = asyncio.ensure_future(toy.controller.run(1))
+        while not called.is_set():
+            await asyncio.sleep(0.01)
+        assert (await toy.controller.ping()).trainer_version == 1
+        pinged.set()
+        await running
+
+    asyncio.run(main())  # on the real clock: in a virtual one a thread would take no time
+    assert waiting.rows == [(1, {"in time": True})]
+    inside = ToyLogger()
+    inside.log = lambda metrics, *, step: inside.rows.append(asyncio.get_running_loop().time())
+    Toy(loggers=Loggers([inside])).run(2)
+    assert len(inside.rows) == 2, "who needs the event loop can have it"
+
+
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        ({"select": lambda *_, **__: 1 / 0}, "select raised ZeroDivisionError('division by zero')"),
+        ({"select": lambda *_, **__: None}, "select returned a NoneType"),
+        ({"evict": lambda *_, **__: 1 / 0}, "evict raised ZeroDivisionError"),
+        ({"room": lambda _: 1 / 0}, "room raised ZeroDivisionError"),
+        ({"room": lambda _: "many"}, "room returned 'many'; return a number of groups"),
+    ],
+)
+def test_a_sampler_that_is_wrong_ends_the_run_and_is_named_with_its_fault(broken, named):
+    sampler = InOrderSampler(1)
+    for method, wrong in broken.items():
+        setattr(sampler, method, wrong)
+    toy = Toy(sampler=sampler)
+    with pytest.raises(SamplerError) as caught:
+        toy.run(5)
+    assert str(caught.value).startswith(f"sampler in_order: {named}")
+    assert toy.policy.steps == []
 
 
 def test_a_data_plane_that_loses_many_groups_costs_them_and_not_the_run():

@@ -23,6 +23,7 @@ from megatron_idempotent.controller import (
     Status,
     StepFailed,
 )
+from megatron_idempotent.controller.watch.loggers import Loggers
 from megatron_idempotent.simulator import clock
 from megatron_idempotent.simulator.faults import Fault, InjectedError
 from megatron_idempotent.simulator.latency import uniform
@@ -254,7 +255,7 @@ class Teller:
             recipe=simulation.recipe,
             plane=self.plane,
             store=simulation.store,
-            loggers=[self.rows],
+            loggers=Loggers([self.rows]),  # in the loop: they look at the store
             evaluate=_Evaluation(story) if story.evaluate else None,
         )
         for _ in range(5):

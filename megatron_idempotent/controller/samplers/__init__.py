@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .checked import SamplerError, checked_evict, checked_select
+from .checked import SamplerError, asked, checked_evict, checked_room, checked_select
 from .first_ready import FirstReadySampler
 from .in_order import InOrderSampler
 from .load import load_sampler
@@ -14,7 +14,9 @@ __all__ = [
     "SamplerError",
     "StrictSampler",
     "WindowedSampler",
+    "asked",
     "checked_evict",
+    "checked_room",
     "checked_select",
     "load_sampler",
 ]

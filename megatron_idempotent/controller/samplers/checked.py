@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable
+from typing import Any
 
 from megatron_idempotent.controller.errors import ControllerError
 from megatron_idempotent.controller.protocol import Ready, Sampler
-from megatron_idempotent.controller.records import Held
+from megatron_idempotent.controller.records import Admission, Held
 
 
 class SamplerError(ControllerError):
-    """A sampler answered with groups that it may not; the message names it and them."""
+    """A sampler raised, or gave an answer that it may not; the message names it and the fault."""
 
 
 def checked_select(sampler: Sampler, ready: Ready, *, version: int, count: int) -> tuple[Held, ...]:
@@ -18,7 +20,8 @@ def checked_select(sampler: Sampler, ready: Ready, *, version: int, count: int) 
 
     Errors: `SamplerError`.
     """
-    groups = _checked(sampler, "select", sampler.select(ready, version=version, count=count), ready)
+    answer = asked(sampler, "select", ready, version=version, count=count)
+    groups = _checked(sampler, "select", answer, ready)
     if len(groups) > count:
         raise SamplerError(
             f"sampler {sampler.name} selected {len(groups)} groups of {count} that were asked for; "
@@ -32,7 +35,25 @@ def checked_evict(sampler: Sampler, ready: Ready, *, version: int) -> tuple[Held
 
     Errors: `SamplerError`.
     """
-    return _checked(sampler, "evict", sampler.evict(ready, version=version), ready)
+    return _checked(sampler, "evict", asked(sampler, "evict", ready, version=version), ready)
+
+
+def checked_room(sampler: Sampler, admission: Admission) -> float:
+    """How many more groups a sampler lets start. Errors: `SamplerError`."""
+    answer = asked(sampler, "room", admission)
+    if not isinstance(answer, numbers.Real):
+        raise SamplerError(
+            f"sampler {sampler.name}: room returned {answer!r}; return a number of groups"
+        )
+    return float(answer)
+
+
+def asked(sampler: Sampler, method: str, *args: Any, **named: Any) -> Any:
+    """The answer of a sampler's method. Errors: `SamplerError` for whatever it raises."""
+    try:
+        return getattr(sampler, method)(*args, **named)
+    except Exception as error:
+        raise SamplerError(f"sampler {sampler.name}: {method} raised {error!r}") from error
 
 
 def _checked(

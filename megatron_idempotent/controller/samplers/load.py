@@ -31,7 +31,12 @@ def load_sampler(name_or_path: str, **options: Any) -> Sampler:
     """
     build = _KNOWN[name_or_path] if name_or_path in _KNOWN else _imported(name_or_path)
     _check_options(name_or_path, build, options)
-    sampler = build(**options)
+    try:
+        sampler = build(**options)
+    except SettingsError:
+        raise
+    except Exception as error:
+        raise SettingsError(f"sampler {name_or_path} cannot be made: {error!r}") from error
     if name_or_path not in _KNOWN:
         _check_sampler(name_or_path, sampler)
     return sampler

@@ -32,14 +32,17 @@ class Loggers:
         threaded: bool = False,
         queued: int = 1_000,
         close_timeout_s: float = 30.0,
+        lent: bool = False,
     ) -> None:
         """Take loggers, or what makes them: for those that hold locks or threads, or are slow to
-        build. One that cannot be built is left out, with a warning.
+        build. One that cannot be built is left out, with a warning. `close` leaves loggers open
+        that are `lent`.
         """
         self._loggers: list[Logger] = []
         self._given = list(loggers)
         self._queued = queued
         self._close_timeout_s = close_timeout_s
+        self._lent = lent
         self._left_out = 0
         self._closed = False
         # Bounded by hand: a full queue must take the record that ends it.
@@ -51,6 +54,11 @@ class Loggers:
             self._thread.start()
         else:
             self._build()
+
+    @property
+    def working(self) -> tuple[Logger, ...]:
+        """The loggers that were built and have not raised."""
+        return tuple(self._loggers)
 
     @property
     def left_out(self) -> int:
@@ -77,7 +85,7 @@ class Loggers:
             self._left_out += 1
 
     def close(self) -> None:
-        """Flush and close every logger that still works. Twice: no-op.
+        """Hand over what is queued, and close every logger that still works. Twice: no-op.
 
         Threaded, it waits up to `close_timeout_s` for what is queued, so a loop that still has
         something to do calls it from a thread.
@@ -111,12 +119,12 @@ class Loggers:
                 self._loggers.append(_made(given))
 
     def _log(self, metrics: Mapping[str, float], step: int) -> None:
-        for logger in tuple(self._loggers):
+        for logger in self.working:
             with _DroppedIfItRaises(logger, self._loggers):
                 logger.log(metrics, step=step)
 
     def _close(self) -> None:
-        for logger in tuple(self._loggers):
+        for logger in () if self._lent else self.working:
             with _DroppedIfItRaises(logger, self._loggers):
                 logger.close()
 
