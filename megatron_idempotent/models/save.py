@@ -157,7 +157,9 @@ class _Writer:
     def _copy_rest(self, changes: Mapping[str, Any]) -> None:
         for path in sorted(self._like.iterdir()):
             weights = path.name.endswith(_WEIGHTS) or path.name.endswith(".index.json")
-            if path.is_file() and not weights and not path.name.startswith("."):
+            # Hashes would be those of the other weights.
+            other = weights or path.name == "SHA256SUMS"
+            if path.is_file() and not other and not path.name.startswith("."):
                 shutil.copyfile(path, self._beside / path.name)
         config = read_json(self._like / "config.json")
         dtype = str(self._infos[0].dtype).removeprefix("torch.")

@@ -15,14 +15,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file, oldest first; none where there is no file.
 
     A last line that was cut off by the end of its process is left out, and so are rows of steps
-    that were taken again, behind ranks that were lost.
+    that were taken again, after ranks were lost. Errors: `ValueError` naming a damaged line.
     """
     if not path.exists():
         return []
     rows: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
-        row = json.loads(line)
-        while rows and rows[-1]["step"] >= row["step"]:
+    lines = path.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            step = row["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: damaged ({error})") from error
+        while rows and rows[-1]["step"] >= step:
             rows.pop()
         rows.append(row)
     return rows

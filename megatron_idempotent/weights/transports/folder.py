@@ -14,9 +14,10 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".ms
 
 
 def copy_settings(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copy config.json, tokenizer and all else at the top of a checkpoint that is not weights."""
+    """Copy config.json, tokenizer and all else at the top of a checkpoint that is not weights, nor
+    their hashes."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith((*_WEIGHTS, ".index.json")):
+        if path.is_file() and not path.name.endswith((*_WEIGHTS, ".index.json", "SHA256SUMS")):
             shutil.copyfile(path, target / path.name)
 
 
