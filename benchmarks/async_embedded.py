@@ -35,9 +35,9 @@ from megatron_idempotent.controller import (
 )
 from megatron_idempotent.controller.ping import PingServer
 from megatron_idempotent.rollout.local import TransformersEngine
+from megatron_idempotent.trainer.config import load_config
 from megatron_idempotent.trainer.job import INITIAL, Job, data_path
 from megatron_idempotent.trainer.rollout.requests import RequestMaker
-from megatron_idempotent.trainer.settings import ASYNC_FILE, load_config
 from megatron_idempotent.trainer.stream.policy import RankPolicy
 from megatron_idempotent.trainer.stream.prompts import PromptStream
 from megatron_idempotent.trainer.stream.ranks import make_ranks
@@ -92,7 +92,8 @@ async def measure(
     tokens: int, slots: int, steps: int, rounds: int, folder: Path
 ) -> dict[str, float]:
     """Seconds of each side, and their ratios; medians of the rounds."""
-    config = load_config(ASYNC_FILE, [*_settings(tokens, folder), f"run.out={folder / 'run'}"])
+    settings = ["run.mode=async", *_settings(tokens, folder), f"run.out={folder / 'run'}"]
+    config = load_config(None, settings)
     prompts = read_prompts(data_path(config))
     job = Job(config=config, out=folder / "run")
     (job.out / "logs").mkdir(parents=True)

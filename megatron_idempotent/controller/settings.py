@@ -2,96 +2,84 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from typing import Literal, get_args
+from typing import Literal
+
+from megatron_idempotent.settings import Field, settings
 
 from .errors import SettingsError
 from .protocol import LogprobsOf, Sampler
+from .samplers import asked
 
 LogprobsAsked = Literal["policy", "reference", "both", "none"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@settings(SettingsError)
 class ControllerSettings:
     """Sizes and limits. An outer step ends with new weights for the engines.
 
     Example: `ControllerSettings(target_groups=16, group_size=16, train_global_batch_size=256)`.
+    Errors: `SettingsError` with a line for every keyword that is unknown, missing or out of range.
     """
 
-    target_groups: int
+    target_groups: int = Field(ge=1)
     """Groups of one outer step."""
-    group_size: int
+    group_size: int = Field(ge=1)
     """Samples per prompt."""
-    train_global_batch_size: int
+    train_global_batch_size: int = Field(ge=1)
     """Sequences of one optimizer step."""
     logprobs: LogprobsAsked = "none"
-    """What is computed per group before its advantages."""
-    groups_per_call: int = 1
+    """Log-probs that are computed per group before its advantages."""
+    groups_per_call: int = Field(default=1, ge=1)
     """Groups that are handed to the policy at once, where as many are there: more of them make
     better use of a device, one by one they train sooner."""
-    capacity: int = 0
+    capacity: int = Field(default=0, ge=0)
     """Groups that may be generating or complete at once, besides those of the open step; 0 for
     what the sampler needs."""
-    concurrency: int = 0
+    concurrency: int = Field(default=0, ge=0)
     """Groups that may be generating at once; 0 for as many as the capacity."""
-    step_attempts: int = 3
-    """Of an optimizer step, with the same groups, before the run ends."""
-    group_attempts: int = 3
-    """Of a group, before it is dropped and reported."""
-    restarts: int = 3
-    """Of lost ranks, without a step in between, before the run ends."""
-    group_timeout_s: float = 300.0
-    """For all samples of a group, in one attempt."""
-    retry_wait_s: float = 0.5
-    """Before a second attempt, and twice as long before each one behind it."""
-    stall_s: float = 1200.0
-    """Without any progress while work remains, before the run ends with an error that says where
-    it stands."""
-    look_again_s: float = 5.0
-    """Between two looks for engines that were lost, while none is left."""
-    abort_s: float = 300.0
-    """For ranks to undo a step; behind it they count as lost."""
-    drain_s: float = 60.0
-    """For a drain to finish the open step; behind it the step is undone instead."""
-    checkpoint_every: int = 0
+    step_attempts: int = Field(default=3, ge=1)
+    """Attempts at an optimizer step, with the same groups, before the run ends."""
+    group_attempts: int = Field(default=3, ge=1)
+    """Attempts at a group, before it is dropped and reported."""
+    restarts: int = Field(default=3, ge=0)
+    """Restarts of lost ranks, without a step in between, before the run ends."""
+    group_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds for all samples of a group, in one attempt."""
+    retry_wait_s: float = Field(default=0.5, gt=0)
+    """Seconds before a second attempt, and twice as long before each one after it."""
+    stall_s: float = Field(default=1200.0, gt=0)
+    """Seconds without any progress while work remains, before the run ends with an error that says
+    where it stands."""
+    look_again_s: float = Field(default=5.0, gt=0)
+    """Seconds between two looks for engines that were lost, while none is left."""
+    abort_s: float = Field(default=300.0, gt=0)
+    """Seconds for ranks to undo a step; after that they count as lost."""
+    drain_s: float = Field(default=60.0, gt=0)
+    """Seconds for a drain to finish the open step; then the step is undone instead."""
+    checkpoint_every: int = Field(default=0, ge=0)
     """Outer steps between two checkpoints; the last one has one too. 0 writes one only when the
     run is drained."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "logprobs":
-                if value not in get_args(LogprobsAsked):
-                    raise SettingsError(
-                        f"logprobs is {value!r}; allowed: {', '.join(get_args(LogprobsAsked))}"
-                    )
-            elif field.type == "int":
-                low = 0 if field.name in ("capacity", "concurrency", "checkpoint_every") else 1
-                low = 0 if field.name == "restarts" else low
-                if type(value) is not int or value < low:
-                    raise SettingsError(f"{field.name} is {value!r}; allowed: {low} or more")
-            elif not (isinstance(value, (int, float)) and 0 < value < math.inf):
-                raise SettingsError(f"{field.name} is {value!r}; allowed: seconds above 0")
         longest = self.group_attempts * self.group_timeout_s
         if self.stall_s <= longest:
-            raise SettingsError(
+            raise ValueError(
                 f"stall_s is {self.stall_s:g} and a group may take {longest:g} s "
                 f"({self.group_attempts} attempts of group_timeout_s {self.group_timeout_s:g}); "
                 "allowed: more than that, or a hung rollout would end the run"
             )
         if self.train_global_batch_size % self.group_size:
-            raise SettingsError(
+            raise ValueError(
                 f"train_global_batch_size is {self.train_global_batch_size} and group_size is "
                 f"{self.group_size}; allowed: whole groups in an optimizer step"
             )
         if self.groups_per_call > self.groups_per_step:
-            raise SettingsError(
+            raise ValueError(
                 f"groups_per_call is {self.groups_per_call}; allowed: up to the "
                 f"{self.groups_per_step} groups of an optimizer step"
             )
         if self.target_groups % self.groups_per_step:
-            raise SettingsError(
+            raise ValueError(
                 f"target_groups is {self.target_groups} and an optimizer step has "
                 f"{self.groups_per_step} groups (train_global_batch_size "
                 f"{self.train_global_batch_size} / group_size {self.group_size}); allowed: whole "
@@ -129,7 +117,7 @@ class ControllerSettings:
                 f"{window}: allow {self.minibatches - 1}, or publish after every optimizer step "
                 f"with target_groups={self.groups_per_step}"
             )
-        needed = max(sampler.required_capacity(self.groups_per_step), self.target_groups)
+        needed = max(asked(sampler, "required_capacity", self.groups_per_step), self.target_groups)
         if self.capacity and self.capacity < needed:
             raise SettingsError(
                 f"capacity is {self.capacity}; allowed: {needed} or more, which sampler "

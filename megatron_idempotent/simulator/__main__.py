@@ -9,8 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .load import ScenarioError, load_scenario
-
 SHIPPED = Path(__file__).with_name("scenarios")
 
 
@@ -38,17 +36,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not path.suffix:
         path = SHIPPED / f"{asked.scenario}.toml"
     try:
+        # Here and not above: `--help` needs nothing that is not installed with the package.
+        from .run import simulate
+        from .scenario import load_scenario
+        from .table import print_table
+
         runs = [
             (" ".join(chosen) or path.stem, load_scenario(path, [*asked.set, *chosen]))
             for chosen in _combinations(asked.sweep)
         ]
-    except ScenarioError as error:
+    except (ModuleNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-
-    from .run import simulate
-    from .table import print_table
-
     found = []
     for label, scenario in runs:
         if len(runs) > 1 and sys.stderr.isatty():
@@ -67,7 +66,7 @@ def _combinations(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
     for sweep in sweeps:
         key, equals, values = sweep.partition("=")
         if not equals or not values:
-            raise ScenarioError(f"--sweep {sweep!r}; write key=a,b,…, such as staleness=0,1,2")
+            raise ValueError(f"--sweep {sweep!r}; write key=a,b,…, such as staleness=0,1,2")
         options.append([f"{key}={value}" for value in values.split(",")])
     return list(itertools.product(*options))
 

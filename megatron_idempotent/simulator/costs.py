@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+from megatron_idempotent.settings import Field, settings
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@settings(ValueError, "engine.")
 class EngineCosts:
     """What an engine's work takes.
 
@@ -13,29 +13,24 @@ class EngineCosts:
     one token: memory-bound for small batches, and never more than 1 / request_s tokens a second.
     """
 
-    slots: int = 64
+    slots: int = Field(default=64, ge=1)
     """Requests that run at once; more wait in the engine."""
-    step_s: float = 0.02
-    request_s: float = 0.0002
-    prompt_tokens: float = 0.0
+    step_s: float = Field(default=0.02, ge=0)
+    request_s: float = Field(default=0.0002, ge=0)
+    prompt_tokens: float = Field(default=0.0, ge=0)
     """Tokens' worth of time before the first token of a response, or of what is left of it."""
-    bucket_s: float = 0.5
+    bucket_s: float = Field(default=0.5, ge=0)
     """To take one bucket of weights; it serves meanwhile."""
-    pause_s: float = 0.02
-    commit_s: float = 0.5
-    resume_s: float = 0.01
+    pause_s: float = Field(default=0.02, ge=0)
+    commit_s: float = Field(default=0.5, ge=0)
+    resume_s: float = Field(default=0.01, ge=0)
 
     def __post_init__(self) -> None:
-        if self.slots < 1 or self.step_s + self.request_s <= 0:
+        if self.step_s + self.request_s <= 0:
             raise ValueError(
-                f"engine.slots is {self.slots}, engine.step_s {self.step_s} and engine.request_s "
-                f"{self.request_s}; allowed: at least a slot, and steps that take time"
+                f"engine.step_s is {self.step_s:g} and engine.request_s {self.request_s:g}; "
+                "allowed: steps that take time"
             )
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 0:
-                raise ValueError(
-                    f"engine.{field.name} is {getattr(self, field.name)!r}; allowed: 0 or more"
-                )
 
     def seconds_per_token(self, running: int) -> float:
         """Of each of so many requests."""

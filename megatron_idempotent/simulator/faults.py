@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Literal
+
+from megatron_idempotent.settings import Field, settings
 
 Target = Literal["engine", "policy", "weights", "plane", "prompt", "logger"]
 
@@ -33,7 +34,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
 """The calls that a fault of a target happens in."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@settings(ValueError, "fault.")
 class Fault:
     """Something that goes wrong.
 
@@ -42,38 +43,30 @@ class Fault:
 
     target: Target
     kind: str
-    at_s: float = 0.0
-    """Virtual time; faults of calls happen in the first call behind it."""
-    index: int = 0
-    """Of the engine, or of the prompt."""
+    at_s: float = Field(default=0.0, ge=0)
+    """Virtual time; faults of calls happen in the first call after it."""
+    index: int = Field(default=0, ge=0)
+    """Number of the engine, or of the prompt."""
     call: str = ""
-    """Of the policy or of the data plane."""
-    times: int = 1
+    """Name of the policy's call, or of the data plane's."""
+    times: int = Field(default=1, ge=1)
     """Calls, one after the other."""
-    for_s: float = 0.0
-    """Until an engine is back, or as fast as before; 0 for ever."""
-    factor: float = 0.1
+    for_s: float = Field(default=0.0, ge=0)
+    """Seconds until an engine is back, or as fast as before; 0 for ever."""
+    factor: float = Field(default=0.1, gt=0, lt=1)
     """How fast a slow engine is."""
 
     def __post_init__(self) -> None:
-        kinds = KINDS.get(self.target)
-        if kinds is None:
-            raise ValueError(f"fault.target is {self.target!r}; allowed: {', '.join(KINDS)}")
+        kinds, calls = KINDS[self.target], CALLS.get(self.target, ("",))
         if self.kind not in kinds:
             raise ValueError(
                 f"fault.kind is {self.kind!r}; allowed for {self.target}: {', '.join(kinds)}"
             )
-        calls = CALLS.get(self.target, ("",))
         if self.call not in calls:
             raise ValueError(
                 f"fault.call is {self.call!r}; allowed for {self.target}: "
                 f"{', '.join(map(repr, calls))}"
             )
-        for name, low in (("at_s", 0), ("index", 0), ("for_s", 0), ("times", 1)):
-            if getattr(self, name) < low:
-                raise ValueError(f"fault.{name} is {getattr(self, name)!r}; allowed: {low} or more")
-        if not 0 < self.factor < 1:
-            raise ValueError(f"fault.factor is {self.factor!r}; allowed: above 0, below 1")
 
     def described(self) -> str:
         """In words: `engine 3 dies in stage`."""

@@ -5,11 +5,12 @@ A draw is `quantile(uniform(seed, …))`, so it depends on what it is for and no
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from statistics import NormalDist
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
+
+from megatron_idempotent.settings import BeforeValidator, Field, settings
 
 _NORMAL = NormalDist()
 _MASK = (1 << 64) - 1
@@ -34,88 +35,97 @@ class Distribution(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@settings(ValueError)
 class Constant:
     """Always the same. Example: `Constant(value=2.0)`."""
 
-    value: float
-
-    def __post_init__(self) -> None:
-        _above(self, "value", 0, or_equal=True)
+    value: float = Field(ge=0)
+    kind: Literal["constant"] = "constant"
 
     def quantile(self, share: float) -> float:
         return self.value
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@settings(ValueError)
 class LogNormal:
     """A long tail, by the value in the middle and that which one draw in a hundred passes.
 
     Example: `LogNormal(median=800, p99=8000)`.
     """
 
-    median: float
-    p99: float
+    median: float = Field(gt=0)
+    p99: float = Field(gt=0)
+    kind: Literal["lognormal"] = "lognormal"
 
     def __post_init__(self) -> None:
-        _above(self, "median", 0)
-        _above(self, "p99", self.median, or_equal=True)
+        if self.p99 < self.median:
+            raise ValueError(f"p99 is {self.p99:g}; allowed: the median, {self.median:g}, or more")
 
     def quantile(self, share: float) -> float:
         sigma = math.log(self.p99 / self.median) / _NORMAL.inv_cdf(0.99)
         return self.median * math.exp(sigma * _NORMAL.inv_cdf(share))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@settings(ValueError)
 class Pareto:
     """A tail so long that the longest draws weigh as much as all others, for an alpha near 1.
 
     Example: `Pareto(least=200, alpha=1.5, most=32000)`.
     """
 
-    least: float
-    alpha: float
-    most: float = math.inf
+    least: float = Field(gt=0)
+    alpha: float = Field(gt=0)
+    most: float = Field(default=math.inf, allow_inf_nan=True)
     """Longer draws are as long as this."""
+    kind: Literal["pareto"] = "pareto"
 
     def __post_init__(self) -> None:
-        _above(self, "least", 0)
-        _above(self, "alpha", 0)
-        _above(self, "most", self.least, or_equal=True)
+        if not self.most >= self.least:
+            raise ValueError(f"most is {self.most:g}; allowed: the least, {self.least:g}, or more")
 
     def quantile(self, share: float) -> float:
         return min(self.least * math.pow(1 - share, -1 / self.alpha), self.most)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@settings(ValueError)
 class Empirical:
     """Values that were measured, each as likely. Example: `Empirical(values=(310, 800, 4100))`."""
 
-    values: tuple[float, ...]
+    values: tuple[Annotated[float, Field(ge=0)], ...] = Field(min_length=1, strict=False)
+    kind: Literal["empirical"] = "empirical"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(sorted(self.values)))
-        if not self.values or self.values[0] < 0:
-            raise ValueError(f"empirical has values={self.values}; some numbers, none below 0")
 
     def quantile(self, share: float) -> float:
         return self.values[int(share * len(self.values))]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+def _part(given: Any) -> Any:
+    """A share and what it is drawn from, out of one table."""
+    if not isinstance(given, Mapping):
+        return given
+    return given.get("share"), {key: value for key, value in given.items() if key != "share"}
+
+
+@settings(ValueError)
 class Mixture:
     """One of several distributions per draw, such as a few stragglers among the many.
 
     Example: `Mixture(parts=((0.98, LogNormal(median=1, p99=3)), (0.02, Constant(value=30))))`.
     """
 
-    parts: tuple[tuple[float, Distribution], ...]
+    parts: tuple[
+        Annotated[tuple[Annotated[float, Field(gt=0)], AnyDistribution], BeforeValidator(_part)],
+        ...,
+    ] = Field(strict=False)
     """Shares, which sum to 1, and what is drawn from."""
+    kind: Literal["mixture"] = "mixture"
 
     def __post_init__(self) -> None:
         total = sum(share for share, _ in self.parts)
-        if any(share <= 0 for share, _ in self.parts) or not math.isclose(total, 1, abs_tol=1e-6):
-            raise ValueError(f"mixture has shares that sum to {total:g}; above 0, and 1 in all")
+        if not math.isclose(total, 1, abs_tol=1e-6):
+            raise ValueError(f"the shares of a mixture sum to {total:g}; allowed: 1")
 
     def quantile(self, share: float) -> float:
         """Not a quantile of the whole, but as good to draw from: parts lie behind each other."""
@@ -127,41 +137,29 @@ class Mixture:
         return part.quantile(min(max(share / weight, 1e-12), 1 - 1e-12))
 
 
-KINDS: Mapping[str, Callable[..., Distribution]] = {
-    "constant": Constant,
-    "lognormal": LogNormal,
-    "pareto": Pareto,
-    "empirical": Empirical,
-    "mixture": Mixture,
-}
+class _FromTable:
+    """Reads a distribution: a number, a table with its kind, or one of your own."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        del source
+        from pydantic_core import core_schema
+
+        tables = Annotated[
+            Constant | LogNormal | Pareto | Empirical | Mixture, Field(discriminator="kind")
+        ]
+        return core_schema.no_info_wrap_validator_function(_made, handler.generate_schema(tables))
 
 
-def distribution(given: Any, name: str) -> Distribution:
-    """A distribution from a number, or from a table with its `kind` and its fields.
-
-    Example: `distribution({"kind": "lognormal", "median": 800, "p99": 8000}, "length")`.
-    Errors: `ValueError` naming what was given under `name`, and what is allowed.
-    """
+def _made(given: Any, build: Callable[[Any], Any]) -> Any:
+    if hasattr(given, "quantile"):
+        return given
     if isinstance(given, (int, float)) and not isinstance(given, bool):
-        return Constant(value=given)
-    if not isinstance(given, Mapping) or given.get("kind") not in KINDS:
-        raise ValueError(
-            f"{name} is {given!r}; a number, or a table with kind = one of {', '.join(KINDS)}"
-        )
-    fields = {key: value for key, value in given.items() if key != "kind"}
-    if given["kind"] == "mixture":
-        parts = [dict(each) for each in fields.get("parts", ())]
-        fields["parts"] = tuple((each.pop("share", 0), distribution(each, name)) for each in parts)
-    if given["kind"] == "empirical":
-        fields["values"] = tuple(fields.get("values", ()))
-    try:
-        return KINDS[given["kind"]](**fields)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} is {dict(given)!r}: {error}") from error
+        given = {"kind": "constant", "value": given}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{given!r} is no distribution; give a number, or a table with its kind")
+    return build(given)
 
 
-def _above(record: Any, name: str, low: float, *, or_equal: bool = False) -> None:
-    value = getattr(record, name)
-    if not (value > low or (or_equal and value == low)):
-        least = "or more" if or_equal else "at least a little more"
-        raise ValueError(f"{name} is {value!r}; {low:g} {least}")
+AnyDistribution = Annotated[Distribution, _FromTable]
+"""The type of a setting that is a distribution."""

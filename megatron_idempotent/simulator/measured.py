@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import cast
 
 from megatron_idempotent.controller.fleet import Fleet
-from megatron_idempotent.rollout import PauseMode
 from megatron_idempotent.sync import SyncSettings
 
 from .scenario import Scenario
@@ -38,7 +36,7 @@ def sync_settings(scenario: Scenario) -> SyncSettings:
     """As the scenario has them; limits that it does not name stay the defaults."""
     sync = scenario.sync
     return SyncSettings(
-        pause_mode=cast("PauseMode", sync.pause_mode),
+        pause_mode=sync.pause_mode,
         attempts=sync.attempts,
         retry_wait_s=sync.retry_wait_s,
         bucket_timeout_s=sync.bucket_timeout_s,

@@ -9,35 +9,29 @@ from typing import Any
 
 from megatron_idempotent.controller.protocol import LogprobsOf
 from megatron_idempotent.controller.records import RolloutGroup, StepOutcome
+from megatron_idempotent.settings import Field, settings
 from megatron_idempotent.workers.errors import RanksLost
 
 from .faults import Fault, Faults, InjectedError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@settings(ValueError, "train.")
 class TrainCosts:
     """Virtual seconds of the trainer. Tokens are those of responses, not of prompts."""
 
-    begin_s: float = 0.0
-    logprobs_token_s: float = 0.0
+    begin_s: float = Field(default=0.0, ge=0)
+    logprobs_token_s: float = Field(default=0.0, ge=0)
     """Per token and model."""
-    microbatch_s: float = 0.0
+    microbatch_s: float = Field(default=0.0, ge=0)
     """Per call, of however many groups."""
-    token_s: float = 1e-5
+    token_s: float = Field(default=1e-5, ge=0)
     """Of a forward and a backward, per token."""
-    finish_s: float = 0.5
+    finish_s: float = Field(default=0.5, ge=0)
     """Reduction and update."""
-    abort_s: float = 0.1
-    restore_s: float = 60.0
+    abort_s: float = Field(default=0.1, ge=0)
+    restore_s: float = Field(default=60.0, ge=0)
     """Fresh ranks, and a checkpoint in them."""
-    save_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 0:
-                raise ValueError(
-                    f"train.{field.name} is {getattr(self, field.name)!r}; allowed: 0 or more"
-                )
+    save_s: float = Field(default=5.0, ge=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from megatron_idempotent.rollout.records import FinishReason, Request, Sample
 
 from .latency import LogNormal, uniform
 
+_SOME = LogNormal(median=500, p99=4000)
 #: What a simulated response is made of.
 TOKEN = 7
 
@@ -31,7 +32,7 @@ def sample_of(request: Request, versions: tuple[int, ...], reason: FinishReason)
 def some_length(request: Request) -> float:
     """Around 500 tokens with a long tail, by the request's seed, or its name where it has none."""
     seed = request.seed if request.seed is not None else zlib.crc32(request.id.encode())
-    return LogNormal(median=500, p99=4000).quantile(uniform(seed))
+    return _SOME.quantile(uniform(seed))
 
 
 @functools.lru_cache(maxsize=4096)

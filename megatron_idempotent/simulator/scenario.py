@@ -1,38 +1,46 @@
-"""What is simulated: one record, from a TOML file or built by hand."""
+"""What is simulated: one record, from a TOML file or built in code."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_idempotent.controller.protocol import Sampler
 from megatron_idempotent.controller.samplers import load_sampler
 from megatron_idempotent.controller.settings import ControllerSettings, LogprobsAsked
+from megatron_idempotent.rollout.records import PauseMode
+from megatron_idempotent.settings import Field, Given, settings
 
 from .costs import EngineCosts
 from .faults import Fault
-from .latency import Constant, Distribution, LogNormal
+from .latency import AnyDistribution, Constant, LogNormal
 from .policy import TrainCosts
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScenarioError(ValueError):
+    """A scenario that cannot be simulated; the message names the key, and what is allowed."""
+
+
+@settings(ScenarioError, "sync.")
 class SyncCosts:
     """Limits and shape of a weight sync; what it takes is the engines'."""
 
-    buckets: int = 4
-    """Of one update."""
-    pause_mode: str = "keep"
-    """What becomes of running requests: keep, abort or wait."""
-    attempts: int = 3
-    """Of a commit, a rollback and a resume."""
-    retry_wait_s: float = 0.5
-    bucket_timeout_s: float = 120.0
-    commit_timeout_s: float = 120.0
+    buckets: int = Field(default=4, ge=0)
+    """Buckets of one update."""
+    pause_mode: PauseMode = "keep"
+    """What becomes of running requests."""
+    attempts: int = Field(default=3, ge=1)
+    """Attempts at a commit, a rollback and a resume."""
+    retry_wait_s: float = Field(default=0.5, gt=0)
+    bucket_timeout_s: float = Field(default=120.0, gt=0)
+    commit_timeout_s: float = Field(default=120.0, gt=0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@settings(ScenarioError, "limits.")
 class Limits:
-    """Limits of the controller; see `ControllerSettings` for each."""
+    """Limits of the controller; see `ControllerSettings`, which checks them, for each."""
 
     step_attempts: int = 3
     group_attempts: int = 3
@@ -44,7 +52,7 @@ class Limits:
     checkpoint_every: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@settings(ScenarioError)
 class Scenario:
     """Engines, a trainer, and the controller's settings between them.
 
@@ -53,62 +61,57 @@ class Scenario:
 
     name: str = ""
     seed: int = 0
-    steps: int = 50
+    steps: int = Field(default=50, ge=1)
     """Optimizer steps of the run."""
-    prompts: int = 0
-    """In the data; 0 for as many as are asked for."""
-    engines: int = 8
-    group_size: int = 8
+    prompts: int = Field(default=0, ge=0)
+    """Prompts in the data; 0 for as many as are asked for."""
+    engines: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1)
     """Samples per prompt."""
-    groups_per_step: int = 16
+    groups_per_step: int = Field(default=16, ge=1)
     """Groups of one optimizer step."""
-    minibatches: int = 1
+    minibatches: int = Field(default=1, ge=1)
     """Optimizer steps between two weight syncs."""
     sampler: str = "windowed"
     """windowed, strict, first_ready, in_order, or `package.module:Class`."""
     staleness: int = 1
     """The window of windowed, and the lookahead of in_order."""
     order: str = "freshest"
-    """In which windowed trains eligible groups: freshest or oldest."""
+    """Order in which windowed trains eligible groups: freshest or oldest."""
     capacity: int = 0
     """Groups that are held at once; 0 for what the sampler needs."""
     concurrency: int = 0
     """Groups that are generated at once; 0 for the capacity."""
     logprobs: LogprobsAsked = "none"
-    """Whose are computed per group: policy, reference, both or none."""
+    """Log-probs that are computed per group."""
     groups_per_call: int = 1
-    """That are handed to the trainer at once, where as many are there."""
-    length: Distribution = dataclasses.field(
+    """Groups that are handed to the trainer at once, where as many are there."""
+    length: AnyDistribution = dataclasses.field(
         default_factory=lambda: LogNormal(median=800, p99=6000)
     )
     """Tokens of a response."""
-    hardness: Distribution = dataclasses.field(default_factory=lambda: Constant(value=1.0))
-    """By which the lengths of all responses to one prompt are multiplied."""
+    hardness: AnyDistribution = dataclasses.field(default_factory=lambda: Constant(value=1.0))
+    """Factor on the lengths of all responses to one prompt."""
     most_tokens: int = 32768
     """Longest response."""
-    tokens_per_entry: int = 256
-    """That one entry of a simulated sample stands for: more is cheaper, and coarser."""
-    filtered: float = 0.0
+    tokens_per_entry: int = Field(default=256, ge=1)
+    """Tokens that one entry of a simulated sample stands for: more is cheaper, and coarser."""
+    filtered: float = Field(default=0.0, ge=0, lt=1)
     """Share of the groups that are of no use."""
     engine: EngineCosts = dataclasses.field(default_factory=EngineCosts)
     train: TrainCosts = dataclasses.field(default_factory=TrainCosts)
     sync: SyncCosts = dataclasses.field(default_factory=SyncCosts)
     limits: Limits = dataclasses.field(default_factory=Limits)
     faults: tuple[Fault, ...] = ()
-    limit_s: float = 1e9
-    """Of virtual time."""
+    limit_s: float = Field(default=1e9, gt=0)
+    """Virtual seconds after which a simulation is given up."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "engines", "group_size", "groups_per_step", "minibatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: 1 or more")
-        if not 1 <= self.tokens_per_entry <= self.most_tokens:
+        if self.tokens_per_entry > self.most_tokens:
             raise ValueError(
-                f"tokens_per_entry is {self.tokens_per_entry}; allowed: 1 to most_tokens, "
+                f"tokens_per_entry is {self.tokens_per_entry}; allowed: up to most_tokens, "
                 f"{self.most_tokens}"
             )
-        if not 0 <= self.filtered < 1:
-            raise ValueError(f"filtered is {self.filtered}; allowed: 0 or more, below 1")
         for fault in self.faults:
             if fault.target == "engine" and fault.index >= self.engines:
                 raise ValueError(
@@ -144,3 +147,19 @@ class Scenario:
     def most_entries(self) -> int:
         """Of one response."""
         return math.ceil(self.most_tokens / self.tokens_per_entry)
+
+
+def load_scenario(path: Path | None = None, overrides: Sequence[str] = ()) -> Scenario:
+    """The scenario in a file, with `key=value` or `section.key=value` applied in order.
+
+    Errors: `ScenarioError`, also for what a controller could not run.
+    """
+    given = Given(Scenario, ScenarioError, path)
+    if path is not None:
+        given.table.setdefault("name", path.stem)
+    scenario = given.set(*overrides).build()
+    try:
+        scenario.settings().checked_capacity(scenario.make_sampler())
+    except ValueError as error:
+        raise ScenarioError(str(error)) from error
+    return scenario

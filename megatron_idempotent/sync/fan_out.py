@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
-
-import torch
 
 from megatron_idempotent.weights import Bucket
 from megatron_idempotent.weights.records import end_export
@@ -149,7 +148,8 @@ async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> M
 
 def _export_thread() -> ThreadPoolExecutor:
     """A thread of its own, on the caller's device: the current CUDA device is a thread's."""
-    if not torch.cuda.is_available():
+    torch = sys.modules.get("torch")  # a simulation has none
+    if torch is None or not torch.cuda.is_available():
         return ThreadPoolExecutor(1, "weight-export")
     return ThreadPoolExecutor(
         1, "weight-export", torch.cuda.set_device, (torch.cuda.current_device(),)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from megatron_idempotent import cpu
 from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
+from megatron_idempotent.trainer import saved
 from megatron_idempotent.trainer.config import Config
+from megatron_idempotent.trainer.errors import CheckpointError
 from megatron_idempotent.trainer.job import Job
 from megatron_idempotent.trainer.task.prompts import PromptSet, check_answers_fit
 from megatron_idempotent.trainer.task.tokenizer import make_tokenizer
@@ -36,16 +39,35 @@ def check(config: Config, prompts: PromptSet) -> None:
     """What can be known of model, tokenizer and data before anything is written.
 
     Errors: `DataError` for words that the tokenizer reserves, `CheckpointError` for a checkpoint
-    without a tokenizer, `ConfigError` where answers do not fit into a response.
+    without a tokenizer or with a damaged file, `ConfigError` where answers do not fit into a
+    response, or for a sampler or logger that there is none of, in both modes.
     """
-    if config.run.mode == "async":
-        from megatron_idempotent.trainer.stream.settings import check_loggers, make_settings
+    from megatron_idempotent.trainer.stream.settings import make_sampler, make_settings
+    from megatron_idempotent.trainer.watch.loggers import named_loggers
 
+    make_sampler(config)
+    named_loggers(config, Path(config.run.out))
+    if config.run.mode == "async":
         make_settings(config)
-        check_loggers(config)
     tokenizer = make_tokenizer(config, prompts)
+    if config.model.path:
+        _check_checkpoint(Path(config.model.path))
     longest = config.rollout.max_response_tokens
     check_answers_fit(prompts, tokenizer.encode_answer, max_response_tokens=longest)
+
+
+def _check_checkpoint(folder: Path) -> None:
+    """Errors: `CheckpointError` for what ranks could not load, or would load damaged."""
+    from megatron_idempotent.models import Architecture
+    from megatron_idempotent.models.checkpoint import Checkpoint
+
+    remedy = f"fetch it again, or write {saved.SUMS} again if you have changed it"
+    saved.check_sums(folder, remedy)
+    try:
+        Architecture.read(folder)
+        Checkpoint(folder).close()
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def launch(job: Job, prompts: PromptSet) -> bool:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_idempotent.trainer.errors import TrainerError
-from megatron_idempotent.trainer.failures import explain_failure
-from megatron_idempotent.trainer.settings import ASYNC_FILE, DEFAULT_FILE, load_config
 
 _NAMED = {
     "rollouts": "run.rollouts",
@@ -27,7 +26,7 @@ _NAMED = {
     "engine_url": "rollout.engine_url",
     "cluster": "controller.cluster",
 }
-_NEEDED = ("torch", "megatron", "tokenizers", "transformers", "rich")
+_NEEDED = ("pydantic", "torch", "megatron", "tokenizers", "transformers", "rich", "tomli_w")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,13 +37,20 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parser().parse_args(list(argv))
     options.argv = list(argv)
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    needed = _NEEDED[:1] if options.schema else _NEEDED
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         print(
             f"the trainer needs {', '.join(missing)}: pip install 'megatron-idempotent[trainer]'",
             file=sys.stderr,
         )
         return 2
+    if options.schema:
+        from megatron_idempotent.settings import schema
+        from megatron_idempotent.trainer.config import Config
+
+        print(json.dumps(schema(Config), indent=1))
+        return 0
     try:
         return _run(options)
     except TrainerError as error:
@@ -56,6 +62,8 @@ def _run(options: argparse.Namespace) -> int:
     # Here and not above: `--help` should not wait for the tokenizer and the progress bar.
     from megatron_idempotent import cpu
     from megatron_idempotent.controller.errors import ControllerError
+    from megatron_idempotent.trainer.config import load_config
+    from megatron_idempotent.trainer.failures import explain_failure
     from megatron_idempotent.trainer.job import data_path
     from megatron_idempotent.trainer.launch import check, launch
     from megatron_idempotent.trainer.output import CONFIG_FILE, prepare, run_to_resume
@@ -70,12 +78,14 @@ def _run(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if value is not None:
             overrides.append(f"{path}={value}")
-    config_file = options.config or (ASYNC_FILE if options.run_async else DEFAULT_FILE)
+    if options.run_async:
+        overrides.append("run.mode=async")
+    config_file: Path | None = options.config
     if options.resume:
         # A run is continued with the settings that it left behind, wherever it is started from.
         out = run_to_resume(_setting(overrides, "run.out"))
         overrides.append(f"run.out={out}")
-        if options.config is None and (out / CONFIG_FILE).is_file():
+        if config_file is None and (out / CONFIG_FILE).is_file():
             config_file = out / CONFIG_FILE
     if under_torchrun() and not options.controller:
         return serve_rank(config_file, overrides, options.argv)
@@ -135,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         "each optimizer step taken in chunks, and engines that are given the new weights.",
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="settings in TOML, instead of the shipped ones"
+        "--config", type=Path, metavar="FILE", help="settings in TOML; others keep their defaults"
     )
     parser.add_argument(
         "--set",
@@ -148,7 +158,8 @@ def _parser() -> argparse.ArgumentParser:
         "--async",
         action="store_true",
         dest="run_async",
-        help="sample and train at the same time, with the settings that ship for it",
+        help="sample and train at the same time, whatever FILE says; other defaults where it is "
+        "silent",
     )
     parser.add_argument("--rollouts", metavar="N", help="rollouts in the whole run")
     parser.add_argument("--seed", metavar="N", help="seed of everything random")
@@ -159,6 +170,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", metavar="NAME", help="transformers, vllm or sglang")
     parser.add_argument("--engine-url", metavar="URL", help="servers of vllm or sglang: URL[,URL]")
     parser.add_argument("--cluster", metavar="NAME", help="of --async: embedded or ray")
+    parser.add_argument(
+        "--schema", action="store_true", help="print the JSON schema of FILE, for editors, and end"
+    )
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     # What the first rank of a torchrun starts; see `trainer.stream.torchrun`.
     parser.add_argument("--controller", action="store_true", help=argparse.SUPPRESS)

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
 from megatron_idempotent.trainer import saved
-from megatron_idempotent.trainer.config import Config
+from megatron_idempotent.trainer.config import SECTIONS, Config, as_toml
 from megatron_idempotent.trainer.errors import CheckpointError, OutputError
-from megatron_idempotent.trainer.job import Job, data_path
-from megatron_idempotent.trainer.settings import SECTIONS, as_toml
+from megatron_idempotent.trainer.job import INITIAL, Job, data_path
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.toml"
@@ -81,6 +81,12 @@ def prepare(config: Config, *, resume: bool, quiet: bool, started_anew: bool = F
     if resume:
         checkpoint = newest_checkpoint(out)
         _same_settings(saved.verify(checkpoint)["config"], resume_state(config), checkpoint)
+        initial = out / INITIAL
+        saved.check_sums(initial, f"remove {initial}: it is made again, the same")
+        try:
+            read_metrics(out / METRICS_FILE)
+        except ValueError as error:
+            raise OutputError(f"{error}; remove that line to go on without it") from error
     (out / CONFIG_FILE).write_text(as_toml(config), encoding="utf-8")
     return Job(config=config, out=out, resume_from=checkpoint, quiet=quiet)
 

@@ -1,51 +1,22 @@
-"""The table of all settings in docs/trainer.md, made from the dataclasses and their docstrings.
+"""The table of all settings in docs/trainer.md, made from the configuration's JSON schema.
 
 Regenerate with `python -m megatron_idempotent.trainer.reference docs/trainer.md`.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import sys
 from pathlib import Path
 
-from megatron_idempotent.trainer.settings import DEFAULT_FILE, SECTIONS, load_config
+from megatron_idempotent.settings import allowed, schema
+from megatron_idempotent.trainer.config import ASYNC, SECTIONS, Config
 
 BEGIN = "<!-- settings: python -m megatron_idempotent.trainer.reference docs/trainer.md -->"
 END = "<!-- end of settings -->"
 
-_SOURCES = ("sections.py", "section_controller.py")
-
-
-def field_docstrings() -> dict[tuple[str, str], str]:
-    """The string under each field of the sections, by class and field name.
-
-    Python drops these strings, so they are read from the source.
-    """
-    found = {}
-    for node in [node for name in _SOURCES for node in _parsed(name)]:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for field, text in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-            ):
-                found[node.name, field.target.id] = str(text.value.value)
-    return found
-
-
-def _parsed(name: str) -> list[ast.stmt]:
-    return ast.parse(Path(__file__).with_name(name).read_text(encoding="utf-8")).body
-
 
 def settings_table() -> str:
-    """Markdown: one table per section, with the default run's values."""
-    docstrings = field_docstrings()
-    shipped = load_config(DEFAULT_FILE)
+    """Markdown: one table per section, with the defaults of both modes."""
     lines = []
     for name, section in SECTIONS.items():
         lines += [
@@ -54,18 +25,20 @@ def settings_table() -> str:
             "| key | default | allowed | meaning |",
             "|---|---|---|---|",
         ]
-        for field in dataclasses.fields(section):
-            value = getattr(getattr(shipped, name), field.name)
-            shown = f"`{str(value).lower() if isinstance(value, bool) else value}`"
-            allowed = field.metadata["allowed"].describe()
-            if isinstance(value, bool):
-                allowed = "true or false"
-            meaning = " ".join(docstrings[section.__name__, field.name].split())
-            lines.append(
-                f"| `{field.name}` | {shown if value != '' else 'empty'} | {allowed} | {meaning} |"
-            )
+        for key, field in schema(Config)["$defs"][section.__name__]["properties"].items():
+            shown = _shown(field["default"])
+            if key in ASYNC.get(name, {}):
+                shown += f"; with `--async` {_shown(ASYNC[name][key])}"
+            meaning = " ".join(field["description"].split())
+            lines.append(f"| `{key}` | {shown} | {allowed(field)} | {meaning} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    if value == "":
+        return "empty"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 def with_current_table(page: str) -> str:

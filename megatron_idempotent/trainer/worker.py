@@ -21,6 +21,7 @@ from megatron_idempotent.trainer.rollout.make import make_engines
 from megatron_idempotent.trainer.rollout.sampling import EngineSampler
 from megatron_idempotent.trainer.task.reward import load_reward
 from megatron_idempotent.trainer.watch.loggers import make_loggers
+from megatron_idempotent.trainer.watch.progress import make_progress
 
 
 def work(job: Job) -> None:
@@ -69,7 +70,11 @@ def _loggers(job: Job, rank: int, first_rollout: int, terminal: IO[str]) -> Logg
     # Built where they run: they hold locks and threads. The other ranks log nothing.
     if rank != 0:
         return Loggers([])
-    return make_loggers(job, first_rollout=first_rollout, terminal=terminal)
+    shown = []
+    if not job.quiet:
+        shown = [make_progress(job.config, first_rollout=first_rollout, terminal=terminal)]
+    # No event loop waits here, and a thread that draws the bar would take a core from the ranks.
+    return make_loggers(job, *shown, threaded=False)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 # Odd constants of SplitMix64 (Steele, Lea and Flood 2014), as signed numbers: torch has no
 # arithmetic on uint64, and int64 wraps around alike.
@@ -23,6 +26,8 @@ def checksum(tensor: torch.Tensor) -> int:
     Args:
         tensor: any shape and type. One that is not contiguous is copied first.
     """
+    import torch  # here: who sends no tensor, such as a simulation, needs none
+
     bytes_N = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     total = torch.full((), bytes_N.numel(), dtype=torch.int64, device=bytes_N.device)
     if bytes_N.storage_offset() % 8:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .checksum import checksum
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,8 @@ class TensorInfo:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> TensorInfo:
         """The tensor that `as_json` described. Errors: `ValueError` for a type torch lacks."""
+        import torch
+
         dtype = getattr(torch, str(fields["dtype"]), None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{fields['name']} has dtype {fields['dtype']!r}: torch has none such")

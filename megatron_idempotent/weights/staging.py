@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-
-import torch
+from typing import TYPE_CHECKING
 
 from .checksum import checksum
 from .errors import UpdateDamaged, UpdateMismatch
 from .records import Bucket, TensorInfo, WeightUpdate
+
+if TYPE_CHECKING:
+    import torch
 
 _LISTED = 20
 

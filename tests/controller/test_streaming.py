@@ -211,17 +211,23 @@ def test_settings_that_cannot_work_are_refused():
 
     assert settings().minibatches == 2
     for changed, said in [
-        ({"target_groups": 6}, "target_groups is 6"),
+        ({"target_groups": 6}, "target_groups is 6 and an optimizer step has 4 groups"),
         ({"train_global_batch_size": 18}, "train_global_batch_size is 18"),
-        ({"group_size": 0}, "group_size is 0"),
-        ({"group_size": 4.0}, "group_size is 4.0"),
-        ({"logprobs": "old"}, "logprobs is 'old'"),
-        ({"stall_s": 100.0}, "stall_s is 100"),
-        ({"drain_s": float("nan")}, "drain_s is nan"),
-        ({"groups_per_call": 5}, "groups_per_call is 5"),
+        ({"group_size": 0}, "group_size is 0; allowed: 1 or more"),
+        ({"group_size": 4.0}, "group_size is 4.0; give a whole number, 1 or more"),
+        ({"logprobs": "old"}, "logprobs is 'old'; allowed: policy or reference or both or none"),
+        ({"stall_s": 100.0}, "stall_s is 100 and a group may take 900 s"),
+        ({"drain_s": float("nan")}, "drain_s is nan; allowed: above 0"),
+        ({"groups_per_call": 5}, "groups_per_call is 5; allowed: up to the 4 groups"),
+        ({"stal_s": 9}, "unknown key stal_s (value 9); did you mean stall_s?"),
+        ({"restarts": -1, "step_attempts": 0}, "restarts is -1; allowed: 0 or more"),
+        ({"restarts": -1, "step_attempts": 0}, "step_attempts is 0; allowed: 1 or more"),
     ]:
-        with pytest.raises(SettingsError, match=said):
+        with pytest.raises(SettingsError) as caught:
             settings(**changed)
+        assert said in str(caught.value).splitlines() or str(caught.value).startswith(said)
+    with pytest.raises(SettingsError, match="target_groups is missing; give a whole number"):
+        ControllerSettings()
     with pytest.raises(SettingsError, match="capacity is 8; allowed: 12 or more"):
         settings(capacity=8).checked_capacity(WindowedSampler(2))
     with pytest.raises(SettingsError, match="the last one's groups are 1 versions old"):

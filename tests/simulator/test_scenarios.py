@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,9 @@ from megatron_idempotent.simulator.latency import (
     LogNormal,
     Mixture,
     Pareto,
-    distribution,
     uniform,
 )
-from megatron_idempotent.simulator.load import ScenarioError, build_scenario, load_scenario
+from megatron_idempotent.simulator.scenario import Scenario, ScenarioError, load_scenario
 
 
 def draws(of: object, count: int = 20000) -> list[float]:
@@ -49,34 +50,22 @@ def test_draws_have_the_shape_that_was_asked_for() -> None:
     assert mixed.count(9) == pytest.approx(2000, rel=0.1)
 
 
-def test_a_distribution_is_a_number_or_a_table() -> None:
-    assert distribution(3, "length") == Constant(value=3)
-    table = {
-        "kind": "mixture",
-        "parts": [
-            {"share": 0.9, "kind": "lognormal", "median": 1, "p99": 3},
-            {"share": 0.1, "kind": "empirical", "values": [5, 6]},
-        ],
-    }
-    assert distribution(table, "length") == Mixture(
+def test_a_distribution_is_a_number_a_table_or_your_own() -> None:
+    class Mine:
+        def quantile(self, share: float) -> float:
+            return share
+
+    mine = Mine()
+    assert Scenario(length=mine).length is mine
+    assert load_scenario(None, ["length=3"]).length == Constant(value=3)
+    parts = (
+        "{share = 0.9, kind = 'lognormal', median = 1, p99 = 3}, "
+        "{share = 0.1, kind = 'empirical', values = [6, 5]}"
+    )
+    mixed = load_scenario(None, [f"length={{kind = 'mixture', parts = [{parts}]}}"])
+    assert mixed.length == Mixture(
         parts=((0.9, LogNormal(median=1, p99=3)), (0.1, Empirical(values=(5, 6))))
     )
-
-
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        ("fast", "length is 'fast'; a number, or a table"),
-        ({"kind": "gauss"}, "one of constant, lognormal"),
-        ({"kind": "lognormal", "median": 5, "p99": 3}, "p99 is 3; 5 or more"),
-        ({"kind": "lognormal", "median": 5}, "length is .*p99"),
-        ({"kind": "pareto", "least": 1, "alpha": 1, "beta": 2}, "beta"),
-        ({"kind": "mixture", "parts": [{"share": 0.5, "kind": "constant", "value": 1}]}, "sum to"),
-    ],
-)
-def test_a_distribution_that_is_none_is_refused(given: object, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        distribution(given, "length")
 
 
 def test_more_requests_on_an_engine_are_never_slower_together() -> None:
@@ -107,29 +96,64 @@ def test_sections_distributions_and_faults_come_out_of_toml(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("table", "match"),
+    ("override", "message"),
     [
-        ({"engine": {"slot": 3}}, "unknown key engine.slot; did you mean engine.slots?"),
-        ({"xyz": 3}, "unknown key xyz; known: name, seed"),
-        ({"engines": 2.5}, "engines is 2.5; give a whole number"),
-        ({"engines": 0}, "engines is 0; allowed: 1 or more"),
-        ({"engines": True}, "engines is True; give a whole number"),
-        ({"engine": 3}, "write it as a table"),
-        ({"faults": {"target": "engine"}}, "write each as a table"),
-        ({"faults": [{"target": "moon", "kind": "falls"}]}, "target is 'moon'; allowed: engine"),
-        ({"faults": [{"target": "engine", "kind": "explodes"}]}, "allowed for engine: dies"),
-        ({"faults": [{"target": "policy", "kind": "raises"}]}, "fault.call is ''"),
-        ({"faults": [{"target": "engine", "kind": "dies", "index": 8}]}, "engine 8; allowed"),
-        ({"logprobs": "all"}, "logprobs is 'all'; allowed: policy"),
-        ({"sampler": "psychic"}, "sampler is 'psychic'"),
-        ({"capacity": 3}, "capacity is 3; allowed: 32 or more"),
-        ({"engine": {"step_s": -1}}, "engine.step_s"),
-        ({"train": {"finish_s": -1}}, "train.finish_s is -1"),
+        ("engine.slot=3", "unknown key engine.slot (value 3); did you mean engine.slots?"),
+        ("xyz=3", "unknown key xyz (value 3); known: name, seed"),
+        ("engines=2.5", "engines is 2.5; give a whole number, 1 or more"),
+        ("engines=0", "engines is 0; allowed: 1 or more"),
+        ("engines=true", "engines is True; give a whole number, 1 or more"),
+        ("filtered=1", "filtered is 1; allowed: 0 or more, below 1"),
+        ("engine=3", "engine is 3; write it as a table, [engine]"),
+        ("faults={target='engine'}", "or each as a table, [[faults]]"),
+        ("faults=[{target='moon', kind='falls'}]", "faults[0].target is 'moon'; allowed: engine"),
+        ("faults=[{target='engine', kind='explodes'}]", "faults[0]: fault.kind is 'explodes'"),
+        ("faults=[{target='policy', kind='raises'}]", "faults[0]: fault.call is ''; allowed for"),
+        ("faults=[{target='engine', kind='dies', index=8}]", "engine 8; allowed: 0 to 7"),
+        ("logprobs=all", "logprobs is 'all'; allowed: policy"),
+        ("sampler=psychic", "sampler is 'psychic'"),
+        ("capacity=3", "capacity is 3; allowed: 32 or more"),
+        ("limits.step_attempts=0", "step_attempts is 0; allowed: 1 or more"),
+        ("engine.step_s=-1", "engine.step_s is -1; allowed: 0 or more"),
+        ("tokens_per_entry=40000", "tokens_per_entry is 40000; allowed: up to most_tokens"),
+        ("length=fast", "length: 'fast' is no distribution; give a number, or a table"),
+        ("length={kind='gauss'}", "allowed: a table with kind = one of constant, "),
+        ("length={kind='lognormal', median=5, p99=3}", "length: p99 is 3; allowed: the median"),
+        ("length={kind='lognormal', median=5}", "length.p99 is missing; give a number"),
+        ("length={kind='pareto', least=1, alpha=1, mst=2}", "did you mean length.most?"),
+        (
+            "length={kind='mixture', parts=[{share=0.5, kind='constant', value=1}]}",
+            "length: the shares of a mixture sum to 0.5; allowed: 1",
+        ),
     ],
 )
-def test_a_scenario_that_cannot_be_is_refused(table: dict[str, object], match: str) -> None:
-    with pytest.raises(ScenarioError, match=match):
-        build_scenario(table)
+def test_a_scenario_that_cannot_be_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(None, [override])
+    assert message in str(caught.value)
+
+
+def test_a_scenario_needs_neither_torch_nor_megatron_and_help_not_even_pydantic() -> None:
+    program = (
+        "import sys\n"
+        "for name in sys.argv[1].split(','): sys.modules[name] = None\n"
+        "from megatron_idempotent.cli.main import main\n"
+        "sys.exit(main(sys.argv[2:]))\n"
+    )
+
+    def run(without: str, *arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "-c", program, without, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    code, told = run("torch,megatron", "simulate", "balanced", "--set", "steps=2")
+    assert code == 0, told
+    assert "conserved" in told
+    code, told = run("torch,megatron,pydantic", "simulate", "--help")
+    assert (code, "--sweep" in told) == (0, True), told
+    code, told = run("torch,megatron,pydantic", "simulate", "balanced")
+    assert (code, told.count("\n")) == (2, 1), told
+    assert "pip install 'megatron-idempotent[controller]'" in told
 
 
 def test_the_command_prints_a_column_per_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from megatron_idempotent.trainer import saved
+from megatron_idempotent.trainer.config import load_config
 from megatron_idempotent.trainer.output import prepare
-from megatron_idempotent.trainer.settings import ASYNC_FILE, load_config
 
 LAST = 6
 SMALL = (
+    "run.mode=async",
     f"run.rollouts={LAST}",
     "run.checkpoint_every=2",
     "model.hidden=32",
@@ -27,7 +28,7 @@ SMALL = (
 
 
 def job_for(out, *overrides, resume=False):
-    config = load_config(ASYNC_FILE, [*SMALL, f"run.out={out}", *overrides])
+    config = load_config(None, [*SMALL, f"run.out={out}", *overrides])
     return prepare(config, resume=resume, quiet=True)
 
 

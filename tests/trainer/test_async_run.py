@@ -20,9 +20,9 @@ from megatron_idempotent.controller import StepFailed
 from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
 from megatron_idempotent.engine.source import locate
 from megatron_idempotent.trainer import saved
+from megatron_idempotent.trainer.config import load_config
 from megatron_idempotent.trainer.job import data_path
 from megatron_idempotent.trainer.main import main
-from megatron_idempotent.trainer.settings import load_config
 from megatron_idempotent.trainer.stream import ranks
 from megatron_idempotent.trainer.stream.run import run_controller
 from megatron_idempotent.trainer.task.prompts import read_prompts

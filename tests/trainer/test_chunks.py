@@ -10,9 +10,9 @@ from megatron_idempotent import StepResult
 from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
 from megatron_idempotent.engine.source import locate
 from megatron_idempotent.trainer import saved
+from megatron_idempotent.trainer.config import load_config
 from megatron_idempotent.trainer.output import prepare
 from megatron_idempotent.trainer.policy.megatron import training_metrics
-from megatron_idempotent.trainer.settings import load_config
 
 SMALL = (
     "model.hidden=32",

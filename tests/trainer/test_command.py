@@ -8,6 +8,11 @@ import pytest
 
 from megatron_idempotent.trainer.main import main
 
+needs_the_trainer = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch", "megatron", "tokenizers")),
+    reason="the command asks for its packages first",
+)
+
 
 def test_asking_for_help_imports_neither_torch_nor_megatron():
     program = (
@@ -24,15 +29,12 @@ def test_asking_for_help_imports_neither_torch_nor_megatron():
     assert "--resume" in done.stdout
 
 
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("torch", "megatron", "tokenizers")),
-    reason="the command asks for its packages first",
-)
+@needs_the_trainer
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--set", "optimizer.lr=0"], "optimizer.lr is 0.0; allowed: above 0"),
-        (["--ranks", "none"], "run.ranks is 'none'; give a int, 1 to 64"),
+        (["--set", "optimizer.lr=0"], "optimizer.lr is 0; allowed: above 0"),
+        (["--ranks", "none"], "run.ranks is 'none'; give a whole number, 1 to 64"),
         (["--config", "nothing.toml"], "nothing.toml: No such file"),
         (["--data", "nothing.jsonl"], "nothing.jsonl: No such file"),
         (["--out", "/dev/null/run"], "/dev/null"),
@@ -42,11 +44,14 @@ def test_asking_for_help_imports_neither_torch_nor_megatron():
         (["--set", "task.reward=json:f"], "json has no function 'f'"),
         (["--resume"], "runs: no run to resume"),
         (["--cluster", "ray"], "controller.cluster is 'ray' and run.mode is 'sync'"),
-        (["--async", "--set", "controller.loggers=nothing"], "controller.loggers: "),
+        (["--async", "--set", "controller.loggers=nothing"], "loggers has 'nothing'; allowed: "),
+        (["--set", "controller.loggers=nothing"], "loggers has 'nothing'; allowed: jsonl"),
         (
             ["--async", "--set", "controller.sampler=none"],
             "sampler is 'none'; allowed: first_ready",
         ),
+        (["--set", "controller.sampler=none"], "sampler is 'none'; allowed: first_ready"),
+        (["--set", "controller.sampler=builtins:object"], "is no sampler: it has no name"),
         (["--async", "--set", "controller.capacity=5"], "capacity is 5; allowed: 96 or more"),
         (["--async", "--set", "controller.stall_s=9"], "stall_s is 9 and a group may take 900 s"),
         (
@@ -65,9 +70,23 @@ def test_a_mistake_is_told_in_one_line_before_anything_is_written(
     arguments, message, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
+    assert message in refused(arguments, capsys)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_the_trainer
+def test_async_is_asynchronous_whatever_the_file_says(tmp_path, capsys):
+    file = tmp_path / "mine.toml"
+    for text in ("", "[run]\nmode = 'sync'\n"):
+        # Impossible in an asynchronous run, and not looked at in a synchronous one.
+        file.write_text(f"{text}[controller]\nstall_s = 9\n")
+        assert "stall_s is 9 and a group may" in refused(["--async", "--config", str(file)], capsys)
+
+
+def refused(arguments, capsys):
+    """The one line that the command leaves."""
     assert main(arguments) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ")
-    assert message in told
     assert told.count("\n") == 1
-    assert not list(tmp_path.iterdir())
+    return told

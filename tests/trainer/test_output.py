@@ -2,13 +2,14 @@
 
 import json
 import os
+import tracemalloc
 
 import pytest
 
 from megatron_idempotent.trainer import saved
+from megatron_idempotent.trainer.config import load_config
 from megatron_idempotent.trainer.errors import CheckpointError, OutputError
 from megatron_idempotent.trainer.output import prepare, resume_state, seal_checkpoint
-from megatron_idempotent.trainer.settings import load_config
 
 
 def make_run(tmp_path, *rollouts, **state):
@@ -43,29 +44,81 @@ def test_a_checkpoint_without_its_marker_does_not_count(tmp_path):
     assert resume(config) == saved.path_for(checkpoints, 3)
 
 
+def flipped(file, at=None):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    file.write_bytes(data)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda file: file.write_bytes(b"short"), "weights: 5 bytes, 200 were written"),
-        (lambda file: file.write_bytes(bytes(200)), "weights: its content has changed"),
-        (lambda file: file.unlink(), "weights: missing"),
+        (lambda file: os.truncate(file, 5), "5 bytes, 200 were written"),
+        (flipped, "its content has changed"),
+        (lambda file: file.unlink(), "missing"),
     ],
 )
 def test_a_damaged_checkpoint_names_the_file_and_the_older_one(tmp_path, damage, message):
     config, checkpoints = make_run(tmp_path, 3, 6)
     damage(saved.path_for(checkpoints, 6) / "megatron" / "weights")
-    with pytest.raises(CheckpointError, match=message) as error:
+    with pytest.raises(CheckpointError, match=f"weights: {message}") as error:
         resume(config)
     assert "to resume from rollout-000003" in str(error.value)
     assert saved.verify(saved.path_for(checkpoints, 3))["rollouts"] == 3
 
 
-def test_a_truncated_marker_names_itself(tmp_path):
+def test_a_damaged_list_names_itself_wherever_the_damage_is(tmp_path):
     config, checkpoints = make_run(tmp_path, 3)
     marker = saved.path_for(checkpoints, 3) / saved.MARKER
-    marker.write_text(marker.read_text()[:50])
+    whole, state = marker.read_bytes(), saved.verify(marker.parent)
+    told = []
+    for place in range(40, len(whole), 17):  # after the name of its own hash
+        flipped(marker, place)
+        with pytest.raises(CheckpointError) as error:
+            saved.verify(marker.parent)
+        told.append(str(error.value))
+        marker.write_bytes(whole)
+    assert all(f"{marker}: damaged" in each for each in told)
+    assert saved.verify(marker.parent) == state
+    os.truncate(marker, 50)
     with pytest.raises(CheckpointError, match=r"COMPLETE.json: damaged .* no older checkpoint"):
         resume(config)
+
+
+def test_the_initial_checkpoint_and_the_metrics_of_a_damaged_run_are_not_trusted(tmp_path):
+    config, checkpoints = make_run(tmp_path, 3)
+    initial = checkpoints.parent / "model-initial"
+    initial.mkdir()
+    (initial / "model.safetensors").write_bytes(bytes(100))
+    (initial / "config.json").write_text("{}")
+    saved.write_sums(initial)
+    metrics = checkpoints.parent / "metrics.jsonl"
+    metrics.write_text('{"step": 1}\n{"step": 2}\n')
+    assert resume(config) == saved.path_for(checkpoints, 3)
+    flipped(initial / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.safetensors: .* remove .*model-initial: it"):
+        resume(config)
+    flipped(initial / "model.safetensors")
+    flipped(metrics, at=13)
+    with pytest.raises(OutputError, match=r"metrics.jsonl:2: damaged .* remove that line"):
+        resume(config)
+    (initial / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config.json: missing, and SHA256SUMS lists it"):
+        resume(config)
+
+
+def test_files_are_hashed_without_being_held_in_memory(tmp_path):
+    unfinished = saved.unfinished_path(tmp_path, 3)
+    unfinished.mkdir()
+    with (unfinished / "weights").open("wb") as file:
+        file.truncate(1 << 26)  # a hole: no byte of it is on the disk
+    tracemalloc.start()
+    try:
+        saved.seal(unfinished, saved.path_for(tmp_path, 3), {"rollouts": 3})
+        assert saved.verify(saved.path_for(tmp_path, 3)) == {"rollouts": 3}
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 
 from megatron_idempotent.engine.source import locate
+from megatron_idempotent.trainer.config import load_config
 from megatron_idempotent.trainer.output import prepare
-from megatron_idempotent.trainer.settings import load_config
 
 SMALL = (
     "model.hidden=32",

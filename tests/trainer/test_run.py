@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -12,10 +13,10 @@ from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
 from megatron_idempotent.cpu import RankError
 from megatron_idempotent.engine.source import locate
 from megatron_idempotent.trainer import launch, saved
+from megatron_idempotent.trainer.config import load_config
 from megatron_idempotent.trainer.failures import explain_failure
 from megatron_idempotent.trainer.main import main
 from megatron_idempotent.trainer.output import prepare
-from megatron_idempotent.trainer.settings import load_config
 
 pytestmark = pytest.mark.skipif(
     locate("megatron.training.training") is None,
@@ -207,6 +208,25 @@ def test_the_command_writes_logs_curves_and_a_table_and_resumes_by_name(
     checkpoint = ["--set", "run.checkpoint_every=1"]
     assert main([*checkpoint, "--resume", "--out", str(out), "--rollouts", "2", "--quiet"]) == 0
     assert [row["step"] for row in read_metrics(out / METRICS_FILE)] == [0, 1, 2]
+
+    capsys.readouterr()
+    damaged(out / "model-initial" / "model.safetensors")
+    assert main(["--resume", "--out", str(out), "--rollouts", "3"]) == 2
+    assert f"{out / 'model-initial' / 'model.safetensors'}: its content" in capsys.readouterr().err
+    damaged(out / "model" / "model.safetensors")
+    new = ["--model", str(out / "model"), "--out", str(tmp_path / "new"), "--data", str(data)]
+    assert main(new) == 2
+    assert "model.safetensors: its content is not that of SHA256SUMS" in capsys.readouterr().err
+    (out / "model" / "SHA256SUMS").unlink()
+    os.truncate(out / "model" / "model.safetensors", 1000)
+    assert main(new) == 2
+    assert "model.safetensors is missing, incomplete or damaged" in capsys.readouterr().err
+
+
+def damaged(file):
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
 
 
 def run_and_note_versions(job):

@@ -13,17 +13,17 @@ import torch
 from megatron_idempotent.controller import RolloutGroup
 from megatron_idempotent.controller.watch.rows import read_metrics
 from megatron_idempotent.rollout import Sample
+from megatron_idempotent.trainer.config import load_config
 from megatron_idempotent.trainer.job import Job
 from megatron_idempotent.trainer.policy.batch import Batch
-from megatron_idempotent.trainer.settings import ASYNC_FILE, load_config
 from megatron_idempotent.trainer.stream.policy import RankPolicy
 from megatron_idempotent.trainer.stream.prompts import PromptStream
 from megatron_idempotent.trainer.stream.recipe import GrpoRecipe
 from megatron_idempotent.trainer.stream.score import Evaluation, Scorer
 from megatron_idempotent.trainer.stream.settings import last_version, make_settings
-from megatron_idempotent.trainer.stream.watching import make_loggers
 from megatron_idempotent.trainer.task.prompts import Prompt, rollout_prompts
 from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
+from megatron_idempotent.trainer.watch.loggers import make_loggers
 
 PROMPTS = [Prompt(row=row, text=f"say {a}", answer=a, split="train") for row, a in enumerate("abc")]
 
@@ -82,7 +82,7 @@ def group_of(rewards, versions=(3, 3)):
 
 
 def recipe(*overrides):
-    config = load_config(ASYNC_FILE, overrides)
+    config = load_config(None, ["run.mode=async", *overrides])
     return GrpoRecipe(config, TextTokenizer.of_words(PROMPTS), positions=6)
 
 
@@ -146,7 +146,7 @@ def test_a_verifier_sees_the_words_of_each_response_and_whether_it_ended():
 
 
 def test_settings_of_the_controller_are_those_of_the_configuration():
-    config = load_config(ASYNC_FILE)
+    config = load_config(None, ["run.mode=async"])
     settings = make_settings(config)
     assert (settings.target_groups, settings.group_size) == (32, 8)
     assert (settings.minibatches, settings.logprobs, last_version(config)) == (1, "reference", 600)
@@ -157,8 +157,8 @@ def test_settings_of_the_controller_are_those_of_the_configuration():
         ([recomputed, "loss.kl_reference=old"], "policy"),
         (["loss.kl_coefficient=0"], "none"),
     ]:
-        assert make_settings(load_config(ASYNC_FILE, overrides)).logprobs == asked
-    two = make_settings(load_config(ASYNC_FILE, ["optimizer.steps_per_rollout=2"]))
+        assert make_settings(load_config(None, ["run.mode=async", *overrides])).logprobs == asked
+    two = make_settings(load_config(None, ["run.mode=async", "optimizer.steps_per_rollout=2"]))
     assert (two.minibatches, two.groups_per_step) == (2, 16)
 
 
@@ -173,8 +173,8 @@ def test_the_live_table_is_one_of_the_loggers_and_hears_of_every_row(tmp_path):
             pass
 
     table = Table()
-    config = load_config(ASYNC_FILE, [f"run.out={tmp_path}"])
-    loggers = make_loggers(Job(config=config, out=tmp_path), table)
+    config = load_config(None, ["run.mode=async", f"run.out={tmp_path}"])
+    loggers = make_loggers(Job(config=config, out=tmp_path), table, threaded=True)
     loggers.log({"train/reward": 0.5}, step=3)
     loggers.close()
     assert table.heard == ((3, 0.5),)

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("rich")
 
+from megatron_idempotent.trainer.config import load_config
 from megatron_idempotent.trainer.names import (
     GRAD_NORM,
     HELD_OUT,
@@ -15,7 +16,6 @@ from megatron_idempotent.trainer.names import (
     TOKENS_PER_S,
     TOTAL_S,
 )
-from megatron_idempotent.trainer.settings import load_config
 from megatron_idempotent.trainer.watch.progress import ProgressBar, make_progress
 from megatron_idempotent.trainer.watch.report import (
     draw_curves,

@@ -15,8 +15,8 @@ from typing import Literal, get_args
 
 import torch
 
+from megatron_idempotent.trainer.config import LossConfig
 from megatron_idempotent.trainer.policy.batch import Batch
-from megatron_idempotent.trainer.sections import LossConfig
 
 Mode = Literal["none", "truncate", "mask"]
 """Ratios weigh nothing; weigh up to a bound; weigh, and those outside two bounds are rejected."""
@@ -111,10 +111,10 @@ def corrected(
         proximal_BT,
         batch.old_logprobs_BT,
         batch.loss_mask_BT,
-        mode=config.correction,  # type: ignore[arg-type] # one of the setting's choices
+        mode=config.correction,
         low=config.correction_low,
         high=config.correction_high,
-        level=config.correction_level,  # type: ignore[arg-type] # as above
+        level=config.correction_level,
     )
     new = dataclasses.replace(
         batch,

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 
 from megatron_idempotent import token_logprobs
+from megatron_idempotent.trainer.config import LossConfig
 from megatron_idempotent.trainer.policy.loss import grpo_loss
-from megatron_idempotent.trainer.sections import LossConfig
 
 
 def causal_mask(positions: int) -> torch.Tensor:

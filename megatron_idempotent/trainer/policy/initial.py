@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_idempotent.trainer.sections import ModelConfig
+from megatron_idempotent.trainer import saved
+from megatron_idempotent.trainer.config import ModelConfig
 from megatron_idempotent.trainer.task.tokenizer import TOKENIZER_FILE, TextTokenizer
 
 
@@ -24,6 +25,7 @@ def ensure_checkpoint(
         unfinished = directory.with_name(directory.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         write_checkpoint(unfinished, model, tokenizer, seed=seed, positions=positions)
+        saved.write_sums(unfinished)
         unfinished.rename(directory)
     dist.barrier()
     return directory

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import megatron_idempotent
 from megatron_idempotent.models import Architecture, MegatronWeights, load_hf, save_hf
+from megatron_idempotent.trainer import saved
 from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.parts import StepMetrics
 from megatron_idempotent.trainer.policy.arguments import megatron_arguments
@@ -86,9 +87,12 @@ class MegatronPolicy:
 
     def save_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint, with configuration and tokenizer of the one it began
-        from; one that is there is replaced once the new one is complete. Collective."""
+        from, and SHA256SUMS; one that is there is replaced once the new one is complete.
+        Collective."""
         with self.weights():
             save_hf(self.source(shared=True), directory, like=self._checkpoint, replace=True)
+        if dist.get_rank() == 0:
+            saved.write_sums(directory)
 
     def train(self, batch: Batch, *, index: int) -> StepMetrics:
         """`steps_per_rollout` optimizer steps over the batch, each sequence used once.
@@ -107,7 +111,7 @@ class MegatronPolicy:
         )
         return training_metrics(
             [
-                self._optimizer_step(itertools.islice(stream, optimizer.chunks_per_step))
+                self._optimizer_step(itertools.islice(stream, optimizer.chunks))
                 for _ in range(optimizer.steps_per_rollout)
             ]
         )

@@ -14,6 +14,7 @@ import torch
 
 from megatron_idempotent.controller import Controller, Fleet
 from megatron_idempotent.controller.ping import SOCKET_FILE, PingError, PingServer
+from megatron_idempotent.controller.watch.chart import TIMELINE_CHART, draw_timeline
 from megatron_idempotent.controller.watch.table import LiveTable, keep_showing, make_table
 from megatron_idempotent.controller.watch.timeline import Timeline
 from megatron_idempotent.cpu import RankPool
@@ -31,11 +32,13 @@ from megatron_idempotent.trainer.stream.recipe import GrpoRecipe
 from megatron_idempotent.trainer.stream.score import Evaluation, Scorer
 from megatron_idempotent.trainer.stream.settings import last_version, make_sampler, make_settings
 from megatron_idempotent.trainer.stream.store import CheckpointStore
-from megatron_idempotent.trainer.stream.watching import make_loggers, save_timeline
 from megatron_idempotent.trainer.task.prompts import PromptSet
 from megatron_idempotent.trainer.task.reward import load_reward
 from megatron_idempotent.trainer.task.tokenizer import make_tokenizer, sequence_positions
+from megatron_idempotent.trainer.watch.loggers import make_loggers
 from megatron_idempotent.workers import RankGroup, RemoteWeights
+
+TRACE_FILE = "timeline.json"
 
 
 def run_controller(job: Job, prompts: PromptSet, *, pool: RankPool | None = None) -> bool:
@@ -66,7 +69,7 @@ async def _run(job: Job, prompts: PromptSet, pool: RankPool | None) -> bool:
         table = None if job.quiet else make_table(sys.stderr, until=last)
         controller = await _controller(job, prompts, ranks, timeline, table, stack)
         if timeline is not None:
-            stack.push_async_callback(save_timeline, timeline, job.out)
+            stack.push_async_callback(asyncio.to_thread, _save_timeline, timeline, job.out)
         await _answer_pings(controller, job, stack)
         if job.resume_from is not None:
             await controller.resume()
@@ -116,7 +119,7 @@ async def _controller(
     plane = make_plane(config)
     stack.push_async_callback(plane.close)
     steps = config.optimizer.steps_per_rollout
-    loggers = make_loggers(job, table)
+    loggers = make_loggers(job, *([table] if table is not None else []), threaded=True)
     stack.push_async_callback(asyncio.to_thread, loggers.close)
     return Controller(
         settings=make_settings(config),
@@ -127,7 +130,7 @@ async def _controller(
         recipe=GrpoRecipe(config, tokenizer, positions=positions),
         plane=plane,
         store=CheckpointStore(job, ranks),
-        loggers=[loggers],
+        loggers=loggers,
         timeline=timeline,
         evaluate=Evaluation(
             fleet,
@@ -146,6 +149,16 @@ async def _answer_pings(controller: Controller, job: Job, stack: AsyncExitStack)
         await stack.enter_async_context(server)
     except PingError as error:
         print(f"no ping: {error}", file=sys.stderr)  # the file system may have no sockets
+
+
+def _save_timeline(timeline: Timeline, out: Path) -> None:
+    """Leave the trace and its picture in the output directory."""
+    try:
+        timeline.write(out / TRACE_FILE)
+        draw_timeline(timeline, out / TIMELINE_CHART)
+    except OSError as error:
+        # The run is over and its weights are written: a full disk must not make it a failure.
+        print(f"no timeline: {error}", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from megatron_idempotent.controller import (
@@ -11,7 +10,7 @@ from megatron_idempotent.controller import (
     SettingsError,
     load_sampler,
 )
-from megatron_idempotent.controller.watch.backends import logger_factories
+from megatron_idempotent.controller.samplers import SamplerError
 from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.errors import ConfigError
 from megatron_idempotent.trainer.task.reward import import_from_here
@@ -42,14 +41,14 @@ def make_settings(config: Config) -> ControllerSettings:
         (False, True): "policy",
         (True, True): "both",
     }[reference, proximal]
-    every = config.run.checkpoint_every
+    groups_per_step = config.global_batch_size // config.rollout.group_size
     try:
         settings = ControllerSettings(
             target_groups=config.rollout.prompts,
             group_size=config.rollout.group_size,
             train_global_batch_size=config.global_batch_size,
             logprobs=asked,  # type: ignore[arg-type] # one of the four
-            groups_per_call=controller.groups_per_call,
+            groups_per_call=controller.groups_per_call or max(groups_per_step // 2, 1),
             capacity=controller.capacity,
             concurrency=controller.concurrency,
             step_attempts=controller.step_attempts,
@@ -58,26 +57,12 @@ def make_settings(config: Config) -> ControllerSettings:
             group_timeout_s=controller.group_timeout_s,
             stall_s=controller.stall_s,
             drain_s=controller.drain_s,
-            checkpoint_every=every,
+            checkpoint_every=config.run.checkpoint_every,
         )
         settings.checked_capacity(make_sampler(config))
-    except SettingsError as error:
+    except (SettingsError, SamplerError) as error:
         raise ConfigError(f"[controller]: {error}") from error
     return settings
-
-
-def logger_names(config: Config) -> list[str]:
-    """The loggers of the run beside its table."""
-    more = config.controller.loggers.split(",")
-    return ["jsonl", "tensorboard", *(name.strip() for name in more if name.strip())]
-
-
-def check_loggers(config: Config) -> None:
-    """Errors: `ConfigError` for a logger that does not exist, or is not installed."""
-    try:
-        logger_factories(logger_names(config), Path(config.run.out))
-    except SettingsError as error:
-        raise ConfigError(f"controller.loggers: {error}") from error
 
 
 def last_version(config: Config) -> int:

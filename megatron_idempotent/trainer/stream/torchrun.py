@@ -12,14 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_idempotent.trainer.config import load_config
 from megatron_idempotent.trainer.errors import ConfigError
 from megatron_idempotent.trainer.job import Job
-from megatron_idempotent.trainer.settings import load_config
 
 _RANKS = "MEGATRON_IDEMPOTENT_TORCHRUN_RANKS"
 
 
-def serve_rank(config_file: Path, overrides: Sequence[str], argv: Sequence[str]) -> int:
+def serve_rank(config_file: Path | None, overrides: Sequence[str], argv: Sequence[str]) -> int:
     """Be a rank until the run ends; returns the controller's exit code.
 
     Errors: `ConfigError` without an output directory, which the ranks and the controller share.

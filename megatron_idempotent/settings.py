@@ -1,0 +1,278 @@
+"""Settings: frozen dataclasses that check themselves, built in code or read from a TOML file.
+
+pydantic checks types and ranges. This module says what is wrong in the words of the settings: the
+key, its value, what is allowed, the nearest known key, and the line of the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+try:
+    import pydantic.dataclasses
+    from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+    from typing_extensions import dataclass_transform
+except ImportError as missing:
+    raise ModuleNotFoundError(
+        f"settings are checked by pydantic 2.8 or newer ({missing}): "
+        "pip install 'megatron-idempotent[controller]'",
+        name="pydantic",
+    ) from missing
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# Offered here too: whoever imports them from here is told which extra brings pydantic.
+__all__ = ["BeforeValidator", "Field", "Given", "allowed", "schema", "settings"]
+
+Record = TypeVar("Record")
+Place = tuple[Any, ...]
+"""Keys from the outermost table inwards, and numbers from 0 in lists: `("faults", 0, "kind")`."""
+
+_CHECKED = ConfigDict(
+    extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+)
+
+
+@dataclass_transform(
+    kw_only_default=True, frozen_default=True, field_specifiers=(Field, dataclasses.field)
+)
+def settings(error: type[ValueError], prefix: str = "") -> Callable[[type[Record]], type[Record]]:
+    """Make a class a frozen, keyword-only dataclass whose fields are checked when it is built.
+
+    Ranges are `Field(default=2, ge=1)`, and the string under a field documents it. A check of
+    several fields is a `__post_init__` that raises a ValueError. All fields that are wrong, and all
+    unknown keywords, are told in one `error`, with `prefix` before their names.
+    Example: `@settings(ConfigError, "optimizer.")`.
+    """
+
+    def decorate(cls: type[Record]) -> type[Record]:
+        # Without kw_only, by which pydantic would sort the fields: `checked` takes only keywords.
+        made: Any = pydantic.dataclasses.dataclass(frozen=True, slots=True, config=_CHECKED)(cls)
+        build = made.__init__
+
+        @functools.wraps(build)
+        def checked(self: Any, **values: Any) -> None:
+            try:
+                build(self, **values)
+            except ValidationError as found:
+                told = [text for _, text in _problems(found, made, prefix)]
+                raise error("\n".join(told)) from None
+
+        made.__init__ = checked
+        return cast("type[Record]", made)
+
+    return decorate
+
+
+class Given(Generic[Record]):
+    """What a user gives for a record: a TOML file, and `key=value` over it.
+
+    Example: `Given(Config, ConfigError, path).set("optimizer.lr=1e-4").build()`.
+    """
+
+    def __init__(
+        self, kind: type[Record], error: type[ValueError], path: Path | None = None
+    ) -> None:
+        """Read the file, if there is one. Errors: `error`, naming it."""
+        self.table: dict[str, Any] = {}
+        """What was given so far, as TOML has it."""
+        self._error, self._path = error, path
+        self._kind: Any = kind
+        self._lines: Mapping[Place, int] = {}
+        self._set: set[Place] = set()
+        if path is None:
+            return
+        try:
+            text = path.read_text(encoding="utf-8")
+            self.table = tomllib.loads(text)
+        except OSError as failed:
+            raise error(f"{path}: {failed.strerror}; give a TOML file") from failed
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failed:
+            raise error(f"{path}: not TOML: {failed}") from failed
+        self._lines = dict(_lines(text))
+
+    def set(self, *texts: str) -> Given[Record]:
+        """Apply `key=value`, or `section.key=value`, in order; returns itself.
+
+        A value is TOML, or a string without quotes. Errors: `error` where it is not of that form.
+        """
+        for text in texts:
+            path, equals, raw = text.partition("=")
+            place = tuple(part.strip() for part in path.split("."))
+            if not equals or not all(place):
+                raise self._error(f"--set {text!r}; write key=value, or section.key=value")
+            table = self.table
+            for part in place[:-1]:
+                table = table.setdefault(part, {})
+                if not isinstance(table, dict):
+                    raise self._error(f"--set {text!r}: {part} is {table!r}, and no section")
+            table[place[-1]] = _value(raw.strip(), _at(self._kind, place)[1])
+            self._set.add(place)
+        return self
+
+    def build(self, under: Mapping[str, Mapping[str, Any]] | None = None) -> Record:
+        """The record; keys that were not given are those `under` it, or keep their defaults.
+
+        Errors: `error` with a line for everything that is wrong.
+        """
+        table = self.table
+        for section, values in (under or {}).items():
+            given = table.get(section, {})
+            if isinstance(given, dict):
+                table = {**table, section: {**values, **given}}
+        try:
+            # As JSON: a table may then be a record, a list a tuple, and no other type is converted.
+            record = _adapter(self._kind).validate_json(json.dumps(table, default=str))
+        except ValidationError as found:
+            told = [self._where(place) + text for place, text in _problems(found, self._kind, "")]
+            raise self._error("\n".join(told)) from None
+        return cast("Record", record)
+
+    def _where(self, place: Place) -> str:
+        """The file, and the line of the key, unless it was set over the file."""
+        if self._path is None or any(each[: len(place)] == place for each in self._set):
+            return ""
+        line = self._lines.get(place)
+        return f"{self._path}:{line}: " if line else f"{self._path}: "
+
+
+@functools.cache
+def schema(kind: Any) -> dict[str, Any]:
+    """The JSON schema of a record, with the docstrings of its fields; do not change it."""
+    return _adapter(kind).json_schema()
+
+
+def allowed(field: Mapping[str, Any]) -> str:
+    """What a field may be, in words, from its JSON schema: `above 0, up to 1`."""
+    if "enum" in field or "const" in field:
+        return " or ".join(map(str, field.get("enum", [field.get("const")])))
+    if field.get("type") == "boolean":
+        return "true or false"
+    low, high = field.get("minimum"), field.get("maximum")
+    above, below = field.get("exclusiveMinimum"), field.get("exclusiveMaximum")
+    if low is not None and high is not None:
+        return f"{low:.10g} to {high:.10g}"
+    bounds = [
+        form.format(bound)
+        for form, bound in (
+            ("above {:.10g}", above),
+            ("{:.10g} or more", low),
+            ("up to {:.10g}", high),
+            ("below {:.10g}", below),
+        )
+        if bound is not None
+    ]
+    return ", ".join(bounds) or "any"
+
+
+_A = {"integer": "a whole number", "number": "a number", "string": "text", "array": "a list"}
+
+
+def _problems(found: ValidationError, kind: Any, prefix: str) -> Iterator[tuple[Place, str]]:
+    """The place and the sentence of each."""
+    for each in found.errors(include_url=False):
+        place, field = _at(kind, each["loc"])
+        name, value, what = prefix + _dotted(place), each["input"], each["type"]
+        if what == "value_error":  # a record's own check names what is wrong in it
+            text = str(each["ctx"]["error"])
+            yield place, text if text.startswith(name) else f"{name}: {text}"
+        elif what == "unexpected_keyword_argument":
+            siblings = _at(kind, each["loc"][:-1])[1].get("properties", {})
+            yield place, _unknown(kind, place, prefix, value, siblings)
+        elif what == "missing":
+            yield place, f"{name} is missing; give {_A.get(field.get('type', ''), 'it')}"
+        elif what.startswith("union_tag"):
+            tags = ", ".join(field["discriminator"]["mapping"])
+            yield place, f"{name} is {value!r}; allowed: a table with kind = one of {tags}"
+        elif field.get("type") == "object":
+            yield place, f"{name} is {value!r}; write it as a table, [{name}]"
+        elif field.get("type") == "array":
+            yield place, f"{name} is {value!r}; write a list, or each as a table, [[{name}]]"
+        elif what.endswith("_type") and field.get("type") in _A:
+            also = "" if allowed(field) == "any" else f", {allowed(field)}"
+            yield place, f"{name} is {value!r}; give {_A[field['type']]}{also}"
+        else:
+            yield place, f"{name} is {value!r}; allowed: {allowed(field)}"
+
+
+def _unknown(kind: Any, place: Place, prefix: str, value: object, siblings: Iterable[str]) -> str:
+    *section, key = place
+    near = difflib.get_close_matches(key, siblings, n=1)
+    hints = [_dotted((*section, each)) for each in near]
+    hints += [_dotted(each) for each in _keys(kind) if each[-1] == key]
+    hint = f"did you mean {prefix}{hints[0]}?" if hints else f"known: {', '.join(siblings)}"
+    if isinstance(value, dict):
+        return f"unknown section {prefix}{_dotted(place)}; {hint}"
+    return f"unknown key {prefix}{_dotted(place)} (value {value!r}); {hint}"
+
+
+def _keys(kind: Any) -> Iterator[Place]:
+    """The keys of a record and of its sections."""
+    for key in schema(kind)["properties"]:
+        yield (key,)
+        yield from ((key, each) for each in _at(kind, (key,))[1].get("properties", {}))
+
+
+def _at(kind: Any, where: Sequence[str | int]) -> tuple[Place, Mapping[str, Any]]:
+    """A place without pydantic's tags of unions, and the schema of what belongs there."""
+    root = schema(kind)
+    place: list[str | int] = []
+    field = root
+    for part in where:
+        if "discriminator" in field:
+            field = {"$ref": field["discriminator"]["mapping"].get(part, "#")}
+        else:
+            place.append(part)
+            field = (
+                field.get("items", {})
+                if isinstance(part, int)
+                else field.get("properties", {}).get(part, {})
+            )
+        while "$ref" in field:
+            field = root["$defs"].get(field["$ref"].rpartition("/")[2], {})
+    return tuple(place), field
+
+
+def _dotted(place: Sequence[str | int]) -> str:
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place).removeprefix(".")
+
+
+def _value(raw: str, field: Mapping[str, Any]) -> Any:
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return raw
+    # A directory may be called 123.
+    return raw if field.get("type") == "string" and not isinstance(value, str) else value
+
+
+def _lines(text: str) -> Iterator[tuple[Place, int]]:
+    """Where the keys and the tables of a TOML file begin: numbers of lines, from 1."""
+    table: Place = ()
+    lists: Counter[str] = Counter()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*(\[\[?)\s*([\w.-]+)\s*\]", line):
+            table = tuple(header[2].split("."))
+            if header[1] == "[[":
+                table = (*table, lists[header[2]])
+                lists[header[2]] += 1
+            yield table, number
+        elif key := re.match(r"\s*([\w.-]+)\s*=", line):
+            yield (*table, *key[1].split(".")), number
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
