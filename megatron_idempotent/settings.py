@@ -34,7 +34,7 @@ else:
     import tomli as tomllib
 
 # Offered here too: whoever imports them from here is told which extra brings pydantic.
-__all__ = ["BeforeValidator", "Field", "Given", "allowed", "schema", "settings"]
+__all__ = ["BeforeValidator", "Field", "SettingsReader", "allowed", "schema", "settings"]
 
 Record = TypeVar("Record")
 Place = tuple[Any, ...]
@@ -76,10 +76,10 @@ def settings(error: type[ValueError], prefix: str = "") -> Callable[[type[Record
     return decorate
 
 
-class Given(Generic[Record]):
+class SettingsReader(Generic[Record]):
     """What a user gives for a record: a TOML file, and `key=value` over it.
 
-    Example: `Given(Config, ConfigError, path).set("optimizer.lr=1e-4").build()`.
+    Example: `SettingsReader(Config, ConfigError, path).set("optimizer.lr=1e-4").build()`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Given(Generic[Record]):
             raise error(f"{path}: not TOML: {failed}") from failed
         self._lines = dict(_lines(text))
 
-    def set(self, *texts: str) -> Given[Record]:
+    def set(self, *texts: str) -> SettingsReader[Record]:
         """Apply `key=value`, or `section.key=value`, in order; returns itself.
 
         A value is TOML, or a string without quotes. Errors: `error` where it is not of that form.
@@ -177,7 +177,7 @@ def allowed(field: Mapping[str, Any]) -> str:
     return ", ".join(bounds) or "any"
 
 
-_A = {"integer": "a whole number", "number": "a number", "string": "text", "array": "a list"}
+_TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "array": "a list"}
 
 
 def _problems(found: ValidationError, kind: Any, prefix: str) -> Iterator[tuple[Place, str]]:
@@ -192,7 +192,7 @@ def _problems(found: ValidationError, kind: Any, prefix: str) -> Iterator[tuple[
             siblings = _at(kind, each["loc"][:-1])[1].get("properties", {})
             yield place, _unknown(kind, place, prefix, value, siblings)
         elif what == "missing":
-            yield place, f"{name} is missing; give {_A.get(field.get('type', ''), 'it')}"
+            yield place, f"{name} is missing; give {_TYPES.get(field.get('type', ''), 'it')}"
         elif what.startswith("union_tag"):
             tags = ", ".join(field["discriminator"]["mapping"])
             yield place, f"{name} is {value!r}; allowed: a table with kind = one of {tags}"
@@ -200,9 +200,9 @@ def _problems(found: ValidationError, kind: Any, prefix: str) -> Iterator[tuple[
             yield place, f"{name} is {value!r}; write it as a table, [{name}]"
         elif field.get("type") == "array":
             yield place, f"{name} is {value!r}; write a list, or each as a table, [[{name}]]"
-        elif what.endswith("_type") and field.get("type") in _A:
+        elif what.endswith("_type") and field.get("type") in _TYPES:
             also = "" if allowed(field) == "any" else f", {allowed(field)}"
-            yield place, f"{name} is {value!r}; give {_A[field['type']]}{also}"
+            yield place, f"{name} is {value!r}; give {_TYPES[field['type']]}{also}"
         else:
             yield place, f"{name} is {value!r}; allowed: {allowed(field)}"
 

@@ -11,7 +11,7 @@ from megatron_idempotent.controller.protocol import Sampler
 from megatron_idempotent.controller.samplers import load_sampler
 from megatron_idempotent.controller.settings import ControllerSettings, LogprobsAsked
 from megatron_idempotent.rollout.records import PauseMode
-from megatron_idempotent.settings import Field, Given, settings
+from megatron_idempotent.settings import Field, SettingsReader, settings
 
 from .costs import EngineCosts
 from .faults import Fault
@@ -154,7 +154,7 @@ def load_scenario(path: Path | None = None, overrides: Sequence[str] = ()) -> Sc
 
     Errors: `ScenarioError`, also for what a controller could not run.
     """
-    given = Given(Scenario, ScenarioError, path)
+    given = SettingsReader(Scenario, ScenarioError, path)
     if path is not None:
         given.table.setdefault("name", path.stem)
     scenario = given.set(*overrides).build()

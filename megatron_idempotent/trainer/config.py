@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_idempotent.settings import Field, Given, settings
+from megatron_idempotent.settings import Field, SettingsReader, settings
 from megatron_idempotent.trainer.errors import ConfigError
 
 
@@ -360,7 +360,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
     Keys that neither gives have their defaults: those of `Config`, and `ASYNC` over them where
     run.mode is async. Errors: `ConfigError` with a line for each key that is wrong.
     """
-    given = Given(Config, ConfigError, path).set(*overrides)
+    given = SettingsReader(Config, ConfigError, path).set(*overrides)
     run = given.table.get("run")
     return given.build(ASYNC if isinstance(run, dict) and run.get("mode") == "async" else None)
 

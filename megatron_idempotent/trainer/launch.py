@@ -86,7 +86,8 @@ def launch(job: Job, prompts: PromptSet) -> bool:
     else:
         start_ranks(job)
     rows = read_metrics(job.out / METRICS_FILE)
-    draw_curves(rows, job.out / CURVES_FILE)
+    step = "optimizer step" if job.config.run.mode == "async" else "rollout"
+    draw_curves(rows, job.out / CURVES_FILE, step=step)
     if not job.quiet:
         print_summary(summarize(rows), job.out)
     return ended

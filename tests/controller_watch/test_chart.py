@@ -61,6 +61,11 @@ def test_a_short_run_shows_every_span_lane_and_version():
     assert bars == 3 * 10 + 3 * 10
     in_flight = figure.axes[1].lines[0].get_ydata()
     assert max(in_flight) == 3
+    close = Timeline(tracks=("train",))
+    for version, at in ((1, 0.0), (2, 0.1), (3, 5.0), (4, 10.0)):
+        close.mark("train", f"version {version}", at)
+    shown = texts(timeline_figure(close).axes[0])
+    assert shown == ["v1", "v3", "v4"], "one label would cover the other"
 
 
 def test_a_long_run_is_drawn_in_bins_with_the_lanes_as_a_curve():

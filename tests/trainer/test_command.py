@@ -75,12 +75,14 @@ def test_a_mistake_is_told_in_one_line_before_anything_is_written(
 
 
 @needs_the_trainer
-def test_async_is_asynchronous_whatever_the_file_says(tmp_path, capsys):
+def test_async_is_asynchronous_whatever_the_file_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "mine.toml"
+    asked = ["--async", "--rollouts", "1", "--config"]
     for text in ("", "[run]\nmode = 'sync'\n"):
         # Impossible in an asynchronous run, and not looked at in a synchronous one.
         file.write_text(f"{text}[controller]\nstall_s = 9\n")
-        assert "stall_s is 9 and a group may" in refused(["--async", "--config", str(file)], capsys)
+        assert "stall_s is 9 and a group may" in refused([*asked, str(file)], capsys)
 
 
 def refused(arguments, capsys):

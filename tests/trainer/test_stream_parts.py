@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import sys
 
 import pytest
 
@@ -149,6 +151,7 @@ def test_settings_of_the_controller_are_those_of_the_configuration():
     config = load_config(None, ["run.mode=async"])
     settings = make_settings(config)
     assert (settings.target_groups, settings.group_size) == (32, 8)
+    assert settings.groups_per_call == 16, "half of a step's"
     assert (settings.minibatches, settings.logprobs, last_version(config)) == (1, "reference", 600)
     recomputed = "loss.old_logprobs=recomputed"
     for overrides, asked in [
@@ -162,20 +165,23 @@ def test_settings_of_the_controller_are_those_of_the_configuration():
     assert (two.minibatches, two.groups_per_step) == (2, 16)
 
 
-def test_the_live_table_is_one_of_the_loggers_and_hears_of_every_row(tmp_path):
-    class Table:
-        heard = ()
-
-        def log(self, metrics, *, step):
-            self.heard = (*self.heard, (step, metrics["train/reward"]))
-
-        def close(self):
-            pass
-
-    table = Table()
-    config = load_config(None, ["run.mode=async", f"run.out={tmp_path}"])
-    loggers = make_loggers(Job(config=config, out=tmp_path), table, threaded=True)
-    loggers.log({"train/reward": 0.5}, step=3)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_every_logger_of_a_run_hears_of_every_row(mode, tmp_path, monkeypatch):
+    module = f"my_logger_of_a_{mode}_run"
+    (tmp_path / f"{module}.py").write_text(
+        "HEARD = []\n"
+        "class Mine:\n"
+        "    def __init__(self, directory, *, first_step): ...\n"
+        "    def log(self, metrics, *, step): HEARD.append((step, metrics))\n"
+        "    def close(self): HEARD.append('closed')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    overrides = [f"run.mode={mode}", f"controller.loggers={module}:Mine"]
+    job = Job(config=load_config(None, overrides), out=tmp_path)
+    table = importlib.import_module(module).Mine(tmp_path, first_step=0)
+    loggers = make_loggers(job, table, threaded=mode == "async")
+    row = {"train/reward": 0.5}
+    loggers.log(row, step=3)
     loggers.close()
-    assert table.heard == ((3, 0.5),)
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 3, "train/reward": 0.5}]
+    assert [(3, row), (3, row), "closed", "closed"] == sys.modules[module].HEARD
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 3, **row}]

@@ -72,5 +72,5 @@ def test_the_report_sums_time_and_finds_first_last_and_best(tmp_path, capsys):
 def test_the_curves_are_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [{"step": 0, HELD_OUT: 0.05}, {"step": 1, **row(0.2, held_out=0.9)}]
-    draw_curves(rows, tmp_path / "curves.png")
+    draw_curves(rows, tmp_path / "curves.png", step="rollout")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

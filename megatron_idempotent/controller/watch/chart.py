@@ -84,6 +84,7 @@ def timeline_figure(timeline: Timeline) -> Figure:
     _draw_versions(panels, seen)
     panels[-1].set(xlabel=f"{seen.unit} since the first event", xlim=(0, seen.edges[-1]))
     dropped = f"; {timeline.dropped} older events were dropped" if timeline.dropped else ""
+    figure.align_ylabels(panels[1:])
     panels[0].set_title(f"{seen.length:.3g} {seen.unit}{dropped}", loc="left", fontsize=9, pad=18)
     return figure
 
@@ -221,9 +222,11 @@ def _draw_curve(axes: Any, name: str, times: Any, values: Any, seen: _Seen) -> N
 
 def _draw_versions(panels: Sequence[Any], seen: _Seen) -> None:
     found = [(_VERSION.match(name), at) for _, name, at in seen.marks]
-    versions = [(int(match[1]), at) for match, at in found if match]
-    apart = max(1, math.ceil(len(versions) / _MOST_LABELS))
-    for version, at in versions[::apart]:
+    last = -math.inf
+    for version, at in ((int(match[1]), at) for match, at in found if match):
+        if at - last < seen.length / (_MOST_LABELS - 1):
+            continue  # its label would cover the one before
+        last = at
         for panel in panels:
             panel.axvline(at, color="black", linewidth=0.6, linestyle=":", alpha=0.6)
         panels[0].annotate(

@@ -61,24 +61,42 @@ def print_summary(summary: Summary, out: Path) -> None:
     Console().print(table)
 
 
-def draw_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Reward and loss over rollouts, as a PNG."""
+def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, step: str) -> None:
+    """Reward and loss over steps, as a PNG; `step` says what one is, such as "rollout"."""
     # The object interface: pyplot would look for a display and keep the figure.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 6), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
-    reward_axes, loss_axes = figure.subplots(2, 1, sharex=True)
-    reward_axes.plot(*_column(rows, REWARD), label="training prompts", linewidth=1)
-    reward_axes.plot(*_column(rows, HELD_OUT), "o-", label="held-out prompts", markersize=3)
+    reward_axes, loss_axes = figure.subplots(
+        2, 1, sharex=True, gridspec_kw={"height_ratios": (5, 3)}
+    )
+    for axes in (reward_axes, loss_axes):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    reward_axes.plot(
+        *_column(rows, REWARD), label="training prompts", linewidth=1, color="tab:blue", alpha=0.7
+    )
+    steps, held_out = _column(rows, HELD_OUT)
+    reward_axes.plot(
+        steps, held_out, "o-", label="held-out prompts", markersize=4, color="tab:orange"
+    )
+    for place in (0, -1):
+        reward_axes.annotate(
+            f"{held_out[place]:.2f}",
+            (steps[place], held_out[place]),
+            xytext=(0, -14 if held_out[place] > 0.5 else 7),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
     reward_axes.set(ylabel="mean reward", ylim=(0, 1.02))
-    reward_axes.grid(alpha=0.3)
-    reward_axes.legend(loc="lower right")
-    loss_axes.plot(*_column(rows, LOSS), linewidth=1)
-    loss_axes.set(ylabel="loss, mean over response tokens", xlabel="rollout")
-    loss_axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    reward_axes.legend(loc="lower right", frameon=False)
+    loss_axes.plot(*_column(rows, LOSS), linewidth=1, color="tab:blue", alpha=0.7)
+    loss_axes.set(ylabel="loss per token", xlabel=step)
+    figure.align_ylabels()
+    figure.savefig(path, dpi=110)
 
 
 def _column(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
