@@ -23,7 +23,7 @@ try:
     from typing_extensions import dataclass_transform
 except ImportError as missing:
     raise ModuleNotFoundError(
-        f"settings are checked by pydantic 2.8 or newer ({missing}): "
+        f"settings are checked by pydantic 2.11 or newer ({missing}): "
         "pip install 'megatron-idempotent[controller]'",
         name="pydantic",
     ) from missing
@@ -142,7 +142,8 @@ class SettingsReader(Generic[Record]):
 
     def _where(self, place: Place) -> str:
         """The file, and the line of the key, unless it was set over the file."""
-        if self._path is None or any(each[: len(place)] == place for each in self._set):
+        n = len(place)
+        if self._path is None or any(each[:n] == place[: len(each)] for each in self._set):
             return ""
         line = self._lines.get(place)
         return f"{self._path}:{line}: " if line else f"{self._path}: "

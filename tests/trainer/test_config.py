@@ -104,13 +104,14 @@ def test_all_mistakes_of_a_file_are_told_at_once_each_with_its_line(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("# mine\n[run]\nseed = '1'\nrollouts = true\n\n[optimizer]\nlr=2\nbeta=0.9\n")
     with pytest.raises(ConfigError) as caught:
-        load_config(path, ["loss.clip_low=7", "optimizer.lr=3"])
+        load_config(path, ["loss.clip_low=7", "optimizer.lr=3", "evaluation={every=-1}"])
     assert set(str(caught.value).splitlines()) == {
         f"{path}:3: run.seed is '1'; give a whole number, 0 to 2147483647",
         f"{path}:4: run.rollouts is True; give a whole number, 1 or more",
         "optimizer.lr is 3; allowed: above 0, up to 1",
         f"{path}:8: unknown key optimizer.beta (value 0.9); did you mean optimizer.beta2?",
         "loss.clip_low is 7; allowed: 0 to 1",
+        "evaluation.every is -1; allowed: 0 or more",
     }
 
 

@@ -71,7 +71,7 @@ def timeline_figure(timeline: Timeline) -> Figure:
     from matplotlib.figure import Figure
 
     seen = _Seen(timeline)
-    heights = [sum(_height(lanes) for _, lanes in seen.rows) or 0.5, *[1.6] * len(seen.curves)]
+    heights = [sum(_height(lanes) for _, lanes in seen.rows) or 0.5, *[1.3] * len(seen.curves)]
     figure = Figure(figsize=(12, min(1.6 + 0.6 * sum(heights), 40)), layout="constrained")
     FigureCanvasAgg(figure)
     grid = {"height_ratios": heights}
