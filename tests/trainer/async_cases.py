@@ -11,6 +11,7 @@ SMALL = (
     "run.mode=async",
     f"run.rollouts={LAST}",
     "run.checkpoint_every=2",
+    "optimizer.steps_per_rollout=1",
     "model.hidden=32",
     "model.ffn=32",
     "rollout.prompts=4",
