@@ -1,15 +1,16 @@
 """Process groups: gloo wherever NCCL is asked for. Imports torch; loaded by `enable()` only.
 
-gloo of torch 2.13 can do what Megatron calls: reduce_scatter_tensor, all_gather_into_tensor, their
-coalesced forms, AVG, bf16 and fp16, uneven all_to_all_single and batch_isend_irecv. So the
-collectives are real ones, asynchronous handles included; only the backend and
-the form of some arguments change.
+gloo of torch 2.13 can do nearly all that Megatron calls: reduce_scatter_tensor,
+all_gather_into_tensor, their coalesced forms, AVG, bf16 and fp16, unequal parts in reduce_scatter
+and all_to_all_single, and batch_isend_irecv. So the collectives are real ones, asynchronous handles
+included; only the backend and the form of some arguments change. An all_gather of unequal sizes,
+which NCCL takes and gloo refuses, is padded to the largest and cut again.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +72,72 @@ def _listed(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
+def with_unequal_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make all_gather take outputs of unequal sizes, as NCCL does, in one collective.
+
+    Megatron gathers so the tokens of tensor-parallel experts, and whole parameters for the
+    layer-wise optimizer. Each rank sends as much as the largest output holds.
+    """
+
+    @functools.wraps(original)
+    def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        # Every rank passes the same sizes, so all of them decide alike.
+        if not _unequal(tensor_list) or (rank := dist.get_rank(group)) < 0:
+            return original(tensor_list, tensor, group=group, async_op=async_op)
+        if tensor.numel() != tensor_list[rank].numel():
+            raise ValueError(
+                f"all_gather: rank {rank} of the group sends {tensor.numel()} elements, but its "
+                f"entry of tensor_list holds {tensor_list[rank].numel()}: pass the same sizes on "
+                "every rank"
+            )
+        largest = max(output.numel() for output in tensor_list)
+        sent = tensor.new_zeros(largest)
+        sent[: tensor.numel()] = tensor.detach().reshape(-1)
+        received = [output.new_empty(largest) for output in tensor_list]
+        work = original(received, sent, group=group, async_op=True)
+        handle = _PaddedGather(work, received, tensor_list)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    return all_gather
+
+
+def _unequal(tensors: Any) -> bool:
+    return (
+        isinstance(tensors, (list, tuple))
+        and all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+        and len({tensor.shape for tensor in tensors}) > 1
+    )
+
+
+class _PaddedGather:
+    """Handle of a gather that was padded; cuts what has arrived when it is waited for."""
+
+    def __init__(
+        self, work: Any, received: list[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> None:
+        self._work = work
+        self._received = received
+        self._outputs = tuple(outputs)
+
+    def wait(self, *timeout: Any) -> bool:
+        """Wait for the gather, then fill the outputs; `timeout` as in `torch.distributed.Work`."""
+        self._work.wait(*timeout)
+        with torch.no_grad():
+            for output, padded in zip(self._outputs, self._received, strict=False):
+                output.copy_(padded[: output.numel()].view_as(output))
+        self._received, self._outputs = [], ()  # waiting again changes nothing
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True once the outputs are filled."""
+        if self._work.is_completed():
+            return self.wait()
+        return False
+
+
 def holding_the_storage(original: Callable[..., Any]) -> Callable[..., Any]:
     """isend of an alias, so that the memory lives until the message has left.
 
@@ -92,7 +159,12 @@ def replacements() -> list[tuple[Any, str, Any]]:
         replacement = on_gloo(getattr(dist, name))
         found += [(dist, name, replacement), (distributed_c10d, name, replacement)]
     exchange = with_listed_splits(dist.all_to_all_single)
+    gather = with_unequal_sizes(dist.all_gather)
     send = holding_the_storage(dist.isend)
     for owner in (dist, distributed_c10d):
-        found += [(owner, "all_to_all_single", exchange), (owner, "isend", send)]
+        found += [
+            (owner, "all_to_all_single", exchange),
+            (owner, "all_gather", gather),
+            (owner, "isend", send),
+        ]
     return found

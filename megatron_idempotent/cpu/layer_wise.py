@@ -27,11 +27,6 @@ def prepare(module: Any, ddp_config: Any, *, by_layout: bool, muon: bool) -> dic
     routes them; without, the layer-wise optimizer has everything.
     """
     if not by_layout:
-        # Gloo gathers equal sizes only: without this one every size is there twice, and a rank
-        # gets one of each pair. Two ranks and one bucket, therefore.
-        for name, parameter in module.named_parameters():
-            if "position_embeddings" in name:
-                parameter.requires_grad_(False)
         return {}
     import importlib
 

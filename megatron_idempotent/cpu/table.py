@@ -119,6 +119,11 @@ EMULATED: tuple[tuple[str, str], ...] = (
         "itself, with split sizes that are tensors turned into lists",
     ),
     (
+        "torch.distributed.all_gather",
+        "itself; outputs of unequal sizes, which NCCL takes and gloo refuses, are padded to the "
+        "largest and cut again",
+    ),
+    (
         "torch.distributed.isend",
         "itself, with the memory kept until the message has left, as NCCL keeps it",
     ),

@@ -30,6 +30,7 @@ def build(
     pp: int = 1,
     vpp: int | None = None,
     ep: int = 1,
+    etp: int | None = None,
     cp: int = 1,
     sequence_parallel: bool = False,
     overlap_grad_reduce: bool = True,
@@ -51,13 +52,14 @@ def build(
 ) -> Tiny:
     """Build a GPT (hidden 64, 4 heads, vocabulary 128, sequence 32) on every rank.
 
-    Initialises model parallelism unless it is up, in which case tp, pp, vpp, ep and cp must be
-    those it is up with. `layers_per_stage` counts per virtual stage. With `tied` the output layer
-    shares the embedding's weight. `wire` sets the config's
+    Initialises model parallelism unless it is up, in which case tp, pp, vpp, ep, etp and cp must be
+    those it is up with. `etp` is the tensor parallel size of experts; None means tp.
+    `layers_per_stage` counts per virtual stage. With `tied` the output layer shares the embedding's
+    weight. `wire` sets the config's
     no_sync_func, grad_sync_func, param_sync_func, grad_scale_func and finalize_model_grads_func.
     `layer_wise` wants dtype="bf16" and megatron-core 0.17, and takes the optimizer that gives each
     rank whole parameters; it gathers out of DDP's buffers (from 0.18), and with
-    distributed_optimizer=False through lists of parameters (two data-parallel ranks, one bucket).
+    distributed_optimizer=False through lists of parameters.
     The overrides are fields of TransformerConfig, DistributedDataParallelConfig and
     OptimizerConfig. Weights depend on `seed` and not on tp.
     """
@@ -75,6 +77,7 @@ def build(
             virtual_pipeline_model_parallel_size=vpp,
             context_parallel_size=cp,
             expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
         )
     model_parallel_cuda_manual_seed(seed)
     # Last, because both seed one generator here, and weights are cut from one master copy.
@@ -108,6 +111,7 @@ def build(
             "batch_p2p_comm": vpp is None,
             "context_parallel_size": cp,
             "expert_model_parallel_size": ep,
+            "expert_tensor_parallel_size": etp,
             "sequence_parallel": sequence_parallel,
             "pipeline_dtype": params_dtype,
             "params_dtype": params_dtype,
@@ -122,7 +126,7 @@ def build(
             "overlap_param_gather": overlap_param_gather,
             "use_distributed_optimizer": distributed_optimizer,
             "grad_reduce_in_fp32": True,
-            "bucket_size": 1 << 30 if layer_wise and not distributed_optimizer else BUCKET_SIZE,
+            "bucket_size": BUCKET_SIZE,
             **({"align_param_gather": True} if align else {}),
             **(ddp_overrides or {}),
         }

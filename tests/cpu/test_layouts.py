@@ -1,7 +1,4 @@
-"""Layouts and numerics on real Megatron: what must be equal is compared, not only run."""
-
-import functools
-import operator
+"""Numerics on real Megatron: what must be equal is compared, not only run."""
 
 import pytest
 
@@ -100,75 +97,26 @@ def same(a, b):
     return a[0] == b[0] and bool((a[1] == b[1]).all())
 
 
-#: A loss is a logarithm of a sum of 128 exponentials of float32, and a few roundings more.
-ROUNDED = 160 * 2.0**-24
-
-
-def test_two_data_parallel_ranks_compute_what_one_rank_does(megatron_ranks):
-    two = megatron_ranks(2, in_float64, num_microbatches=2)
-    [one] = megatron_ranks(1, in_float64, num_microbatches=4)
-    # Rank r has every second global microbatch; gradients are averaged over both.
-    interleaved = functools.reduce(operator.iadd, zip(two[0][0], two[1][0], strict=True), [])
-    assert interleaved == pytest.approx(one[0], abs=ROUNDED)
-    # What another order of sums may change, and a microbatch more or less may not.
-    assert (two[0][1] - one[1]).norm() <= 2.0**-36 * one[1].norm()
-    assert bool((two[0][1] == two[1][1]).all())
+# Clipping off: buckets of other sizes sum the gradient norm in another order.
+UNCLIPPED = {"optimizer_overrides": {"clip_grad": 0.0}}
 
 
 def test_the_distributed_optimizer_makes_the_same_step(megatron_ranks):
-    with_it = megatron_ranks(2, train)
-    without = megatron_ranks(2, train, distributed_optimizer=False)
+    with_it = megatron_ranks(2, train, **UNCLIPPED)
+    without = megatron_ranks(2, train, distributed_optimizer=False, **UNCLIPPED)
     assert all(same(a, b) for a, b in zip(with_it, without, strict=True))
 
 
-@pytest.mark.parametrize(
-    "overlap",
-    [
-        {"overlap_grad_reduce": True},
-        {"overlap_grad_reduce": True, "overlap_param_gather": True},
-        {"overlap_grad_reduce": True, "overlap_param_gather": True, "align": True},
-    ],
-    ids=["grad_reduce", "param_gather", "align"],
-)
 @pytest.mark.parametrize("pipeline", [{}, {"pp": 2, "vpp": 2, "layers_per_stage": 1}])
-def test_overlap_changes_no_bit(megatron_ranks, overlap, pipeline):
-    plain = megatron_ranks(2, train, overlap_grad_reduce=False, **pipeline)
-    overlapped = megatron_ranks(2, train, **overlap, **pipeline)
-    assert all(same(a, b) for a, b in zip(plain, overlapped, strict=True))
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_ranks_compute_what_one_rank_does(megatron_ranks, sequence_parallel):
-    two = megatron_ranks(2, in_float64, tp=2, sequence_parallel=sequence_parallel)
-    [one] = megatron_ranks(1, in_float64)
-    assert two[0][0] == two[1][0]
-    assert two[0][0] == pytest.approx(one[0], abs=ROUNDED)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"pp": 2},
-        {"pp": 2, "vpp": 2, "layers_per_stage": 1},
-        {"experts": 4},
-        {"experts": 4, "ep": 2},
-    ],
-    ids=["pp", "vpp", "moe", "moe-ep"],
-)
-def test_a_layout_learns(megatron_ranks, layout):
-    losses = megatron_ranks(2, train_on_one_batch, **layout)[-1]
-    assert losses[-1] < losses[0] - 0.1
-
-
-def train_on_one_batch(**layout):
-    from megatron_idempotent.cpu import tiny
-
-    bench = tiny.build(**layout, optimizer_overrides={"lr": 3e-3})
-    losses = []
-    for _ in range(4):
-        losses += bench.forward_backward(2, data_seed=0)[:1]
-        bench.step()
-    return losses
+def test_overlap_changes_no_bit(megatron_ranks, pipeline):
+    plain = megatron_ranks(2, train, overlap_grad_reduce=False, **pipeline, **UNCLIPPED)
+    for overlap in (
+        {},
+        {"overlap_param_gather": True},
+        {"overlap_param_gather": True, "align": True},
+    ):
+        overlapped = megatron_ranks(2, train, **overlap, **pipeline, **UNCLIPPED)
+        assert all(same(a, b) for a, b in zip(plain, overlapped, strict=True)), overlap
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
