@@ -3,27 +3,109 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
 
+from megatron_idempotent.engine.catalogue import patches
 from megatron_idempotent.engine.control import apply
-from megatron_idempotent.engine.report import Row
+from megatron_idempotent.engine.decide import MEGATRON, OFF_BY_DEFAULT
+from megatron_idempotent.engine.report import COVERED, PROBLEMS, Report, Row
 from megatron_idempotent.engine.source import locate
-from megatron_idempotent.engine.table import render
+from megatron_idempotent.engine.table import render, terminal_width, wrapped
+
+# Status → (words of the first line after a number, heading of the group), in order.
+_GROUPS = {
+    "fixed_upstream": ("fixed upstream", "Fixed upstream: nothing to repair"),
+    "missing_target": ("absent here", "Absent here: what is installed lacks the code"),
+    "unsupported_version": ("for other releases", "For other releases"),
+}
 
 
 def doctor(*, as_json: bool) -> int:
-    """Print a row per patch; 1 where somebody has to look, else 0."""
+    """Print one line that answers, then the patches in groups.
+
+    Returns:
+        1 where somebody has to look: a patch failed, drifted or is in conflict; else 0.
+    """
     report = apply(dry_run=True)
     if as_json:
         print(json.dumps([row.as_dict() | {"files": _files(row)} for row in report], indent=2))
     else:
-        rows = [(row.id, row.status, row.version or "-", _where(row), row.reason) for row in report]
-        print(render(("id", "status", "version", "where", "reason"), rows))
+        print(overview(report, terminal_width()))
     return 1 if report.problems else 0
 
 
-def _where(row: Row) -> str:
-    names = [target.partition(":")[2].rpartition(".")[2] for target in row.targets]
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+def overview(report: Report, width: int | None) -> str:
+    """Write a report for a reader: an answer, what is wrong, then the rest by group.
+
+    Args:
+        report: of `apply(dry_run=True)`.
+        width: of the terminal; None for a pipe, where every patch is one line with all of its
+            reason.
+    """
+    land = [row for row in report if row.status in COVERED]
+    groups = [
+        ("Problems: the hazard is here, and its patch is refused", report.problems),
+        ("Would land when Megatron is imported", land),
+        ("Off", _with(report, "disabled")),
+        *((heading, _with(report, status)) for status, (_, heading) in _GROUPS.items()),
+    ]
+    parts = ["\n".join(wrapped(answer(report, land), width))]
+    parts += [_group(heading, rows, width) for heading, rows in groups if rows]
+    absent = Counter(patches()[row.id].distribution for row in _with(report, "not_installed"))
+    if absent:
+        names = (f"{name} ({n} patch{'es' if n > 1 else ''})" for name, n in absent.items())
+        parts.append("\n".join(wrapped(f"Not installed: {', '.join(names)}", width)))
+    return "\n\n".join(parts)
+
+
+def answer(report: Report, land: Sequence[Row]) -> str:
+    """Say in one line whether all is well; `land` are the rows of patches that would be applied."""
+    concerned = [*land, *report.problems]
+    found = {patches()[row.id].distribution: row.version for row in concerned}
+    if found:
+        order = sorted(found, key=lambda name: (name != MEGATRON, name))
+        on = ", ".join(f"{name} {found[name]}" for name in order)
+        parts = [f"{len(land)} of {len(concerned)} would land on {on}"]
+    else:
+        parts = ["none would land"]
+    counts: Counter[str] = Counter(row.status for row in report)
+    parts += [f"{counts[status]} {status}".upper() for status in sorted(PROBLEMS) if counts[status]]
+    default = sum(row.reason == OFF_BY_DEFAULT for row in report)
+    absent = {patches()[row.id].distribution: row for row in _with(report, "not_installed")}
+    if MEGATRON in absent:
+        parts.append(f"{absent.pop(MEGATRON).reason} (asked with {sys.executable})")
+    frameworks = len(absent)
+    for count, words in (
+        (default, "off by default"),
+        (counts["disabled"] - default, "switched off"),
+        *((counts[status], words) for status, (words, _) in _GROUPS.items()),
+        (frameworks, f"framework{'s' if frameworks > 1 else ''} not installed"),
+    ):
+        if count:
+            parts.append(f"{count} {words}")
+    return "; ".join(parts)
+
+
+def _with(report: Report, status: str) -> list[Row]:
+    return [row for row in report if row.status == status]
+
+
+def _group(heading: str, rows: Sequence[Row], width: int | None) -> str:
+    cells = [(f"  {row.id}", *_status(row), _reason(row, width)) for row in rows]
+    return f"{heading} ({len(rows)})\n{render((), cells, width)}"
+
+
+def _status(row: Row) -> tuple[str, ...]:
+    return (row.status,) if row.status in PROBLEMS else ()
+
+
+def _reason(row: Row, width: int | None) -> str:
+    if width is None:
+        return row.reason
+    # The heading says when they land; a terminal has no room for the names of the modules.
+    return row.reason.partition("; lands when ")[0].replace("; body reviewed on ", ", ")
 
 
 def _files(row: Row) -> dict[str, str | None]:

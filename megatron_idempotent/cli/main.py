@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 
 from megatron_idempotent import __version__
 from megatron_idempotent.engine.errors import PatchError, UnknownPatchError
+from megatron_idempotent.missing import REMEDIES, naming_the_remedy
 
 PROGRAM = "megatron-idempotent"
 
@@ -19,18 +23,55 @@ _OWN_PARSERS = {
 }
 
 
+READER_LEFT = 128 + signal.SIGPIPE
+"""Exit code where whoever reads our output has closed it, as `| head` does: what shells report of
+other commands then."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        Exit code: 0, 1 where a check failed, 2 where the arguments make no sense.
+        Exit code: 0; 1 where a check failed; 2 where the arguments make no sense; 141 where the
+        reader of standard output left, as in `megatron-idempotent doctor --json | head`.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            # Also where --help leaves by SystemExit: what is buffered would fail at shutdown.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_left():
+            raise  # another pipe, such as one to a rank
+        # The interpreter flushes once more while it ends, and would print a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
+
+
+def _reader_left() -> bool:
+    try:
+        number = sys.stdout.fileno()
+    except OSError:  # standard output has been replaced by something without a descriptor
+        return False
+    poll = select.poll()
+    poll.register(number, 0)  # errors are always reported
+    return bool(poll.poll(0))
+
+
+def _run(argv: list[str]) -> int:
     if argv[:1] and argv[0] in _OWN_PARSERS:
         # They have a parser of their own, so that they can be used without this one.
-        own = importlib.import_module(_OWN_PARSERS[argv[0]])
-        code: int = own.main(argv[1:])
-        return code
+        try:
+            with naming_the_remedy(f"`{PROGRAM} {argv[0]}`"):
+                own = importlib.import_module(_OWN_PARSERS[argv[0]])
+                code: int = own.main(argv[1:])
+                return code
+        except ModuleNotFoundError as error:
+            if error.name not in REMEDIES:
+                raise
+            print(f"{PROGRAM}: {error}", file=sys.stderr)
+            return 2
     arguments = _parser().parse_args(argv)
     try:
         if arguments.command == "doctor":
@@ -45,9 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .drift import drift
 
             return drift(arguments.paths, as_json=arguments.json, with_diff=arguments.diff)
+        from .explain import as_id
         from .prove import prove
 
-        return prove(arguments.ids or None, as_json=arguments.json)
+        return prove([as_id(each) for each in arguments.ids] or None, as_json=arguments.json)
     except (UnknownPatchError, PatchError, ValueError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
@@ -65,8 +107,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
 
-    explain = commands.add_parser("explain", help="print a hazard's case file")
-    explain.add_argument("id", help="a patch id, as `doctor` lists them")
+    explain = commands.add_parser(
+        "explain", help="print a hazard's case file, or a list of all hazards"
+    )
+    explain.add_argument(
+        "id", nargs="?", metavar="ID", help="a hazard, also by its file's name; default: list all"
+    )
 
     prove = commands.add_parser(
         "prove", help="run hazards on CPU ranks, stock and patched", description=_PROVE
@@ -92,8 +138,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _DOCTOR = (
-    "Decides every patch against the Megatron on the path, without importing it. Exit code 1 where "
-    "one is failed, drifted or in conflict."
+    "Decides every patch against the Megatron on the path, without importing it. The first line "
+    "answers. Exit code 0; 1 where a patch failed, drifted or is in conflict; 2 where the "
+    "environment names an unknown patch. No Megatron at all is 0: the first line says so."
 )
 _DRIFT = (
     "Reads what each patch wraps in every Megatron or framework given, importing none, and says "

@@ -35,7 +35,7 @@ _HOMES = {
     "runtime": ("disable", "enable", "enabled", "is_enabled"),
 }
 
-__doc__ += "\n".join(f"- {names}: {answer}" for names, answer in EMULATED)
+__doc__ = (__doc__ or "") + "\n".join(f"- {names}: {answer}" for names, answer in EMULATED)
 __doc__ += "\n\nEvery other public name of `torch.cuda` raises `NotEmulatedError`.\n"
 
 __all__ = [

@@ -130,7 +130,8 @@ class Hazard(Record):
         """The sections of the declaring module's docstring, headline under the empty name."""
         import re
 
-        doc = sys.modules[self.reproduction.run.__module__].__doc__ or ""
+        module = sys.modules[self.reproduction.run.__module__]
+        doc = module.__doc__ or _docstring(module)
         parts = re.split(rf"^({'|'.join(SECTIONS)}):", doc, flags=re.MULTILINE)
         sections = {"": parts[0].strip()}
         for name, text in zip(parts[1::2], parts[2::2], strict=True):
@@ -188,6 +189,14 @@ class Limit(Hazard):
     def answer(self) -> str:
         """Nothing to call."""
         return "documented limit"
+
+
+def _docstring(module: Any) -> str:
+    """Read a module's docstring out of its source: `python -OO` strips it from the module."""
+    import ast
+    import inspect
+
+    return ast.get_docstring(ast.parse(inspect.getsource(module)), clean=False) or ""
 
 
 def _is_address(text: str) -> bool:

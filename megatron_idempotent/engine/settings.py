@@ -56,11 +56,11 @@ def read(known: Iterable[str], environ: Mapping[str, str] = os.environ) -> Setti
 
 
 def check_ids(ids: Iterable[str], source: str, known: Iterable[str]) -> frozenset[str]:
-    """The ids as a set.
+    """Check ids that `source`, an argument or a variable, names; returns them as a set.
 
     Raises:
         TypeError: `ids` is one string, or holds something that is not a string.
-        UnknownPatchError: an id that no case file has.
+        UnknownPatchError: an id that is not in `known`; the message has the nearest ones.
     """
     if isinstance(ids, str):
         raise TypeError(f"{source} takes several ids, got the string {ids!r}: write [{ids!r}]")
@@ -69,14 +69,26 @@ def check_ids(ids: Iterable[str], source: str, known: Iterable[str]) -> frozense
         if not isinstance(patch_id, str):
             raise TypeError(f"{source} takes patch ids (str), got {patch_id!r}")
         if patch_id not in known:
-            from difflib import get_close_matches
-
-            near = get_close_matches(patch_id, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UnknownPatchError(
-                f"{source} names {patch_id!r}, no known patch: {hint}known are {', '.join(known)}"
-            )
+            raise UnknownPatchError(_unknown_id(patch_id, source, known))
     return frozenset(ids)
+
+
+def _unknown_id(patch_id: str, source: str, known: tuple[str, ...]) -> str:
+    from difflib import get_close_matches
+
+    from .catalogue import hazards
+
+    where = "`megatron-idempotent explain` lists them"
+    if patch_id in hazards():
+        return (
+            f"{source} names {patch_id!r}, a hazard that no patch repairs; its answer: "
+            f"{hazards()[patch_id].answer}. {where}"
+        )
+    text = patch_id.strip().lower().replace("_", "-")
+    with_word = [each for each in known if text and f"-{text}" in f"-{each}"]
+    near = list(dict.fromkeys([*get_close_matches(text, known, n=3), *with_word]))[:3]
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return f"{source} names {patch_id!r}, which is none of the {len(known)} ids.{hint} {where}"
 
 
 def _ids(text: str, variable: str, known: tuple[str, ...]) -> frozenset[str]:

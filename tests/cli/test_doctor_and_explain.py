@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.engine.catalogue import patches
+from megatron_idempotent.cli import main
+from megatron_idempotent.cli.doctor import overview
+from megatron_idempotent.engine.catalogue import hazards, patches
+from megatron_idempotent.engine.control import apply
+from megatron_idempotent.engine.report import Report, Row
 from megatron_idempotent.engine.source import locate
+from megatron_idempotent.engine.versions import installed
 
 PROBE = (
     "import sys; from megatron_idempotent.cli import main; code = main(sys.argv[1:]); "
     "loaded = {'torch', 'megatron', 'numpy'} & set(sys.modules); "
     "sys.exit(f'imported {loaded}' if loaded else code)"
 )
+MEGATRON = installed("megatron-core")
+FRAMEWORKS = {patch.distribution for patch in patches().values()} - {"megatron-core"}
+OFF = sum(not patch.default for patch in patches().values())
 
 
 def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environ = dict(os.environ, COLUMNS="120")
+    environ = dict(os.environ, COLUMNS="80")
     if path is not None:
         environ["PYTHONPATH"] = str(path)
     command = [sys.executable, "-c", PROBE, *arguments]
@@ -43,11 +55,72 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_doctor_prints_a_row_per_patch_and_imports_neither_torch_nor_megatron():
+def test_doctor_answers_in_its_first_line_and_a_pipe_gets_a_line_per_patch():
     result = run("doctor")
     assert result.returncode == 0, result.stderr
-    for patch_id in patches():
-        assert patch_id in result.stdout
+    first, *rest = result.stdout.splitlines()
+    landing = rest[2 : rest.index("", 2)]
+    assert MEGATRON is not None
+    assert first.startswith(f"{len(landing)} of {len(landing)} would land on megatron-core ")
+    assert f" {MEGATRON.text}; {OFF} off by default; " in first
+    assert first.endswith(f"; {len(FRAMEWORKS)} frameworks not installed")
+    assert "\x1b" not in result.stdout
+    assert rest[-1].startswith("Not installed: ")
+    folded = {patch.id for patch in patches().values() if patch.distribution in FRAMEWORKS}
+    shown = [line.split()[0] for line in rest if line.startswith("  ")]
+    assert sorted(shown) == sorted(patches().keys() - folded)
+    assert all("; lands when megatron." in line for line in landing), "the whole reason"
+
+
+def test_doctor_fits_a_terminal():
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "-m", "megatron_idempotent", "doctor"]
+    process = subprocess.Popen(command, stdout=follower, env=environ)
+    os.close(follower)
+    shown = b""
+    try:
+        while part := os.read(leader, 1 << 16):
+            shown += part
+    except OSError:  # the other end is closed
+        pass
+    os.close(leader)
+    assert process.wait() == 0
+    report = apply(dry_run=True)
+    assert shown.decode().splitlines() == overview(report, 80).splitlines()
+    for width in (80, 200):
+        lines = overview(report, width).splitlines()
+        assert width // 2 < max(map(len, lines)) <= width
+    assert len(lines) < len(overview(report, 80).splitlines())
+
+
+def rows(**statuses: str) -> Report:
+    """A report in which patches named by identifier have a status, and the rest are disabled."""
+    return Report(
+        Row(
+            id=each,
+            status=statuses.get(each.replace("-", "_"), "disabled"),
+            reason="why it is so, in words that do not fit in a line of any terminal of 80 columns",
+            version="0.19.2",
+            targets=(),
+        )
+        for each in patches()
+    )
+
+
+def test_doctor_puts_problems_first_and_names_no_release_where_nothing_would_land():
+    found = overview(rows(grad_scale_func="drifted", unscaled_twice="pending_import"), None)
+    first, _, heading, problem, *_ = found.splitlines()
+    assert first.startswith("1 of 2 would land on megatron-core 0.19.2; 1 DRIFTED; ")
+    assert heading == "Problems: the hazard is here, and its patch is refused (1)"
+    assert problem.split()[:2] == ["grad-scale-func", "drifted"]
+    absent = rows(**{each.replace("-", "_"): "not_installed" for each in patches()})
+    first, _, last = overview(absent, None).splitlines()
+    assert first.startswith("none would land; why it is so")
+    assert f"(asked with {sys.executable}); {len(FRAMEWORKS)} frameworks not installed" in first
+    assert "megatron-core (" in last
+    assert max(map(len, overview(rows(), 80).splitlines())) <= 80
 
 
 def test_doctor_json_names_the_files_that_it_read():
@@ -68,20 +141,48 @@ def test_doctor_exits_with_1_where_a_body_drifted(checkout):
     assert result.returncode == 1
 
 
-def test_explain_prints_every_section_of_the_case_file():
-    result = run("explain", "no-sync-func-reentry")
-    assert result.returncode == 0
+STRIPPED = """
+import sys
+import megatron_idempotent.cpu.pytest_plugin
+from megatron_idempotent.cli import main
+megatron_idempotent.apply()
+problems = megatron_idempotent.apply(dry_run=True).problems  # no assert: it would be stripped too
+sys.exit(str(problems) if problems else main(["explain", "no_sync_func_reentry.py"]))
+"""
+
+
+def test_explain_prints_every_section_of_the_case_file_also_without_docstrings(capsys):
+    """`python -OO` strips docstrings, and a case file is one."""
+    command = [sys.executable, "-OO", "-c", STRIPPED]
+    stripped = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert main(["explain", "no-sync-func-reentry"]) == 0
+    assert stripped == capsys.readouterr().out
     for part in ("Symptom:", "Cause:", "Affects:", "Upstream:", "Remove when:", "Targets:"):
-        assert part in result.stdout
-    assert "megatron-idempotent prove no-sync-func-reentry" in result.stdout
+        assert part in stripped
+    assert "megatron-idempotent prove no-sync-func-reentry" in stripped
+    assert main(["explain"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert listed == list(hazards())
 
 
 @pytest.mark.parametrize("command", ["explain", "prove"])
-def test_an_unknown_id_is_refused_with_the_nearest_known_one(command):
-    result = run(command, "no-sync-reentry")
-    assert result.returncode == 2
-    assert "did you mean 'no-sync-func-reentry'?" in result.stderr
-    assert "Traceback" not in result.stderr
+@pytest.mark.parametrize(
+    ("asked", "near"),
+    [
+        ("no-sync-reentry", " Did you mean 'no-sync-func-reentry'"),
+        ("Rope", " Did you mean 'rope-table-from-inference' or 'rope-tables-kept'?"),
+        ("xyzzy", ""),
+    ],
+)
+def test_an_unknown_id_is_refused_with_the_nearest_ones_and_where_the_list_is(
+    command, asked, near, capsys
+):
+    assert main([command, asked]) == 2
+    said = capsys.readouterr().err
+    named = f"{command} names '{asked.replace('_', '-')}', which is none of the {len(hazards())} "
+    assert f"{named}ids.{near}" in said
+    assert said.endswith("`megatron-idempotent explain` lists them\n")
+    assert len(said) < 300
 
 
 def test_prove_says_that_a_release_without_the_code_is_not_applicable(checkout):
@@ -90,3 +191,30 @@ def test_prove_says_that_a_release_without_the_code_is_not_applicable(checkout):
     assert finding["verdict"] == "not_applicable"
     assert "megatron.training.training is not on the path" in finding["stock"]
     assert result.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("doctor", "--json"), ("train", "--help")],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_reader_that_leaves_ends_the_command_without_a_word(arguments):
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "megatron_idempotent", *arguments]
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as pipe:
+        done = subprocess.run(
+            command, stdout=pipe, stderr=subprocess.PIPE, text=True, env=environ, timeout=60
+        )
+    assert done.stderr == ""
+    assert done.returncode == 141, "128 + SIGPIPE, as shells report of other commands"
+
+
+def test_another_broken_pipe_is_an_error_like_any(monkeypatch):
+    def broken(*, as_json):
+        raise BrokenPipeError("a rank left")
+
+    monkeypatch.setattr("megatron_idempotent.cli.doctor.doctor", broken)
+    with pytest.raises(BrokenPipeError, match="a rank left"):
+        main(["doctor"])

@@ -27,14 +27,20 @@ def test_an_unknown_id_is_refused_with_the_nearest_one(source, monkeypatch):
         apply(**arguments)
     name = f"{SWITCH}{source}" if source.startswith("_") else f"{source}="
     assert str(caught.value).startswith(
-        f"{name} names 'pipelin-seed-ofset', no known patch: did you mean '{SEED}'? known are "
+        f"{name} names 'pipelin-seed-ofset', which is none of the {len(patches())} ids. "
+        f"Did you mean '{SEED}'? `megatron-idempotent explain`"
     )
     assert list(report()) == before
 
 
-def test_an_id_like_no_other_gets_the_list(monkeypatch):
-    with pytest.raises(UnknownPatchError, match=r"no known patch: known are .*" + SEED):
+def test_an_id_like_no_other_is_sent_to_the_list(monkeypatch):
+    with pytest.raises(UnknownPatchError, match=r"ids\. `megatron-idempotent explain` lists them"):
         apply(only=["x"])
+
+
+def test_a_hazard_that_no_patch_repairs_is_refused_with_its_answer():
+    with pytest.raises(UnknownPatchError, match=r"no patch repairs; its answer: `guarded_window`"):
+        apply(only=["pipeline-abort"])
 
 
 def test_one_string_is_refused_with_the_list_to_write():
