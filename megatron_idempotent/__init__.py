@@ -10,7 +10,13 @@ whose patches land when Megatron is imported, or at once where it already is.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+if not os.path.isdir(os.path.join(__path__[0], "patches")):
+    from .checkout import load_case_files
+
+    load_case_files(__path__)
 
 from .engine.control import apply, patched, report, revert
 from .engine.errors import PatchError, UnknownPatchError, VerificationError
@@ -127,7 +133,10 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+        from .missing import naming_the_remedy
+
+        with naming_the_remedy(f"{__name__}.{name}"):
+            return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -123,5 +123,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+            from megatron_idempotent.missing import naming_the_remedy
+
+            with naming_the_remedy(f"{__name__}.{name}"):
+                return getattr(importlib.import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

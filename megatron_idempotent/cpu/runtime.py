@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_idempotent.missing import naming_the_remedy
+
 _MISSING = object()
 _lock = threading.RLock()
 
@@ -141,7 +143,8 @@ def replaced_names() -> set[str]:
 
 
 def _refuse_real_cuda() -> None:
-    import torch
+    with naming_the_remedy("megatron_idempotent.cpu.enable()"):
+        import torch
 
     if torch.cuda.is_available():
         raise real_cuda(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))

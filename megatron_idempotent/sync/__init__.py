@@ -1,7 +1,10 @@
 """New weights for engines that are serving: staged beside the old ones, switched under a pause."""
 
-from .records import EngineOutcome, Outcome, SyncError, SyncFailed, SyncReport, SyncSettings
-from .weight_sync import WeightSync, follow
+from megatron_idempotent.missing import naming_the_remedy
+
+with naming_the_remedy(__name__):
+    from .records import EngineOutcome, Outcome, SyncError, SyncFailed, SyncReport, SyncSettings
+    from .weight_sync import WeightSync, follow
 
 __all__ = [
     "EngineOutcome",

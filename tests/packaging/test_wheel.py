@@ -1,7 +1,8 @@
-"""What gets installed: one top-level name, with everything in it, from a wheel and an sdist."""
+"""What gets installed, from a wheel, an sdist or a bare tree: one copy of everything."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -19,78 +20,110 @@ else:
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+#: What building adds to the sdist.
+GENERATED = {"PKG-INFO", "setup.cfg"}
 
 
-def run(*command: str, cwd: Path, **environ: str) -> str:
+def run(*command: str, cwd: Path, code: int = 0, **environ: str) -> str:
     result = subprocess.run(
         command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environ}, check=False
     )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def tracked() -> set[str]:
+    """The project's files: what git lists, or in an sdist all that is there."""
+    if (ROOT / ".git").exists():
+        # With what is about to be added, as the files of a change under test are.
+        listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+        return {name for name in listed.splitlines() if (ROOT / name).is_file()}
+    ignored = (".venv", ".nox", "__pycache__", ".egg-info", ".pytest_cache", "build", "dist")
+    found = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
+    return {
+        str(path)
+        for path in found
+        if str(path) not in GENERATED and not any(part.endswith(ignored) for part in path.parts)
+    }
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was built from it."""
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the source tree, because building leaves traces in one."""
     source = tmp_path_factory.mktemp("source")
-    # A copy, because building leaves traces in the tree; what git ignores is no part of it.
-    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
-    for name in listed.splitlines():
-        if (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, source / name)
-    out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), cwd=source)
-    return out
+    for name in tracked():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    return source
+
+
+def build(what: str, source: Path, out: Path) -> Path:
+    """Build with the project's backend, as `pip` and `python -m build` do."""
+    program = f"from setuptools import build_meta; build_meta.build_{what}({str(out)!r})"
+    run(sys.executable, "-c", program, cwd=source)
+    (found,) = out.iterdir()
+    return found
 
 
 @pytest.fixture(scope="module")
-def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which the wheel was installed, and nothing else."""
+def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("sdist", tree, tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the sdist."""
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(unpacked, filter="data")
+    (source,) = unpacked.iterdir()
+    return build("wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds what the wheel installs, and nothing else."""
     target = tmp_path_factory.mktemp("site")
-    (wheel,) = built.glob("*.whl")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    run(*pip, "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=target)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
     return target
 
 
-def packages_on_disk() -> set[str]:
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {
+            name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")
+        }
+
+
+def test_the_packages_in_pyproject_are_the_packages_on_disk():
     inside = {
         ".".join(path.parent.relative_to(ROOT).parts)
         for path in (ROOT / "megatron_idempotent").rglob("__init__.py")
     }
-    return inside | {"megatron_idempotent.patches"}
+    on_disk = inside | {"megatron_idempotent.patches"}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == on_disk
 
 
-def test_the_packages_in_pyproject_are_the_packages_on_disk():
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages_on_disk()
-
-
-def test_the_wheel_installs_exactly_one_top_level_name(installed):
-    names = {entry.name for entry in installed.iterdir()} - {"bin", "__pycache__"}
-    (metadata,) = (name for name in names if name.endswith(".dist-info"))
-    assert names - {metadata} == {"megatron_idempotent"}
-    assert not (installed / "patches").exists()
-
-
-def test_the_wheel_has_every_module_and_data_file(built):
-    (wheel,) = built.glob("*.whl")
-    inside = set(zipfile.ZipFile(wheel).namelist())
-    tracked = run("git", "ls-files", "megatron_idempotent", "patches", cwd=ROOT).splitlines()
-    expected = {
-        f"megatron_idempotent/{name}" if name.startswith("patches/") else name for name in tracked
-    }
-    assert expected - inside == set()
-    assert "megatron_idempotent/py.typed" in inside
-    assert any(name.endswith("licenses/LICENSE") for name in inside)
-    assert any(name.endswith("entry_points.txt") for name in inside)
-
-
-def test_the_sdist_has_what_the_wheel_is_built_from(built):
-    (sdist,) = built.glob("*.tar.gz")
+def test_the_sdist_is_what_git_tracks(sdist):
     with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "README.md", "LICENSE", "patches/__init__.py"} <= names
+        names = {entry.name.partition("/")[2] for entry in archive if entry.isfile()}
+    names = {name for name in names if not name.startswith("megatron_idempotent.egg-info/")}
+    assert names - GENERATED == tracked() - GENERATED
+
+
+def test_the_wheel_has_every_module_and_data_file_under_one_name(wheel, tree, tmp_path):
+    inside = contents(wheel)
+    expected = {
+        f"megatron_idempotent/{name}" if name.startswith("patches/") else name
+        for name in tracked()
+        if name.startswith(("megatron_idempotent/", "patches/"))
+    }
+    metadata = {name for name in inside if ".dist-info/" in name}
+    assert inside.keys() - metadata == expected
+    assert any(name.endswith("licenses/LICENSE") for name in metadata)
+    assert any(name.endswith("entry_points.txt") for name in metadata)
+    assert contents(build("wheel", tree, tmp_path)) == inside, "from the tree, not from the sdist"
 
 
 def test_the_installed_wheel_finds_its_case_files(installed):
@@ -111,18 +144,83 @@ def test_the_installed_wheel_finds_its_case_files(installed):
     assert set(ids.split()) == expected
 
 
+BARE = """
+import sys
+
+import megatron_idempotent
+from megatron_idempotent.patches import _gather
+
+package = sys.modules["megatron_idempotent.patches"]
+assert megatron_idempotent.patches is package
+print(*package.__path__, _gather.__file__, megatron_idempotent.__path__[0], sep="\\n")
+megatron_idempotent.apply()
+assert not {"patches", "_gather"} & set(sys.modules)
+"""
+
+
+def test_a_bare_tree_on_the_path_runs_with_its_own_case_files(tree, tmp_path):
+    """Though this environment has an editable install of another tree."""
+    command = (sys.executable, "-m", "megatron_idempotent", "explain")
+    listed = run(*command, cwd=tmp_path, PYTHONPATH=str(tree))
+    assert "no-sync-func-reentry" in listed
+    folder, file, inside = run(
+        sys.executable, "-c", BARE, cwd=tmp_path, PYTHONPATH=str(tree)
+    ).splitlines()
+    assert Path(folder) == tree / "patches"
+    assert Path(file) == tree / "patches" / "_gather.py"
+    assert Path(inside) == tree / "megatron_idempotent"
+
+
+def test_a_package_without_case_files_says_what_to_do(tree, tmp_path):
+    shutil.copytree(tree / "megatron_idempotent", tmp_path / "megatron_idempotent")
+    (tmp_path / "patches").mkdir()
+    (tmp_path / "patches" / "__init__.py").write_text("somebody = 'else'\n")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import megatron_idempotent"
+    said = run(sys.executable, "-S", "-c", program, cwd=tmp_path, code=1).splitlines()[-1]
+    assert said.startswith("ImportError: megatron_idempotent.patches is neither installed nor")
+    assert "pip install megatron-idempotent" in said
+
+
 def test_patches_under_another_name_say_what_to_do():
     program = "import sys; sys.path.insert(0, '.')\nimport patches\n"
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    assert result.returncode == 1
-    assert "ImportError: 'patches' is the source folder of megatron_idempotent.patches" in (
-        result.stderr
-    )
-    assert "Install the project and import megatron_idempotent.patches" in result.stderr
+    said = run(sys.executable, "-c", program, cwd=ROOT, code=1)
+    assert "ImportError: 'patches' is the source folder of megatron_idempotent.patches" in said
+    assert "Install the project and import megatron_idempotent.patches" in said
 
 
 def test_the_base_install_needs_neither_torch_nor_megatron():
     names = {dependency.partition(">=")[0] for dependency in PROJECT["project"]["dependencies"]}
     assert names == {"wrapt", "packaging"}
+
+
+WITHOUT_TORCH = """
+import importlib, json, sys
+sys.path.insert(0, sys.argv[1])
+found = {}
+for package in sys.argv[2:]:
+    try:
+        module = importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        found[package] = [str(error), error.name]
+        continue
+    for name in module.__all__:
+        try:
+            getattr(module, name)
+        except ModuleNotFoundError as error:
+            found[f"{package}.{name}"] = [str(error), error.name]
+print(json.dumps(found))
+"""
+
+
+def test_without_torch_every_public_name_says_what_brings_it_or_works(installed):
+    parts = ("", ".cpu", ".controller", ".models", ".rollout", ".sync", ".weights", ".workers")
+    packages = [f"megatron_idempotent{part}" for part in parts]
+    command = (sys.executable, "-S", "-I", "-c", WITHOUT_TORCH, str(installed), *packages)
+    found = json.loads(run(*command, cwd=installed))
+    for name, (message, missing) in found.items():
+        assert missing in ("torch", "megatron", "numpy"), name
+        assert message.startswith(f"{name} needs {missing}, which is not installed: install the ")
+        assert message.endswith("or pip install 'megatron-idempotent[trainer]'")
+    asked = {"TrainStep", "token_logprobs", "seed_all", "guarded_window", "controller.Controller"}
+    assert {f"megatron_idempotent.{name}" for name in asked} <= found.keys()
+    assert "megatron_idempotent.workers.EmbeddedRanks" not in found, "it needs neither"
