@@ -213,25 +213,24 @@ def test_every_spelling_of_a_cuda_device_means_the_cpu(device):
     assert {tensor.device.type for tensor in made} == {"cpu"}
 
 
-def test_a_block_of_another_device_holds_though_torch_meets_it_under_the_runtime_first():
-    # In a process of its own: torch remembers from the first block of all on.
-    program = """
-import torch
-from megatron_idempotent import cpu
+def devices_of_a_meta_block():
+    """In a rank, where torch has met the runtime before any block: (on, off, outside)."""
+    import torch
 
-def devices():
-    with torch.device("meta"):
-        made = torch.empty(2), torch.nn.Linear(2, 2).weight, torch.arange(2), torch.tensor([1.0])
-        return {tensor.device.type for tensor in made} | {torch.get_default_device().type}
+    def devices():
+        with torch.device("meta"):
+            made = torch.empty(2), torch.nn.Linear(2, 2).weight, torch.arange(2), torch.tensor(1.0)
+            return {tensor.device.type for tensor in made} | {torch.get_default_device().type}
 
-with cpu.enabled():
-    inside = devices()
-print(inside, devices(), torch.empty(2).device)
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert found.stdout == "{'meta'} {'meta'} cpu\n", found.stderr
+    on = devices()
+    cpu.disable()
+    return on, devices(), torch.empty(2).device.type
+
+
+def test_a_block_of_another_device_holds_though_torch_meets_it_under_the_runtime_first(
+    megatron_ranks,
+):
+    assert megatron_ranks(1, devices_of_a_meta_block) == [({"meta"}, {"meta"}, "cpu")]
 
 
 def test_other_devices_and_plain_calls_are_untouched():
@@ -299,7 +298,8 @@ def test_memory_counters_are_zero_and_have_the_allocators_keys():
     assert stats["allocated_bytes.all.peak"] == stats["num_alloc_retries"] == 0
 
 
-def test_compiled_functions_run_eagerly_and_are_compiled_again_afterwards():
+def compiled_calls():
+    """In a rank: did two calls under the runtime, and one after it, run as plain Python?"""
     import torch
 
     ran_as_python = []
@@ -309,10 +309,19 @@ def test_compiled_functions_run_eagerly_and_are_compiled_again_afterwards():
         return x * 2
 
     compiled = torch.compile(double, backend="eager")
-    with cpu.enabled():
-        compiled(torch.ones(1))
-        compiled(torch.ones(1))
-    assert ran_as_python == [True, True]
+    compiled(torch.ones(1))
+    compiled(torch.ones(1))
+    under_it = list(ran_as_python)
+    cpu.disable()
+    code = double.__code__
+    compiled(torch.ones(1))
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return under_it, len(_debug_get_cache_entry_list(code))
+
+
+def test_compiled_functions_run_eagerly_and_are_compiled_again_afterwards(megatron_ranks):
+    assert megatron_ranks(1, compiled_calls) == [([True, True], 1)]
 
 
 def test_the_package_and_the_plugin_import_neither_torch_nor_megatron():
