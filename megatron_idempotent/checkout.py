@@ -7,15 +7,16 @@ An install has them inside of this package, or maps the tree's folder `patches/`
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 PACKAGE = "megatron_idempotent.patches"
 
 
 def load_case_files(path: list[str]) -> None:
-    """Import `megatron_idempotent.patches`, its only name, from the folder beside the package.
+    """See to it that `megatron_idempotent.patches`, their only name, is this tree's.
 
-    Comes before any other finder: an editable install of another tree would answer with that
-    tree's case files.
+    An editable install of this tree finds them by itself; one of another tree would answer with
+    that tree's case files, so these are imported before it is asked.
 
     Args:
         path: the package's `__path__`.
@@ -24,17 +25,18 @@ def load_case_files(path: list[str]) -> None:
         ImportError: they are not there, nor installed.
     """
     root = os.path.dirname(path[0])
-    if _is_ours(os.path.join(root, "patches", "__init__.py")):
+    beside = os.path.join(root, "patches", "__init__.py")
+    installed = find_spec(PACKAGE)
+    if installed is not None and installed.origin == beside:
+        return
+    if _is_ours(beside):
         path.append(root)
         try:
             __import__(PACKAGE)
         finally:
             # At once, or whatever else lies there could be imported as a part of the package.
             path.remove(root)
-        return
-    from importlib.util import find_spec
-
-    if find_spec(PACKAGE) is None:
+    elif installed is None:
         raise ImportError(
             f"{PACKAGE} is neither installed nor beside this package, in {root}: install the "
             "project (pip install megatron-idempotent), or put its whole source tree on the path",
