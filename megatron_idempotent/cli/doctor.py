@@ -47,7 +47,7 @@ def overview(report: Report, width: int | None) -> str:
     land = [row for row in report if row.status in COVERED]
     groups = [
         ("Problems: the hazard is here, and its patch is refused", report.problems),
-        ("Would land when Megatron is imported", land),
+        ("Would land when their modules are imported", land),
         ("Off", _with(report, "disabled")),
         *((heading, _with(report, status)) for status, (_, heading) in _GROUPS.items()),
     ]

@@ -122,11 +122,11 @@ class _PaddedGather:
         self._received = received
         self._outputs = tuple(outputs)
 
-    def wait(self, *timeout: Any) -> bool:
-        """Wait for the gather, then fill the outputs; `timeout` as in `torch.distributed.Work`."""
-        self._work.wait(*timeout)
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        """Wait for the gather, then fill the outputs; arguments as `torch.distributed.Work`'s."""
+        self._work.wait(*args, **kwargs)
         with torch.no_grad():
-            for output, padded in zip(self._outputs, self._received, strict=False):
+            for output, padded in zip(self._outputs, self._received, strict=True):
                 output.copy_(padded[: output.numel()].view_as(output))
         self._received, self._outputs = [], ()  # waiting again changes nothing
         return True
