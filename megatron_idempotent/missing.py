@@ -22,6 +22,7 @@ REMEDIES = {
         )
     },
     "aiohttp": "pip install 'megatron-idempotent[http]'",
+    "pydantic": "pip install 'megatron-idempotent[controller]', which brings 2.11 or newer",
     "ray": "pip install 'megatron-idempotent[ray]'",
     "transfer_queue": "pip install 'megatron-idempotent[transferqueue]'",
     "wandb": "pip install 'megatron-idempotent[wandb]'",

@@ -54,6 +54,7 @@ class _Active:
 
         from megatron_idempotent.cpu import (
             collectives,
+            compiling,
             cuda_calls,
             late,
             placement,
@@ -66,6 +67,7 @@ class _Active:
             *refusals.replacements(),
             *placement.replacements(),
             *collectives.replacements(),
+            *compiling.replacements(),
         ]
         for owner, name, value in planned:
             self.ledger.replace(owner, name, value)

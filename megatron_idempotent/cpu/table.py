@@ -124,6 +124,10 @@ EMULATED: tuple[tuple[str, str], ...] = (
         "largest and cut again",
     ),
     (
+        "torch.compile torch.compiler.disable",
+        "for a function, one that runs it as it is, and is decorated with the first call after that",
+    ),
+    (
         "torch.distributed.isend",
         "itself, with the memory kept until the message has left, as NCCL keeps it",
     ),

@@ -302,6 +302,9 @@ def compiled_calls():
     """In a rank: did two calls under the runtime, and one after it, run as plain Python?"""
     import torch
 
+    # Megatron is imported, and it decorates functions with torch.compile.
+    assert "torch._dynamo" not in sys.modules
+
     ran_as_python = []
 
     def double(x):

@@ -218,9 +218,10 @@ def test_without_torch_every_public_name_says_what_brings_it_or_works(installed)
     command = (sys.executable, "-S", "-I", "-c", WITHOUT_TORCH, str(installed), *packages)
     found = json.loads(run(*command, cwd=installed))
     for name, (message, missing) in found.items():
-        assert missing in ("torch", "megatron", "numpy"), name
-        assert message.startswith(f"{name} needs {missing}, which is not installed: install the ")
-        assert message.endswith("or pip install 'megatron-idempotent[trainer]'")
+        assert missing in ("torch", "megatron", "numpy", "pydantic"), name
+        assert message.startswith(f"{name} needs {missing}, which is not installed: ")
+        extra = "controller" if missing == "pydantic" else "trainer"
+        assert f"pip install 'megatron-idempotent[{extra}]'" in message
     asked = {"TrainStep", "token_logprobs", "seed_all", "guarded_window", "controller.Controller"}
     assert {f"megatron_idempotent.{name}" for name in asked} <= found.keys()
     assert "megatron_idempotent.workers.EmbeddedRanks" not in found, "it needs neither"

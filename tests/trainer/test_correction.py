@@ -265,7 +265,12 @@ def make_batch(seed=5):
     return batch, proximal
 
 
-SETTINGS = {"old_logprobs": "recomputed", "correction_low": 0.7, "correction_high": 1.6}
+SETTINGS = {
+    "old_logprobs": "recomputed",
+    "kl_coefficient": 0.0,
+    "correction_low": 0.7,
+    "correction_high": 1.6,
+}
 
 
 def test_rejected_tokens_leave_the_denominator_of_the_step():
