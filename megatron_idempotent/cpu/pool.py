@@ -23,6 +23,7 @@ from megatron_idempotent.cpu.errors import RankError, RankFailure, RankTimeout
 #: What the launcher imports before it forks. Those that the installed release lacks are skipped.
 PRELOAD = (
     "torch",
+    "torch._dynamo",  # imported by the first optimizer that is built
     "megatron.core",
     "megatron.core.distributed",
     "megatron.core.dist_checkpointing",

@@ -1,7 +1,8 @@
 """The `megatron_ranks` fixture: real Megatron on gloo ranks in any test suite.
 
 Loaded by every pytest run where this package is installed, so it imports nothing that costs.
-Options, in the ini file: `megatron_ranks_timeout_s` (60) and `megatron_ranks_max` (4).
+Options, in the ini file: `megatron_ranks_timeout_s` (60), `megatron_ranks_max` (4) and
+`megatron_ranks_preload`, modules that all ranks get without importing them again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
         "megatron_ranks_max", "largest world size of the megatron_ranks fixture", default="4"
     )
+    parser.addini(
+        "megatron_ranks_preload",
+        "modules that are imported once, before the ranks of megatron_ranks are forked",
+        type="args",
+        default=[],
+    )
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +40,8 @@ def megatron_rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
     max_world_size = int(request.config.getini("megatron_ranks_max"))
     # Ranks import the test's module, and that imports pytest.
-    with RankPool(max_world_size, preload=(*PROGRAM_PRELOAD, "pytest")) as pool:
+    preload = (*PROGRAM_PRELOAD, "pytest", *request.config.getini("megatron_ranks_preload"))
+    with RankPool(max_world_size, preload=preload) as pool:
         yield pool
 
 

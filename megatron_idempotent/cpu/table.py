@@ -125,7 +125,8 @@ EMULATED: tuple[tuple[str, str], ...] = (
     ),
     (
         "torch.compile torch.compiler.disable",
-        "for a function, one that runs it as it is, and is decorated with the first call after that",
+        "for a function, one that runs it as it is, and is decorated in the first call after the "
+        "runtime",
     ),
     (
         "torch.distributed.isend",

@@ -20,6 +20,14 @@ from megatron_idempotent.trainer.watch.report import (
     summarize,
 )
 
+#: Imported once, and not again by each rank; models of other families than Llama are.
+PRELOAD = (
+    *cpu.PROGRAM_PRELOAD,
+    "megatron_idempotent.trainer.worker",
+    "megatron_idempotent.rollout.local",
+    "transformers.models.llama.modeling_llama",
+)
+
 
 def run_rank(job: Job) -> None:
     """One rank: the worker, imported where torch may be imported."""
@@ -31,7 +39,7 @@ def run_rank(job: Job) -> None:
 def start_ranks(job: Job) -> None:
     """Run `run_rank` on all ranks. Errors: those of `cpu.RankPool.run`."""
     run = job.config.run
-    with cpu.RankPool(run.ranks, preload=cpu.PROGRAM_PRELOAD) as pool:
+    with cpu.RankPool(run.ranks, preload=PRELOAD) as pool:
         pool.run(run.ranks, run_rank, job, timeout_s=run.timeout_s)
 
 

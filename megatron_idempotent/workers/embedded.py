@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class EmbeddedRanks(SocketRanks):
         call_timeout_s: float | None = None,
         start_timeout_s: float = 300.0,
         pool: RankPool | None = None,
+        preload: Sequence[str] = PROGRAM_PRELOAD,
     ) -> None:
         """
         Args:
@@ -60,19 +62,20 @@ class EmbeddedRanks(SocketRanks):
             call_timeout_s: for calls that give no `timeout_s`; None for no limit.
             start_timeout_s: for all ranks to be there, and again for all workers to be made.
             pool: whose launcher is used, by one group at a time, and stays; None for one's own.
+            preload: modules that a launcher of one's own imports before it forks ranks.
         """
         super().__init__(size, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s)
         if pool is not None and pool.max_world_size < size:
             raise ValueError(
                 f"{size} ranks, and the pool is of up to {pool.max_world_size}; make it larger"
             )
-        self._spec, self._log_dir = spec, log_dir
+        self._spec, self._log_dir, self._preload = spec, log_dir, preload
         self._pool, self._owns_pool = pool, pool is None
         self._run: _Run | None = None
 
     async def _launch(self) -> list[Connection]:
         if self._pool is None:
-            self._pool = RankPool(self._size, preload=PROGRAM_PRELOAD)
+            self._pool = RankPool(self._size, preload=self._preload)
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         token, generation = wire.new_token(), wire.new_generation()

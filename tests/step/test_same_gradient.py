@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
-SIZES = {1: [16], 2: [8, 8], 5: [1, 2, 3, 4, 6], 16: [1] * 16}
+#: Pieces of a step's ten microbatches, and whether the last one is given as such.
+SIZES = (([10], False), ([1, 2, 3, 4], False), ([1, 2, 3, 4], True), ([1] * 10, True))
 
 
-def compared(sizes: dict[int, list[int]], options: dict[str, Any]) -> dict[str, list[bool]]:
+Sizes = tuple[tuple[list[int], bool], ...]
+
+
+def compared(sizes: Sizes, options: dict[str, Any]) -> dict[str, list[bool]]:
     """On a rank: two steps in pieces against two one-shot ones; equal gradients, norms, weights."""
     import torch
     from split_bench import (
@@ -42,24 +46,23 @@ def compared(sizes: dict[int, list[int]], options: dict[str, Any]) -> dict[str, 
             seen += [torch.tensor(float(norm)), model.gradients(), parameters(model)]
         return seen
 
-    want = run([sum(sizes[1])], split=False)
+    want = run(sizes[0][0], split=False)
     assert want[1].abs().max() > 0
     found = {}
-    for number, pieces in sizes.items():
-        for last in (False, True):
-            got = run(pieces, split=True, last=last)
-            found[f"{number} {last}"] = [torch.equal(a, b) for a, b in zip(got, want, strict=True)]
+    for pieces, last in sizes:
+        got = run(pieces, split=True, last=last)
+        found[f"{pieces} {last}"] = [torch.equal(a, b) for a, b in zip(got, want, strict=True)]
     return found
 
 
-EVEN = {1: [16], 2: [8, 8], 5: [2, 4, 2, 6, 2], 8: [2] * 8}
+EVEN = (([8], False), ([2, 4, 2], False), ([2, 4, 2], True), ([2] * 4, True))
 VPP = {"pp": 2, "vpp": 2, "layers_per_stage": 1}
 BIAS = {
     "moe_router_enable_expert_bias": True,
     "moe_router_score_function": "sigmoid",
     "moe_router_load_balancing_type": "none",
 }
-LAYOUTS: dict[str, tuple[int, dict[int, list[int]], dict[str, Any]]] = {
+LAYOUTS: dict[str, tuple[int, Sizes, dict[str, Any]]] = {
     "dp2": (2, SIZES, {}),
     "dp2, all-reduce": (2, SIZES, {"distributed_optimizer": False}),
     "dp2, no overlap": (2, SIZES, {"overlap_grad_reduce": False}),

@@ -1,4 +1,4 @@
-"""A policy worker that fails once in its run, in the way and at the place that a file says."""
+"""A policy worker that fails in the ways and at the places that a file says, one after another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_idempotent.trainer.stream.worker import PolicyWorker
 
-#: Removed by the rank that fails, so that it is only once, also over a restart of all ranks.
+#: The rank that fails takes its line away: it fails once, over a restart of all ranks too.
 PLAN = "fault.txt"
 
 
@@ -20,7 +20,7 @@ def make_worker(job):
 
 
 class FaultyWorker(PolicyWorker):
-    """The plan is `METHOD NUMBER KIND`: in that call of the method, on rank 1."""
+    """A line is `METHOD NUMBER KIND`: in that call of this process, or the next one, on rank 1."""
 
     def __init__(self, job):
         super().__init__(job)
@@ -32,10 +32,14 @@ class FaultyWorker(PolicyWorker):
         number = self._calls[method] = self._calls.get(method, -1) + 1
         if os.environ["RANK"] != "1" or not self._plan.exists():
             return
-        wanted, at, kind = self._plan.read_text().split()
-        if (wanted, int(at)) != (method, number):
+        first, *others = self._plan.read_text().splitlines()
+        wanted, at, kind = first.split()
+        if wanted != method or number < int(at):
             return
-        self._plan.unlink()
+        if others:
+            self._plan.write_text("\n".join(others))
+        else:
+            self._plan.unlink()
         if kind == "raise-inside":
             self._bad_batch = True
         if kind == "raise":

@@ -74,27 +74,27 @@ def test_a_run_leaves_metrics_weights_and_a_timeline(whole):
     assert counts["rollouts/unaccounted"] == 0
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "microbatch 4 raise",
-        "microbatch 4 raise-inside",
-        "microbatch 5 raise-inside",
-        "finish 2 raise",
-        "logprobs 9 raise",
-        "microbatch 7 die",
-        "finish 3 die-inside",
-        "export_next 3 die",
-        "export_next 3 hang",
-        "save 1 raise",
-    ],
-)
+# A step has two microbatches, of which the failed one and those before it are given again.
+PLANS = {
+    "raises": (
+        "microbatch 4 raise",  # the first one of the third step, which 5 and 6 make up for
+        "microbatch 7 raise-inside",
+        "microbatch 11 raise-inside",  # the second one of the fifth step
+        "finish 4 raise",
+    ),
+    "raises beside the step": ("logprobs 9 raise", "save 1 raise"),
+    "dies": ("microbatch 7 die", "finish 1 die-inside", "export_next 1 die"),
+    "hangs": ("export_next 3 hang",),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
 def test_a_rank_that_fails_changes_no_bit(plan, whole, megatron_rank_pool, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "FACTORY", "faulty_worker:make_worker")
     job = job_for(tmp_path / "run")
-    (job.out / PLAN).write_text(plan)
+    (job.out / PLAN).write_text("\n".join(PLANS[plan]))
     run(job, megatron_rank_pool)
-    assert not (job.out / PLAN).exists(), "the fault was never injected"
+    assert not (job.out / PLAN).exists(), "a fault was never injected"
     assert digest(job) == digest(whole)
     assert rows(job) == rows(whole)
 

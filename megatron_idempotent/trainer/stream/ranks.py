@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from megatron_idempotent.cpu import RankPool
+from megatron_idempotent.cpu import PROGRAM_PRELOAD, RankPool
 from megatron_idempotent.trainer.job import Job
 from megatron_idempotent.workers import EmbeddedRanks, RankGroup, WorkerSpec
 
 FACTORY = "megatron_idempotent.trainer.stream.worker:make_worker"
+#: Imported once, and not again by each rank and after each loss of ranks.
+PRELOAD = (*PROGRAM_PRELOAD, "megatron_idempotent.trainer.stream.worker")
 
 
 def worker_spec(job: Job) -> WorkerSpec:
@@ -30,4 +32,6 @@ def make_ranks(job: Job, *, pool: RankPool | None = None) -> RankGroup:
         return TorchrunRanks(size, job.out)
     # One thread per rank: the ranks are what fills the cores, and one thread adds up in one order.
     os.environ["OMP_NUM_THREADS"] = "1"
-    return EmbeddedRanks(worker_spec(job), size, log_dir=job.out / "logs", pool=pool)
+    return EmbeddedRanks(
+        worker_spec(job), size, log_dir=job.out / "logs", pool=pool, preload=PRELOAD
+    )
