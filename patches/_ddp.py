@@ -29,6 +29,7 @@ _REVIEWED = {
         "17e701f9cd58": "0.16.0 to 0.19.2",
     },
     f"{_DDP}.no_sync": {"fdadfb70f932": "0.12.0 to 0.19.2"},
+    f"{_DDP}.start_grad_sync": {"f747be74da26": "0.12.0 to 0.19.2"},
     f"{_GROUP}.reset": {
         "76f39759ca41": "0.12.0 to 0.15.3",
         "6f1f705b5010": "0.16.0 to 0.17.1",
@@ -69,6 +70,15 @@ def ddp_target(method: str, wrapper: Callable[..., Any]) -> Target:
     """A method of `DistributedDataParallel`."""
     address = f"{_DDP}.{method}"
     return Target(address=address, wrapper=wrapper, reviewed=_REVIEWED[address])
+
+
+def forward_target(wrapper: Callable[..., Any]) -> Target:
+    """The forward of a wrapped chunk, which Megatron-FSDP's wrapper shares."""
+    return Target(
+        address="megatron.core.distributed.data_parallel_base:_BaseDataParallel.forward",
+        wrapper=wrapper,
+        reviewed={"b6c5ca5dd168": "0.12.0 to 0.19.2"},
+    )
 
 
 def group_target(method: str, wrapper: Callable[..., Any]) -> Target:

@@ -10,11 +10,14 @@ from typing import Any
 
 from megatron_idempotent.engine.frozen import Record
 
+from . import _arrivals
 from ._ddp import bucket_groups
+
+_REDUCED = "_megatron_idempotent_reduced"
 
 
 class Reduced(Record):
-    """What a chunk's gradients were when `finish_grad_sync` left them."""
+    """What a chunk's gradients were when a reduction of all of them had ended."""
 
     versions: tuple[int, ...]
     """torch's counters of writes in place, per gradient buffer."""
@@ -22,39 +25,46 @@ class Reduced(Record):
     """Registered gradients per bucket group; upstream keeps its first batch's."""
 
 
-class Windows:
-    """Whether chunks' gradients are reduced, kept on them under names of the patch that asks.
+def reduced(chunk: Any) -> Reduced | None:
+    """The chunk's gradients as they were reduced; None before that in a window."""
+    found: Reduced | None = getattr(chunk, _REDUCED, None)
+    return found
 
-    `finished`, `entered_no_sync` and `began` belong into the wrappers of `finish_grad_sync`,
-    `no_sync` and `zero_grad_buffer`.
-    """
 
-    def __init__(self, purpose: str) -> None:
-        self._reduced = f"_megatron_idempotent_{purpose}"
-        self._held = f"{self._reduced}_held"
+def grown(chunk: Any) -> bool:
+    """Whether gradients were added to reduced ones, or their reduction was dispatched again."""
+    before = reduced(chunk)
+    if before is None:
+        return False
+    if chunk.ddp_config.overlap_grad_reduce:
+        return any(
+            _arrivals.arrived(group, _REDUCED) is not None or _arrivals.dispatched(group)
+            for group in bucket_groups(chunk)
+        )
+    # No hook tells. Clipping and scaling write too, and count as gradients.
+    return versions(chunk) != before.versions or _replays(chunk.config)
 
-    def reduced(self, chunk: Any) -> Reduced | None:
-        """The chunk's gradients as `finish_grad_sync` left them; None before it in a window."""
-        found: Reduced | None = getattr(chunk, self._reduced, None)
-        return found
 
-    def grown(self, chunk: Any) -> bool:
-        """Whether gradients were added to reduced ones."""
-        before = self.reduced(chunk)
-        return before is not None and grown(chunk, before, held=getattr(chunk, self._held))
+def is_idle(chunk: Any) -> bool:
+    """Whether all of the chunk's gradients are reduced."""
+    return reduced(chunk) is not None and not grown(chunk)
 
-    def finished(self, chunk: Any) -> None:
-        """All gradients are reduced now."""
-        setattr(chunk, self._reduced, snapshot(chunk))
-        setattr(chunk, self._held, False)
 
-    def entered_no_sync(self, chunk: Any) -> None:
-        """From here on hooks may have added gradients without registering them."""
-        setattr(chunk, self._held, True)
+def finished(chunk: Any) -> None:
+    """Belongs behind `finish_grad_sync`: all gradients are reduced now."""
+    setattr(chunk, _REDUCED, snapshot(chunk))
+    _arrivals.ended(chunk)
+    if chunk.ddp_config.overlap_grad_reduce:
+        for group in bucket_groups(chunk):
+            _arrivals.watch(group, _REDUCED)
 
-    def began(self, chunk: Any) -> None:
-        """A window whose gradients are not reduced."""
-        setattr(chunk, self._reduced, None)
+
+def began(chunk: Any) -> None:
+    """Belongs to `zero_grad_buffer`: a window whose gradients are not reduced."""
+    setattr(chunk, _REDUCED, None)
+    _arrivals.ended(chunk)
+    for group in bucket_groups(chunk):
+        _arrivals.unwatch(group, _REDUCED)
 
 
 def snapshot(chunk: Any) -> Reduced:
@@ -62,22 +72,6 @@ def snapshot(chunk: Any) -> Reduced:
     return Reduced(
         versions=versions(chunk),
         counts=tuple(dict(registered(group)) for group in bucket_groups(chunk)),
-    )
-
-
-def grown(chunk: Any, before: Reduced, *, held: bool) -> bool:
-    """Whether gradients were added since `before`.
-
-    Args:
-        held: whether `no_sync` was entered since, in which hooks register nothing.
-    """
-    written = versions(chunk) != before.versions or _replays(chunk.config)
-    if not chunk.ddp_config.overlap_grad_reduce:
-        return written
-    # Clipping and scaling write too, so where hooks register gradients, these count.
-    return (held and written) or any(
-        group.grad_reduce_handle is not None or registered(group) != counts
-        for group, counts in zip(bucket_groups(chunk), before.counts, strict=True)
     )
 
 
@@ -103,6 +97,16 @@ def drop_registered(group: Any) -> None:
         group.params_with_grad = set()
     else:
         group.per_param_grad_ready_counts = {}
+
+
+def start_held(chunk: Any, *args: Any, **kwargs: Any) -> None:
+    """Dispatch what `no_sync` has held back, as `finish_grad_sync` expects to find it.
+
+    Not in a first batch, where that dispatches; without a handle it would do so a second time.
+    """
+    for group in bucket_groups(chunk):
+        if not getattr(group, "is_first_batch", False):
+            group.start_grad_sync(*args, **kwargs)
 
 
 def wait(chunk: Any) -> None:
@@ -132,10 +136,15 @@ def backward(model: Any, *, data_seed: int) -> None:
     chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT).float().mean().backward()
 
 
-def versions(chunk: Any) -> tuple[int, ...]:
-    """torch's counters of writes in place into the gradient buffers, reductions included."""
-    return tuple(
-        tensor._version
+def gradients(chunk: Any) -> list[Any]:
+    """The tensors that hold the chunk's gradients."""
+    return [
+        tensor
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         for tensor in (buffer.grad_data, *getattr(buffer, "extra_main_grads", ()))
-    )
+    ]
+
+
+def versions(chunk: Any) -> tuple[int, ...]:
+    """torch's counters of writes in place into the gradients, reductions included."""
+    return tuple(tensor._version for tensor in gradients(chunk))

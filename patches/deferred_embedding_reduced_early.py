@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary
 
 from megatron_idempotent.engine import Patch, Reproduction
 
-from . import _ddp, _deferred_embedding, _schedules
+from . import _arrivals, _ddp, _deferred_embedding, _schedules
 
 #: Bucket groups with a deferred gradient that is not computed yet, and whether a reduction waits.
 _deferring: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
@@ -42,12 +42,22 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     group = None if kwargs.get("forward_only", False) else _group(kwargs["model"])
     if group is None:
         return original(*args, **kwargs)
-    _deferring[group] = False
+    _defer(group)
     try:
         return original(*args, **kwargs)
     except BaseException:
-        _deferring.pop(group, None)
+        _defer_no_more(group)
         raise
+
+
+def _defer(group: Any) -> None:
+    _deferring[group] = False
+    _arrivals.postpone(group, True)
+
+
+def _defer_no_more(group: Any) -> bool | None:
+    _arrivals.postpone(group, False)
+    return _deferring.pop(group, None)
 
 
 def _group(model: Any) -> Any:
@@ -69,7 +79,7 @@ def start_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwar
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Refuse where the gradient that the group waits for was never computed."""
-    if _deferring.pop(self, None) is not None:
+    if _defer_no_more(self) is not None:
         raise RuntimeError(
             "the output layer's gradient is deferred and was not computed: the schedule does that "
             "where config.finalize_model_grads_func is set. Set it; to accumulate over several "
@@ -80,7 +90,7 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 def reset(original: Callable[..., None], self: Any) -> None:
     """Around the start of a bucket group's window: nothing is to come from the one before."""
-    _deferring.pop(self, None)
+    _defer_no_more(self)
     original(self)
 
 
@@ -97,11 +107,9 @@ def drain(
     if embedding_activation_buffer or grad_output_buffer:
         original(config, embedding_activation_buffer, grad_output_buffer, weight, *args, **kwargs)
     # Else a failure that guarded_window() carries has dropped them; the peers reduce all the same.
-    for group, waits in list(_deferring.items()):
-        if weight in group.params:
-            del _deferring[group]
-            if waits:
-                group.start_grad_sync()
+    for group in list(_deferring):
+        if weight in group.params and _defer_no_more(group):
+            group.start_grad_sync()
 
 
 def reproduce() -> None:

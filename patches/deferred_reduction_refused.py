@@ -33,33 +33,26 @@ from typing import Any
 
 from megatron_idempotent.engine import Patch, Reproduction
 
-from . import _reduction
-from ._ddp import GROUP_UPSTREAM, bucket_groups, ddp_target, group_target
+from . import _arrivals, _reduction
+from ._ddp import GROUP_UPSTREAM, bucket_groups, ddp_target
 
 _HELD = "_megatron_idempotent_held"
-_DISPATCHED = "_megatron_idempotent_dispatched"
 
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Dispatch first where `no_sync` has held back all of the chunk."""
-    groups = bucket_groups(self)
     if (
         self.ddp_config.overlap_grad_reduce
         and getattr(self, _HELD, False)
-        and not any(getattr(g, _DISPATCHED, False) or _reduction.registered(g) for g in groups)
+        and not _reduction.is_idle(self)
+        and not any(
+            _arrivals.dispatched(g) or _reduction.registered(g) for g in bucket_groups(self)
+        )
     ):
-        for group in groups:
-            group.start_grad_sync(*args, **kwargs)
+        _reduction.start_held(self, *args, **kwargs)
     original(self, *args, **kwargs)
     setattr(self, _HELD, False)
-    for group in groups:
-        setattr(group, _DISPATCHED, False)
-
-
-def start_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around the bucket group's: with several optimizer instances there is no handle to see."""
-    original(self, *args, **kwargs)
-    setattr(self, _DISPATCHED, True)
+    _reduction.finished(self)
 
 
 def no_sync(original: Callable[..., Any], self: Any) -> Any:
@@ -72,8 +65,7 @@ def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     """Start a window in which nothing was held back or dispatched."""
     original(self)
     setattr(self, _HELD, False)
-    for group in bucket_groups(self):
-        setattr(group, _DISPATCHED, False)
+    _reduction.began(self)
 
 
 def reproduce() -> None:
@@ -108,7 +100,7 @@ PATCH = Patch(
         ddp_target("finish_grad_sync", finish_grad_sync),
         ddp_target("no_sync", no_sync),
         ddp_target("zero_grad_buffer", zero_grad_buffer),
-        group_target("start_grad_sync", start_grad_sync),
+        _arrivals.dispatch_target(),
     ),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

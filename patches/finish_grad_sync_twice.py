@@ -30,32 +30,47 @@ from typing import Any
 
 from megatron_idempotent.engine import Patch, Reproduction
 
-from . import _reduction
+from . import _arrivals, _reduction
 from ._ddp import GROUP_UPSTREAM, bucket_groups, ddp_target
-
-_windows = _reduction.Windows("finished")
 
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Reduce once, and again only where there is something new."""
-    if _windows.reduced(self) is not None and not _windows.grown(self):
+    if _reduction.is_idle(self):
         for group in bucket_groups(self):
-            group.param_gather_dispatched = False  # as upstream does at every call
+            # As upstream does at every call.
+            group.param_gather_dispatched = False
+            if hasattr(group, "_copy_back_extra_main_grads"):
+                group._copy_back_extra_main_grads()
         return
     original(self, *args, **kwargs)
-    _windows.finished(self)
+    _reduction.finished(self)
 
 
-def no_sync(original: Callable[..., Any], self: Any) -> Any:
-    """Remember that hooks may have added gradients without registering them."""
-    _windows.entered_no_sync(self)
-    return original(self)
+def start_all(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Around the chunk's `start_grad_sync`: without overlap it reduces, as finishing does."""
+    if self.ddp_config.overlap_grad_reduce:
+        original(self, *args, **kwargs)
+    elif not _reduction.is_idle(self):
+        original(self, *args, **kwargs)
+        _reduction.finished(self)
+
+
+def start(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Around a bucket group's: not again while its reduction is under way."""
+    if (
+        self.ddp_config.overlap_grad_reduce
+        and _arrivals.dispatched(self)
+        and _arrivals.late(self) is None
+    ):
+        return
+    _arrivals.dispatching(original, self, *args, **kwargs)
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     """Start a window whose gradients are not reduced."""
-    _windows.began(self)
     original(self)
+    _reduction.began(self)
 
 
 def reproduce() -> None:
@@ -80,8 +95,9 @@ PATCH = Patch(
     before="0.20",
     targets=(
         ddp_target("finish_grad_sync", finish_grad_sync),
-        ddp_target("no_sync", no_sync),
+        ddp_target("start_grad_sync", start_all),
         ddp_target("zero_grad_buffer", zero_grad_buffer),
+        _arrivals.dispatch_target(start),
     ),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

@@ -31,82 +31,60 @@ Remove when:
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from megatron_idempotent.engine import Patch, Reproduction
 
-from . import _reduction
+from . import _arrivals, _reduction
 from ._ddp import GROUP_UPSTREAM, bucket_groups, ddp_target
-
-_FINISHED = "_megatron_idempotent_none_under_way"
-_LATE = "_megatron_idempotent_late"
 
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Look for gradients behind a reduction, then finish."""
+    """Look for gradients that no reduction contains, then finish."""
     for group in bucket_groups(self):
-        late = _stop_looking(group)
-        if late is not None:
+        counts, expected = _reduction.registered(group), _expected(group)
+        late = _arrivals.late(group)
+        if late is not None and counts.get(late, 0) <= expected.get(late, 0):
             _reduction.wait(self)
             raise RuntimeError(
-                f"a gradient of {_reduction.name_of(self, late)} came inside of no_sync() after "
-                "the reduction of its bucket had started, and would stay local. Let the last "
-                "window before finish_grad_sync() be the one outside of no_sync(), or hold all "
-                "of them inside of it"
+                f"a gradient of {_reduction.name_of(self, late)} came after the reduction of its "
+                "bucket had started, and would stay local. Let the last window before "
+                "finish_grad_sync() be the one outside of no_sync(), or hold all of them inside of "
+                "it; call start_grad_sync() after the last one"
             )
-        counts = _reduction.registered(group)
-        # Empty where no_sync held back the whole window, or the schedule dispatched.
-        if counts and not getattr(group, "is_first_batch", True):
-            expected = group.golden_per_param_grad_ready_counts
-            if counts != expected:
-                _refuse(self, counts, expected)
+        # No counts where no_sync held back the whole window.
+        if late is not None or (counts and counts != expected and _never_starts(group)):
+            _refuse(self, counts, expected)
     original(self, *args, **kwargs)
-    setattr(self, _FINISHED, True)
+    _arrivals.ended(self)
 
 
-def no_sync(original: Callable[..., Any], self: Any) -> Any:
-    """Look out for gradients of bucket groups whose reduction is under way.
-
-    Hooks call `register_grad_ready` inside of no_sync too, where it does nothing. It is covered on
-    those bucket groups alone, which in an ordinary window get no further gradient: interleaved
-    schedules enter no_sync again when a chunk is done.
-    """
-    finished = getattr(self, _FINISHED, False)
-    for group in bucket_groups(self):
-        if group.grad_reduce_handle is not None or (
-            # With several optimizer instances there is no handle, and these have been dispatched.
-            not finished
-            and not getattr(group, "is_first_batch", False)
-            and _reduction.registered(group)
-        ):
-            group.register_grad_ready = partial(register_late, group)
-    return original(self)
+def _expected(group: Any) -> dict[Any, int]:
+    """How often each parameter registers before its bucket group's hooks dispatch."""
+    learned = getattr(group, "golden_per_param_grad_ready_counts", None)
+    # Releases before 0.16 learn nothing; in a first batch nothing is learned yet.
+    return learned or dict.fromkeys(group.params, 1)
 
 
-def register_late(group: Any, param: Any, *args: Any, **kwargs: Any) -> None:
-    """The first gradient behind a reduction: remember it, and step aside."""
-    setattr(group, _LATE, param)
-    del group.register_grad_ready
-    group.register_grad_ready(param, *args, **kwargs)
+def _never_starts(group: Any) -> bool:
+    if _arrivals.dispatched(group) or getattr(group, "is_first_batch", False):
+        return False  # by hooks, by hand or by the schedule; or by finishing itself
+    # Before 0.16 upstream says it, unless there are several optimizer instances.
+    return (
+        hasattr(group, "is_first_batch") or group.ddp_config.num_distributed_optimizer_instances > 1
+    )
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     """Start a window without reductions."""
     original(self)
-    setattr(self, _FINISHED, False)
-    for group in bucket_groups(self):
-        _stop_looking(group)
-
-
-def _stop_looking(group: Any) -> Any:
-    vars(group).pop("register_grad_ready", None)
-    return vars(group).pop(_LATE, None)
+    _arrivals.ended(self)
 
 
 def _refuse(chunk: Any, counts: dict[Any, int], expected: dict[Any, int]) -> None:
     _reduction.wait(chunk)
-    differing = [(param, counts.get(param, 0), n) for param, n in expected.items()]
+    params = {**expected, **counts}
+    differing = [(param, counts.get(param, 0), expected.get(param, 0)) for param in params]
     # Too many first: these are the ones that would have gone unnoticed.
     param, found, wanted = max(
         ((p, n, w) for p, n, w in differing if n != w), key=lambda entry: entry[1] - entry[2]
@@ -114,8 +92,9 @@ def _refuse(chunk: Any, counts: dict[Any, int], expected: dict[Any, int]) -> Non
     fate = "after its bucket was reduced" if found > wanted else "and its bucket was never reduced"
     raise RuntimeError(
         f"{_reduction.name_of(chunk, param)} has registered {found} gradients in this window where "
-        f"the first window taught {wanted}, {fate}. If the number of microbatches has changed, set "
-        "config.no_sync_func = ddp.no_sync (megatron_idempotent.wire_train_config does); if the "
+        f"its bucket group waits for {wanted}, {fate}. If the number of microbatches has changed, "
+        "set config.no_sync_func = ddp.no_sync (megatron_idempotent.wire_train_config does); if "
+        "the number of schedule calls has, hold all but the last inside of no_sync(); if the "
         "parameter is used in some windows and not in others, add 0 * parameter.sum() to the loss"
     )
 
@@ -155,8 +134,8 @@ PATCH = Patch(
     before="0.20",
     targets=(
         ddp_target("finish_grad_sync", finish_grad_sync),
-        ddp_target("no_sync", no_sync),
         ddp_target("zero_grad_buffer", zero_grad_buffer),
+        _arrivals.dispatch_target(),
     ),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

@@ -37,7 +37,7 @@ from typing import Any
 from megatron_idempotent.engine import Patch, Reproduction, Target
 
 from . import _gather
-from ._ddp import bucket_groups
+from ._ddp import bucket_groups, forward_target
 
 
 def disable(
@@ -102,11 +102,7 @@ PATCH = Patch(
             wrapper=disable,
             reviewed={"10b963df9a5d": "0.12.0 to 0.18.2", "0ebab24f76ee": "0.19.0 to 0.19.2"},
         ),
-        Target(
-            address="megatron.core.distributed.data_parallel_base:_BaseDataParallel.forward",
-            wrapper=forward,
-            reviewed={"b6c5ca5dd168": "0.12.0 to 0.19.2"},
-        ),
+        forward_target(forward),
         _gather.step_target(_gather.updating),
         _gather.gather_target(),
     ),

@@ -34,20 +34,18 @@ from typing import Any
 
 from megatron_idempotent.engine import Patch, Reproduction
 
-from . import _reduction
-from ._ddp import GROUP_UPSTREAM, bucket_groups, ddp_target, finalize_target
+from . import _arrivals, _reduction
+from ._ddp import GROUP_UPSTREAM, bucket_groups, ddp_target, finalize_target, forward_target
 
-_windows = _reduction.Windows("reduced")
+_LOOKED_AT = "_megatron_idempotent_looked_at"
+_ZEROED = "_megatron_idempotent_zeroed"
 
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Reduce again where new gradients came on top of reduced ones, or refuse."""
-    before, again = _windows.reduced(self), _windows.grown(self)
+    before, again = _reduction.reduced(self), _reduction.grown(self)
     if again:
-        for group in bucket_groups(self):
-            why = _inexact(group)
-            if why:
-                _refuse([self], why)
+        _require_exact(self)
         for group in bucket_groups(self):
             if hasattr(group, "grad_reduce_finished"):
                 group.grad_reduce_finished = False
@@ -60,13 +58,36 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
             elif first is not None:
                 # What the first batch registers becomes what every later window has to.
                 group.per_param_grad_ready_counts = dict(first)
-    _windows.finished(self)
+    _finished(self)
+
+
+def start_all(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Around the chunk's `start_grad_sync`: without overlap it reduces, as finishing does."""
+    if self.ddp_config.overlap_grad_reduce:
+        original(self, *args, **kwargs)
+        return
+    if _reduction.grown(self):
+        _require_exact(self)
+    original(self, *args, **kwargs)
+    _finished(self)
+
+
+def _finished(chunk: Any) -> None:
+    _reduction.finished(chunk)
+    setattr(chunk, _ZEROED, False)
+
+
+def _require_exact(chunk: Any) -> None:
+    for group in bucket_groups(chunk):
+        why = _inexact(group)
+        if why and not getattr(chunk, _ZEROED, False):
+            _refuse([chunk], why)
 
 
 def finalize(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
     """Around `finalize_model_grads`, which sums over more than the data-parallel ranks."""
     chunks = list(model)
-    if any(map(_windows.grown, chunks)):
+    if any(_reduction.grown(chunk) and not getattr(chunk, _ZEROED, False) for chunk in chunks):
         num_tokens = args[0] if args else kwargs.get("num_tokens")
         why = _sums_elsewhere(chunks, num_tokens)
         if why:
@@ -74,34 +95,55 @@ def finalize(original: Callable[..., None], model: Any, *args: Any, **kwargs: An
     original(model, *args, **kwargs)
 
 
-def no_sync(original: Callable[..., Any], self: Any) -> Any:
-    """Remember that hooks may have added gradients without registering them."""
-    _windows.entered_no_sync(self)
-    return original(self)
+def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around a chunk's forward: a caller may zero gradients without `zero_grad_buffer`."""
+    before = _reduction.reduced(self)
+    if before is not None and not getattr(self, _ZEROED, False):
+        _look_for_zeros(self, before)
+    return original(self, *args, **kwargs)
+
+
+def _look_for_zeros(chunk: Any, before: _reduction.Reduced) -> None:
+    import torch
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+    now = _reduction.versions(chunk)
+    if now == getattr(chunk, _LOOKED_AT, before.versions) or not torch.is_grad_enabled():
+        return
+    if not is_graph_capturing():
+        setattr(chunk, _LOOKED_AT, now)
+        # A sum of zeros is exact, whatever it counts twice. Only programs that leave the gradients
+        # of a window where they are until the next one wait for the device here.
+        setattr(chunk, _ZEROED, not any(map(_is_any, _reduction.gradients(chunk))))
+
+
+def _is_any(gradients: Any) -> bool:
+    return bool(gradients.untyped_storage().size()) and bool(gradients.any())
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     """Start a window whose gradients are not reduced."""
-    before = _windows.reduced(self)
+    before = _reduction.reduced(self)
     if before is not None:
         for group, counts in zip(bucket_groups(self), before.counts, strict=True):
             # Nothing is left where it was dropped already, for parameters that the first lacked.
             if getattr(group, "is_first_batch", False) and _reduction.registered(group):
                 # A window that was refused, or aborted, on top of the first must teach nothing.
                 group.per_param_grad_ready_counts = dict(counts)
-    _windows.began(self)
     original(self)
+    _reduction.began(self)
+    setattr(self, _ZEROED, False)
 
 
 def _inexact(group: Any) -> str | None:
     """Why reducing R + g again would not give R + (the reduced g); None where it does."""
     config = group.ddp_config
-    if config.use_distributed_optimizer:
-        ranks = group.intra_distributed_optimizer_instance_size
-        if ranks > 1 or config.num_distributed_optimizer_instances > 1:
-            return "after a reduce-scatter all but the rank's own shard is still local"
-    else:
+    if not config.use_distributed_optimizer:
         ranks = group.data_parallel_group.size()
+    elif group.intra_distributed_optimizer_instance_size > 1:
+        return "after a reduce-scatter all but the rank's own shard is still local"
+    else:
+        ranks = config.num_distributed_optimizer_instances
     exact = 1.0 if config.average_in_collective else 1.0 / ranks
     if all(bucket.gradient_scaling_factor == exact for bucket in group.buckets):
         return None
@@ -175,9 +217,11 @@ PATCH = Patch(
     before="0.20",
     targets=(
         ddp_target("finish_grad_sync", finish_grad_sync),
-        ddp_target("no_sync", no_sync),
+        ddp_target("start_grad_sync", start_all),
         ddp_target("zero_grad_buffer", zero_grad_buffer),
         finalize_target(finalize),
+        forward_target(forward),
+        _arrivals.dispatch_target(),
     ),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

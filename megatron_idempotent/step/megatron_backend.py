@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron_idempotent.patches._ddp import bucket_groups
+from megatron_idempotent.patches._reduction import start_held
 from megatron_idempotent.patches._windows import are_held, open_windows
 from megatron_idempotent.window.abort import abort_window, checked, let_go
 from megatron_idempotent.window.agreement import describe, is_poisoned, poison
@@ -136,7 +137,7 @@ class MegatronBackend:
     def _finalize(self, totals: Totals, local: float) -> None:
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_grad_reduce and not self._released:
-                chunk.start_grad_sync()  # else finalizing dispatches by itself
+                start_held(chunk)  # else finalizing dispatches by itself
         finalize = self._runner.configs[0].finalize_model_grads_func
         finalize(self.chunks, self._num_tokens(local), **self._runner.finalize_options)
         if not self._runner.per_token:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_idempotent.engine.catalogue import patches
 from megatron_idempotent.engine.landing import landed
+from megatron_idempotent.patches._reduction import start_held
 from megatron_idempotent.patches._windows import are_held, open_windows
 
 from .divisor import dividing_by
@@ -116,7 +117,7 @@ class AccumulationWindow:
         self._finalized = True
         for chunk in self._chunks:
             if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
-                chunk.start_grad_sync()  # no backward was left that would have done it
+                start_held(chunk)  # no backward was left that would have done it
         finalize = self._configs[0].finalize_model_grads_func
         if finalize is not None:
             model, options = self._finalize_call

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +35,8 @@ class Debts:
         # ordered set), and the same of the last whole backward.
         self._ready: list[dict[int, None]] = [{} for _ in chunks]
         self._order: list[list[int]] = [[] for _ in chunks]
+        # Per chunk and bucket group, what `_counts` says behind the last whole backward.
+        self._counted: list[list[int]] = [[] for _ in chunks]
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -42,14 +45,16 @@ class Debts:
         Until the order of a chunk is known, also when gradients become ready: every backward shows
         it, while reductions start in the last one only.
         """
-        noted = []
+        noted, registering = [], []
         both = zip(self._chunks, self._started.values(), self._ready, strict=True)
-        for chunk, started, ready in both:
+        for place, (chunk, started, ready) in enumerate(both):
+            self._counted[place] = _counts(chunk)
             for number, group in enumerate(bucket_groups(chunk)):
                 if chunk not in _learned:
-                    group.register_grad_ready = functools.partial(
-                        _note_ready, group.register_grad_ready, ready, number
-                    )
+                    before = vars(group).get("register_grad_ready")
+                    ours = functools.partial(_note_ready, group.register_grad_ready, ready, number)
+                    group.register_grad_ready = ours
+                    registering.append((group, ours, before))
                 reduce = functools.partial(_note, group.start_grad_sync, started, number)
                 group.start_grad_sync = functools.partial(_start, group, reduce)
                 group.start_param_sync = functools.partial(_start, group, group.start_param_sync)
@@ -62,18 +67,25 @@ class Debts:
                 vars(group).pop("start_grad_sync", None)
                 vars(group).pop("start_param_sync", None)
                 vars(group).pop("finish_param_sync", None)
-                vars(group).pop("register_grad_ready", None)
                 vars(group).pop("check_grads", None)
+            for group, ours, before in registering:
+                # A patch may stand around it by now, and takes it away with itself.
+                if vars(group).get("register_grad_ready") is ours:
+                    del group.register_grad_ready
+                    if before is not None:
+                        group.register_grad_ready = before
 
     def reduce(self, chunk: Any) -> None:
         """Start the reductions that the peers' hooks start in this backward, over zeros."""
         groups = bucket_groups(chunk)
         place = self._chunks.index(chunk)
         started = self._started[place]
+        if not groups or not _starts_from_hooks(groups[0]) or not self._is_last(place):
+            return
         # Before any backward has shown the order, it is taken to be that of the buckets.
         for number in _learned.get(chunk) or self._order[place] or range(len(groups)):
             group = groups[number]
-            if number in started or not _starts_from_hooks(group):
+            if number in started:
                 continue
             for bucket in group.buckets:
                 bucket.grad_data.zero_()
@@ -83,6 +95,26 @@ class Debts:
                 group.start_grad_sync(force_all_reduce=True)
             else:
                 group.start_grad_sync()
+
+    def _is_last(self, place: int) -> bool:
+        """Whether the peers' hooks start reductions in this backward, which is skipped here.
+
+        From 0.16 on a step may have several: calls outside of `no_sync`, or microbatches without.
+        """
+        groups = bucket_groups(self._chunks[place])
+        learned = [getattr(g, "golden_per_param_grad_ready_counts", None) for g in groups]
+        expected = [
+            counts[_first(group)] for group, counts in zip(groups, learned, strict=True) if counts
+        ]
+        if len(expected) < len(groups):
+            return True  # before 0.16 each window has one
+        # What each backward registers: some parameter registers once.
+        backwards = math.gcd(*(n for counts in learned if counts for n in counts.values()))
+        self._counted[place] = [
+            counted + count // backwards
+            for counted, count in zip(self._counted[place], expected, strict=True)
+        ]
+        return self._counted[place] == expected
 
     def check(self) -> None:
         """Run the gradient checks now that finalizing would run, and not again.
@@ -112,6 +144,7 @@ class Debts:
         ready = self._ready[place]
         ready.clear()
         yield
+        self._counted[place] = _counts(chunk)
         if len(ready) == len(bucket_groups(chunk)):
             self._order[place] = list(ready)
 
@@ -192,6 +225,18 @@ def _note_ready(
     ready.pop(number, None)
     ready[number] = None
     register(*args, **kw)
+
+
+def _counts(chunk: Any) -> list[int]:
+    """How often one parameter of each bucket group has registered its gradient in this window."""
+    return [
+        getattr(group, "per_param_grad_ready_counts", {}).get(_first(group), 0)
+        for group in bucket_groups(chunk)
+    ]
+
+
+def _first(group: Any) -> Any:
+    return group.buckets[0].params_list[0]
 
 
 def _starts_from_hooks(group: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -107,3 +108,45 @@ def test_experts_and_two_replicas_of_two_stages_are_carried(megatron_ranks):
     cases = [("data", 0, 2), ("backward@1", 1, 2), ("layer@0", 2, 0), ("loss", 3, 1)]
     done = megatron_ranks(4, _fail_each, layout, cases, 3, timeout_s=300)
     assert done == [len(cases)] * 4
+
+
+def fail_in_one_of_two_calls() -> list[bool]:
+    """On a rank: steps of two calls that are finalized by hand; rank 1 fails in either of them."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.distributed import finalize_model_grads
+
+    from megatron_idempotent.window.agreement import WindowAborted
+
+    model = build()
+    model.config.finalize_model_grads_func = None
+    (chunk,) = model.chunks
+    learns = hasattr(chunk.bucket_groups[0], "is_first_batch")  # else one call registers, not both
+
+    def call(number: int) -> None:
+        with contextlib.nullcontext() if learns or number else chunk.no_sync():
+            model.forward_backward(2, data_seed=number, zero_first=False)
+
+    def step() -> torch.Tensor:
+        chunk.zero_grad_buffer()
+        call(0)
+        call(1)
+        finalize_model_grads(model.chunks)
+        return model.gradients()
+
+    expected = step()
+    guard(model)
+    same = [torch.equal(step(), expected)]
+    for fails in (0, 1):
+        chunk.zero_grad_buffer()
+        for number in range(fails):
+            call(number)
+        with failing(model, "backward@0", 1, dist.get_rank() == 1), pytest.raises(WindowAborted):
+            call(fails)
+        same += [torch.equal(step(), expected) for _ in range(2)]
+    return same
+
+
+def test_a_failure_in_a_call_that_reduces_nothing_starts_no_reduction(megatron_ranks):
+    # The peers' hooks wait for the registrations of both calls.
+    assert megatron_ranks(2, fail_in_one_of_two_calls) == [[True] * 5] * 2

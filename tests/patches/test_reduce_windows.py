@@ -160,8 +160,8 @@ def unwired(counts: tuple[int, ...]) -> str:
     ("counts", "expected"),
     [
         ((2, 2), "reduced"),
-        ((2, 3), "3 gradients in this window where the first window taught 2, after its bucket"),
-        ((2, 1), "1 gradients in this window where the first window taught 2, and its bucket"),
+        ((2, 3), "3 gradients in this window where its bucket group waits for 2, after its bucket"),
+        ((2, 1), "1 gradients in this window where its bucket group waits for 2, and its bucket"),
     ],
 )
 def test_without_no_sync_a_changed_number_of_microbatches_raises(counts, expected, megatron_ranks):
@@ -254,7 +254,7 @@ def late_in_an_interleaved_pipeline() -> str:
     with first.no_sync(), second.no_sync():
         model.forward_backward(4, data_seed=4, zero_first=False)
     for chunk in model.chunks:
-        with pytest.raises(RuntimeError, match="inside of no_sync"):
+        with pytest.raises(RuntimeError, match="came after the reduction of its bucket"):
             chunk.finish_grad_sync()
     return "refused"
 
