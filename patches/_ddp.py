@@ -87,6 +87,18 @@ def group_target(method: str, wrapper: Callable[..., Any]) -> Target:
     return Target(address=address, wrapper=wrapper, reviewed=_REVIEWED[address])
 
 
+def buffer_reset_target(wrapper: Callable[..., Any]) -> Target:
+    """Where a gradient buffer is zeroed, from 0.16 on."""
+    return Target(
+        address="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.reset",
+        wrapper=wrapper,
+        reviewed={
+            "34bd543142d1": "0.16.0 to 0.16.1",
+            "bb35cfe41b7d": "0.17.0 to 0.19.2",
+        },
+    )
+
+
 def finalize_target(wrapper: Callable[..., Any]) -> Target:
     """`finalize_model_grads`, which finishes the reductions of all chunks, and sums elsewhere."""
     return Target(

@@ -10,11 +10,14 @@ Cause:
     still needs what is in them. Nor whether a reduction into them is in flight.
 
 Affects:
-    0.16.0 and later. What the patch does: `offload_grad_buffers` raises a RuntimeError where a
-    buffer holds anything but zeros that no optimizer step has used, or a reduction is in flight.
-    Behind a step, a skipped one too, the buffers go as before and cost one comparison. To drop the
-    gradients of an aborted window, or of an optimizer that is not Megatron's, call
-    `zero_grad_buffer()` first.
+    0.16.0 and later. What the patch does: a step raises a RuntimeError where an offload has dropped
+    gradients that it would have used, and `zero_grad_buffer()` has not been called since. An
+    offload that drops what nobody steps on (of an aborted window, of a warm-up, of an optimizer
+    that is not Megatron's) goes through as before; so does one behind a step, a skipped one too,
+    and costs one comparison. `offload_grad_buffers` itself raises where a reduction is in flight
+    into the memory that it would free. A program that drops gradients, leaves out
+    `zero_grad_buffer()` and steps on the next window cannot be told from one that accumulates over
+    both: its step is refused.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py,
@@ -32,17 +35,18 @@ from typing import TYPE_CHECKING, Any
 from megatron_idempotent.engine import Patch, Reproduction, Target
 
 from . import _optimizers
-from ._ddp import UPSTREAM, bucket_groups
+from ._ddp import UPSTREAM, bucket_groups, buffer_reset_target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _USED = "megatron_idempotent_used_version"
+_DROPPED = "megatron_idempotent_dropped"
 _OWNERS = "megatron_idempotent_gradient_owners"
 
 
 def offload(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around `offload_grad_buffers`: not while somebody needs what is in them."""
+    """Around `offload_grad_buffers`: remember which gradients go that nobody has used."""
     in_flight = sum(group.grad_reduce_handle is not None for group in bucket_groups(self))
     if in_flight:
         raise RuntimeError(
@@ -51,24 +55,38 @@ def offload(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any)
             "finalize_model_grads)"
         )
     buffers = [*self.buffers, *self.expert_parallel_buffers]
-    pending = [i for i, buffer in enumerate(buffers) if _pending(buffer.grad_data)]
-    if pending:
-        raise RuntimeError(
-            f"offload_grad_buffers() would zero gradients that no optimizer step has used, in "
-            f"{len(pending)} of {len(buffers)} buffers: call optimizer.step() first, or "
-            "zero_grad_buffer() to drop them"
-        )
+    pending = [buffer for buffer in buffers if _pending(buffer.grad_data)]
     original(self, *args, **kwargs)
+    for buffer in pending:
+        setattr(_whole(buffer.grad_data), _DROPPED, True)
+
+
+def reset(original: Callable[..., None], self: Any) -> None:
+    """Around a buffer's zeroing: what was dropped is not wanted any more."""
+    original(self)
+    vars(_whole(self.grad_data)).pop(_DROPPED, None)
 
 
 def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around a step or an update: whatever it returns, the gradients are spent."""
+    """Around a step or an update: not on what is lost; and what it has used is spent."""
+    grads = [
+        grad
+        for optimizer in getattr(self, "chained_optimizers", (self,))
+        for grad in _gradients(optimizer)
+    ]
+    dropped = sum(_DROPPED in vars(grad) for grad in grads)
+    if dropped:
+        raise RuntimeError(
+            f"optimizer.step() needs gradients that offload_grad_buffers() has dropped, in "
+            f"{dropped} of {len(grads)} buffers: no step had used them by then. Step before the "
+            "buffers are offloaded; to do without these gradients, call zero_grad_buffer() and run "
+            "the window again"
+        )
     result = original(self, *args, **kwargs)
-    for optimizer in getattr(self, "chained_optimizers", (self,)):
-        for grad in _gradients(optimizer):
-            # The counter rises with every write, by whatever view, but not by a kernel of its own;
-            # zeroing before the next window raises it in any case.
-            setattr(grad, _USED, grad._version)
+    for grad in grads:
+        # The counter rises with every write, by whatever view, but not by a kernel of its own;
+        # zeroing before the next window raises it in any case.
+        setattr(grad, _USED, grad._version)
     return result
 
 
@@ -109,14 +127,14 @@ def reproduce() -> None:
     model = tiny.build()
     model.forward_backward(2, data_seed=0)
     for chunk in model.chunks:
-        try:
-            chunk.offload_grad_buffers()
-        except RuntimeError as refusal:
-            if "no optimizer step has used" not in str(refusal):
-                raise
-        else:
-            chunk.restore_grad_buffers()
-    _, norm, _ = model.step()
+        chunk.offload_grad_buffers()
+        chunk.restore_grad_buffers()
+    try:
+        _, norm, _ = model.step()
+    except RuntimeError as refusal:
+        if "has dropped" in str(refusal):
+            return
+        raise
     if float(norm) == 0.0:
         raise RuntimeError("the step's gradient norm is 0 after an offload of the buffers")
 
@@ -133,6 +151,7 @@ PATCH = Patch(
             wrapper=offload,
             reviewed={"63450750b8df": "0.16.0 to 0.19.2"},
         ),
+        buffer_reset_target(reset),
         _optimizers.step_target("ChainedOptimizer", step),
         Target(
             address=f"{_optimizers.MODULE}:MixedPrecisionOptimizer.step_with_ready_grads",

@@ -25,9 +25,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import Patch, Reproduction
 
-from ._ddp import GROUP_UPSTREAM
+from ._ddp import GROUP_UPSTREAM, buffer_reset_target
 
 
 def reset(original: Callable[..., None], self: Any) -> None:
@@ -63,16 +63,7 @@ PATCH = Patch(
     summary="zero_grad_buffer() while the gradient buffers are offloaded is a segmentation fault",
     since="0.16",
     before="0.20",
-    targets=(
-        Target(
-            address="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.reset",
-            wrapper=reset,
-            reviewed={
-                "34bd543142d1": "0.16.0 to 0.16.1",
-                "bb35cfe41b7d": "0.17.0 to 0.19.2",
-            },
-        ),
-    ),
+    targets=(buffer_reset_target(reset),),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(
         run=reproduce, ranks=2, stock_error=r"the process ended without a result"
