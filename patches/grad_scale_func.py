@@ -17,8 +17,9 @@ Affects:
     optimizer would be off by the ratio of the two scales. A function that somebody else wrote
     stays. A reference model has no optimizer and keeps None. What is set holds the optimizer
     weakly: copies of the config do not copy the optimizer, and a pickled config arrives with None.
-    A program that calls `optimizer.scale_loss` on the loss by itself must not use this patch:
-    exclude it.
+    Where the optimizer is gone the loss is left as it is, since nobody will unscale the gradients;
+    so it is in a step for which the program's loss function has called `optimizer.scale_loss`
+    itself.
 
 Upstream:
     https://github.com/NovaSky-AI/SkyRL/pull/1212 sets it for SkyRL's Megatron worker.
@@ -35,8 +36,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
 
+from . import _optimizers
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+_SCALED = "_megatron_idempotent_scaled_by_caller"
+_OURS = "_megatron_idempotent_scaling"
 
 
 class LossScale:
@@ -48,12 +54,13 @@ class LossScale:
     def __call__(self, loss: Tensor) -> Tensor:
         """`loss` of any shape times the optimizer's current loss scale."""
         optimizer = self._optimizer()
-        if optimizer is None:
-            raise ReferenceError(
-                "config.grad_scale_func belongs to an optimizer that no longer exists: build the "
-                "new one with get_megatron_optimizer, or set config.grad_scale_func yourself"
-            )
-        scaled: Tensor = optimizer.scale_loss(loss)
+        if optimizer is None or any(_SCALED in vars(part) for part in _parts(optimizer)):
+            return loss
+        setattr(optimizer, _OURS, True)
+        try:
+            scaled: Tensor = optimizer.scale_loss(loss)
+        finally:
+            delattr(optimizer, _OURS)
         return scaled
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LossScale:
@@ -88,6 +95,25 @@ def _of_an_optimizer(function: Any) -> bool:
         isinstance(getattr(function, "__self__", None), MegatronOptimizer)
         and function.__name__ == "scale_loss"
     )
+
+
+def scale_loss(original: Callable[..., Any], self: Any, loss: Tensor) -> Any:
+    """Around `scale_loss`: a program that scales a loss itself does so for its whole step."""
+    # Not one that asks for the scale of a number.
+    if loss.requires_grad and _OURS not in vars(self):
+        setattr(self, _SCALED, True)
+    return original(self, loss)
+
+
+def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around an optimizer's step: what was scaled is used."""
+    for part in _parts(self):
+        vars(part).pop(_SCALED, None)
+    return original(self, *args, **kwargs)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return [optimizer, *getattr(optimizer, "chained_optimizers", ())]
 
 
 def reproduce() -> None:
@@ -129,6 +155,12 @@ PATCH = Patch(
             },
             relies_on=("model_chunks",),
         ),
+        Target(
+            address=f"{_optimizers.MODULE}:MegatronOptimizer.scale_loss",
+            wrapper=scale_loss,
+            reviewed={"b20ac528c282": "0.12.0 to 0.19.2"},
+        ),
+        *_optimizers.step_targets(step),
     ),
     fixed_when=lambda bodies: any(
         body.contains("model_config.grad_scale_func") for body in bodies.values()

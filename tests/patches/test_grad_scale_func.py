@@ -79,27 +79,52 @@ def test_a_rebuilt_optimizer_rebinds_and_somebody_elses_function_stays(megatron_
         assert kept
 
 
-def outlived() -> str:
-    """On a rank: what a config says whose optimizer is gone."""
+def outlived() -> tuple[list[float], bool]:
+    """On a rank: a model whose optimizer is gone; its losses, and the gradient of a probe."""
     import gc
 
     import torch
+    from megatron.core.distributed import finalize_model_grads
 
-    model = _build(dtype="bf16", loss_scale=1024.0)
-    function = model.config.grad_scale_func
-    model.optimizer = None
+    model, never = (_build(dtype="bf16", loss_scale=1024.0, experts=4) for _ in range(2))
+    never.config.grad_scale_func = model.optimizer = None
     gc.collect()
-    try:
-        function(torch.ones(1))
-    except ReferenceError as error:
-        return str(error)
-    return "no error"
+    gradients = []
+    for each in (model, never):
+        each.config.finalize_model_grads_func = finalize_model_grads
+        losses = each.forward_backward(1, data_seed=1, forward_only=True)
+        each.forward_backward(2, data_seed=0)
+        gradients.append(each.gradients())
+    return losses, torch.equal(*gradients)
 
 
-def test_a_loss_scale_without_its_optimizer_is_a_clear_error(megatron_ranks):
-    for message in megatron_ranks(2, outlived):
-        assert "belongs to an optimizer that no longer exists" in message
-        assert "build the new one with get_megatron_optimizer" in message
+def test_a_model_whose_optimizer_is_gone_computes_what_one_without_any_does(megatron_ranks):
+    # Log-probabilities of an MoE model ask for the scale too.
+    for losses, same in megatron_ranks(2, outlived):
+        assert len(losses) == 1
+        assert same
+
+
+def scaled_by_the_loss_function(applied: bool) -> list[float]:
+    """On a rank: gradient norms of three steps whose loss function calls `scale_loss`."""
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    if applied:
+        megatron_idempotent.apply(strict=True)
+    model = tiny.build(dtype="fp16", loss_scale=256.0, pp=2, wire=False, overlap_grad_reduce=False)
+    model.config.finalize_model_grads_func = _finalize()
+    model.on_microbatch = lambda _, loss: None if loss is None else model.optimizer.scale_loss(loss)
+    norms = []
+    for window in range(3):
+        model.forward_backward(2, data_seed=window)
+        norms.append(float(model.step()[1]))
+    return norms
+
+
+def test_a_loss_function_that_scales_by_itself_is_not_scaled_again(megatron_ranks):
+    stock, patched = (megatron_ranks(2, scaled_by_the_loss_function, on) for on in (False, True))
+    assert stock == patched
 
 
 def norms_of_a_rebuilt_optimizer(left_by: str, dtype: str) -> tuple[float, float]:
