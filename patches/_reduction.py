@@ -8,26 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.engine.frozen import Record
-
 from . import _arrivals
 from ._ddp import bucket_groups
 
 _REDUCED = "_megatron_idempotent_reduced"
 
 
-class Reduced(Record):
-    """What a chunk's gradients were when a reduction of all of them had ended."""
-
-    versions: tuple[int, ...]
-    """torch's counters of writes in place, per gradient buffer."""
-    counts: tuple[dict[Any, int], ...]
-    """Registered gradients per bucket group; upstream keeps its first batch's."""
-
-
-def reduced(chunk: Any) -> Reduced | None:
-    """The chunk's gradients as they were reduced; None before that in a window."""
-    found: Reduced | None = getattr(chunk, _REDUCED, None)
+def reduced(chunk: Any) -> tuple[int, ...] | None:
+    """The `versions` of the chunk's gradients as they were reduced; None before that in a window"""
+    found: tuple[int, ...] | None = getattr(chunk, _REDUCED, None)
     return found
 
 
@@ -42,7 +31,7 @@ def grown(chunk: Any) -> bool:
             for group in bucket_groups(chunk)
         )
     # No hook tells. Clipping and scaling write too, and count as gradients.
-    return versions(chunk) != before.versions or _replays(chunk.config)
+    return versions(chunk) != before or _replays(chunk.config)
 
 
 def is_idle(chunk: Any) -> bool:
@@ -52,7 +41,7 @@ def is_idle(chunk: Any) -> bool:
 
 def finished(chunk: Any) -> None:
     """Belongs behind `finish_grad_sync`: all gradients are reduced now."""
-    setattr(chunk, _REDUCED, snapshot(chunk))
+    setattr(chunk, _REDUCED, versions(chunk))
     _arrivals.ended(chunk)
     if chunk.ddp_config.overlap_grad_reduce:
         for group in bucket_groups(chunk):
@@ -65,14 +54,6 @@ def began(chunk: Any) -> None:
     _arrivals.ended(chunk)
     for group in bucket_groups(chunk):
         _arrivals.unwatch(group, _REDUCED)
-
-
-def snapshot(chunk: Any) -> Reduced:
-    """The chunk's gradients as they are now."""
-    return Reduced(
-        versions=versions(chunk),
-        counts=tuple(dict(registered(group)) for group in bucket_groups(chunk)),
-    )
 
 
 def _replays(config: Any) -> bool:

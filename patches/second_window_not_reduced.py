@@ -39,25 +39,22 @@ from ._ddp import GROUP_UPSTREAM, bucket_groups, ddp_target, finalize_target, fo
 
 _LOOKED_AT = "_megatron_idempotent_looked_at"
 _ZEROED = "_megatron_idempotent_zeroed"
+_AGAIN = "_megatron_idempotent_reduced_again"
 
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Reduce again where new gradients came on top of reduced ones, or refuse."""
-    before, again = _reduction.reduced(self), _reduction.grown(self)
-    if again:
+    if _reduction.grown(self):
         _require_exact(self)
+        setattr(self, _AGAIN, True)
         for group in bucket_groups(self):
             if hasattr(group, "grad_reduce_finished"):
                 group.grad_reduce_finished = False
     original(self, *args, **kwargs)
     if self.ddp_config.overlap_grad_reduce:
-        counts = before.counts if again and before else [None] * len(bucket_groups(self))
-        for group, first in zip(bucket_groups(self), counts, strict=True):
+        for group in bucket_groups(self):
             if not getattr(group, "is_first_batch", False):
                 _reduction.drop_registered(group)  # so that hooks dispatch the next window's
-            elif first is not None:
-                # What the first batch registers becomes what every later window has to.
-                group.per_param_grad_ready_counts = dict(first)
     _finished(self)
 
 
@@ -97,18 +94,18 @@ def finalize(original: Callable[..., None], model: Any, *args: Any, **kwargs: An
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around a chunk's forward: a caller may zero gradients without `zero_grad_buffer`."""
-    before = _reduction.reduced(self)
-    if before is not None and not getattr(self, _ZEROED, False):
-        _look_for_zeros(self, before)
+    reduced = _reduction.reduced(self)
+    if reduced is not None and not getattr(self, _ZEROED, False):
+        _look_for_zeros(self, reduced)
     return original(self, *args, **kwargs)
 
 
-def _look_for_zeros(chunk: Any, before: _reduction.Reduced) -> None:
+def _look_for_zeros(chunk: Any, reduced: tuple[int, ...]) -> None:
     import torch
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
     now = _reduction.versions(chunk)
-    if now == getattr(chunk, _LOOKED_AT, before.versions) or not torch.is_grad_enabled():
+    if now == getattr(chunk, _LOOKED_AT, reduced) or not torch.is_grad_enabled():
         return
     if not is_graph_capturing():
         setattr(chunk, _LOOKED_AT, now)
@@ -123,16 +120,16 @@ def _is_any(gradients: Any) -> bool:
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     """Start a window whose gradients are not reduced."""
-    before = _reduction.reduced(self)
-    if before is not None:
-        for group, counts in zip(bucket_groups(self), before.counts, strict=True):
-            # Nothing is left where it was dropped already, for parameters that the first lacked.
-            if getattr(group, "is_first_batch", False) and _reduction.registered(group):
-                # A window that was refused, or aborted, on top of the first must teach nothing.
-                group.per_param_grad_ready_counts = dict(counts)
+    if getattr(self, _AGAIN, False) or _reduction.grown(self):
+        for group in bucket_groups(self):
+            # What two windows have registered is what neither of them will, and a window that was
+            # refused or aborted must teach nothing: the next one counts as the first.
+            if getattr(group, "is_first_batch", False):
+                _reduction.drop_registered(group)
     original(self)
     _reduction.began(self)
     setattr(self, _ZEROED, False)
+    setattr(self, _AGAIN, False)
 
 
 def _inexact(group: Any) -> str | None:
