@@ -26,7 +26,9 @@ _MARKS = {"proven": "✓", "documented": "limit", "disabled": "off"}
 _NOT_HERE = {"unsupported_version": "–", "fixed_upstream": "fixed", "missing_target": "absent"}
 
 #: Verdicts that no release may have.
-FAILURES = frozenset({"stock_runs", "other_error", "not_repaired", "drifted", "failed", "conflict"})
+FAILURES = frozenset(
+    {"stock_runs", "other_error", "not_repaired", "false_alarm", "drifted", "failed", "conflict"}
+)
 
 Proven = Mapping[str, Mapping[str, str]]
 """Release → hazard → `proven`, `documented`, another verdict, or why it does not apply."""
@@ -53,7 +55,8 @@ def hazards_markdown(proven: Proven) -> str:
         "",
         f"Generated from the case files in `patches/` ({PACKAGE}) by",
         "`python -m megatron_idempotent.casebook`; do not edit. `megatron-idempotent prove` runs",
-        "every one of them against the installed Megatron, stock and patched.",
+        "every one of them against the installed Megatron, stock and patched. Beside each patch",
+        "that can raise it runs a right program, whose bits have to be the same.",
         "",
         table_markdown(link=False),
         "",

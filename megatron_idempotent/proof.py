@@ -2,7 +2,8 @@
 
 A hazard is proven where stock Megatron fails with the error that its case file names, and the same
 code runs with the patches applied; or, for a hazard that only the caller can avoid, the code that
-calls the helper.
+calls the helper. Where the case file names a right program beside the hazard, that has to run on
+stock, and with the patches to the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from .engine.report import COVERED, Report
 from .engine.settings import check_ids
 
 Verdict = Literal[
-    "proven", "documented", "not_applicable", "stock_runs", "other_error", "not_repaired"
+    "proven",
+    "documented",
+    "not_applicable",
+    "stock_runs",
+    "other_error",
+    "not_repaired",
+    "false_alarm",
 ]
 
 DEADLINE_S = 120.0
@@ -42,13 +49,17 @@ class Finding:
     id: str
     verdict: Verdict
     """`proven`; `documented` (a limit: stock fails as the case file says, and nothing repairs it);
-    `not_applicable` (what is installed lacks the code, or is out of range); and three failures:
-    stock ran without error, stock failed otherwise than the case file says, patched failed too."""
+    `not_applicable` (what is installed lacks the code, or is out of range); and four failures:
+    stock ran without error, stock failed otherwise than the case file says, patched failed too,
+    and `false_alarm`: the patches break a program that is right on stock."""
     stock: str
     """`ok` or `Type: message` of the first rank that failed."""
     patched: str
     seconds: float
-    """Of both runs."""
+    """Of all runs."""
+    neighbour: str = "-"
+    """`-` where the case file names no right program beside the hazard or it was not run; `ok`;
+    or what is wrong with it: `stock: …`, `patched: …`."""
 
     @property
     def failed(self) -> bool:
@@ -125,14 +136,49 @@ def outcome(
         run: `RankPool.run`, or the pytest fixture `megatron_ranks`.
         repaired: run the code that calls the helper, where the hazard has one.
     """
+    error, _ = _ended(run, _reproduce, hazard_id, applied, repaired)
+    return error or "ok"
+
+
+def beside(run: Callable[..., list[Any]], hazard_id: str) -> str:
+    """Run the right program beside a hazard, stock and with all patches.
+
+    Args:
+        run: as for `outcome`.
+
+    Returns:
+        `ok`; `stock: …` where it is not right on stock; `patched: …` where the patches raise, or
+        change a bit; `-` where the case file names no such program.
+    """
+    if hazards()[hazard_id].reproduction.neighbour is None:
+        return "-"
+    error, bits = _ended(run, _neighbour, hazard_id, ())
+    if error is not None:
+        return f"stock: {error}"
+    error, patched = _ended(run, _neighbour, hazard_id, patches())
+    if error is not None:
+        return f"patched: {error}"
+    differing = [rank for rank, (a, b) in enumerate(zip(bits, patched, strict=True)) if a != b]
+    return f"patched: other bits than stock's on ranks {differing}" if differing else "ok"
+
+
+def _ended(
+    run: Callable[..., list[Any]],
+    function: Callable[..., Any],
+    hazard_id: str,
+    applied: Iterable[str],
+    *arguments: Any,
+) -> tuple[str | None, list[Any]]:
+    """`Type: message` where it raised, or what each rank returned."""
     ranks = hazards()[hazard_id].reproduction.ranks
     try:
-        run(ranks, _reproduce, hazard_id, tuple(applied), repaired, timeout_s=DEADLINE_S)
+        return None, run(
+            ranks, function, hazard_id, tuple(applied), *arguments, timeout_s=DEADLINE_S
+        )
     except RankError as error:
-        return f"{error.exception_type}: {error.message}".strip()
+        return f"{error.exception_type}: {error.message}".strip(), []
     except RankTimeout as error:
-        return f"RankTimeout: no end within {error.timeout_s:g} s"
-    return "ok"
+        return f"RankTimeout: no end within {error.timeout_s:g} s", []
 
 
 def _examine(hazard: Hazard, pool: RankPool) -> Finding:
@@ -141,18 +187,26 @@ def _examine(hazard: Hazard, pool: RankPool) -> Finding:
     limit = isinstance(hazard, Limit)
     patched = "-" if limit else outcome(pool.run, hazard.id, applied=patches(), repaired=True)
     verdict: Verdict = "documented" if limit else "proven"
+    neighbour = "-"
     if stock == "ok":
         verdict = "stock_runs"
     elif not re.search(hazard.reproduction.stock_error, stock):
         verdict = "other_error"
     elif not limit and patched != "ok":
         verdict = "not_repaired"
+    else:
+        neighbour = beside(pool.run, hazard.id)
+        if neighbour.startswith("stock"):
+            verdict = "other_error"
+        elif neighbour.startswith("patched"):
+            verdict = "false_alarm"
     return Finding(
         id=hazard.id,
         verdict=verdict,
         stock=stock,
         patched=patched,
         seconds=time.perf_counter() - started,
+        neighbour=neighbour,
     )
 
 
@@ -161,14 +215,25 @@ def _ready() -> None:
 
 
 def _reproduce(hazard_id: str, applied: tuple[str, ...], repaired: bool) -> None:
+    _apply(hazard_id, applied)
+    reproduction = hazards()[hazard_id].reproduction
+    if repaired and reproduction.repaired is not None:
+        reproduction.repaired()
+    else:
+        reproduction.run()
+
+
+def _neighbour(hazard_id: str, applied: tuple[str, ...]) -> object:
+    _apply(hazard_id, applied)
+    neighbour = hazards()[hazard_id].reproduction.neighbour
+    assert neighbour is not None
+    return neighbour()
+
+
+def _apply(hazard_id: str, applied: tuple[str, ...]) -> None:
     # What upstream logs on every rank would bury the table of findings.
     logging.disable(logging.WARNING)
     # Ranks are forked afresh for every run, so nothing has to be reverted.
     apply(exclude=set(patches()) - set(applied))
     if hazard_id in applied and not patches()[hazard_id].default:
         apply(only=[hazard_id])
-    reproduction = hazards()[hazard_id].reproduction
-    if repaired and reproduction.repaired is not None:
-        reproduction.repaired()
-    else:
-        reproduction.run()

@@ -127,6 +127,13 @@ def reproduce() -> None:
         raise RuntimeError("the second microbatch's gradients are not reduced")
 
 
+def neighbour() -> object:
+    """Steps of one call and of several, held, wired and finalized by hand, and without overlap."""
+    from . import _neighbours
+
+    return _neighbours.taken()
+
+
 PATCH = Patch(
     id="gradient-after-reduction",
     summary="gradients that arrive behind their bucket's reduction stay local, silently",
@@ -140,6 +147,7 @@ PATCH = Patch(
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
+        neighbour=neighbour,
         ranks=2,
         stock_error=r"RuntimeError: the second microbatch's gradients are not reduced",
     ),

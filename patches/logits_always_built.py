@@ -158,21 +158,36 @@ def reproduce() -> None:
     """The hidden states that the output layer would be given."""
     import torch
 
-    from megatron_idempotent.cpu import tiny
-
-    model = tiny.build(with_optimizer=False, overlap_grad_reduce=False)
+    model, inputs = _model()
     (chunk,) = model.chunks
-    tokens_BT = next(tiny.microbatches(0))
-    positions_BT = torch.arange(tiny.SEQUENCE).expand_as(tokens_BT)
-    mask = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
 
     def processor(hidden_states: Any, output_layer: Any, output_weight: Any, **_: Any) -> Any:
         return output_layer(hidden_states, weight=output_weight)[0].transpose(0, 1)
 
-    inputs = (tokens_BT, positions_BT, mask)
-    logits = chunk(*inputs, labels=tokens_BT, output_processor=processor)
+    logits = chunk(*inputs, labels=inputs[0], output_processor=processor)
     if not torch.equal(logits, chunk(*inputs)):
         raise RuntimeError("a processor that makes logits makes others than the model")
+
+
+def neighbour() -> object:
+    """The model without a processor: logits, losses, and a window's gradient."""
+    model, inputs = _model()
+    (chunk,) = model.chunks
+    found = [chunk(*inputs), chunk(*inputs, labels=inputs[0])]
+    model.forward_backward(2, data_seed=0)
+    return [tensor.detach().numpy().tobytes() for tensor in (*found, model.gradients())]
+
+
+def _model() -> tuple[Any, tuple[Any, ...]]:
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(with_optimizer=False, overlap_grad_reduce=False)
+    tokens_BT = next(tiny.microbatches(0))
+    positions_BT = torch.arange(tiny.SEQUENCE).expand_as(tokens_BT)
+    mask = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+    return model, (tokens_BT, positions_BT, mask)
 
 
 PATCH = Patch(
@@ -198,6 +213,7 @@ PATCH = Patch(
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/4686",
     reproduction=Reproduction(
         run=reproduce,
+        neighbour=neighbour,
         ranks=1,
         stock_error=r"TypeError: .*unexpected keyword argument 'output_processor'",
     ),

@@ -124,6 +124,31 @@ def _expect_held(chunk: Any, when: str) -> None:
         raise RuntimeError(f"gradients are reduced inside of no_sync() {when}")
 
 
+def neighbour() -> object:
+    """Contexts one after another: left by an exception, as a decorator, made and never entered."""
+    from . import _neighbours
+
+    model = _neighbours.build(overlap=True, distributed=True, wired=False)
+    (chunk,) = model.chunks
+    held = chunk.no_sync()(model.forward_backward)
+    found = []
+    for data_seed in range(3):
+        chunk.zero_grad_buffer()
+        chunk.no_sync()
+        held(2, data_seed=data_seed, zero_first=False)
+        held(data_seed + 1, data_seed=data_seed, zero_first=False)
+        try:
+            with chunk.no_sync():
+                raise KeyError
+        except KeyError:
+            pass
+        model.forward_backward(1, data_seed=data_seed, zero_first=False)
+        chunk.finish_grad_sync()
+        model.step()
+        found.append(model.parameters().numpy().tobytes())
+    return found
+
+
 PATCH = Patch(
     id="no-sync-ends-early",
     summary="no_sync() ends at an inner exit, or at one of a window that raised: reduced too early",
@@ -136,6 +161,7 @@ PATCH = Patch(
     upstream=UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
+        neighbour=neighbour,
         ranks=2,
         stock_error=r"RuntimeError: gradients are reduced inside of no_sync\(\)",
     ),

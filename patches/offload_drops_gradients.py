@@ -139,6 +139,40 @@ def reproduce() -> None:
         raise RuntimeError("the step's gradient norm is 0 after an offload of the buffers")
 
 
+def neighbour() -> object:
+    """Offloads behind steps, behind a skipped one, of a probe's gradients and of zeros."""
+    from megatron_idempotent.cpu import tiny
+
+    found = []
+    for overlap in (True, False):
+        model = tiny.build(
+            dtype="fp16",
+            overlap_grad_reduce=overlap,
+            distributed_optimizer=overlap,
+            optimizer_overrides={"initial_loss_scale": 2.0**8},
+        )
+        (chunk,) = model.chunks
+        _offloaded(chunk)
+        for data_seed in range(3):
+            model.forward_backward(data_seed + 1, data_seed=data_seed)  # a probe
+            _offloaded(chunk)
+            if data_seed == 1:  # an overflow
+                model.on_microbatch = lambda _, loss: None if loss is None else loss * float("inf")
+            model.forward_backward(2, data_seed=data_seed)
+            model.on_microbatch = None
+            success, _, _ = model.step()
+            if success != (data_seed != 1):
+                raise RuntimeError(f"step {data_seed} returned {success}")
+            _offloaded(chunk)
+        found.append(model.parameters().numpy().tobytes())
+    return found
+
+
+def _offloaded(chunk: Any) -> None:
+    chunk.offload_grad_buffers()
+    chunk.restore_grad_buffers()
+
+
 PATCH = Patch(
     id="offload-drops-gradients",
     summary="offload_grad_buffers() between backward and step zeroes the gradients silently",
@@ -170,6 +204,7 @@ PATCH = Patch(
     upstream=UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
+        neighbour=neighbour,
         ranks=2,
         stock_error=r"RuntimeError: the step's gradient norm is 0",
     ),

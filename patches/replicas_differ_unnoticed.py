@@ -96,6 +96,15 @@ def reproduce() -> None:
     raise RuntimeError("a step on gradients that differ between ranks went unnoticed")
 
 
+def neighbour() -> object:
+    """Steps whose gradients are reduced by the end, and one on gradients that are all zero."""
+    from . import _neighbours
+
+    model = _neighbours.build(overlap=True, distributed=False)
+    model.chunks[0].zero_grad_buffer()
+    return [*_neighbours.taken(), tuple(map(str, model.step()))]
+
+
 PATCH = Patch(
     id="replicas-differ-unnoticed",
     summary="nothing notices that data-parallel ranks step on different gradients (debug mode)",
@@ -121,6 +130,7 @@ PATCH = Patch(
     ),
     reproduction=Reproduction(
         run=reproduce,
+        neighbour=neighbour,
         ranks=2,
         stock_error=r"RuntimeError: a step on gradients that differ between ranks went unnoticed",
     ),

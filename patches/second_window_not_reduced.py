@@ -207,6 +207,50 @@ def _two_windows(**options: Any) -> Any:
     return model
 
 
+def neighbour() -> object:
+    """Windows on top of reduced ones where that is exact, zeroed by hand, held, and of a probe."""
+    from . import _neighbours
+
+    found = []
+    for distributed in (False, True):
+        model = _neighbours.build(overlap=False, distributed=distributed)
+        for data_seed in range(3):
+            if distributed:  # a sum over zeros counts nothing twice
+                for gradients in _reduction.gradients(model.chunks[0]):
+                    gradients.zero_()
+            model.forward_backward(2, data_seed=data_seed, zero_first=False)
+            model.chunks[0].finish_grad_sync()
+            model.forward_backward(1, data_seed=9, forward_only=True)
+            found.append(model.gradients().numpy().tobytes())
+    model = _neighbours.build(overlap=True, distributed=True, wired=False)
+    (chunk,) = model.chunks
+    for _ in range(2):
+        chunk.zero_grad_buffer()
+        with chunk.no_sync():  # a probe of gradients that nobody reduces
+            model.forward_backward(1, data_seed=7, zero_first=False)
+        found.append(model.gradients().numpy().tobytes())
+        _neighbours.step(model, (1, 1), held=True, data_seed=3)
+        found.append(_shards(model))
+    if found[-4:-2] != found[-2:]:
+        raise RuntimeError("the same windows again have other gradients")
+    return found
+
+
+def _shards(model: Any) -> bytes:
+    """What a reduce-scatter leaves this rank."""
+    import torch
+
+    shards = [
+        bucket.grad_data.tensor_split(group.intra_distributed_optimizer_instance_size)[
+            group.intra_distributed_optimizer_instance_rank
+        ]
+        for group in bucket_groups(model.chunks[0])
+        for bucket in group.buckets
+    ]
+    whole: bytes = torch.cat(shards).numpy().tobytes()
+    return whole
+
+
 PATCH = Patch(
     id="second-window-not-reduced",
     summary="a second window without zero_grad_buffer() is not reduced, or to wrong values",
@@ -223,6 +267,7 @@ PATCH = Patch(
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
+        neighbour=neighbour,
         ranks=2,
         # The last is what gradient-after-reduction makes of it where it is on and this is not.
         stock_error=r"Cannot set grad twice|Communication call has not been issued"

@@ -35,4 +35,7 @@ def prove(ids: Sequence[str] | None, *, as_json: bool) -> int:
             for f in findings
         ]
         print(render(("hazard", "verdict", "seconds", "patched", "stock"), rows))
+        for finding in findings:
+            if finding.failed and finding.neighbour not in ("-", "ok"):
+                print(f"\n{finding.id}, the right program beside it: {finding.neighbour}")
     return 1 if any(finding.failed for finding in findings) else 0

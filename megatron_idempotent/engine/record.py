@@ -74,6 +74,14 @@ class Reproduction(Record):
     repaired: Callable[[], None] | None = None
     """The same with the helper's remedy in use; None where the patches alone repair `run`."""
 
+    neighbour: Callable[[], object] | None = None
+    """A right program beside the hazard, which stock runs and the patches must leave as it is.
+
+    Module-level function, called on every rank, stock and patched. It raises where stock gets the
+    program wrong, and returns what has to be the same to the bit: bytes, numbers, strings, or lists
+    of them. Each patch that can raise has one.
+    """
+
     ranks: int
     """Number of ranks that `run` is called on."""
 

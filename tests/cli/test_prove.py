@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +57,40 @@ def test_prove_fails_where_release_and_case_file_disagree(
 def test_a_finding_that_does_not_concern_the_release_is_no_failure():
     finding = Finding(id="x", verdict="not_applicable", stock="-", patched="-", seconds=0.0)
     assert not finding.failed
+
+
+FALSE_ALARMS = {
+    # A first batch that has registered more than one gradient is refused.
+    "gradient_after_reduction": (' or getattr(group, "is_first_batch", False)', ""),
+    # Gradients begin with a number of their own.
+    "no_sync_ends_early": (
+        "    original(self)\n\n\ndef reproduce",
+        "    original(self)\n    self.buffers[0].grad_data[0] = 1.0\n\n\ndef reproduce",
+    ),
+}
+
+
+def test_prove_tells_of_a_patch_that_breaks_a_right_program(tmp_path):
+    root = Path(proof.__file__).parents[1]
+    for package in ("megatron_idempotent", "patches"):
+        shutil.copytree(root / package, tmp_path / package)
+    for name, (right, wrong) in FALSE_ALARMS.items():
+        case_file = tmp_path / "patches" / f"{name}.py"
+        source = case_file.read_text()
+        assert source.count(right) == 1
+        case_file.write_text(source.replace(right, wrong))
+    ids = [name.replace("_", "-") for name in FALSE_ALARMS]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_idempotent", "prove", *ids, "--json"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    raising, changing = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert [raising["verdict"], changing["verdict"]] == ["false_alarm"] * 2
+    assert "has registered 2 gradients in this window" in raising["neighbour"]
+    assert changing["neighbour"] == "patched: other bits than stock's on ranks [0, 1]"

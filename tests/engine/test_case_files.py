@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
+import functools
+import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -89,3 +91,62 @@ def test_reviewed_hashes_and_fragments_are_well_formed():
         assert all(re.fullmatch("[0-9a-f]{12}", body_hash) for body_hash in target.reviewed)
         for fragment in target.relies_on:
             assert source.ast.parse(fragment).body
+
+
+@functools.cache
+def parsed(module: str) -> tuple[dict[str, ast.AST], dict[str, tuple[str, str]]]:
+    """What a module of this project defines, and what it imports from where, by name; not run."""
+    ours = module.startswith("megatron_idempotent.")
+    spec = importlib.util.find_spec(module) if ours else None
+    if spec is None or spec.origin is None:
+        return {}, {}
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    defined = {
+        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    imported = {
+        alias.asname or alias.name: (
+            importlib.util.resolve_name("." * node.level + (node.module or ""), spec.parent),
+            alias.name,
+        )
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    return defined, imported
+
+
+def can_raise(wrapper: object) -> bool:
+    """Whether this project's code under a wrapper has a `raise` of an error of its own."""
+    seen: set[tuple[str, str]] = set()
+    reached = [(wrapper.__module__, wrapper.__qualname__)]
+    while reached:
+        module, name = reached.pop()
+        defined, imported = parsed(module)
+        if name in imported:
+            reached.append(imported[name])
+        if name not in defined or (module, name) in seen:
+            continue
+        seen.add((module, name))
+        for node in ast.walk(defined[name]):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                return True
+            if isinstance(node, ast.Name):
+                reached.append((module, node.id))
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                holder = imported.get(node.value.id)
+                if holder is not None:
+                    reached.append((".".join(holder), node.attr))
+    return False
+
+
+def test_a_patch_that_can_raise_names_a_right_program_beside_the_hazard():
+    raising = {
+        patch_id
+        for patch_id, patch in patches().items()
+        if any(can_raise(target.wrapper) for target in patch.targets)
+    }
+    assert {"gradient-after-reduction", "no-sync-ends-early"} <= raising, "the search finds them"
+    assert {"replicas-differ-unnoticed"} <= raising, "in what a wrapper calls elsewhere, too"
+    without = {name for name in raising if patches()[name].reproduction.neighbour is None}
+    assert not without, "a false alarm of theirs would go unnoticed"

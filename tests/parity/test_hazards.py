@@ -1,4 +1,7 @@
-"""Each hazard is seen on stock Megatron, is gone with the patches, and is back without its own."""
+"""Each hazard is seen on stock Megatron, is gone with the patches, and is back without its own.
+
+What is right beside it stays right.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ import pytest
 
 from megatron_idempotent.engine.catalogue import hazards, patches
 from megatron_idempotent.engine.record import Limit
-from megatron_idempotent.proof import affected, outcome
+from megatron_idempotent.proof import affected, beside, outcome
 
 AFFECTED = affected()
 PATCHED = [hazard_id for hazard_id in AFFECTED if hazard_id in patches()]
+BESIDE = [name for name in AFFECTED if hazards()[name].reproduction.neighbour is not None]
 REPAIRED = [name for name in AFFECTED if not isinstance(hazards()[name], Limit)]
 
 
@@ -24,6 +28,11 @@ def test_the_hazard_is_on_stock(hazard_id, megatron_ranks):
 @pytest.mark.parametrize("hazard_id", REPAIRED)
 def test_the_hazard_is_gone_with_the_patches(hazard_id, megatron_ranks):
     assert outcome(megatron_ranks, hazard_id, applied=patches(), repaired=True) == "ok"
+
+
+@pytest.mark.parametrize("hazard_id", BESIDE)
+def test_the_right_program_beside_the_hazard_keeps_its_bits(hazard_id, megatron_ranks):
+    assert beside(megatron_ranks, hazard_id) == "ok"
 
 
 @pytest.mark.exhaustive

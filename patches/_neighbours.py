@@ -1,0 +1,104 @@
+"""Right programs beside the hazards of a chunk's reductions, which the patches must leave alone.
+
+They take steps as frameworks do that defer `finalize_model_grads`: each step is one or several
+schedule calls, which reduce nothing, and one reduction behind them.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from ._ddp import bucket_groups
+
+
+class Steps(NamedTuple):
+    """Steps that stock takes rightly, and how they reduce."""
+
+    calls: tuple[tuple[int, ...], ...]
+    """Microbatches of each schedule call, by step."""
+    overlap: bool = True
+    distributed: bool = True
+    wired: bool = True
+    """Whether `config.no_sync_func` is set, where reductions overlap."""
+    held: bool = False
+    """Whether all calls of a step but the last are made inside of `no_sync()`."""
+    learns: bool = False
+    """Whether bucket groups have to learn how many gradients a step registers, as from 0.16 on."""
+
+
+#: Each is right on stock; together they have every switch on and off.
+ALL = (
+    Steps(calls=((2,), (3,), (1,))),
+    Steps(calls=((2, 1), (1,), (1, 2, 1)), wired=False, held=True),
+    Steps(calls=((2, 2),) * 3, distributed=False, learns=True),
+    Steps(calls=((2,),) * 3, wired=False, learns=True),
+    Steps(calls=((2, 2), (3,), (1, 2, 1)), overlap=False),
+)
+
+
+def taken() -> list[bytes]:
+    """Parameters after each step of `ALL`, on this rank.
+
+    Raises:
+        RuntimeError: a step that differs from the same without overlap.
+    """
+    found = []
+    for steps in ALL:
+        mine = _run(steps)
+        if mine and steps.overlap and mine != _run(steps._replace(overlap=False)):
+            raise RuntimeError(f"parameters differ from those without overlap after {steps}")
+        found += mine
+    return found
+
+
+def _run(steps: Steps) -> list[bytes]:
+    model = build(overlap=steps.overlap, distributed=steps.distributed, wired=steps.wired)
+    if steps.learns and steps.overlap and not learns(model):
+        return []
+    found = []
+    for number, calls in enumerate(steps.calls):
+        step(model, calls, held=steps.held, data_seed=10 * number)
+        model.step()
+        found.append(model.parameters().numpy().tobytes())
+    return found
+
+
+def build(*, overlap: bool, distributed: bool, wired: bool = True) -> Any:
+    """A bench of one layer on all ranks, whose schedules reduce nothing by themselves.
+
+    It does not clip: a norm is summed in another order where buckets are others.
+    """
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(
+        overlap_grad_reduce=overlap,
+        distributed_optimizer=distributed,
+        layers_per_stage=1,
+        optimizer_overrides={"clip_grad": 0.0},
+    )
+    model.config.finalize_model_grads_func = None
+    if not wired:
+        model.config.no_sync_func = None
+    return model
+
+
+def step(model: Any, calls: tuple[int, ...], *, held: bool = False, data_seed: int) -> None:
+    """The calls of one step, each with data of its own, then the reduction."""
+    from megatron.core.distributed import finalize_model_grads
+
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
+    model.optimizer.zero_grad()
+    for index, microbatches in enumerate(calls):
+        with ExitStack() as stack:
+            if held and index < len(calls) - 1:
+                for chunk in model.chunks:
+                    stack.enter_context(chunk.no_sync())
+            model.forward_backward(microbatches, data_seed=data_seed + index, zero_first=False)
+    finalize_model_grads(model.chunks)
+
+
+def learns(model: Any) -> bool:
+    """Whether the bucket groups of this release learn from a first batch."""
+    return hasattr(bucket_groups(model.chunks[0])[0], "is_first_batch")
