@@ -1,8 +1,8 @@
 """Programs of schedule calls and reductions: what stock gets right stays right, to the same bits.
 
-What stock gets right is found by running it, so that this holds on every release; `reductions.py`
-has the programs. They are what a framework does that defers `finalize_model_grads`, holds calls in
-`no_sync`, or reduces by hand, and what lies beside: the hazards of a chunk's reductions.
+What stock gets right is found by running it, so that this holds on every release. The programs, in
+`reduction_programs.py`, are what a framework does that defers `finalize_model_grads`, holds calls
+in `no_sync`, or reduces by hand, and what lies beside: the hazards of a chunk's reductions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from reductions import LAYOUTS, STEPS, Program, Setting, drawn, judge, programs_of, run, settings
+from reduction_programs import (
+    LAYOUTS,
+    STEPS,
+    Program,
+    Setting,
+    drawn,
+    judge,
+    programs_of,
+    settings,
+)
+from reductions import run
 
 from megatron_idempotent.engine import OPEN, versions
 
