@@ -3,6 +3,7 @@ a run in which nothing did, bit for bit."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -60,9 +61,12 @@ def test_a_run_leaves_metrics_weights_and_a_timeline(whole):
     assert sorted(found) == list(range(LAST + 1))
     assert "evaluation/reward" in found[0]
     assert {step for step in found if "evaluation/reward" in found[step]} == {0, 3, LAST}
-    # No update lies between sampling and the first step: only rounding differs, row by row.
-    assert found[1]["train/correction/kl"] < 1e-9
-    assert found[1]["train/correction/largest_ratio"] == pytest.approx(1.0, abs=1e-4)
+    # No update lies between sampling and the first step: only rounding differs, row by row. The
+    # model is that of test_run.py, where its bound is derived; 32 products of layer-normed values
+    # with weights of 0.06 stay below 4. The k3 estimate of a gap d is below d², and in float64.
+    gap = 2 * 200 * 2.0**-24 * 4
+    assert 0 <= found[1]["train/correction/kl"] <= gap**2
+    assert abs(math.log(found[1]["train/correction/largest_ratio"])) <= gap
     last = found[LAST]
     assert last["train/staleness_max"] == 1.0
     assert last["train/correction/ratio"] == pytest.approx(1.0, abs=0.2)
