@@ -165,7 +165,7 @@ def test_a_server_that_only_takes_its_time_is_not_dead(tmp_path: Path) -> None:
         server.release()
         return await running
 
-    assert len(scenario(run, tmp_path, settings={"health_timeout_s": 0.2}).tokens) == 20
+    assert len(scenario(run, tmp_path, settings={"health_timeout_s": 1.0}).tokens) == 20
 
 
 def test_a_scheduler_that_hangs_is_dead_though_its_http_process_answers(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_scheduler_that_hangs_is_dead_though_its_http_process_answers(tmp_path
         health = await engine.health()
         assert (health.status, health.version) == ("DEAD", None)
 
-    scenario(run, tmp_path, settings={"health_timeout_s": 0.3})
+    scenario(run, tmp_path, settings={"health_timeout_s": 1.0})
 
 
 def test_a_paused_server_is_not_asked_for_its_own_health(tmp_path: Path) -> None:
