@@ -40,6 +40,8 @@ def apply(
 
     Raises:
         UnknownPatchError: `only`, `exclude` or the environment names no known patch.
+        ValueError: a variable of the environment has no meaning, or, in strict mode, one that
+            begins with `MEGATRON_IDEMPOTENT` is none of those that are read.
         PatchError: a patch in `only` cannot be applied, or any in strict mode; nothing is changed.
 
     Example:
@@ -139,10 +141,27 @@ def _select(
         settings=environment,
         strict=environment.strict if strict is None else strict,
     )
+    if environment.unknown:
+        _complain(environment.unknown, strict=selection.strict)
     both = sorted((selection.only or frozenset()) & selection.exclude)
     if both:
         raise ValueError(f"only= and exclude= both name {', '.join(both)}: drop one of them")
     return selection
+
+
+# What was said already: apply() is called again and again.
+_said: set[str] = set()
+
+
+def _complain(unknown: Iterable[str], *, strict: bool) -> None:
+    if strict:
+        raise ValueError("; ".join(unknown))
+    import logging
+
+    for sentence in unknown:
+        if sentence not in _said:
+            logging.getLogger("megatron_idempotent").warning("%s", sentence)
+            _said.add(sentence)
 
 
 def _plan(patch: Patch, selection: decide.Selection, *, full: bool) -> Row:

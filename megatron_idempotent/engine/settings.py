@@ -6,12 +6,32 @@ An operator who sets these cannot edit the program, so they win over its argumen
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
 
 from .errors import UnknownPatchError
 from .frozen import Record
 
+TYPE_CHECKING = False  # importing typing would cost what the index saves
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
 SWITCH = "MEGATRON_IDEMPOTENT"
+VARIABLES = {
+    f"{SWITCH}": "0 turns every patch off",
+    f"{SWITCH}_CHECK": "1 turns on the patches that only look",
+    f"{SWITCH}_DISABLE": "ids of patches that are not applied",
+    f"{SWITCH}_ONLY": "ids of patches, of which no others are applied",
+    f"{SWITCH}_REBIND": "packages whose early-bound names are rebound too",
+    f"{SWITCH}_REPORT": "file for the report, with {rank} filled in",
+    f"{SWITCH}_STRICT": "1 makes a problem an error",
+}
+"""What `apply()` reads: the one table of them."""
+_ELSEWHERE = frozenset(
+    f"{SWITCH}_{name}"
+    for name in (
+        *("HOST", "LIFE", "TORCHRUN_RANKS"),  # from one process of a trainer to another
+        *("PEER_PYTHON", "RAY", "VLLM_PYTHON"),  # of this project's own tests and benchmarks
+    )
+)
 _TRUE, _FALSE = frozenset({"1", "true", "on", "yes"}), frozenset({"0", "false", "off", "no"})
 
 
@@ -33,6 +53,8 @@ class Settings(Record):
     patched function are rebound too."""
     report_path: str | None
     """`MEGATRON_IDEMPOTENT_REPORT=path.json`: where the report is written, `{rank}` filled in."""
+    unknown: tuple[str, ...]
+    """Sentences about variables that begin like these and are none: misspelt, as a rule."""
 
 
 def read(known: Iterable[str], environ: Mapping[str, str] = os.environ) -> Settings:
@@ -40,18 +62,19 @@ def read(known: Iterable[str], environ: Mapping[str, str] = os.environ) -> Setti
 
     Raises:
         UnknownPatchError: an id that no case file has.
-        ValueError: a switch that is neither on nor off.
+        ValueError: a switch that is neither on nor off, a list for `_ONLY` that names nothing, or
+            something for `_REBIND` that is no package.
     """
     known = tuple(known)
-    only = environ.get(f"{SWITCH}_ONLY", "").strip()
     return Settings(
         enabled=_switch(environ, SWITCH, default=True),
-        disable=_ids(environ.get(f"{SWITCH}_DISABLE", ""), f"{SWITCH}_DISABLE", known),
-        only=None if not only else _ids(only, f"{SWITCH}_ONLY", known),
+        disable=_ids(environ, f"{SWITCH}_DISABLE", known),
+        only=_only(environ, f"{SWITCH}_ONLY", known),
         strict=_switch(environ, f"{SWITCH}_STRICT", default=False),
         debug=_switch(environ, f"{SWITCH}_CHECK", default=False),
-        rebind=frozenset(_split(environ.get(f"{SWITCH}_REBIND", ""))),
+        rebind=_packages(environ, f"{SWITCH}_REBIND"),
         report_path=environ.get(f"{SWITCH}_REPORT") or None,
+        unknown=tuple(_unknown(environ)),
     )
 
 
@@ -91,8 +114,46 @@ def _unknown_id(patch_id: str, source: str, known: tuple[str, ...]) -> str:
     return f"{source} names {patch_id!r}, which is none of the {len(known)} ids.{hint} {where}"
 
 
-def _ids(text: str, variable: str, known: tuple[str, ...]) -> frozenset[str]:
-    return check_ids(_split(text), variable, known)
+def _ids(environ: Mapping[str, str], variable: str, known: tuple[str, ...]) -> frozenset[str]:
+    return check_ids(_split(environ.get(variable, "")), variable, known)
+
+
+def _only(
+    environ: Mapping[str, str], variable: str, known: tuple[str, ...]
+) -> frozenset[str] | None:
+    if not environ.get(variable, "").strip():
+        return None
+    named = _ids(environ, variable, known)
+    if not named:  # it would turn everything off, which is what `MEGATRON_IDEMPOTENT=0` is for
+        raise ValueError(
+            f"{variable}={environ[variable]!r} names no patch: name one, unset it to apply all, or "
+            f"set {SWITCH}=0 to apply none"
+        )
+    return named
+
+
+def _packages(environ: Mapping[str, str], variable: str) -> frozenset[str]:
+    names = _split(environ.get(variable, ""))
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(
+                f"{variable}={environ[variable]!r} names {name!r}, which is no package: write "
+                "names as in an import statement, with commas between them"
+            )
+    return frozenset(names)
+
+
+def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted(environ):
+        if not name.startswith(SWITCH) or name in VARIABLES or name in _ELSEWHERE:
+            continue
+        from difflib import get_close_matches
+
+        # They all begin alike, so the rest decides.
+        rest = {known.removeprefix(SWITCH): known for known in VARIABLES}
+        near = get_close_matches(name.removeprefix(SWITCH), rest, n=1)
+        hint = f"did you mean {rest[near[0]]}?" if near else f"known are {', '.join(VARIABLES)}"
+        yield f"{name} is set and means nothing: {hint}"
 
 
 def _split(text: str) -> list[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 
 from megatron_idempotent import PatchError, UnknownPatchError, apply, report, revert
-from megatron_idempotent.engine import Patch, Reproduction, Target, settings
+from megatron_idempotent.engine import Patch, Reproduction, Target, control, settings
 from megatron_idempotent.engine.catalogue import patches
 
 SEED = "pipeline-seed-offset"
@@ -75,9 +77,50 @@ def test_a_switch_takes_the_usual_words(value, on):
 
 
 def test_lists_in_the_environment_may_have_spaces_and_gaps():
-    read = settings.read(("a", "b"), {f"{SWITCH}_DISABLE": " a ,, b,", f"{SWITCH}_ONLY": ","})
-    assert read.disable == {"a", "b"}
-    assert read.only == frozenset()
+    environ = {f"{SWITCH}_DISABLE": " a ,, b,", f"{SWITCH}_ONLY": ",b ", f"{SWITCH}_REBIND": "c.d,"}
+    read = settings.read(("a", "b"), environ)
+    assert (read.disable, read.only, read.rebind) == ({"a", "b"}, {"b"}, {"c.d"})
+
+
+@pytest.mark.parametrize("value", [",", " , ,"])
+def test_a_list_of_what_to_apply_that_names_nothing_is_refused(value, monkeypatch):
+    monkeypatch.setenv(f"{SWITCH}_ONLY", value)
+    with pytest.raises(ValueError, match=f"{SWITCH}_ONLY='{value}' names no patch: .*{SWITCH}=0"):
+        apply()
+
+
+@pytest.mark.parametrize("value", ["slime;miles", "slime miles", "a..b", "./slime", "slime,3"])
+def test_what_is_no_package_cannot_be_rebound(value, monkeypatch):
+    monkeypatch.setenv(f"{SWITCH}_REBIND", value)
+    with pytest.raises(ValueError, match=f"{SWITCH}_REBIND='{value}' names .* which is no package"):
+        apply()
+
+
+def test_a_misspelt_variable_is_warned_of_once_and_raises_in_strict_mode(monkeypatch, caplog):
+    monkeypatch.setattr(control, "_said", set())
+    monkeypatch.setenv(f"{SWITCH}_DISBLE", SEED)
+    for _ in range(2):
+        apply(dry_run=True)
+    said = f"{SWITCH}_DISBLE is set and means nothing: did you mean {SWITCH}_DISABLE?"
+    assert caplog.messages == [said]
+    with pytest.raises(ValueError, match=f"{SWITCH}_DISBLE is set and means nothing"):
+        apply(dry_run=True, strict=True)
+    assert settings.read((), {f"{SWITCH}_QQ": "1"}).unknown[0].endswith(f"{SWITCH}_STRICT")
+
+
+def test_every_variable_in_the_project_is_in_the_table_of_them():
+    root = Path(settings.__file__).parents[2]
+    if not (root / "pyproject.toml").exists():
+        pytest.skip("not in the repository")
+    files = [root / "Makefile", *(root / "megatron_idempotent").rglob("*.py")]
+    files += [*(root / "tests").rglob("*.py"), *(root / "benchmarks").rglob("*.py")]
+    found = {
+        name
+        for file in files
+        if file.name != Path(__file__).name
+        for name in re.findall(rf"\b{SWITCH}(?:_[A-Z_]+)?\b", file.read_text())
+    }
+    assert found - settings._ELSEWHERE == set(settings.VARIABLES)
 
 
 def test_a_named_patch_that_cannot_be_applied_raises_and_changes_nothing(cold):
