@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +20,7 @@ nox.options.sessions = ["matrix"]
 PROJECT = nox.project.load_toml("pyproject.toml")
 TABLE = PROJECT["tool"]["megatron-idempotent"]
 RELEASES = {release["megatron"]: release for release in TABLE["releases"]}
+NEWEST = list(RELEASES)[-1]
 WORK = Path(".nox")
 PROVEN = WORK / "proven"
 #: tests/parity/test_hazards.py is what `prove` does, and that writes down what it found.
@@ -31,6 +33,9 @@ SUITES = (
 )
 #: What the gate runs of them; it proves every hazard, too.
 GATE = ("tests/engine/test_case_files.py",)
+# 0.15 builds a CUDA extension while it is imported; without a device torch finds no architecture to
+# build it for, and the import fails where a CUDA compiler is installed.
+ENVIRON = {"TORCH_CUDA_ARCH_LIST": "8.0"}
 #: A release spends its time in one core: ranks wait for each other.
 JOBS = int(os.environ.get("MATRIX_JOBS") or os.cpu_count() or 1)
 
@@ -39,43 +44,81 @@ JOBS = int(os.environ.get("MATRIX_JOBS") or os.cpu_count() or 1)
 @nox.parametrize("megatron", list(RELEASES))
 def release(session: nox.Session, megatron: str) -> None:
     """One release: `nox -s "release(megatron='0.16.1')" -- [pytest arguments]`."""
-    wants = RELEASES[megatron]
-    folder = WORK / f"release-{megatron}"
+    version = RELEASES[megatron]["python"]
+    if _run_release(session, megatron, version, WORK / f"release-{megatron}"):
+        _prove(session, WORK / f"release-{megatron}", PROVEN / f"{megatron}.json")
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("version", RELEASES[NEWEST]["also"])
+def newest(session: nox.Session, version: str) -> None:
+    """The newest release on another Python: `nox -s "newest(version='3.13')"`."""
+    folder = WORK / f"python-{version}"
+    if _run_release(session, NEWEST, version, folder):
+        _prove(session, folder, folder / "proven.json")
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("version", TABLE["engine"])
+def engine(session: nox.Session, version: str) -> None:
+    """The patch engine's tests without torch or Megatron: `nox -s "engine(version='3.10')"`."""
+    folder = WORK / f"engine-{version}"
+    python = _environment(session, version, folder)
+    groups = nox.project.dependency_groups(PROJECT, "engine")
+    _install(session, python, "-e", ".", *groups)
+    cache = f"cache_dir={folder / 'pytest'}"
+    chosen = session.posargs or ["tests/engine"]
+    session.run(str(python), "-m", "pytest", "-o", cache, *chosen, external=True)
+
+
+def _environment(session: nox.Session, version: str, folder: Path) -> Path:
     python = folder / "bin" / "python"
-    run_uv = [uv.find_uv_bin()]
     if not python.exists():
-        session.run(
-            *run_uv, "venv", "--quiet", "--python", wants["python"], str(folder), external=True
-        )
+        command = [uv.find_uv_bin(), "venv", "--quiet", "--python", version, str(folder)]
+        session.run(*command, external=True)
+    return python
+
+
+def _install(session: nox.Session, python: Path, *packages: str) -> None:
+    command = [uv.find_uv_bin(), "pip", "install", "--quiet", "--python", str(python), *packages]
+    session.run(*command, external=True)
+
+
+def _run_release(session: nox.Session, megatron: str, version: str, folder: Path) -> bool:
+    """The suites on one release; whether these were all, and its hazards are to be proven too."""
+    wants = RELEASES[megatron]
+    python = _environment(session, version, folder)
     core, extra = (
         ("megatron-core[training]", "[trainer]") if wants["training"] else ("megatron-core", "")
     )
     packages = [f"torch=={TABLE['torch']}", f"{core}=={megatron}", *wants["requires"]]
     groups = nox.project.dependency_groups(PROJECT, "test")
-    session.run(
-        *run_uv, "pip", "install", "--quiet", "--python", str(python),
-        *packages, "-e", f".{extra}", *groups, external=True,
-    )  # fmt: skip
-    # 0.15 builds a CUDA extension while it is imported; without a device torch finds no
-    # architecture to build it for, and the import fails where a CUDA compiler is installed.
-    env = {"TORCH_CUDA_ARCH_LIST": "8.0"}
+    _install(session, python, *packages, "-e", f".{extra}", *groups)
     cache = f"cache_dir={folder / 'pytest'}"
     gate_only = session.posargs == ["gate"]
     chosen = GATE if gate_only else session.posargs or SUITES
-    session.run(str(python), "-m", "pytest", "-o", cache, *chosen, env=env, external=True)
-    if session.posargs and not gate_only:
-        return
-    PROVEN.mkdir(parents=True, exist_ok=True)
+    session.run(str(python), "-m", "pytest", "-o", cache, *chosen, env=ENVIRON, external=True)
+    return gate_only or not session.posargs
+
+
+def _prove(session: nox.Session, folder: Path, findings: Path) -> None:
+    findings.parent.mkdir(parents=True, exist_ok=True)
     command = [str(folder / "bin" / "megatron-idempotent"), "prove", "--json"]
-    with open(PROVEN / f"{megatron}.json", "w") as findings:
+    with open(findings, "w") as file:
         # nox would send both to one file, and releases warn while they are imported.
-        session.run(*command, env=env, external=True, stdout=findings, stderr=sys.stderr)
+        session.run(*command, env=ENVIRON, external=True, stdout=file, stderr=sys.stderr)
 
 
 @nox.session(venv_backend="none")
 def matrix(session: nox.Session) -> None:
-    """Every release, as many at once as there are cores (MATRIX_JOBS); logs in .nox/."""
-    _run_all(session, list(RELEASES), session.posargs)
+    """Every release, the newest on each Python, and the engine alone; logs in .nox/.
+
+    As many at once as there are cores (MATRIX_JOBS).
+    """
+    others = [f"newest(version='{version}')" for version in RELEASES[NEWEST]["also"]]
+    if not session.posargs:
+        others += [f"engine(version='{version}')" for version in TABLE["engine"]]
+    _run_all(session, [*_releases(RELEASES), *others], session.posargs)
     if not session.posargs:
         command = [sys.executable, "-m", "megatron_idempotent.casebook", "--proven", str(PROVEN)]
         session.run(*command, external=True)
@@ -84,33 +127,42 @@ def matrix(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def gate(session: nox.Session) -> None:
     """The releases that .ci/run runs beside the newest one."""
-    _run_all(session, TABLE["gate"], session.posargs or ["gate"])
+    _run_all(session, _releases(TABLE["gate"]), session.posargs or ["gate"])
 
 
-def _run_all(session: nox.Session, releases: list[str], arguments: list[str]) -> None:
+def _releases(releases: Iterable[str]) -> list[str]:
+    return [f"release(megatron='{megatron}')" for megatron in releases]
+
+
+def _run_all(session: nox.Session, names: list[str], arguments: list[str]) -> None:
     WORK.mkdir(exist_ok=True)
     with ThreadPoolExecutor(JOBS) as pool:
-        results = list(pool.map(_in_a_process, releases, [arguments] * len(releases)))
+        results = list(pool.map(_in_a_process, names, [arguments] * len(names)))
     for name, code, seconds, last in results:
-        session.log(f"{name:8} {'passed' if code == 0 else 'FAILED':7} {seconds:5.0f} s  {last}")
+        session.log(f"{name:28} {'passed' if code == 0 else 'FAILED':7} {seconds:5.0f} s  {last}")
     failed = [name for name, code, _, _ in results if code]
     for name in failed:
-        print((WORK / f"{name}.log").read_text()[-8000:])
+        print(_log(name).read_text()[-8000:])
     if failed:
-        session.error(f"failed on {', '.join(failed)}: see {WORK}/<release>.log")
+        logs = ", ".join(str(_log(name)) for name in failed)
+        session.error(f"{', '.join(failed)} failed: see {logs}")
 
 
-def _in_a_process(megatron: str, arguments: list[str]) -> tuple[str, int, float, str]:
+def _log(name: str) -> Path:
+    kind, _, value = name.partition("(")
+    return WORK / f"{kind}-{value.split(chr(39))[1]}.log"
+
+
+def _in_a_process(name: str, arguments: list[str]) -> tuple[str, int, float, str]:
     started = time.monotonic()
-    log = WORK / f"{megatron}.log"
-    name = f"release(megatron='{megatron}')"
+    log = _log(name)
     command = [sys.executable, "-m", "nox", "--session", name, "--", *arguments]
     with log.open("w") as file:
         code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
     summary = [
         line for line in log.read_text().splitlines() if " passed" in line or " failed" in line
     ]
-    return megatron, code, time.monotonic() - started, summary[-1] if summary else ""
+    return name, code, time.monotonic() - started, summary[-1] if summary else ""
 
 
 @nox.session(venv_backend="none")

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forks import Forks
@@ -22,7 +23,20 @@ def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def cold() -> Iterator[Forks]:
+def megatron() -> None:
+    """Skips where there is no Megatron: the engine is tested without one on other Pythons."""
+    if locate("megatron.core.package_info") is None:
+        pytest.skip("there is no Megatron in this environment")
+
+
+@pytest.fixture
+def megatron_ranks(megatron: None, megatron_ranks: Any) -> Any:
+    """The plugin's."""
+    return megatron_ranks
+
+
+@pytest.fixture(scope="session")
+def cold(megatron: None) -> Iterator[Forks]:
     """Children that have imported nothing."""
     forks = Forks(warm=False)
     yield forks
@@ -30,7 +44,7 @@ def cold() -> Iterator[Forks]:
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[Forks]:
+def warm(megatron: None) -> Iterator[Forks]:
     """Children that have imported torch, and can import Megatron quickly."""
     forks = Forks(warm=True)
     yield forks
@@ -38,7 +52,7 @@ def warm() -> Iterator[Forks]:
 
 
 @pytest.fixture(scope="session")
-def megatron_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def megatron_files(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a copy of the installed Megatron, compiled files included."""
     source = locate("megatron.core.package_info")
     assert source is not None

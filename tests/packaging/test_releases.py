@@ -20,6 +20,9 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TABLE = PROJECT["tool"]["megatron-idempotent"]
 RELEASES = [release["megatron"] for release in TABLE["releases"]]
+PYTHONS = {
+    python for each in TABLE["releases"] for python in (each["python"], *each.get("also", ()))
+}
 LINES = [release.rpartition(".")[0] for release in RELEASES]
 
 
@@ -68,9 +71,9 @@ def test_the_trainers_extra_takes_every_release_with_megatron_training():
 
 def test_the_readme_names_the_releases_and_what_they_run_with():
     readme = " ".join((ROOT / "README.md").read_text().split())
-    pythons = sorted({release["python"] for release in TABLE["releases"]}, key=Version)
+    *pythons, newest = sorted(PYTHONS, key=Version)
     said = f"{', '.join(RELEASES[:-1])} and {RELEASES[-1]} with torch {TABLE['torch']} on Python "
-    assert f"Tested on megatron-core {said}{' and '.join(pythons)}" in readme
+    assert f"Tested on megatron-core {said}{', '.join(pythons)} and {newest}" in readme
 
 
 def test_the_hazards_were_run_on_the_tabled_releases():
@@ -80,16 +83,30 @@ def test_the_hazards_were_run_on_the_tabled_releases():
 
 def test_the_ci_workflow_takes_its_releases_from_nox():
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    assert "nox --session release --list --json" in workflow
+    assert "nox --session release newest engine --list --json" in workflow
     assert not [release for release in RELEASES if release in workflow]
 
 
 @pytest.mark.skipif(find_spec("nox") is None, reason="nox is for development, not for the matrix")
 def test_nox_has_a_session_per_release():
-    command = [sys.executable, "-m", "nox", "--session", "release", "--list", "--json"]
+    asked = ["--session", "release", "newest", "engine", "--list", "--json"]
+    command = [sys.executable, "-m", "nox", *asked]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     sessions = [session["session"] for session in json.loads(listed)]
-    assert sessions == [f"release(megatron='{release}')" for release in RELEASES]
+    assert sessions == [
+        *(f"release(megatron='{release}')" for release in RELEASES),
+        *(f"newest(version='{version}')" for version in TABLE["releases"][-1]["also"]),
+        *(f"engine(version='{version}')" for version in TABLE["engine"]),
+    ]
+
+
+def test_every_python_that_is_tested_on_is_promised_and_the_oldest_and_newest_are_tested_on():
+    said = "Programming Language :: Python :: "
+    promised = [c.removeprefix(said) for c in PROJECT["project"]["classifiers"] if said in c]
+    promised = [version for version in promised if "." in version]
+    assert set(promised) >= PYTHONS
+    assert TABLE["engine"] == [promised[0], promised[-1]]
+    assert PROJECT["project"]["requires-python"] == f">={promised[0]}"
 
 
 def test_contributing_sends_people_to_the_table():
