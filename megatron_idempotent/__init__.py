@@ -9,21 +9,23 @@ whose patches land when Megatron is imported, or at once where it already is.
 
 from __future__ import annotations
 
-import importlib
 import os
-from typing import TYPE_CHECKING, Any
 
 if not os.path.isdir(os.path.join(__path__[0], "patches")):
     from .checkout import load_case_files
 
     load_case_files(__path__)
 
-from .engine.control import apply, patched, report, revert
+from .engine.control import apply, report, revert
 from .engine.errors import PatchError, UnknownPatchError, VerificationError
 from .engine.report import Report, Row
-from .engine.verify import verify
 
+TYPE_CHECKING = False  # importing typing would cost a third of apply()
 if TYPE_CHECKING:
+    from typing import Any
+
+    from .engine.scoped import patched
+    from .engine.verify import verify
     from .fp8.alignment import TokenAlignment, token_alignment
     from .fp8.blockwise import dequantize_blockwise, quantize_blockwise
     from .fp8.export import Fp8Export
@@ -94,7 +96,7 @@ __all__ = [
     "wire_train_config",
 ]
 
-# Loaded on first use, because they belong to programs that have torch and Megatron anyway.
+# Loaded on first use: most belong to programs that have torch and Megatron anyway.
 _LAZY = {
     "FSDPTrainStep": "step.fsdp",
     "Fp8Export": "fp8.export",
@@ -119,6 +121,7 @@ _LAZY = {
     "guarded_window": "window.guard",
     "logprobs_processor": "logprobs.model",
     "model_logprobs": "logprobs.model",
+    "patched": "engine.scoped",
     "quantize_blockwise": "fp8.blockwise",
     "rebuild_process_groups": "window.rebuild",
     "recover_left_padding": "fp8.padding",
@@ -127,16 +130,19 @@ _LAZY = {
     "shift_targets": "logprobs.targets",
     "token_alignment": "fp8.alignment",
     "token_logprobs": "logprobs.api",
+    "verify": "engine.verify",
     "wire_train_config": "wiring",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
+        from importlib import import_module
+
         from .missing import naming_the_remedy
 
         with naming_the_remedy(f"{__name__}.{name}"):
-            return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+            return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -44,13 +44,19 @@ _REVIEWED = {
 }
 
 
-def target(wrapper: Callable[..., Any], *relies_on: str, function: str = "train") -> Target:
+def target(
+    wrapper: Callable[..., Any],
+    *relies_on: str,
+    function: str = "train",
+    parts: Mapping[str, str],
+) -> Target:
     """Upstream's `train`, `train_step` or `evaluate`, wrapped at entry and exit."""
     return Target(
         address=f"{MODULE}:{function}",
         wrapper=wrapper,
         reviewed=_REVIEWED[function],
         relies_on=relies_on,
+        parts=parts,
     )
 
 

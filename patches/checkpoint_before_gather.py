@@ -126,6 +126,10 @@ PATCH = Patch(
                 "b6bf5bda7c60": "0.19.0 to 0.19.2",
             },
             relies_on=("sharded_state_dict",),
+            parts={
+                "0d18bac1ee4c": "0.12.0 to 0.16.1",
+                "b8576600a680": "0.17.0 to 0.19.2",
+            },
         ),
         _gather.step_target(step),
         _gather.gather_target(),

@@ -69,7 +69,16 @@ PATCH = Patch(
     summary="train() overwrites a custom config.finalize_model_grads_func",
     since="0.12",
     before="0.19",
-    targets=(_train.target(train, "config.finalize_model_grads_func = finalize_model_grads"),),
+    targets=(
+        _train.target(
+            train,
+            "config.finalize_model_grads_func = finalize_model_grads",
+            parts={
+                "9912bafde830": "0.12.0 to 0.18.2",
+                "20070e0b730d": "0.19.0 to 0.19.2",
+            },
+        ),
+    ),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/training/training.py",
     reproduction=Reproduction(
         run=reproduce,

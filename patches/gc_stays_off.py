@@ -56,7 +56,16 @@ PATCH = Patch(
     summary="train() with --manual-gc leaves garbage collection off for good",
     since="0.12",
     before="0.20",
-    targets=(_train.target(train, "gc.disable()"),),
+    targets=(
+        _train.target(
+            train,
+            "gc.disable()",
+            parts={
+                "08a0ca5eb3b3": "0.12.0 to 0.17.1",
+                "424674aab99a": "0.18.0 to 0.19.2",
+            },
+        ),
+    ),
     fixed_when=lambda bodies: any(body.contains("gc.enable()") for body in bodies.values()),
     upstream=_train.UPSTREAM,
     reproduction=Reproduction(

@@ -77,13 +77,19 @@ def _unwired() -> None:
 
 def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around `get_megatron_optimizer`: wire the loss scale of what it returns."""
+    from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.utils import get_model_config
 
+    chunks = arguments(original, args, kwargs)["model_chunks"]
+    before = [(config, config.grad_scale_func) for config in map(get_model_config, chunks)]
     optimizer = original(*args, **kwargs)
+    if not isinstance(optimizer, MegatronOptimizer):
+        return optimizer
     scale = LossScale(optimizer)
-    for chunk in arguments(original, args, kwargs)["model_chunks"]:
-        config = get_model_config(chunk)
-        if config.grad_scale_func is None or _of_an_optimizer(config.grad_scale_func):
+    for config, function in before:
+        # What upstream itself has set in between is right.
+        unchanged = config.grad_scale_func is function
+        if unchanged and (function is None or _of_an_optimizer(function)):
             config.grad_scale_func = scale
     return optimizer
 
@@ -154,6 +160,7 @@ PATCH = Patch(
                 "a59346c9eade": "0.19.0 to 0.19.2",
             },
             relies_on=("model_chunks",),
+            parts={"efec8d254753": "0.12.0 to 0.19.2"},
         ),
         Target(
             address=f"{_optimizers.MODULE}:MegatronOptimizer.scale_loss",

@@ -79,7 +79,13 @@ PATCH = Patch(
                 "2004a6b6f2b8": "0.14.0 to 0.18.2",
                 "de9666c459c3": "0.19.0 to 0.19.2",
             },
-            relies_on=("_CUDA_RNG_STATE_TRACKER.reset()",),
+            relies_on=("_CUDA_RNG_STATE_TRACKER.reset()", "initialize_rng_tracker"),
+            parts={
+                "3f1666cfb54a": "0.12.0 to 0.13.1",
+                "872ff707980e": "0.14.0 to 0.18.2",
+                "d4ee0597091a": "0.19.0 to 0.19.2",
+                "f62bff49c879": "main, August 2026",
+            },
         ),
     ),
     upstream=(

@@ -37,9 +37,15 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around upstream's `train`: forget the `no_sync` that its previous call installed."""
     call = arguments(original, args, kwargs)
     config = call["config"]
-    if is_no_sync_of(config.no_sync_func, call["model"]):
-        config.no_sync_func = None
-    return original(*args, **kwargs)
+    installed = config.no_sync_func
+    if not is_no_sync_of(installed, call["model"]):
+        return original(*args, **kwargs)
+    config.no_sync_func = None
+    try:
+        return original(*args, **kwargs)
+    finally:
+        if config.no_sync_func is None:  # train() left before it came to install one
+            config.no_sync_func = installed
 
 
 def is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
@@ -70,6 +76,11 @@ PATCH = Patch(
             train,
             "config.no_sync_func is None",
             "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
+            parts={
+                "7de7e7bd9151": "0.12.0 to 0.13.1",
+                "455a43b67efe": "0.14.0 to 0.19.2",
+                "168df37610c1": "main, August 2026",
+            },
         ),
     ),
     fixed_when=lambda bodies: not any(b.contains("config.no_sync_func") for b in bodies.values()),

@@ -63,7 +63,16 @@ PATCH = Patch(
     summary="a raising train() with --optimizer-cuda-graph leaves its wrapper on optimizer.step",
     since="0.17",
     before="0.20",
-    targets=(_train.target(train, "del optimizer.step"),),
+    targets=(
+        _train.target(
+            train,
+            "del optimizer.step",
+            parts={
+                "4e13268f6551": "0.17.0 to 0.17.1",
+                "89c6dbf11e96": "0.18.0 to 0.19.2",
+            },
+        ),
+    ),
     upstream=_train.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,

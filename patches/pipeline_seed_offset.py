@@ -10,11 +10,12 @@ Cause:
     it calls; programs that do not go through it have to know that.
 
 Affects:
-    Every release, with pipeline parallelism. What the patch does: the ranks of each pipeline group
-    compare the seeds that they were handed (one all-gather of 8 bytes at seeding time, none without
-    pipeline parallelism; all ranks of the group must seed, as they do already). Where they are
-    equal, 100 × pipeline rank is added: seed 42 becomes 42, 142, 242, … Where they differ the
-    caller offsets by itself and nothing is added, so that no offset is ever applied twice.
+    Every release, with pipeline parallelism. What the patch does: after seeding, the ranks of each
+    pipeline group compare the states that they will draw from (one all-gather of 8 bytes, none
+    without pipeline parallelism; all ranks of the group must seed, as they do already). Where these
+    are equal, all seed again, with 100 × pipeline rank added: seed 42 becomes 42, 142, 242, … Where
+    they differ, the caller or upstream offsets by itself, in whatever way, and nothing is added: no
+    offset is ever applied twice.
 
 Upstream:
     https://github.com/NovaSky-AI/SkyRL/pull/1212 adds the offset in SkyRL's worker.
@@ -34,29 +35,54 @@ STAGE_OFFSET = 100
 """Upstream's own distance between the seeds of two stages."""
 
 
-def seed_all_stages(original: Callable[..., None], seed: int, *args: Any, **kwargs: Any) -> None:
-    """Around `model_parallel_cuda_manual_seed`: offset a seed that all stages share."""
-    original(seed + _offset(seed), *args, **kwargs)
+def seed_all_stages(original: Callable[..., Any], seed: int, *args: Any, **kwargs: Any) -> Any:
+    """Around `model_parallel_cuda_manual_seed`: seed again where all stages have come out alike."""
+    result = original(seed, *args, **kwargs)
+    offset = _missing_offset()
+    if offset is not None:
+        # On all stages, the first one too: what upstream does on all ranks stays so.
+        result = original(seed + offset, *args, **kwargs)
+    return result
 
 
-def _offset(seed: int) -> int:
+def _missing_offset() -> int | None:
+    """What this stage's seed lacks; None where the stages draw differently."""
     import torch
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        return 0
+        return None
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     if stages == 1:
-        return 0
+        return None
     group = parallel_state.get_pipeline_model_parallel_group()
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-    mine = torch.tensor([seed], dtype=torch.int64, device=device)
-    seeds = [torch.empty_like(mine) for _ in range(stages)]
+    mine = torch.tensor([_drawn_from()], dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(mine) for _ in range(stages)]
     # All ranks of the pipeline group must enter: the gather hangs otherwise.
-    torch.distributed.all_gather(seeds, mine, group=group)
-    if any(int(other) != seed for other in seeds):
-        return 0
+    torch.distributed.all_gather(gathered, mine, group=group)
+    if any(int(other) != int(mine) for other in gathered):
+        return None
     return STAGE_OFFSET * int(parallel_state.get_pipeline_model_parallel_rank())
+
+
+def _drawn_from() -> int:
+    """A digest of the states that weights and dropout will be drawn from.
+
+    Not of the seed: whether upstream has an offset of its own shows in what it seeded.
+    """
+    import hashlib
+
+    import torch
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    states = {"": torch.cuda.get_rng_state(), **get_cuda_rng_tracker().get_states()}
+    digest = hashlib.sha256()
+    for name, state in sorted(states.items()):
+        if isinstance(state, torch.Generator):  # for CUDA graphs
+            state = state.get_state()
+        digest.update(name.encode() + bytes(state.cpu().numpy()))
+    return int.from_bytes(digest.digest()[:8], "little", signed=True)
 
 
 def reproduce() -> None:
@@ -92,7 +118,18 @@ PATCH = Patch(
                 "2004a6b6f2b8": "0.14.0 to 0.18.2",
                 "de9666c459c3": "0.19.0 to 0.19.2",
             },
-            relies_on=("offset = seed + 2718", "data_parallel_seed = seed"),
+            relies_on=(
+                "offset = seed + 2718",
+                "data_parallel_seed = seed",
+                "_CUDA_RNG_STATE_TRACKER.reset()",
+                "initialize_rng_tracker",
+            ),
+            parts={
+                "066c86a30b5d": "0.12.0 to 0.13.1",
+                "a7ea75bf0442": "0.14.0 to 0.18.2",
+                "f6b8cb004afc": "0.19.0 to 0.19.2",
+                "7e43cc9062b2": "main, August 2026",
+            },
         ),
     ),
     fixed_when=lambda bodies: any(

@@ -43,8 +43,11 @@ _CHUNKS = "_megatron_idempotent_chunks"
 
 def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around `get_megatron_optimizer`: remember which chunks the optimizer updates."""
+    from megatron.core.optimizer import MegatronOptimizer
+
     optimizer = original(*args, **kwargs)
-    setattr(optimizer, _CHUNKS, list(arguments(original, args, kwargs)["model_chunks"]))
+    if isinstance(optimizer, MegatronOptimizer):
+        setattr(optimizer, _CHUNKS, list(arguments(original, args, kwargs)["model_chunks"]))
     return optimizer
 
 
@@ -118,6 +121,7 @@ PATCH = Patch(
             wrapper=build,
             reviewed=_WIRED.targets[0].reviewed,
             relies_on=("model_chunks",),
+            parts={"efec8d254753": "0.12.0 to 0.19.2"},
         ),
         *_optimizers.step_targets(step),
         group_target("start_grad_sync", start_grad_sync),

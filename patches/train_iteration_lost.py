@@ -41,7 +41,9 @@ from megatron_idempotent.engine import Patch, Reproduction
 from . import _train
 
 # The iteration of this train() whose train_step has returned; empty before the first one has.
-_stepped: list[int] = []
+_stepped: list[int | None] = []
+#: Local variables of `train()` that `_settle` reads.
+_COUNTERS = frozenset({"start_iteration", "iteration", "num_floating_point_operations_so_far"})
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -49,13 +51,27 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from megatron.training import get_args
 
     options = get_args()
+    began = options.iteration
     _stepped.clear()
     try:
         returned = original(*args, **kwargs)
     except BaseException as error:
-        _settle(options, error)
+        if options.iteration == began:
+            _settle(options, error)
         raise
-    options.iteration, options.num_floating_point_operations_so_far = returned
+    try:
+        iteration, num_floating_point_operations_so_far = returned
+    except (TypeError, ValueError):
+        # Of a body that somebody accepted by name: no reason to lose a whole training.
+        import logging
+
+        logging.getLogger("megatron_idempotent").warning(
+            "train() returned %s: args.iteration stays %d", type(returned).__name__, began
+        )
+        return returned
+    if options.iteration == began:  # otherwise upstream has counted by itself
+        options.iteration = iteration
+        options.num_floating_point_operations_so_far = num_floating_point_operations_so_far
     return returned
 
 
@@ -66,13 +82,14 @@ def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = original(*args, **kwargs)
     _, _, _, should_exit, *_ = result
     if not should_exit:  # with it the step ends before the update
-        _stepped[:] = [get_args().curr_iteration]
+        # Only `train()` sets it, and frameworks call the step by themselves.
+        _stepped[:] = [getattr(get_args(), "curr_iteration", None)]
     return result
 
 
 def _settle(options: Any, error: BaseException) -> None:
     left = _train.locals_of("train", error)
-    if left is None or "start_iteration" not in left:  # it did not come to its loop
+    if left is None or not left.keys() >= _COUNTERS:  # it did not come to its loop
         return
     iteration = left["iteration"]
     operations = left["num_floating_point_operations_so_far"]
@@ -120,8 +137,17 @@ PATCH = Patch(
             "iteration = args.iteration",
             "args.curr_iteration = iteration",
             "return iteration, num_floating_point_operations_so_far",
+            parts={
+                "003b8d43b4a6": "0.12.0 to 0.16.1",
+                "bd3c226fa8a2": "0.17.0 to 0.19.2",
+            },
         ),
-        _train.target(train_step, "skipped_iter = 0", function="train_step"),
+        _train.target(
+            train_step,
+            "skipped_iter = 0",
+            function="train_step",
+            parts={"d3e75da00aa0": "0.12.0 to 0.19.2"},
+        ),
     ),
     fixed_when=lambda bodies: any(
         body.contains("args.iteration = iteration") for body in bodies.values()

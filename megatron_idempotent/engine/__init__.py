@@ -1,19 +1,23 @@
 """The patch engine: record → decide → install → report.
 
-`record`, `finding` and `source` know nothing of the others; `decide` reads them; `sites` changes
+`record`, `finding` and `source` know nothing of the others; `outline` and `catalogue` find the case
+files; `part` and `contract` compare a body with a wrapper; `decide` reads them; `sites` changes
 live objects; `landing` holds the state and the lock; `late` waits for imports; `control` and
-`verify` are what users call. Nothing here imports torch or Megatron.
+`verify` are what users call. Nothing here imports torch or Megatron, and what `apply()` needs
+before Megatron is imported imports nothing from the standard library that a bare interpreter lacks.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from .calls import arguments
 from .errors import PatchError, UnknownPatchError, VerificationError
-from .record import OPEN, Helper, Limit, Patch, Reproduction, Target
+from .outline import OPEN
 
+TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
+    from typing import Any
+
+    from .calls import arguments
+    from .record import Helper, Limit, Patch, Reproduction, Target
     from .source import Body
 
 __all__ = [
@@ -31,10 +35,21 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Body":
-        # Reading bodies needs ast and re, which apply() before Megatron's import does without.
-        from .source import Body
+# What case files need, and apply() before Megatron's import does without.
+_LAZY = {
+    "Body": "source",
+    "Helper": "record",
+    "Limit": "record",
+    "Patch": "record",
+    "Reproduction": "record",
+    "Target": "record",
+    "arguments": "calls",
+}
 
-        return Body
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(__import__(f"{__name__}.{_LAZY[name]}", fromlist=[name]), name)
+        globals()[name] = value
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

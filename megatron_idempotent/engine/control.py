@@ -1,19 +1,21 @@
-"""`apply()`, `revert()`, `report()` and `patched()`: what users call."""
+"""`apply()`, `revert()` and `report()`: what users call."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
 
 from . import decide, finding, landing, late, settings
-from .catalogue import patches
-from .errors import PatchError
+from .catalogue import load, outlines
+from .errors import Conflict, PatchError
 from .landing import state
-from .record import Patch
 from .report import COVERED, PROBLEMS, Report, Row
-from .sites import Conflict
+
+TYPE_CHECKING = False  # importing typing would cost what the index saves
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .outline import Outline
 
 
 def apply(
@@ -52,7 +54,7 @@ def apply(
     with landing.lock:
         finding.forget()
         before = dict(state.rows)
-        rows = [_plan(patch, selection, full=dry_run) for patch in patches().values()]
+        rows = [_plan(patch, selection, full=dry_run) for patch in outlines().values()]
         _raise_for(rows, selection)
         if dry_run:
             return Report(rows)
@@ -61,7 +63,7 @@ def apply(
         state.selection = selection
         state.named |= selection.only or frozenset()
         state.rows = {row.id: row for row in rows}
-        state.wanted |= {patch_id: patches()[patch_id] for patch_id in added}
+        state.wanted |= {patch_id: outlines()[patch_id] for patch_id in added}
         landing.settle()
         try:
             _raise_for(state.rows.values(), selection)
@@ -71,7 +73,7 @@ def apply(
             state.selection, state.named, state.rows = settled, named, before | lost
             raise
         changed = _changed(before)
-        _write_report()
+        write_report()
         waiting = {m for patch in state.wanted.values() for m in landing.missing(patch)}
     # Outside of the lock: another thread may be importing, and wait for it with import locks held.
     _log(changed)
@@ -91,7 +93,7 @@ def revert() -> Report:
         finding.forget()
         on = {patch_id for site in state.sites.values() for patch_id in site.layers}
         result = Report(landing.drop(set(state.wanted) | on))
-        _write_report()
+        write_report()
         return result
 
 
@@ -103,37 +105,16 @@ def report() -> Report:
     """
     with landing.lock:
         finding.forget()
-        rows = [landing.current(patch) for patch in patches().values()]
+        rows = [landing.current(patch) for patch in outlines().values()]
         if state.selection is not None and state.selection.strict:
             _raise_for(rows, state.selection)
         return Report(rows)
 
 
-@contextmanager
-def patched(
-    only: Iterable[str] | None = None, exclude: Iterable[str] = (), *, strict: bool | None = None
-) -> Iterator[Report]:
-    """`apply()` on entry; on exit take off what this call added, and nothing else.
-
-    Example:
-        with megatron_idempotent.patched(only=["train-interval-timer"]):
-            train(...)
-    """
-    with landing.lock:
-        before = set(state.wanted)
-    result = apply(only, exclude, strict=strict)
-    try:
-        yield result
-    finally:
-        with landing.lock:
-            landing.drop(set(state.wanted) - before)
-            _write_report()
-
-
 def _select(
     only: Iterable[str] | None, exclude: Iterable[str], strict: bool | None
 ) -> decide.Selection:
-    known = patches()
+    known = outlines()
     environment = settings.read(known)
     selection = decide.Selection(
         only=None if only is None else settings.check_ids(only, "only=", known),
@@ -164,7 +145,7 @@ def _complain(unknown: Iterable[str], *, strict: bool) -> None:
             _said.add(sentence)
 
 
-def _plan(patch: Patch, selection: decide.Selection, *, full: bool) -> Row:
+def _plan(patch: Outline, selection: decide.Selection, *, full: bool) -> Row:
     if landing.landed(patch):
         return landing.row(patch, "already_applied", state.rows[patch.id].reason)
     verdict = selection.gate(patch)
@@ -178,14 +159,14 @@ def _plan(patch: Patch, selection: decide.Selection, *, full: bool) -> Row:
         # wants the answer now.
         named = selection.named(patch.id)
         if full or named or selection.strict:
-            verdict = decide.check_bodies(patch, named=named)
+            verdict = decide.check_bodies(load(patch.id), named=named)
         else:
             verdict = decide.check_modules(patch)
     if verdict.status is not None:
         return landing.row(patch, verdict.status, verdict.reason)
     if verdict.bodies:
         try:
-            landing.prepare(patch, verdict.bodies)
+            landing.prepare(load(patch.id), verdict.bodies)
         except Conflict as conflict:
             return landing.row(patch, "conflict", f"{conflict}: undo that or exclude {patch.id}")
         except AttributeError as error:
@@ -204,7 +185,7 @@ def _on_import() -> None:
         landing.settle()
         changed = _changed(before)
         if changed:
-            _write_report()
+            write_report()
     _log(changed)
 
 
@@ -227,7 +208,8 @@ def _log(changed: list[Row]) -> None:
         logger.info("patched: %s", ", ".join(applied))
 
 
-def _write_report() -> None:
+def write_report() -> None:
+    """Write what is in place to where `MEGATRON_IDEMPOTENT_REPORT` says."""
     path = state.selection.settings.report_path if state.selection else None
     if path is None:
         return
@@ -240,7 +222,7 @@ def _write_report() -> None:
     except OSError as error:
         import logging
 
-        with suppress(OSError):
+        if os.path.exists(temporary):
             os.unlink(temporary)
         # The patches are in place; a report that cannot be written is no reason to stop training.
         logging.getLogger("megatron_idempotent").warning(

@@ -7,18 +7,19 @@ objects (already applied, conflict) is for `sites`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING
-
 from . import versions
 from .finding import find
-from .frozen import Record
-from .record import Hazard, Patch, Target
-from .report import Status
+from .frozen import NOTHING, Record
 from .settings import SWITCH, Settings
 
+TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .outline import Outline, Place
+    from .part import Part
+    from .record import Hazard, Patch, Target
+    from .report import Status
     from .source import Body
 
 
@@ -27,7 +28,7 @@ class Verdict(Record):
 
     status: Status | None
     reason: str
-    bodies: Mapping[str, Body] = MappingProxyType({})
+    bodies: Mapping[str, Body] = NOTHING
     """By target address, where the bodies were read."""
 
 
@@ -48,7 +49,7 @@ class Selection(Record):
         """Whether the caller asked for this patch by name, and so wants to know if it fails."""
         return self.only is not None and patch_id in self.only
 
-    def gate(self, patch: Patch) -> Verdict:
+    def gate(self, patch: Outline) -> Verdict:
         """Step 1: arguments and environment."""
         settings, patch_id = self.settings, patch.id
         asked = self.named(patch_id) or patch_id in (settings.only or ())
@@ -66,16 +67,17 @@ class Selection(Record):
         return GO
 
 
-def version_of(hazard: Hazard) -> versions.Installed | None:
+def version_of(hazard: Hazard | Outline) -> versions.Installed | None:
     """What is installed of the hazard's distribution.
 
     For a framework's copy of Megatron's code that is not on the path, found out without reading
     metadata, which would take longer than all else that `apply()` does; and one that is there
     without metadata has a version that is `UNKNOWN`.
     """
-    if hazard.distribution == MEGATRON or not isinstance(hazard, Patch):
+    targets: Sequence[Place] = getattr(hazard, "targets", ())
+    if hazard.distribution == MEGATRON or not targets:
         return versions.installed(hazard.distribution)
-    if not any(find(package_of(target.module)) for target in hazard.targets):
+    if not any(find(package_of(target.module)) for target in targets):
         return None
     return versions.installed(hazard.distribution) or versions.UNKNOWN
 
@@ -87,7 +89,7 @@ def package_of(module: str) -> str:
     return ".".join(parts[: 2 if parts[0] == "megatron" else 1])
 
 
-def check_version(hazard: Hazard, version: versions.Installed | None) -> Verdict:
+def check_version(hazard: Hazard | Outline, version: versions.Installed | None) -> Verdict:
     """Step 2: is the distribution there, and in the hazard's range."""
     if version is None:
         return Verdict(status="not_installed", reason=versions.absence(hazard.distribution))
@@ -101,7 +103,7 @@ def check_version(hazard: Hazard, version: versions.Installed | None) -> Verdict
     return GO
 
 
-def check_modules(patch: Patch) -> Verdict:
+def check_modules(patch: Outline | Patch) -> Verdict:
     """The cheap half of step 3: does a file exist for every module. Reads no source."""
     for target in patch.targets:
         if find(target.module) is None:
@@ -167,10 +169,37 @@ def review(target: Target, body: Body) -> tuple[bool, str]:
             f"{target.qualname} has body {body.hash}, reviewed are "
             f"{', '.join(target.reviewed)}: name the patch in only= to accept it"
         )
+    why = _drifted(target, body)
+    if why is not None:
+        accept = "name the patch in only= to accept it"
+        return False, f"{target.qualname} (body {body.hash}) {why}: {accept}"
+    return True, f"body {body.hash} not reviewed, but holds what the patch relies on"
+
+
+def _drifted(target: Target, body: Body) -> str | None:
+    """Why a body that nobody reviewed is none for the wrapper; None where it is one."""
+    from .contract import unmet
+
     missing = [fragment for fragment in target.relies_on if not body.contains(fragment)]
     if missing:
-        return False, (
-            f"{target.qualname} (body {body.hash}) no longer contains `{missing[0]}`, "
-            "which the patch relies on: name the patch in only= to accept it"
-        )
-    return True, f"body {body.hash} not reviewed, but holds what the patch relies on"
+        return f"no longer contains `{missing[0]}`, which the patch relies on"
+    why = unmet(target.wrapper, body)
+    if why is not None or not target.parts:
+        return why
+    part = part_of(target, body)
+    if part.hash in target.parts:
+        return None
+    return f"does something new with what the patch relies on (part {part.hash})"
+
+
+def part_of(target: Target, body: Body) -> Part:
+    """What the body does with what the target relies on.
+
+    Raises:
+        OSError, TypeError, ValueError: the wrapper cannot be read.
+    """
+    from .contract import contract_of
+    from .part import Part
+
+    contract = contract_of(target.wrapper)
+    return Part(body, target.relies_on, (*contract.reads, *contract.leading))

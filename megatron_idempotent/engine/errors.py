@@ -11,5 +11,9 @@ class UnknownPatchError(ValueError):
     """A patch id in `only=`, `exclude=` or the environment is in no case file."""
 
 
+class Conflict(Exception):
+    """Somebody else's object sits where upstream's function should be. Becomes a row's reason."""
+
+
 class VerificationError(RuntimeError):
     """A patch is no longer in place, or the ranks of a group are patched differently."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from functools import cache
-from importlib.machinery import ModuleSpec
-from typing import Any
+
+TYPE_CHECKING = False  # importing typing would cost what the index saves
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+_found: dict[str, str | None] = {}
+_packages: dict[str, list[str] | None] = {}
 
 
 def namespace(module: object) -> dict[str, Any]:
@@ -21,13 +25,18 @@ def namespace(module: object) -> dict[str, Any]:
 
 def forget() -> None:
     """Forget where modules were found: `sys.path` may have changed since the last public call."""
-    find.cache_clear()
-    _package.cache_clear()
+    _found.clear()
+    _packages.clear()
 
 
-@cache
 def find(module: str) -> str | None:
     """The source file of `module`, or None. Imports nothing, not even parent packages."""
+    if module not in _found:
+        _found[module] = _find(module)
+    return _found[module]
+
+
+def _find(module: str) -> str | None:
     loaded = sys.modules.get(module)
     if loaded is not None and namespace(loaded).get("__file__"):
         return _source(str(namespace(loaded)["__file__"]))
@@ -41,9 +50,14 @@ def find(module: str) -> str | None:
     return None if spec is None else _source(spec.origin)
 
 
-@cache
 def _package(name: str) -> list[str] | None:
     """Where to look for what is in a package, or None where it is none."""
+    if name not in _packages:
+        _packages[name] = _search(name)
+    return _packages[name]
+
+
+def _search(name: str) -> list[str] | None:
     loaded = namespace(sys.modules.get(name))
     if "__path__" in loaded:
         return list(loaded["__path__"])
@@ -68,6 +82,8 @@ def _spec(name: str, search: Sequence[str] | None) -> Any:
         except KeyError:
             # A namespace package in one that is not imported: its parent is looked up, in vain, in
             # sys.modules.
+            from importlib.machinery import ModuleSpec
+
             spec = ModuleSpec(name, None, is_package=True)
             folders = [os.path.join(folder, name.rpartition(".")[2]) for folder in search or ()]
             spec.submodule_search_locations = [f for f in folders if os.path.isdir(f)]

@@ -6,14 +6,18 @@ What `@dataclass(frozen=True, kw_only=True)` gives, without importing `dataclass
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
-
+TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
-    from typing import dataclass_transform
-else:  # Python 3.10 has none; it speaks to type checkers only
+    from collections.abc import Mapping
+    from typing import Any, ClassVar, dataclass_transform
+else:  # it speaks to type checkers only
 
     def dataclass_transform(**_: Any) -> Any:
         return lambda cls: cls
+
+
+NOTHING: Mapping[Any, Any] = type(vars(object))({})
+"""An empty mapping, for a default: `types.MappingProxyType` without its module."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import os
 from _thread import RLock
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from . import decide, late
-from .catalogue import patches
-from .early import EarlyNames
-from .record import Patch, Target
-from .report import Row, Status
-from .sites import Conflict, Site, open_site
+from .catalogue import load, outlines
+from .errors import Conflict
+from .report import Row
 
+TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .early import EarlyNames
+    from .outline import Outline
+    from .record import Patch, Target
+    from .report import Status
+    from .sites import Site
     from .source import Body
 
 
@@ -28,7 +32,7 @@ class State:
     def __init__(self) -> None:
         self.selection: decide.Selection | None = None
         """Of the latest `apply()`."""
-        self.wanted: dict[str, Patch] = {}
+        self.wanted: dict[str, Outline] = {}
         self.named: frozenset[str] = frozenset()
         """Asked for by name in any `apply()`, so that a drifted body is accepted."""
         self.rows: dict[str, Row] = {}
@@ -37,6 +41,8 @@ class State:
         lands on the original and outlives it. A site without layers stays, so that what holds its
         function is patched again by the next `apply()`."""
 
+
+REVERTED = "reverted"
 
 state = State()
 lock = RLock()
@@ -70,12 +76,19 @@ os.register_at_fork(
 
 def settle() -> None:
     """Land whatever can land: called by `apply()` and by every import hook."""
+    due = [
+        patch
+        for patch in state.wanted.values()
+        if any(late.is_complete(t.module) for t in patch.targets) and not landed(patch)
+    ]
+    if not due:
+        return
+    from .early import EarlyNames
+
     names = EarlyNames()
     accepted: dict[str, str] = {}
     try:
-        for patch in list(state.wanted.values()):
-            if landed(patch) or all(not late.is_complete(t.module) for t in patch.targets):
-                continue
+        for patch in due:
             refusal = _try_to_land(patch, names, accepted)
             if refusal is not None:
                 drop({patch.id}, names)
@@ -87,9 +100,9 @@ def settle() -> None:
             state.rows[patch_id] = _accepted(state.wanted[patch_id], reason)
 
 
-def _try_to_land(patch: Patch, names: EarlyNames, accepted: dict[str, str]) -> Row | None:
+def _try_to_land(patch: Outline, names: EarlyNames, accepted: dict[str, str]) -> Row | None:
     try:
-        return _land(patch, names, accepted)
+        return _land(load(patch.id), names, accepted)
     except Exception as error:  # noqa: BLE001 - runs inside of users' import statements
         return row(patch, "failed", f"{type(error).__name__}: {error}")
 
@@ -105,7 +118,7 @@ def _land(patch: Patch, names: EarlyNames, accepted: dict[str, str]) -> Row | No
         return row(patch, "conflict", f"{conflict}: undo that or exclude {patch.id}")
     # Everything is validated; from here on only plain assignments happen.
     for target, site in prepared:
-        if not site.in_place:
+        if not site.in_place or not site.is_installed:
             state.sites[target.address] = site
             site.body = verdict.bodies[target.address].hash
             site.install(_prefixes(target), names)
@@ -114,9 +127,10 @@ def _land(patch: Patch, names: EarlyNames, accepted: dict[str, str]) -> Row | No
     return None
 
 
-def _accepted(patch: Patch, reason: str) -> Row:
+def _accepted(patch: Outline, reason: str) -> Row:
     reasons = [reason]
-    left = [name for target in patch.targets for name in _left(target)]
+    sites = [state.sites[t.address] for t in patch.targets if t.address in state.sites]
+    left = [name for site in sites for name in site.left]
     if left:
         reasons.append(f"bound before us and left alone: {', '.join(left)}")
     waits = missing(patch)
@@ -133,12 +147,14 @@ def prepare(patch: Patch, bodies: Mapping[str, Body]) -> list[tuple[Target, Site
         AttributeError: nothing stands there, although the source defines it.
     """
     prepared = []
+    from .sites import open_site
+
     for target in patch.targets:
         if not late.is_complete(target.module):
             continue
         site = state.sites.get(target.address)
         if site is None or not site.in_place:
-            fresh = open_site(target, len(bodies[target.address].tree.decorator_list))
+            fresh = open_site(target, bodies[target.address])
             if site is None or not site.same_place(fresh):
                 # Names that were bound early still lead to the function of the old site.
                 fresh.previous = site
@@ -153,36 +169,33 @@ def _prefixes(target: Target) -> set[str]:
     return {"megatron", own, *(state.selection.settings.rebind if state.selection else ())}
 
 
-def _left(target: Target) -> list[str]:
-    site = state.sites.get(target.address)
-    return [] if site is None else site.left
-
-
 def drop(ids: set[str], names: EarlyNames | None = None) -> list[Row]:
     """Take these patches off, last in first out, and forget them.
 
     Args:
         names: told what to look for in other modules; None looks at once.
     """
+    from .early import EarlyNames
+
     told = EarlyNames() if names is None else names
-    rows = {patch_id: row(patches()[patch_id], "disabled", "reverted") for patch_id in sorted(ids)}
+    rows = {name: row(outlines()[name], "disabled", REVERTED) for name in sorted(ids)}
     for address, site in reversed(list(state.sites.items())):
         ours = ids & set(site.layers)
         for patch_id in ours:
             site.remove(patch_id)
         if not site.layers and not site.uninstall(told):
             reason = f"someone wrapped {address} after us: our layer stays below, doing nothing"
-            rows |= {patch_id: row(patches()[patch_id], "conflict", reason) for patch_id in ours}
+            rows |= {name: row(outlines()[name], "conflict", reason) for name in ours}
     if names is None:
         told.rebind()
     for patch_id in ids:
         state.wanted.pop(patch_id, None)
     state.named -= ids
     state.rows |= rows
-    return list(rows.values())
+    return [current(outlines()[patch_id]) for patch_id in rows]
 
 
-def landed(patch: Patch) -> bool:
+def landed(patch: Outline | Patch) -> bool:
     """Whether every target leads to our function and that function carries this patch."""
     return all(
         (site := state.sites.get(target.address)) is not None
@@ -192,22 +205,26 @@ def landed(patch: Patch) -> bool:
     )
 
 
-def missing(patch: Patch) -> list[str]:
+def missing(patch: Outline) -> list[str]:
     """Modules of the patch that are not imported yet."""
     return sorted({t.module for t in patch.targets if not late.is_complete(t.module)})
 
 
-def current(patch: Patch) -> Row:
+def current(patch: Outline) -> Row:
     """The patch's outcome as it stands now."""
     known = state.rows.get(patch.id)
     if known is None:
         return row(patch, "disabled", "apply() was not called")
     if known.status in ("applied", "already_applied") and not landed(patch):
         return row(patch, "conflict", "its function was replaced after the patch landed")
+    if known.reason == REVERTED:
+        sites = [state.sites[t.address] for t in patch.targets if t.address in state.sites]
+        left = [said for site in sites if (said := site.leftover) is not None]
+        return row(patch, known.status, "; ".join([REVERTED, *left]))
     return known
 
 
-def row(patch: Patch, status: Status, reason: str) -> Row:
+def row(patch: Outline | Patch, status: Status, reason: str) -> Row:
     """A row about `patch` with the version that is installed."""
     version = decide.version_of(patch)
     return Row(

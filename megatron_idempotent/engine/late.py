@@ -9,14 +9,17 @@ from __future__ import annotations
 import os
 import sys
 from _thread import allocate_lock
-from collections.abc import Callable, Iterable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
 
 from .finding import namespace
 
-_Action = Callable[[], None]
+TYPE_CHECKING = False  # importing typing would cost what the index saves
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+    _Action = Callable[[], None]
 
 _lock = allocate_lock()
 # By top-level package that nobody has imported yet: the modules of it that are waited for.

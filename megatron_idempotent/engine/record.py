@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from .frozen import Record
+from .frozen import NOTHING, Record
+from .outline import Place, specifier
 
 if TYPE_CHECKING:
     from .source import Body
 
-OPEN = "1000"
-"""For `before`, where statements alone decide: nobody has to read each release of a framework."""
-
 SECTIONS = ("Symptom", "Cause", "Affects", "Upstream", "Remove when")
 
 
-class Target(Record):
+class Target(Place):
     """One function of Megatron and the wrapper that goes around it.
 
     Example:
@@ -33,17 +30,19 @@ class Target(Record):
         )
     """
 
-    address: str
-    """`module:qualname`. A colon, because an attribute can shadow a submodule of the same name."""
-
     wrapper: Callable[..., Any]
     """Plain module-level function `wrapper(original, *args, **kwargs)`."""
 
-    reviewed: Mapping[str, str] = MappingProxyType({})
+    reviewed: Mapping[str, str] = NOTHING
     """Body hash → the releases on which a person read that body. Any of them may be wrapped."""
 
     relies_on: tuple[str, ...] = ()
-    """Source fragments which a body that nobody reviewed must contain for the wrap to be right."""
+    """Source fragments that a body nobody reviewed must contain for the wrap to be right. What else
+    it does with the same attributes, texts and names is its part: see `parts`."""
+
+    parts: Mapping[str, str] = NOTHING
+    """Hash of a part (`engine.part`) → the releases on which a person read it. Where this is empty,
+    as for frameworks that nobody reads release by release, the fragments alone decide."""
 
     def __post_init__(self) -> None:
         if not _is_address(self.address):
@@ -53,16 +52,8 @@ class Target(Record):
                 f"target {self.address} has neither reviewed bodies nor relies_on, so nothing "
                 "would notice that upstream changed: give one of them"
             )
-
-    @property
-    def module(self) -> str:
-        """The module part of the address."""
-        return self.address.partition(":")[0]
-
-    @property
-    def qualname(self) -> str:
-        """The part of the address after the colon."""
-        return self.address.partition(":")[2]
+        if self.parts and not self.relies_on:
+            raise ValueError(f"target {self.address} has parts of nothing: give relies_on too")
 
 
 class Reproduction(Record):
@@ -125,8 +116,7 @@ class Hazard(Record):
     @property
     def versions(self) -> str:
         """The range as a version specifier."""
-        bound = "" if self.before == OPEN else f",<{self.before}"
-        return f">={self.since}{bound}"
+        return specifier(self.since, self.before)
 
     @property
     def answer(self) -> str:
@@ -166,6 +156,8 @@ class Patch(Hazard):
         super().__post_init__()
         if not self.targets:
             raise ValueError(f"patch {self.id} has no target")
+        if self.default and self.debug:
+            raise ValueError(f"patch {self.id} only looks, and has to be off by default")
 
     @property
     def answer(self) -> str:

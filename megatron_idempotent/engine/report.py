@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, get_args
-
 from .frozen import Record
 
-Status = Literal[
-    "applied",
-    "already_applied",
-    "disabled",
-    "not_installed",
-    "unsupported_version",
-    "missing_target",
-    "fixed_upstream",
-    "drifted",
-    "conflict",
-    "pending_import",
-    "failed",
-]
-STATUSES: tuple[str, ...] = get_args(Status)
+TYPE_CHECKING = False  # importing typing would cost what the index saves
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from typing import Any, Literal
+
+    Status = Literal[
+        "applied",
+        "already_applied",
+        "disabled",
+        "not_installed",
+        "unsupported_version",
+        "missing_target",
+        "fixed_upstream",
+        "drifted",
+        "conflict",
+        "pending_import",
+        "failed",
+    ]
 
 # These mean that somebody has to look: the hazard is there and its patch is not.
 PROBLEMS: frozenset[str] = frozenset({"failed", "drifted", "conflict"})

@@ -12,18 +12,18 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .early import EarlyNames, references
+from .errors import Conflict
 from .finding import namespace
 from .record import Target
 
+if TYPE_CHECKING:
+    from .source import Body
+
 ABSENT: Any = object()
 """Stands for the raw value where a class has inherited the function."""
-
-
-class Conflict(Exception):
-    """Somebody else's object sits where upstream's function should be."""
 
 
 class Site:
@@ -58,8 +58,10 @@ class Site:
         """The site at this address before upstream's module was loaded again."""
         self.prefixes: frozenset[str] = frozenset()
         """Packages whose early-bound names are rebound."""
-        self._is_installed = False
+        self.is_installed = False
         self._held_elsewhere = held_elsewhere
+        self._cover: object = None
+        """What stood in the place of our function when that was taken away."""
         self._call = original = self.original
 
         @functools.wraps(original)
@@ -118,7 +120,7 @@ class Site:
     @property
     def current(self) -> Any:
         """What names of the function should lead to: ours while it is installed."""
-        return self.installed if self._is_installed else self.original
+        return self.installed if self.is_installed else self.original
 
     def may_change(self, module_name: str, module: types.ModuleType) -> bool:
         """Whether names in that module are ours to bind anew."""
@@ -133,7 +135,7 @@ class Site:
         Known exactly once, before we hold it ourselves; afterwards it may always be.
         """
         held, self._held_elsewhere = self._held_elsewhere, None
-        return self._is_installed and (held is None or held > names)
+        return self.is_installed and (held is None or held > names)
 
     def install(self, prefixes: Iterable[str], names: EarlyNames) -> None:
         """Put our function at the site.
@@ -143,8 +145,9 @@ class Site:
             names: told to look for them.
         """
         self.prefixes = frozenset(prefixes)
-        self._is_installed = True
-        setattr(self.owner, self.name, self.installed)
+        self.is_installed = True
+        if not self.in_place:  # where it is, somebody may have wrapped it
+            setattr(self.owner, self.name, self.installed)
         if isinstance(self.owner, types.ModuleType):
             names.follow(self)
 
@@ -156,25 +159,46 @@ class Site:
         if self.previous is not None:
             self.previous.uninstall(names)
             self.previous = None
-        self._is_installed = False
-        replaced = namespace(self.owner).get(self.name) is not self.installed
+        was_installed, self.is_installed = self.is_installed, False
+        found = namespace(self.owner).get(self.name)
+        replaced = found is not self.installed
         if not replaced and self.raw is ABSENT:
             delattr(self.owner, self.name)
         elif not replaced:
             setattr(self.owner, self.name, self.raw)
         if isinstance(self.owner, types.ModuleType):
             names.follow(self)
+        self._cover = found if replaced and was_installed else None
         return not replaced or not self.in_place
 
+    @property
+    def leftover(self) -> str | None:
+        """What is left of us, as the end of a sentence, where no patch is on; or None."""
+        if self.is_installed:
+            return None
+        found, address = namespace(self.owner).get(self.name), self.target.address
+        if found is self.installed:
+            return (
+                f"somebody has put our function back at {address}: it does nothing, and revert() "
+                "takes it away again"
+            )
+        if found is None or found is not self._cover:
+            return None
+        kind = type(found)
+        return (
+            f"{address} is a {kind.__module__}.{kind.__qualname__} by now: whoever takes that away "
+            "and puts back what was there before puts back our function, which does nothing"
+        )
 
-def open_site(target: Target, decorators: int) -> Site:
+
+def open_site(target: Target, body: Body) -> Site:
     """A site for the live function, with nothing installed yet.
 
     Args:
-        decorators: how many decorators upstream's source puts on it.
+        body: what upstream's source says there.
 
     Raises:
-        Conflict: what stands there was not defined by upstream's module.
+        Conflict: what stands there was not compiled from that source.
         AttributeError: nothing stands there.
     """
     module = sys.modules[target.module]
@@ -183,9 +207,7 @@ def open_site(target: Target, decorators: int) -> Site:
     held_elsewhere = references(namespace(owner), name)  # as long as nothing here holds it
     raw = namespace(owner).get(name, ABSENT)
     if raw is not ABSENT:
-        if type(raw) in (staticmethod, classmethod):
-            decorators -= 1  # that one is no layer around the function
-        foreign = _foreign(_unbound(raw), module, decorators)
+        foreign = _foreign(raw, module, body, target.qualname)
         if foreign is not None:
             raise Conflict(f"{target.address} is {foreign}")
         return Site(target, owner, raw, held_elsewhere=held_elsewhere)
@@ -213,9 +235,15 @@ def _unbound(raw: Any) -> Any:
     return raw.__func__ if type(raw) in (staticmethod, classmethod) else raw
 
 
-def _foreign(function: Any, module: types.ModuleType, decorators: int) -> str | None:
+def _foreign(raw: Any, module: types.ModuleType, body: Body, qualname: str) -> str | None:
+    from .compiled import difference  # with the body's source, which apply() may do without
+
     # A function keeps the globals of the module that compiled it, whatever functools.wraps copied
     # onto it. Only as many layers are looked through as upstream itself put there.
+    function = _unbound(raw)
+    decorators = len(body.tree.decorator_list)
+    if function is not raw:
+        decorators -= 1  # that one is no layer around the function
     for _ in range(decorators):
         function = getattr(function, "__wrapped__", function)
     if type(function) is not types.FunctionType:
@@ -223,11 +251,11 @@ def _foreign(function: Any, module: types.ModuleType, decorators: int) -> str | 
         return f"a {kind.__module__}.{kind.__qualname__}, not upstream's function"
     code = function.__code__
     # Source patchers compile anew in upstream's globals, under a file name of their own.
-    if function.__globals__ is namespace(module) and _file_name(code.co_filename) == _file_name(
+    if function.__globals__ is not namespace(module) or _file_name(code.co_filename) != _file_name(
         str(module.__file__)
     ):
-        return None
-    return f"{function.__qualname__} from {code.co_filename}:{code.co_firstlineno}"
+        return f"{function.__qualname__} from {code.co_filename}:{code.co_firstlineno}"
+    return difference(code, body, qualname)
 
 
 def _file_name(path: str) -> str:

@@ -37,13 +37,20 @@ class Body:
         body.contains("config.param_sync_func = None")
     """
 
-    def __init__(self, tree: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+    def __init__(self, tree: ast.FunctionDef | ast.AsyncFunctionDef, module: str) -> None:
         self.tree = tree
+        self.module = module
+        """The source of the module that it is from."""
 
     @cached_property
     def hash(self) -> str:
         """Twelve hexadecimal digits, equal for equal code on every Python version."""
-        return hashlib.sha256(canonical(self.tree).encode()).hexdigest()[:12]
+        return digest(canonical(self.tree))
+
+    @property
+    def line(self) -> int:
+        """Where it begins in its file, at its first decorator: `co_firstlineno` of its code."""
+        return min([self.tree.lineno, *(node.lineno for node in self.tree.decorator_list)])
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -112,7 +119,7 @@ def parse_body(text: str, qualname: str) -> Body | None:
     for name in rest:
         node = _definition(node.body, name) if node is not None else None
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return Body(node)
+        return Body(node, text)
     return None
 
 
@@ -130,8 +137,11 @@ def _parse_definition(
         start, stop = starts[0].span()
         end = re.search(r"^[\w@]", text[stop:], re.MULTILINE)
         if not _may_be_decorated(text[:start]):
+            above = "\n" * text.count("\n", 0, start)  # for the line numbers
             try:
-                tree = ast.parse(text[start : stop + end.start()] if end else text[start:])
+                tree = ast.parse(
+                    above + (text[start : stop + end.start()] if end else text[start:])
+                )
             except SyntaxError:
                 pass  # the cut went through a string; the whole file decides below
             else:
@@ -157,6 +167,11 @@ def _definition(
             blocks[1:1] = [handler.body for handler in getattr(statement, "handlers", ())]
             found = _definition([child for block in blocks for child in block], name) or found
     return found
+
+
+def digest(text: str) -> str:
+    """Twelve hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def canonical(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import landing
-from .catalogue import patches
+from .catalogue import load, outlines
 from .control import report
 from .errors import PatchError, VerificationError
 from .report import PROBLEMS, Report, Row
@@ -37,7 +37,7 @@ def verify(group: Any = None) -> Report:
         _check_in_place(result)
     except (PatchError, VerificationError) as error:
         failure = error
-        result = Report(landing.current(patch) for patch in patches().values())
+        result = Report(landing.current(patch) for patch in outlines().values())
     distributed = sys.modules.get("torch.distributed")
     up = distributed and distributed.is_available() and distributed.is_initialized()
     if distributed and up and distributed.get_world_size(group) > 0:  # -1 outside of the group
@@ -104,7 +104,7 @@ def _digest(row: Row) -> str:
 
     status = "applied" if row.status == "already_applied" else row.status
     code = hashlib.sha256()
-    for target in patches()[row.id].targets:
+    for target in load(row.id).targets:
         site = landing.state.sites.get(target.address)
         if site is not None and row.id in site.layers:
             code.update(site.body.encode())

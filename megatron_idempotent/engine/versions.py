@@ -7,11 +7,13 @@ compared as numbers, and it is imported only for other distributions.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from functools import cache
 
 from .finding import find
 from .frozen import Record
+
+TYPE_CHECKING = False  # importing typing would cost what the index saves
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 # megatron-core says its version in a file of its own, which is right for a checkout on PYTHONPATH
 # too. The `+<git sha>` that newer files append belongs to whatever repository encloses them, so
@@ -74,10 +76,15 @@ def _significant(release: tuple[int, ...]) -> tuple[int, ...]:
     return release
 
 
-@cache
+# The version that a file says, with the time at which it did.
+_read: dict[tuple[str, int], Installed | None] = {}
+
+
 def _from_package_info(path: str, mtime_ns: int) -> Installed | None:
-    with open(path, encoding="utf-8") as file:
-        return from_package_info(file)
+    if (path, mtime_ns) not in _read:
+        with open(path, encoding="utf-8") as file:
+            _read[path, mtime_ns] = from_package_info(file)
+    return _read[path, mtime_ns]
 
 
 def from_package_info(lines: Iterable[str]) -> Installed | None:

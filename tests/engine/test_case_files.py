@@ -62,8 +62,8 @@ def test_every_file_in_the_folder_is_a_case_file():
 @pytest.mark.parametrize(
     ("patch", "target"), OF_MEGATRON, ids=lambda value: getattr(value, "address", None)
 )
-def test_a_target_is_in_the_installed_megatron_and_its_body_is_known(patch, target):
-    assert INSTALLED is not None, "the tests need a Megatron"
+def test_a_target_is_in_the_installed_megatron_and_its_body_is_known(patch, target, megatron):
+    assert INSTALLED is not None
     if not versions.supported(INSTALLED, patch.since, patch.before):
         pytest.skip(f"megatron-core {INSTALLED.text} is not in {patch.versions}")
     path = source.locate(target.module)

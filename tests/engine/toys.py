@@ -12,7 +12,8 @@ import pytest
 
 from megatron_idempotent import Report, apply, report
 from megatron_idempotent.engine import Patch, Reproduction, Target, landing
-from megatron_idempotent.engine.catalogue import patches
+from megatron_idempotent.engine.catalogue import outlines, patches
+from megatron_idempotent.engine.outline import index_of, read_index
 
 REAL = tuple(patches())
 
@@ -73,6 +74,8 @@ class Toys:
             **{"distribution": "toy-upstream", "since": "1", "before": "2"} | fields,
         )
         self._monkeypatch.setitem(patches(), patch_id, record)
+        _, outlined = read_index(index_of([record]))
+        self._monkeypatch.setitem(outlines(), patch_id, outlined[patch_id])
         self._ids.append(patch_id)
 
     def apply(self, *ids: str, **arguments: Any) -> Report:

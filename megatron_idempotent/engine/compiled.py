@@ -1,0 +1,91 @@
+"""Whether a function that runs is the one whose source was read.
+
+A name may lead to a lambda, to another definition of the module, or to code that was compiled
+before its file changed. So the source is compiled once more and compared, code for code.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
+from functools import lru_cache
+from types import CodeType
+
+from .source import Body
+
+_FEATURES = 0
+for _name in __future__.all_feature_names:
+    _FEATURES |= getattr(__future__, _name).compiler_flag
+_COMPARED = (
+    *("co_name", "co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags"),
+    *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount"),
+)
+
+
+def difference(code: CodeType, body: Body, qualname: str) -> str | None:
+    """What the code is, where it is not the body's, as the end of a sentence; or None."""
+    where = f"{code.co_filename}:{code.co_firstlineno}"
+    if code.co_name != body.tree.name:
+        return f"{code.co_name} from {where}"
+    if code.co_firstlineno != body.line:
+        return f"the one at {where}, and the source that was read begins at line {body.line}"
+    if not any(_same(code, compiled) for compiled in _compiled(body, qualname, code)):
+        return f"not what {where} says: it was compiled from other source"
+    return None
+
+
+def _compiled(body: Body, qualname: str, like: CodeType) -> Iterator[CodeType]:
+    """What the body compiles to: by itself, which is quick, and then in its file."""
+    definition: ast.stmt = body.tree
+    # In its classes, for names like __x and for super().
+    for name in reversed(qualname.split(".")[:-1]):
+        definition = ast.ClassDef(
+            name=name, bases=[], keywords=[], body=[definition], decorator_list=[], type_params=[]
+        )
+    # And behind the imports: a call of something that is imported is compiled in its own way.
+    module = ast.Module(body=[*_imports(body.module), definition], type_ignores=[])
+    for source in (ast.fix_missing_locations(module), body.module):
+        flags = like.co_flags & _FEATURES
+        found: CodeType | None = compile(source, like.co_filename, "exec", flags, dont_inherit=True)
+        for name in qualname.split("."):
+            # The last definition of a name counts, as it does at run time.
+            inner = [] if found is None else found.co_consts
+            codes = [each for each in inner if isinstance(each, CodeType)]
+            found = next((each for each in reversed(codes) if each.co_name == name), None)
+        if found is not None:
+            yield found
+
+
+@lru_cache(maxsize=8)
+def _imports(text: str) -> tuple[ast.stmt, ...]:
+    """The imports of a module outside of functions and classes, without parsing all of it."""
+    found: list[ast.stmt] = []
+    outside = True
+    for match in re.finditer(r"^(?:([\w@]+)|[ \t]+(?=import\b|from\b))", text, re.MULTILINE):
+        if match[1] is not None:
+            outside = match[1] not in ("def", "class", "async") and match[1][0] != "@"
+        if outside:
+            rest = text[match.start() : match.start() + 5000]
+            statement = re.match(r"[ \t]*(?:import|from)\b[^\n(]*(?:\([^)]*\))?", rest)
+            try:
+                found += ast.parse(textwrap.dedent(statement[0])).body if statement else []
+            except SyntaxError:
+                continue  # a text that looks like one; where it matters, the whole file decides
+    # Features come with the flags, and nothing may stand before their import.
+    return tuple(each for each in found if getattr(each, "module", "") != "__future__")
+
+
+def _same(one: CodeType, other: CodeType) -> bool:
+    if any(getattr(one, name) != getattr(other, name) for name in _COMPARED):
+        return False
+    if len(one.co_consts) != len(other.co_consts):
+        return False
+    return all(
+        _same(mine, theirs)
+        if isinstance(mine, CodeType) and isinstance(theirs, CodeType)
+        else type(mine) is type(theirs) and (mine == theirs or repr(mine) == repr(theirs))
+        for mine, theirs in zip(one.co_consts, other.co_consts, strict=True)
+    )
