@@ -16,7 +16,7 @@ from megatron_idempotent.engine import Target
 from megatron_idempotent.engine.catalogue import patches
 from megatron_idempotent.engine.contract import contract_of
 from megatron_idempotent.engine.decide import review
-from megatron_idempotent.engine.source import parse_body
+from megatron_idempotent.engine.source import locate, parse_body
 
 #: Mutants that are run, of each function: 2,000 in all, a second or two each.
 COUNTS = {
@@ -32,7 +32,9 @@ CHANGES_OF_KIND = ("another_kind", "decorated")
 #: A repair in other words that shows only when it runs: the wrapper looks at what it has done.
 SEEN_WHEN_RUN = {"grad-scale-func", "train-iteration-lost"}
 
-pytestmark = pytest.mark.usefixtures("megatron")
+pytestmark = pytest.mark.skipif(
+    locate(MODULES["train"]) is None, reason="no megatron.training is installed"
+)
 
 
 def targets_of(function: str) -> Iterator[Target]:
