@@ -1,14 +1,19 @@
 """Whether a function that runs is the one whose source was read.
 
 A name may lead to a lambda, to another definition of the module, or to code that was compiled
-before its file changed. So the source is compiled once more and compared, code for code.
+before its file changed. So it is compared, code for code, with what the interpreter has compiled
+the file to; where that is not kept, the source is compiled once more.
 """
 
 from __future__ import annotations
 import __future__
 
 import ast
+import importlib.util
+import marshal
+import os
 import re
+import struct
 import textwrap
 from collections.abc import Iterator
 from functools import lru_cache
@@ -16,6 +21,7 @@ from types import CodeType
 
 from .source import Body
 
+_32_BITS = 0xFFFFFFFF
 _FEATURES = 0
 for _name in __future__.all_feature_names:
     _FEATURES |= getattr(__future__, _name).compiler_flag
@@ -38,28 +44,67 @@ def difference(code: CodeType, body: Body, qualname: str) -> str | None:
 
 
 def _compiled(body: Body, qualname: str, like: CodeType) -> Iterator[CodeType]:
-    """What the body compiles to: by itself, which is quick, and then in its file."""
+    """What the body compiles to: as it is kept, by itself, which is quick, and then in its file."""
+    kept = _inside(_kept(like.co_filename), qualname)
+    if kept is not None:
+        yield kept
     definition: ast.stmt = body.tree
     # In its classes, for names like __x and for super().
     for name in reversed(qualname.split(".")[:-1]):
         definition = ast.ClassDef(
             name=name, bases=[], keywords=[], body=[definition], decorator_list=[], type_params=[]
         )
+        # By hand: fix_missing_locations visits every node, and takes longer than the compiler.
+        definition.lineno = definition.end_lineno = body.line
+        definition.col_offset = definition.end_col_offset = 0
     # And behind the imports: a call of something that is imported is compiled in its own way.
     module = ast.Module(body=[*_imports(body.module), definition], type_ignores=[])
-    for source in (ast.fix_missing_locations(module), body.module):
+    for source in (module, body.module):
         flags = like.co_flags & _FEATURES
-        found: CodeType | None = compile(source, like.co_filename, "exec", flags, dont_inherit=True)
-        for name in qualname.split("."):
-            # The last definition of a name counts, as it does at run time.
-            inner = [] if found is None else found.co_consts
-            codes = [each for each in inner if isinstance(each, CodeType)]
-            found = next((each for each in reversed(codes) if each.co_name == name), None)
+        module_code = compile(source, like.co_filename, "exec", flags, dont_inherit=True)
+        found = _inside(module_code, qualname)
         if found is not None:
             yield found
 
 
-@lru_cache(maxsize=8)
+def _inside(found: CodeType | None, qualname: str) -> CodeType | None:
+    for name in qualname.split("."):
+        # The last definition of a name counts, as it does at run time.
+        inner = () if found is None else found.co_consts
+        codes = [each for each in inner if isinstance(each, CodeType)]
+        found = next((each for each in reversed(codes) if each.co_name == name), None)
+    return found
+
+
+def _kept(file: str) -> CodeType | None:
+    """The module in the .pyc file that was made of the source as it is now, or None."""
+    try:
+        cached = importlib.util.cache_from_source(file)
+        source, made = os.stat(file), os.stat(cached)
+    except (OSError, NotImplementedError):
+        return None
+    # The file itself notes whole seconds, within which the source may have changed.
+    if made.st_mtime_ns < source.st_mtime_ns:
+        return None
+    return _read_kept(cached, int(source.st_mtime), source.st_size)
+
+
+@lru_cache(maxsize=64)
+def _read_kept(cached: str, seconds: int, size: int) -> CodeType | None:
+    # PEP 552: the interpreter's number, no flags, and time and size of the source.
+    head = struct.pack("<III", 0, seconds & _32_BITS, size & _32_BITS)
+    try:
+        with open(cached, "rb") as file:
+            data = file.read()
+        if data[:16] != importlib.util.MAGIC_NUMBER + head:
+            return None
+        code = marshal.loads(data[16:])
+    except (OSError, EOFError, ValueError, TypeError):
+        return None
+    return code if isinstance(code, CodeType) else None
+
+
+@lru_cache(maxsize=64)
 def _imports(text: str) -> tuple[ast.stmt, ...]:
     """The imports of a module outside of functions and classes, without parsing all of it."""
     found: list[ast.stmt] = []

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import py_compile
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from megatron_idempotent import report, revert
+from megatron_idempotent.engine import compiled
 from megatron_idempotent.engine.compiled import difference
 from megatron_idempotent.engine.source import parse_body
 
@@ -52,7 +56,9 @@ def test_where_another_definition_begins_is_said(greet, toys):
     assert "greet.py:1, and the source that was read begins at line 4" in reason
 
 
-@pytest.mark.parametrize("edit", ["name if name else name", "not name", "f'hello {name:}'"])
+@pytest.mark.parametrize(
+    "edit", ["name if name else name", "not name", "f'hello {name:}'", "f'hallo {name}'"]
+)
 def test_a_file_that_was_edited_after_its_import_is_not_what_runs(greet, toys, edit):
     module, path = greet()
     live = module.greet
@@ -63,6 +69,19 @@ def test_a_file_that_was_edited_after_its_import_is_not_what_runs(greet, toys, e
     path.write_text(GREET + "# and a remark\n")
     assert toys.apply()["toy-a"].status == "applied"
     assert module.greet is not live
+
+
+def test_what_the_interpreter_keeps_is_not_compiled_again(greet, toys, monkeypatch):
+    module, path = greet()
+    py_compile.compile(str(path))
+    body = parse_body(GREET, "greet")
+    monkeypatch.setattr(compiled, "_imports", None)  # which compiling takes first
+    assert difference(module.greet.__code__, body, "greet") is None
+    cached = Path(importlib.util.cache_from_source(str(path)))
+    cached.write_bytes(cached.read_bytes()[:-9])  # half-written
+    os.utime(path, (1, 1))
+    with pytest.raises(TypeError):
+        difference(module.greet.__code__, body, "greet")
 
 
 @pytest.mark.parametrize(
