@@ -1,4 +1,4 @@
-"""Whether a function that runs is the one whose source was read.
+"""Compare the function that runs with the source that was read.
 
 A name may lead to a lambda, to another definition of the module, or to code that was compiled
 before its file changed. So it is compared, code for code, with what the interpreter has compiled
@@ -32,7 +32,7 @@ _COMPARED = (
 
 
 def difference(code: CodeType, body: Body, qualname: str) -> str | None:
-    """What the code is, where it is not the body's, as the end of a sentence; or None."""
+    """Say what the code is where it is not the body's, as the end of a sentence; else None."""
     where = f"{code.co_filename}:{code.co_firstlineno}"
     if code.co_name != body.tree.name:
         return f"{code.co_name} from {where}"
@@ -44,7 +44,7 @@ def difference(code: CodeType, body: Body, qualname: str) -> str | None:
 
 
 def _compiled(body: Body, qualname: str, like: CodeType) -> Iterator[CodeType]:
-    """What the body compiles to: as it is kept, by itself, which is quick, and then in its file."""
+    """Compile the body: as it is kept, by itself, which is quick, and then in its file."""
     kept = _inside(_kept(like.co_filename), qualname)
     if kept is not None:
         yield kept

@@ -1,9 +1,8 @@
-"""What a wrapper takes for granted about the function that it goes around.
+"""Read off a wrapper what it takes for granted about the function that it goes around.
 
-Read off the wrapper's own code, so that nobody has to write it down twice: the parameters that it
-asks for by name, those that it takes by position, and the items of the result that it unpacks, by
-the names that it gives them. A body that a person reviewed was read together with the wrapper;
-any other one has to fit.
+Nobody has to write it down twice: the parameters that the wrapper asks for by name, those that it
+takes by position, and the items of the result that it unpacks, by the names that it gives them. A
+body that a person reviewed was read together with the wrapper; any other one has to fit.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 class Contract(Record):
-    """Of one wrapper.
+    """The needs of one wrapper.
 
     Example:
         contract_of(train).reads == ("config", "model")
@@ -35,15 +34,15 @@ class Contract(Record):
     leading: tuple[str, ...]
     """Its own parameters after `original`, which it passes on by position."""
     takes_all: bool
-    """Whether it passes on any other arguments too, as `*args, **kwargs`."""
+    """True where it passes on any other arguments too, as `*args, **kwargs`."""
     items: tuple[str, ...] | None
     """Names that it unpacks the result into, `_` for any; None where it leaves that whole."""
     or_more: bool
-    """Whether the result may have more items than these."""
+    """True where the result may have more items than these."""
 
 
 def unmet(wrapper: Callable[..., Any], body: Body) -> str | None:
-    """What the wrapper needs and the body does not give, as the end of a sentence; or None."""
+    """Say what the wrapper needs and the body does not give, as a sentence's end; else None."""
     try:
         contract = contract_of(wrapper)
     except (OSError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What `apply()` has to know of a patch before Megatron is imported: its outline.
+"""Outlines: all that `apply()` has to know of patches before Megatron is imported.
 
 All outlines are in one generated file, `index.txt`, because reading ninety case files takes longer
 than all else that `apply()` does. A case file is imported when a module that it patches is.

@@ -120,7 +120,7 @@ def _declarations(arguments: ast.arguments) -> dict[str, tuple[ast.AST, ...]]:
 
 
 class _Things:
-    """What fragments speak of.
+    """The attributes, texts and names that fragments speak of.
 
     Attributes by their name, whatever they are attributes of; texts; what is returned. Names that
     the function binds by what binds them, other names by every use.
