@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from .records import Batch, StepLoss
@@ -12,9 +12,13 @@ from .totals import Row, Totals
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """What an optimizer step did. Example: `Update(updated=True, grad_norm=1.5, lr=1e-6, ...)`."""
+    """Tells what an optimizer step did.
 
-    updated: bool
+    Example: `Update(skipped=None, grad_norm=1.5, lr=1e-6, weight_decay=0.1)`.
+    """
+
+    skipped: str | None
+    """Why no parameter was updated; None where they were."""
     grad_norm: float | None
     lr: float
     weight_decay: float
@@ -36,6 +40,22 @@ class Backend(Protocol):
         """Where microbatches are made that a rank lacks."""
 
     @property
+    def must_agree(self) -> Mapping[str, Any]:
+        """Settings that are the same on all ranks in a step that is right, by name."""
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel ranks."""
+
+    @property
+    def lowers_scale(self) -> bool:
+        """Whether gradients that are not finite lower a loss scale, and the step is skipped."""
+
+    @property
+    def narrow(self) -> bool:
+        """Whether gradients of sums over a whole step may leave the range of their type."""
+
+    @property
     def torn(self) -> bool:
         """Whether parameters may be half updated, without a copy to go back to."""
 
@@ -49,6 +69,12 @@ class Backend(Protocol):
         """Whether ranks meet in the middle of a microbatch, and the gloo group of those who do.
 
         The group is None where it is all ranks. The first call is a collective of all ranks.
+        """
+
+    def divide_losses(self, shift: int) -> None:
+        """Divide losses by 2 ** shift until the update, and the gradients that are there already.
+
+        Only where gradients are `narrow`. The update multiplies with it.
         """
 
     def run(
@@ -74,7 +100,8 @@ class Backend(Protocol):
         """Reduce and finalize once, divide, step the optimizer and the scheduler.
 
         `local` is this replica's part of the normalizer. All ranks take part; none waits longer
-        than `timeout_s` in a collective, where that can be had.
+        than `timeout_s` in a collective, where that can be had. Raises `RuntimeError` on all ranks
+        where the norm is not finite and that is to be refused; nothing is updated then.
         """
 
     def rates(self) -> tuple[float, float]:

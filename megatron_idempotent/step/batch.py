@@ -5,21 +5,30 @@ Legend: B rows of the batch, T positions.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_idempotent.fp8.packing import Pack
+
 from .records import Batch
 
 TOKENS, SAMPLE_MASK, TOKEN_MASK = "input_ids", "sample_mask", "token_mask"
 
+# No rows can be taken out of these, so they are the same for all of them.
+_SCALARS = (bool, int, float, str, bytes, type(None))
 
-def rows_of(batch: Any) -> int:
-    """B, once the batch is found to be one.
+
+def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
+    """Check a batch, and return B.
+
+    Values named in `shared` may be anything; all others have B rows, or are scalars.
 
     Raises:
-        ValueError: no mapping, no `input_ids` [B, T], or tensors of another number of rows.
+        ValueError: no mapping, no `input_ids` [B, T], a value of another number of rows or of none,
+            or a `Pack`.
     """
     tokens_BT = batch.get(TOKENS) if hasattr(batch, "get") else None
     if not isinstance(tokens_BT, Tensor) or tokens_BT.dim() < 2:
@@ -31,13 +40,18 @@ def rows_of(batch: Any) -> int:
     other = {
         name: tuple(value.shape)
         for name, value in batch.items()
-        if isinstance(value, Tensor) and (value.dim() == 0 or value.shape[0] != rows)
+        if isinstance(value, Tensor)
+        and name not in shared
+        and (value.dim() == 0 or value.shape[0] != rows)
     }
     if other:
         raise ValueError(
             f"microbatch() got {rows} rows of {TOKENS!r}, and tensors of other shapes: {other}; "
-            "the first dimension of every tensor is the rows"
+            "the first dimension of every tensor is the rows. Name one that all rows share in "
+            "shared=(…) when you make the step"
         )
+    _refuse_packs(batch)
+    _refuse_rowless(batch, rows, shared)
     for name, dims in ((SAMPLE_MASK, 1), (TOKEN_MASK, 2)):
         mask = batch.get(name)
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != dims):
@@ -48,25 +62,53 @@ def rows_of(batch: Any) -> int:
     return rows
 
 
+def _refuse_packs(batch: Batch) -> None:
+    for name, value in batch.items():
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, Pack):
+                raise ValueError(
+                    f"microbatch() got {name!r} with a Pack of {len(each.lengths)} sequences and "
+                    f"{sum(each.lengths)} tokens, which would count as one sequence of "
+                    f"{each.tokens} tokens: packs are not supported yet, send one sequence a row"
+                )
+
+
+def _refuse_rowless(batch: Batch, rows: int, shared: Collection[str]) -> None:
+    for name, value in batch.items():
+        if name in shared or isinstance(value, (Tensor, *_SCALARS)):
+            continue
+        per_row = isinstance(value, (list, tuple))
+        if per_row and len(value) == rows:
+            continue
+        told = f"a {type(value).__name__}{f' of {len(value)} items' if per_row else ''}"
+        raise ValueError(
+            f"microbatch() got {name!r}, {told}, for {rows} rows of {TOKENS!r}: give a tensor, "
+            "list or tuple with an item per row, or if all rows share it, name it in "
+            f"shared=({name!r},) when you make the step"
+        )
+
+
 def _told(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
-def split(batch: Batch, rows: int, size: int) -> list[list[Batch]]:
+def split(batch: Batch, rows: int, size: int, shared: Collection[str] = ()) -> list[list[Batch]]:
     """Microbatches of `size` rows, in order; what is left over is a smaller one of its own.
 
     In lists of equal sizes, because the messages of a pipeline have one shape per schedule call.
     """
     whole = rows - rows % size
-    lists = [[_slice(batch, start, start + size) for start in range(0, whole, size)]]
+    lists = [[_slice(batch, start, start + size, shared) for start in range(0, whole, size)]]
     if whole < rows:
-        lists.append([_slice(batch, whole, rows)])
+        lists.append([_slice(batch, whole, rows, shared)])
     return [microbatches for microbatches in lists if microbatches]
 
 
-def _slice(batch: Batch, start: int, end: int) -> Batch:
+def _slice(batch: Batch, start: int, end: int, shared: Collection[str]) -> Batch:
     return {
-        name: value[start:end] if isinstance(value, Tensor) else value
+        name: value[start:end]
+        if isinstance(value, (Tensor, list, tuple)) and name not in shared
+        else value
         for name, value in batch.items()
     }
 
@@ -90,22 +132,31 @@ def valid_counts(batch: Batch) -> Tensor:
 
 
 def spec(microbatch: Batch) -> Batch:
-    """The microbatch with (shape, dtype) in place of tensors, to make a `ghost` of elsewhere."""
-    return {
-        name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
-        for name, value in microbatch.items()
-    }
+    """Describe a microbatch so that another rank can make its `ghost`.
+
+    Tensors, and those in lists and tuples, are replaced by (shape, dtype); all else is sent along.
+    """
+    return {name: _spec(value) for name, value in microbatch.items()}
+
+
+def _spec(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.Size(value.shape), value.dtype
+    if type(value) in (list, tuple):
+        return type(value)(map(_spec, value))
+    return value
 
 
 def ghost(example: Batch, device: Any) -> Batch:
-    """A microbatch of zeros that looks like a peer's `spec`, of which nothing is valid."""
-    batch = {
-        name: torch.zeros(value[0], dtype=value[1], device=device) if _is_spec(value) else value
-        for name, value in example.items()
-    }
+    """Make a microbatch of zeros that looks like a peer's `spec`; nothing in it is valid."""
+    batch = {name: _zeros(value, device) for name, value in example.items()}
     batch[SAMPLE_MASK] = torch.zeros(batch[TOKENS].shape[0], device=device)
     return batch
 
 
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], torch.dtype)
+def _zeros(value: Any, device: Any) -> Any:
+    if isinstance(value, tuple) and value and isinstance(value[0], torch.Size):
+        return torch.zeros(value[0], dtype=value[1], device=device)
+    if type(value) in (list, tuple):
+        return type(value)(_zeros(item, device) for item in value)
+    return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from .fsdp_backend import FSDPBackend, stranger_shapes
 from .fsdp_run import Forward
 from .fsdp_state import AccumulatedSnapshot, Shards
 from .lifecycle import SplitStep
-from .records import Batch, checked_deadline
+from .records import Batch, NonFinite, checked_options
 from .snapshot import evaluating
 
 
@@ -42,15 +42,16 @@ class FSDPTrainStep(SplitStep):
     in the model if all ranks have it at the same place; else the others may wait in a collective,
     and the session is poisoned.
 
-    Where the gradient's norm is not finite, and no scaler lowers its scale for it, `finish()`
-    raises on all ranks before the update.
-
     Args:
         model: the root that `fully_shard` was applied to, on a 1-D or 2-D mesh, with or without
             tensor parallelism; all of its parameters that need gradients are sharded.
         optimizer: a torch optimizer of its parameters, made after `fully_shard`.
-        scheduler: its `step()` follows each update; may be None.
+        scheduler: its `step()` follows each update, and its `state_dict()` is what `abort()` goes
+            back to; may be None.
         forward: makes the output, a tensor, from (model, microbatch).
+        shared: names in batches that are the same for all rows, see `TrainStep`.
+        non_finite: what `finish()` does where a loss or the norm of the gradients is NaN or
+            infinite, and no scaler lowers its scale for it, see `TrainStep`.
         clip_grad: largest norm of the gradient; None to leave it as it is.
         grad_scaler: a `torch.amp.GradScaler` for half precision: a step whose gradients overflow
             is skipped, and its scale is lowered.
@@ -59,7 +60,8 @@ class FSDPTrainStep(SplitStep):
             fails half-way can be aborted too.
 
     Raises:
-        ValueError: a model that is not sharded, or not all of it; an optimizer of other parameters.
+        ValueError: a model that is not sharded, or not all of it; an optimizer of other parameters;
+            a scheduler that cannot be put back.
         RuntimeError: a torch whose FSDP2 cannot be reset after an exception.
 
     Example:
@@ -77,6 +79,8 @@ class FSDPTrainStep(SplitStep):
         scheduler: Any = None,
         *,
         forward: Forward = tokens_forward,
+        shared: Collection[str] = (),
+        non_finite: NonFinite = "refuse",
         clip_grad: float | None = 1.0,
         grad_scaler: Any = None,
         deadline_s: float = DEADLINE_S,
@@ -85,7 +89,8 @@ class FSDPTrainStep(SplitStep):
         self._shards = _checked(model, optimizer)
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad must be positive or None, got {clip_grad!r}")
-        deadline_s = checked_deadline(deadline_s)
+        _check_scheduler(scheduler)
+        options = checked_options(deadline_s, non_finite, shared)
         backend = FSDPBackend(
             self._shards,
             optimizer,
@@ -93,10 +98,10 @@ class FSDPTrainStep(SplitStep):
             forward,
             clip_grad=clip_grad,
             grad_scaler=grad_scaler,
-            deadline_s=deadline_s,
+            options=options,
             undo=undo,
         )
-        super().__init__(backend, deadline_s=deadline_s)
+        super().__init__(backend, options)
 
     @contextmanager
     def reading(self) -> Iterator[list[Any]]:
@@ -121,6 +126,17 @@ class FSDPTrainStep(SplitStep):
             # Forwards leave modules unsharded, which an update would make stale.
             self._shards.settle()
             accumulated.restore()
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    needed = ("step", "state_dict", "load_state_dict")
+    lacking = [name for name in needed if not callable(getattr(scheduler, name, None))]
+    if scheduler is not None and lacking:
+        raise ValueError(
+            f"FSDPTrainStep() got a {type(scheduler).__name__} as scheduler, without "
+            f"{'(), '.join(lacking)}(): abort() could not put it back. Pass one of "
+            "torch.optim.lr_scheduler, or add them"
+        )
 
 
 def _checked(model: Any, optimizer: Any) -> Shards:

@@ -16,7 +16,8 @@ from megatron_idempotent.window.bounded import bounded
 from .backend import Update
 from .fsdp_run import Call, Forward, Watch
 from .fsdp_state import ScalerSnapshot, SchedulerSnapshot, Shards, SyncSnapshot
-from .records import Batch, StepLoss
+from .non_finite import skipped_for
+from .records import Batch, Options, StepLoss
 from .snapshot import (
     GroupSnapshot,
     ModuleSnapshot,
@@ -39,7 +40,7 @@ class FSDPBackend:
         *,
         clip_grad: float | None,
         grad_scaler: Any,
-        deadline_s: float,
+        options: Options,
         undo: bool,
     ) -> None:
         self.shards = shards
@@ -55,7 +56,28 @@ class FSDPBackend:
         self._undo: StateUndo | None = None
         self._updating = False
         self._released = False
-        self._deadline_s = deadline_s
+        self._deadline_s = options.deadline_s
+        self._non_finite = options.non_finite
+
+    @property
+    def must_agree(self) -> dict[str, Any]:
+        return {
+            "clip_grad": self._clip_grad,
+            "scheduler": type(self._scheduler).__name__,
+            "grad_scaler": self.lowers_scale,
+        }
+
+    @property
+    def replicas(self) -> int:
+        return self.shards.replicas
+
+    @property
+    def lowers_scale(self) -> bool:
+        return self._scaler is not None and bool(self._scaler.is_enabled())
+
+    @property
+    def narrow(self) -> bool:
+        return False  # a GradScaler finds the scale at which sums are in range
 
     @property
     def replica(self) -> int:
@@ -98,6 +120,9 @@ class FSDPBackend:
 
     def coupled(self) -> tuple[bool, Any]:
         return True, None  # every layer's parameters are gathered from all ranks
+
+    def divide_losses(self, shift: int) -> None:
+        """Nothing: gradients are not narrow."""
 
     def run(
         self, microbatches: Sequence[Batch], loss: StepLoss, *, reduce: bool, ghosts: bool
@@ -145,14 +170,15 @@ class FSDPBackend:
             if not self._released:
                 self.shards.reduce()
             self.shards.multiply(1.0 / totals.normalizer)
-            grad_norm = self._clipped()
-        if grad_norm is None:
+            grad_norm, skipped = self._clipped()
+        if skipped is not None:
             lr, decay = self.rates()
-            return Update(updated=False, grad_norm=None, lr=lr, weight_decay=decay)
+            return Update(skipped=skipped, grad_norm=grad_norm, lr=lr, weight_decay=decay)
         if self._keeps_undo:
             self._undo = StateUndo([], [self._optimizer])
         self._updating = True
-        if self._scaler is None:
+        if self._scaler is None or not math.isfinite(grad_norm or 0.0):
+            # The scaler has been updated for such gradients already, and would unscale them again.
             self._optimizer.step()
         else:
             self._scaler.step(self._optimizer)
@@ -160,13 +186,16 @@ class FSDPBackend:
         lr, weight_decay = self.rates()
         if self._scheduler is not None:
             self._scheduler.step()
-        return Update(updated=True, grad_norm=grad_norm, lr=lr, weight_decay=weight_decay)
+        return Update(skipped=None, grad_norm=grad_norm, lr=lr, weight_decay=weight_decay)
 
-    def _clipped(self) -> float | None:
-        """The norm before clipping; None where gradients overflowed, for which the scale is lower.
+    def _clipped(self) -> tuple[float | None, str | None]:
+        """Clip; return the norm before that, and why the update is to be skipped.
+
+        There is no norm where gradients overflowed, for which the scale is lower now.
 
         Raises:
-            RuntimeError: the norm is not finite, and no lower scale would change that.
+            RuntimeError: the norm is not finite, no lower scale would change that, and the step
+                refuses it.
         """
         scale = None if self._scaler is None else self._scaler.get_scale()
         if self._scaler is not None:
@@ -178,15 +207,18 @@ class FSDPBackend:
         if not math.isfinite(grad_norm):
             if self._scaler is not None:
                 self._scaler.update()
-                if self._scaler.get_scale() < scale:
-                    return None
-            raise RuntimeError(
-                f"the norm of the gradients is {grad_norm}, and the update would spread that to "
-                "all parameters; no rank has begun it"
-            )
+                now = self._scaler.get_scale()
+                if now < scale:
+                    return (
+                        None,
+                        f"gradients overflowed; the loss scale is {now:g} now, not {scale:g}",
+                    )
+            skipped = skipped_for(grad_norm, self._non_finite)
+            if skipped is not None:
+                return grad_norm, skipped
         if self._clip_grad is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
-        return grad_norm
+        return grad_norm, None
 
     def rates(self) -> tuple[float, float]:
         return lr_and_weight_decay(self._optimizer)

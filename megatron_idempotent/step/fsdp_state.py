@@ -44,6 +44,11 @@ class Shards:
         return int(self._line.index(dist.get_rank()))
 
     @property
+    def replicas(self) -> int:
+        """Data-parallel ranks."""
+        return len(self._line)
+
+    @property
     def speaks(self) -> bool:
         """Whether this rank is on the one line that counts for all: each has every replica."""
         return 0 in self._line

@@ -11,7 +11,7 @@ from megatron_idempotent.window.agreement import control_group, refuse_if_poison
 from .backend import Backend
 from .open_step import OpenStep
 from .outcome import no_way_back
-from .records import Batch, Receipt, StepLoss, StepResult, check_begin
+from .records import Batch, Options, Receipt, StepLoss, StepResult, check_begin
 
 _REMEMBERED = 8
 
@@ -23,9 +23,9 @@ class SplitStep:
     `abort` calls; which rank gets how many batches is free, see `microbatch`.
     """
 
-    def __init__(self, backend: Backend, *, deadline_s: float) -> None:
+    def __init__(self, backend: Backend, options: Options) -> None:
         self._backend = backend
-        self._deadline_s = deadline_s
+        self._options = options
         self._open: OpenStep | None = None
         # The steps that ended last: their results, or why there is none.
         self._ended: dict[str, StepResult | str] = {}
@@ -52,8 +52,9 @@ class SplitStep:
 
         Args:
             loss: see `StepLoss`; the same on all ranks.
-            global_batch_size: what the scheduler advances by, in sequences.
-            micro_batch_size: rows of a microbatch; the last one of a batch may have fewer.
+            global_batch_size: what the scheduler advances by, in sequences; the same on all ranks.
+            micro_batch_size: rows of a microbatch; the last one of a batch may have fewer. Replicas
+                may have different ones.
             rank_batch_size: rows that this rank will get in the step, where that is known: the
                 batch that completes them is the last one, see `microbatch`.
             step_id: a name of the caller's, the same on all ranks; None for the step's number.
@@ -67,6 +68,10 @@ class SplitStep:
                 updated.
             ValueError: a size that is not a positive integer, or a loss that does not say its kind.
             SessionPoisoned: ranks of an earlier step went apart.
+
+        Ranks that begin with different arguments are told so (`WindowAborted`) where they next
+        agree on anything: in a batch that they run together or that is the last one, or in
+        `finish()`.
 
         Example:
             step_id = step.begin(loss, global_batch_size=256, micro_batch_size=4)
@@ -93,7 +98,7 @@ class SplitStep:
         step_id = f"step-{self._begun}" if step_id is None else step_id
         if dist.is_initialized():
             # Here, where all ranks come by: later one may be in a forward while another asks.
-            control_group(self._deadline_s)
+            control_group(self._options.deadline_s)
             self._backend.coupled()
         try:
             self._backend.open()
@@ -101,7 +106,7 @@ class SplitStep:
             self._backend.restore()
             raise
         self._begun += 1
-        self._open = OpenStep(self._backend, step_id, begun_with, self._deadline_s, self._updates)
+        self._open = OpenStep(self._backend, step_id, begun_with, self._options, self._updates)
         return step_id
 
     def microbatch(
@@ -120,7 +125,9 @@ class SplitStep:
 
         Args:
             batch: a mapping with `input_ids` [B, T], and `sample_mask` [B] and `token_mask` [B, T]
-                where not all is valid. The first dimension of every tensor is B, which may be 0.
+                where not all is valid. Tensors have B as their first dimension, lists and tuples B
+                items; scalars, and what the step was made to share, are the same for all rows. B
+                may be 0.
             last: it is this rank's last batch of the step. Where all ranks say so, its backward
                 overlaps the reductions, as the last microbatch of a one-shot step does. All ranks
                 agree on it first, so a rank waits there for the slowest one.
@@ -131,7 +138,7 @@ class SplitStep:
 
         Raises:
             RuntimeError: no such step is open, it has failed, or has had its last batch.
-            ValueError: not a batch. The step is as it was.
+            ValueError: not a batch, or one with a `Pack`. The step is as it was.
             WindowAborted: a rank failed, and all who wait for it know. Where the message says so
                 the step is as it was; else it has failed.
             SessionPoisoned: a failure that cannot be carried, or a rank that did not come.
@@ -160,8 +167,9 @@ class SplitStep:
         Raises:
             RuntimeError: no such step is open, it has failed, or gradients cannot be finalized,
                 which is found before any collective.
-            WindowAborted: a rank failed or aborted, and all ranks know. The step stays open until
-                `abort()`.
+            WindowAborted: a rank failed or aborted, ranks began the step differently, or a loss or
+                the gradients' norm is not finite and the step refuses that. All ranks know; nothing
+                was updated, and the step stays open until `abort()`.
             SessionPoisoned: a rank did not come within the deadline.
         """
         if isinstance(ended := self._ended.get(step_id), StepResult):

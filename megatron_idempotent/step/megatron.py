@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from .batch import TOKENS
 from .lifecycle import SplitStep
 from .megatron_backend import MegatronBackend
 from .megatron_run import Forward
-from .records import Batch, checked_deadline
+from .records import Batch, NonFinite, checked_options
 from .snapshot import evaluating
 
 _HOOK = "aux-loss-scale-left-set"
@@ -54,7 +54,14 @@ class TrainStep(SplitStep):
         optimizer: what `get_megatron_optimizer` returned for them.
         scheduler: its `step(increment=global_batch_size)` follows each update; may be None.
         forward: makes the output of a chunk from (chunk, microbatch); for what needs more than
-            `gpt_forward` passes, such as packed sequences.
+            `gpt_forward` passes, such as images.
+        shared: names in batches that are the same for all rows, whatever they hold: each microbatch
+            is given them whole.
+        non_finite: what `finish()` does where a loss or the norm of the gradients is NaN or
+            infinite. "refuse" raises `WindowAborted` on all ranks, before anything is updated;
+            "skip" drops the gradients, and the result says why; "update" updates all the same, as
+            Megatron does, and looks at nothing. An overflow under a loss scale is skipped in any
+            case.
         deadline_s: how long a rank waits for the others where ranks agree, and for their
             parameters, in seconds.
         undo: copy parameters and optimizer state to the host before each update, so that one that
@@ -80,6 +87,8 @@ class TrainStep(SplitStep):
         scheduler: Any = None,
         *,
         forward: Forward = gpt_forward,
+        shared: Collection[str] = (),
+        non_finite: NonFinite = "refuse",
         deadline_s: float = DEADLINE_S,
         undo: bool = False,
     ) -> None:
@@ -88,16 +97,11 @@ class TrainStep(SplitStep):
                 "TrainStep() stands on patches, which are not applied: call "
                 "megatron_idempotent.apply() and see its report"
             )
-        deadline_s = checked_deadline(deadline_s)
+        options = checked_options(deadline_s, non_finite, shared)
         backend = MegatronBackend(
-            model_chunks,
-            optimizer,
-            scheduler,
-            forward,
-            deadline_s=deadline_s,
-            undo=undo,
+            model_chunks, optimizer, scheduler, forward, options=options, undo=undo
         )
-        super().__init__(backend, deadline_s=deadline_s)
+        super().__init__(backend, options)
         self._chunks = backend.chunks
 
     @contextmanager

@@ -19,9 +19,10 @@ from megatron_idempotent.window.guard_owed import gather
 
 from .backend import Update
 from .megatron_run import Forward, Runner
-from .megatron_state import MegatronSnapshot, forget_inference, undo_of
-from .records import Batch, StepLoss
-from .snapshot import StateUndo, lr_and_weight_decay
+from .megatron_state import MegatronSnapshot, forget_inference
+from .megatron_update import OptimizerStep
+from .records import Batch, Options, StepLoss
+from .snapshot import lr_and_weight_decay
 from .totals import Row, Totals
 
 
@@ -35,24 +36,43 @@ class MegatronBackend:
         scheduler: Any,
         forward: Forward,
         *,
-        deadline_s: float,
+        options: Options,
         undo: bool,
     ) -> None:
         self.chunks = checked("TrainStep()", chunks, optimizer)
         _refuse(self.chunks)
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._keeps_undo = undo
-        self._runner = Runner(self.chunks, optimizer, forward, deadline_s)
+        self._runner = Runner(self.chunks, optimizer, forward, options.deadline_s)
+        self._step = OptimizerStep(self.chunks, optimizer, options.non_finite, keeps_undo=undo)
+        self._shift: int | None = None
         self._snapshot: MegatronSnapshot | None = None
-        self._undo: StateUndo | None = None
-        self._updating = False
         self._released = False
         self._window = _Window(self._runner)
 
     @property
+    def must_agree(self) -> dict[str, Any]:
+        return {
+            "calculate_per_token_loss": self._runner.per_token,
+            "scheduler": type(self._scheduler).__name__,
+        }
+
+    @property
     def replica(self) -> int:
         return self._runner.replica
+
+    @property
+    def replicas(self) -> int:
+        return int(parallel_state.get_data_parallel_world_size())
+
+    @property
+    def lowers_scale(self) -> bool:
+        return self._step.lowers_scale
+
+    @property
+    def narrow(self) -> bool:
+        # With calculate_per_token_loss Megatron sums too, and has the same bits.
+        return not self._runner.per_token and any(each.fp16 for each in self._runner.configs)
 
     @property
     def device(self) -> Any:
@@ -68,7 +88,7 @@ class MegatronBackend:
 
     @property
     def torn(self) -> bool:
-        return self._updating and self._undo is None
+        return self._step.updating and self._step.undo is None
 
     def open(self) -> None:
         self.close()  # a step whose end was interrupted may still be here
@@ -77,7 +97,8 @@ class MegatronBackend:
                 "begin(): an accumulation_window() or another TrainStep is open for these chunks"
             )
         self._snapshot = MegatronSnapshot(self.chunks, self._optimizer, self._scheduler)
-        self._undo, self._updating, self._released = None, False, False
+        self._step.reset()
+        self._released, self._shift, self._runner.shift = False, None, 0
         open_windows.append(self._window)
         modules = self._snapshot.modules
         forget_inference(modules.modules)
@@ -93,6 +114,12 @@ class MegatronBackend:
 
     def coupled(self) -> tuple[bool, Any]:
         return self._runner.coupled()
+
+    def divide_losses(self, shift: int) -> None:
+        if self._shift is not None:
+            for chunk in self.chunks:
+                chunk.scale_gradients(2.0 ** (self._shift - shift))
+        self._shift = self._runner.shift = shift
 
     def run(
         self, microbatches: Sequence[Batch], loss: StepLoss, *, reduce: bool, ghosts: bool
@@ -128,11 +155,11 @@ class MegatronBackend:
     def update(self, totals: Totals, local: float, increment: int, timeout_s: float) -> Update:
         with bounded(self._runner.groups(), timeout_s):
             self._finalize(totals, local)
-            updated, grad_norm = self._step()
+            grad_norm, skipped = self._step.run()
         lr, weight_decay = self.rates()
-        if updated and self._scheduler is not None:
+        if skipped is None and self._scheduler is not None:
             self._scheduler.step(increment=increment)
-        return Update(updated=updated, grad_norm=grad_norm, lr=lr, weight_decay=weight_decay)
+        return Update(skipped=skipped, grad_norm=grad_norm, lr=lr, weight_decay=weight_decay)
 
     def _finalize(self, totals: Totals, local: float) -> None:
         for chunk in self.chunks:
@@ -143,8 +170,8 @@ class MegatronBackend:
         if not self._runner.per_token:
             size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
             for chunk in self.chunks:
-                # DDP has divided by the number of ranks.
-                chunk.scale_gradients(size / totals.normalizer)
+                # DDP has divided by the number of ranks, and the losses by 2 ** shift.
+                chunk.scale_gradients(size * 2.0**self._runner.shift / totals.normalizer)
 
     def rates(self) -> tuple[float, float]:
         return lr_and_weight_decay(self._optimizer)
@@ -154,8 +181,8 @@ class MegatronBackend:
         self.close()
 
     def close(self) -> None:
-        self._snapshot = self._undo = None
-        self._updating = False
+        self._snapshot = None
+        self._step.reset()
         if self._window in open_windows:
             open_windows.remove(self._window)
 
@@ -170,8 +197,8 @@ class MegatronBackend:
             poison(f"a reduction of an aborted step did not end: {describe(lost)}")
             let_go(self.chunks)
             abort_window(self.chunks, self._optimizer)
-        if self._undo is not None:
-            self._undo.restore()
+        if self._step.undo is not None:
+            self._step.undo.restore()
         self._snapshot.restore()
         self.close()
 
@@ -186,22 +213,6 @@ class MegatronBackend:
         # As the schedules count; a sum of masks that are no zeros and ones needs more.
         kind = torch.int if counted == int(counted) else torch.float64
         return torch.tensor(counted, device=self.device).to(kind)
-
-    def _step(self) -> tuple[bool, float | None]:
-        begin_update = self._optimizer.step_with_ready_grads
-
-        def update(*args: Any, **kwargs: Any) -> Any:
-            if self._keeps_undo:
-                self._undo = undo_of(self.chunks, self._optimizer)
-            self._updating = True
-            return begin_update(*args, **kwargs)
-
-        self._optimizer.step_with_ready_grads = update
-        try:
-            updated, grad_norm, _ = self._optimizer.step()
-        finally:
-            del self._optimizer.step_with_ready_grads
-        return bool(updated), None if grad_norm is None else float(grad_norm)
 
 
 def _refuse(chunks: Sequence[Any]) -> None:

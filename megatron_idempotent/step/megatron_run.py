@@ -36,6 +36,9 @@ from .totals import Row, row_of
 
 Forward = Callable[[Any, Batch], Any]
 
+# Functions by which a config weighs auxiliary losses itself, instead of with grad_scale_func.
+_OWN_SCALES = ("moe_grad_scale_func", "mtp_grad_scale_func")
+
 
 class Runner:
     """The model chunks of this rank, run without a division and, but for `reduce`, a reduction."""
@@ -47,6 +50,8 @@ class Runner:
         self.configs = configs_of(chunks)
         self.running = False
         self.deadline_s = deadline_s
+        self.shift = 0
+        """Losses are divided by 2 ** shift, which changes no bit of what is in range."""
         self.finalize_options: dict[str, Any] = {}
         """What the schedule passes to the finalize function besides chunks and tokens."""
         self._optimizer = optimizer
@@ -117,7 +122,7 @@ class Runner:
                 kept = MegatronSnapshot(self.chunks, None, None)
                 stack.callback(kept.restore)
             self._hold(stack, reduce)
-            stack.enter_context(dividing_by(1, auxiliary_weight=weight))
+            stack.enter_context(dividing_by(1, auxiliary_weight=weight * 2.0**-self.shift))
             for chunk in self.chunks:
                 if not chunk.training:  # an evaluation may have left it so
                     chunk.train()
@@ -135,6 +140,12 @@ class Runner:
             for config in self.configs:
                 if config.grad_scale_func is None:
                     set_for(stack, config, "grad_scale_func", LossScale(self._optimizer))
+        if self.shift:
+            for config in self.configs:
+                for name in _OWN_SCALES:
+                    own = getattr(config, name, None)
+                    if own is not None:
+                        set_for(stack, config, name, _times(2.0**-self.shift, own))
 
     def _call(self, arguments: dict[str, Any], reduce: bool) -> None:
         schedule = get_forward_backward_func()
@@ -179,7 +190,10 @@ class Runner:
                 total, metrics = loss(output, microbatch)
                 rows.append(row_of(total, metrics))  # now: the schedule works on it in place
                 # A token count of one, because dividing by what is valid comes at the end.
-                return total.reshape(()), one, {}
+                total = total.reshape(())
+                if self.shift:
+                    total = total.float() * 2.0**-self.shift
+                return total, one, {}
 
             return output, loss_func
 
@@ -198,6 +212,10 @@ class Runner:
 
     def _note_finalize(self, model: Any, num_tokens: Any = None, **options: Any) -> None:
         self.finalize_options = options
+
+
+def _times(factor: float, scale: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: scale() * factor
 
 
 def _nobody(failure: str | None) -> dict[int, str]:

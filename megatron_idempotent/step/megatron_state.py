@@ -33,6 +33,7 @@ _ASIDE = (
     "no_sync_func",
     "param_sync_func",
 )
+_WATCHED = ("step_with_ready_grads", "get_grad_norm", "clip_grad_norm")
 _OVERRIDDEN = ("start_grad_sync", "start_param_sync", "register_grad_ready", "check_grads")
 
 
@@ -54,7 +55,7 @@ class MegatronSnapshot:
             FunctionSnapshot(group, _OVERRIDDEN) for c in chunks for group in bucket_groups(c)
         ]
         if optimizer is not None:
-            self._parts.append(FunctionSnapshot(optimizer, ["step_with_ready_grads"]))
+            self._parts.append(FunctionSnapshot(optimizer, _WATCHED))
         for scaler in _auxiliary_losses.scalers():
             self._parts.append(AttributeSnapshot(scaler, ["main_loss_backward_scale"]))
         for one in _optimizers(optimizer):

@@ -34,7 +34,7 @@ class OpenStep(Turns):
         self._microbatches = 0
         self._updating = False
         # What this rank has done, and what all ranks have said of that.
-        self._done: tuple[Totals, Update | None, int] | None = None
+        self._done: tuple[Totals, Update | str] | None = None
         self._votes: list[Say] | None = None
 
     def add(self, batch: Batch | None, last: bool, name: str) -> Receipt:
@@ -42,10 +42,11 @@ class OpenStep(Turns):
         coupled, group = self._backend.coupled()
         rows, lists, bad = 0, [], None
         try:
-            rows = 0 if batch is None else rows_of(batch)
+            rows = 0 if batch is None else rows_of(batch, self._options.shared)
             last = self._is_last(rows) or last
             if batch is not None and rows:
-                lists = split(batch, rows, self.begun_with["micro_batch_size"])
+                size = self.begun_with["micro_batch_size"]
+                lists = split(batch, rows, size, self._options.shared)
                 self._backend.accept(lists)
         except ValueError as error:
             if not coupled:
@@ -88,22 +89,21 @@ class OpenStep(Turns):
         """Agree that nothing failed, then update; after that, only tell what was done."""
         if not self.committed:
             with self._failing(unless=WindowAborted):
-                totals, local, microbatches = self._totals()
-                if totals.normalizer:
-                    self._update(totals, local, microbatches)
+                totals, local = self._totals()
+                reason = self._reason_to_skip(totals)
+                if reason is None:
+                    self._update(totals, local)
                 else:
-                    self._done, self._votes = (totals, None, microbatches), []
+                    self._done, self._votes = (totals, reason), []
         assert self._done is not None
-        totals, update, microbatches = self._done
-        if update is None:
+        totals, update = self._done
+        if isinstance(update, str):
             self._backend.skip()
         return result_of(
             self.step_id,
-            self._loss.kind,
             totals,
             update,
             self._backend.rates(),
-            microbatches=microbatches,
             own_microbatches=self._microbatches,
         )
 
@@ -125,7 +125,7 @@ class OpenStep(Turns):
     @property
     def updates(self) -> int:
         """Updates of all steps so far, this one's included."""
-        done = self._done is not None and self._done[1] is not None
+        done = self._done is not None and isinstance(self._done[1], Update)
         return self._updates + (done and self.committed)
 
     def tell_of_abort(self) -> None:
@@ -155,7 +155,7 @@ class OpenStep(Turns):
             if self.failure is None:
                 raise poisoned_now from lost
 
-    def _totals(self) -> tuple[Totals, float, int]:
+    def _totals(self) -> tuple[Totals, float]:
         """What all ranks have run, once all of them have come to the end."""
         error: Exception | None = None
         local = (0.0, 0.0)
@@ -174,7 +174,12 @@ class OpenStep(Turns):
         say = self._say(
             "finish",
             failure=None if error is None else describe(error),
+            begun={
+                **self._begun,
+                "normalizers": repr(dict(sorted(self._loss.normalizers.items()))),
+            },
             replica=self._backend.replica,
+            shift=self._shift,
             counts=local if speaks else (0.0, 0.0),
             rows=rows if speaks else (),
         )
@@ -185,18 +190,38 @@ class OpenStep(Turns):
             if found:
                 self.owes = False
                 self._fail("; ".join(found.values()), known=True)
-                stop(found, "No rank has updated its parameters; abort() the step.", error)
+                stop(found, _NOT_UPDATED, error)
+            self._agree_on_shift([each.shift for each in said])
             if all(each.doing == "finish" for each in said):
                 self.owes = False
                 break
             if coupled and group is None:
                 # Others still have data, and meet this rank inside of the model.
                 self._run([], said, release=False)
-        every_row = [row for each in said for row in each.rows]
+        every_row = [
+            (rank, each.replica, row) for rank, each in enumerate(said) for row in each.rows
+        ]
         totals = Totals(self._loss, [each.counts for each in said], every_row)
-        return totals, local[self._loss.kind == "token"], len(every_row)
+        return totals, local[self._loss.kind == "token"]
 
-    def _update(self, totals: Totals, local: float, microbatches: int) -> None:
+    def _reason_to_skip(self, totals: Totals) -> str | None:
+        """Decide, as all ranks do, whether there is nothing that could be reduced.
+
+        Raises:
+            WindowAborted: a loss is not finite, and that is to be refused.
+        """
+        if not totals.normalizer:
+            return f"no valid {self._loss.kind} on any rank"
+        if self._options.non_finite == "update" or self._backend.lowers_scale:
+            return None
+        bad = totals.bad_losses()
+        if bad and self._options.non_finite == "refuse":
+            self._fail("; ".join(bad.values()), known=True)
+            stop(bad, _NOT_UPDATED, None)
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in bad.items())
+        return f"{told}, and non_finite='skip'" if bad else None
+
+    def _update(self, totals: Totals, local: float) -> None:
         error: BaseException | None = None
         update: Update | None = None
         increment = self.begun_with["global_batch_size"]
@@ -208,7 +233,8 @@ class OpenStep(Turns):
             error = caught
         failure = None if error is None else describe(error)
         vote = self._say("updated", failure=failure, torn=self._backend.torn)
-        self._done = totals, update, microbatches
+        if update is not None:
+            self._done = totals, update
         self._votes = self._hear(vote)
         found = failures(self._votes)
         if found:
@@ -229,6 +255,8 @@ class OpenStep(Turns):
             raise error
         stop(found, how, error)
 
+
+_NOT_UPDATED = "No rank has updated its parameters; abort() the step."
 
 _TORN = (
     "The update had begun on some rank, which keeps no copy to go back to: abort() the step, load "

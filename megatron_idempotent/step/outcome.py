@@ -2,46 +2,45 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from .backend import Update
-from .records import Kind, StepResult
+from .records import StepResult
 from .totals import Totals
 
 
 def result_of(
     step_id: str,
-    kind: Kind,
     totals: Totals,
-    update: Update | None,
+    update: Update | str,
     rates: tuple[float, float],
     *,
-    microbatches: int,
     own_microbatches: int,
 ) -> StepResult:
-    """The result of a step with this update, or of one in which nothing was valid.
+    """The result of a step with this update, or of one without, for the reason that is given.
 
     `rates` are learning rate and weight decay as they are now, for a step that has used none.
     """
-    skipped = None
+    skipped: str | None
     lr, weight_decay = rates
-    if update is None:
-        skipped = f"no valid {kind} on any rank"
+    if isinstance(update, str):
+        skipped = update
     else:
-        lr, weight_decay = update.lr, update.weight_decay
-        if not update.updated:
-            skipped = "gradients overflowed; a dynamic loss scale is lower now"
+        lr, weight_decay, skipped = update.lr, update.weight_decay, update.skipped
     return StepResult(
         step_id=step_id,
         updated=skipped is None,
         skipped=skipped,
-        grad_norm=None if update is None else update.grad_norm,
+        grad_norm=None if isinstance(update, str) else update.grad_norm,
         global_valid_sequences=totals.sequences,
         global_valid_tokens=totals.tokens,
-        microbatches=microbatches,
+        microbatches=totals.microbatches,
         auxiliary_loss_scale=1.0 / max(own_microbatches, 1),
         lr=lr,
         weight_decay=weight_decay,
         metrics=totals.metrics(),
         rows=totals.rows(lr=lr, wd=weight_decay),
+        reported_by=dist.get_rank() if dist.is_initialized() else 0,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -14,8 +14,25 @@ Normalizer = Literal["tokens", "sequences", "none"]
 Kind = Literal["token", "sequence"]
 """What a loss is a mean over: the step's valid tokens, or its valid sequences."""
 
+NonFinite = Literal["refuse", "skip", "update"]
+"""What `finish` does where a loss or the norm of the gradients is NaN or infinite: raise, drop the
+gradients and go on, or update all the same."""
+
 Batch = Mapping[str, Any]
-"""Tensors whose first dimension is the rows; other values are the same for all rows."""
+"""Tensors, lists and tuples with an item per row; scalars, and what a step shares, are for all."""
+
+RESERVED = ("loss", "lr", "wd", "global_valid_seqs", "global_valid_toks", "rank", "replica")
+"""What the step puts into each row by itself, so that a loss may not report it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What both engines are made with. Example: `checked_options(20.0, "refuse", ())`."""
+
+    deadline_s: float
+    non_finite: NonFinite
+    shared: frozenset[str]
+    """Names in batches that all rows share."""
 
 
 class StepLoss(Protocol):
@@ -70,7 +87,8 @@ class StepResult:
     updated: bool
     """Whether the optimizer changed parameters."""
     skipped: str | None
-    """Why it did not: nothing valid in the step, or an overflow under a dynamic loss scale."""
+    """Why it did not: nothing valid in the step, gradients that overflowed under a loss scale (and
+    what became of the scale), or `non_finite="skip"`."""
     grad_norm: float | None
     """Norm before clipping, of gradients divided by the normalizer; None where not computed."""
     global_valid_sequences: float
@@ -79,15 +97,26 @@ class StepResult:
     """Microbatches of all data-parallel ranks together."""
     auxiliary_loss_scale: float
     """1 / microbatches of this rank: what Megatron's logging of MoE and MTP losses wants, in
-    `track_moe_metrics(loss_scale=…)`. The one field that may differ between ranks."""
+    `track_moe_metrics(loss_scale=…)`. It and `reported_by` may differ between ranks."""
     lr: float
     """What this step used, before the scheduler moved on."""
     weight_decay: float
     metrics: Mapping[str, float]
     """Over all microbatches of all ranks: sums divided by their normalizer, minima, maxima."""
     rows: tuple[Mapping[str, float], ...]
-    """One per microbatch, by data-parallel rank and then in order; each normalised as `metrics` is,
-    and with `lr`, `wd`, `global_valid_seqs` and `global_valid_toks`."""
+    """One per microbatch of all replicas, by the rank that reports it and then in order; each
+    normalised as `metrics` is, and with `lr`, `wd`, `global_valid_seqs`, `global_valid_toks`,
+    `rank` (the global rank that reports for its replica) and `replica` (its data-parallel rank)."""
+    reported_by: int = dataclasses.field(default=0, compare=False)
+    """Global rank of this process."""
+
+    @property
+    def own_rows(self) -> tuple[Mapping[str, float], ...]:
+        """The rows that this rank reports: joined over all ranks, each row of the step once.
+
+        One rank of each replica reports; the others have none.
+        """
+        return tuple(row for row in self.rows if row["rank"] == self.reported_by)
 
 
 def _check_loss(loss: Any) -> None:
@@ -103,10 +132,15 @@ def _check_loss(loss: Any) -> None:
             f"begin() got a loss whose `normalizers` is {named!r}: give it a mapping from names of "
             f"metrics to one of {', '.join(normalizers)}; empty where all use the gradient's"
         )
-    wrong = {name: value for name, value in named.items() if value not in normalizers}
+    wrong = {
+        name: value
+        for name, value in named.items()
+        if not isinstance(name, str) or value not in normalizers
+    }
     if wrong:
         raise ValueError(
-            f"begin() got a loss with normalizers {wrong!r}: use one of {', '.join(normalizers)}"
+            f"begin() got a loss with normalizers {wrong!r}: give names of metrics one of "
+            f"{', '.join(normalizers)}"
         )
 
 
@@ -123,12 +157,25 @@ def check_begin(begun_with: Mapping[str, Any], step_id: str | None) -> None:
         raise ValueError(f"begin() takes a str as step_id, got {step_id!r}")
 
 
-def checked_deadline(deadline_s: Any) -> float:
-    """Seconds.
+def checked_options(deadline_s: Any, non_finite: Any, shared: Any) -> Options:
+    """Put the options together.
 
     Raises:
-        ValueError: no positive number.
+        ValueError: a deadline that is no positive number, an unknown `non_finite`, or `shared` that
+            is no collection of names.
     """
+    if non_finite not in get_args(NonFinite):
+        known = ", ".join(map(repr, get_args(NonFinite)))
+        raise ValueError(f"non_finite must be one of {known}, got {non_finite!r}")
+    names = not isinstance(shared, str) and isinstance(shared, Collection)
+    if not names or not all(isinstance(name, str) for name in shared):
+        raise ValueError(f"shared must be a collection of names in batches, got {shared!r}")
+    return Options(
+        deadline_s=_checked_deadline(deadline_s), non_finite=non_finite, shared=frozenset(shared)
+    )
+
+
+def _checked_deadline(deadline_s: Any) -> float:
     if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)):
         raise ValueError(f"deadline_s is a number of seconds, got {deadline_s!r}")
     if not deadline_s > 0:

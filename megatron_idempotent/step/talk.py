@@ -41,12 +41,16 @@ class Say:
     """Whether this rank's update has begun, and it cannot go back."""
     poisoned: bool = False
     """Whether this rank has left collectives that others are in, or may be."""
+    begun: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What ranks have to begin a step with alike, by name."""
     replica: int = 0
     """Data-parallel rank; ranks of one replica are given the same batches."""
     lists: tuple[tuple[int, int, int], ...] = ()
     """The batch as microbatches, rows of each, and positions of each; one entry per call."""
     specs: tuple[Mapping[str, Any], ...] = ()
     """What a microbatch of each entry looks like, for ranks that have none."""
+    shift: int | None = None
+    """Losses are divided by 2 ** shift on this rank, or should be; None without a batch."""
     counts: tuple[float, float] = (0.0, 0.0)
     """Valid sequences and tokens, on one rank of each replica."""
     rows: tuple[Mapping[str, float], ...] = ()
@@ -123,7 +127,8 @@ def failures(said: Sequence[Say], group: Any = None) -> dict[int, str]:
     ids = {say.step_id for say in said}
     updates = {say.updates for say in said}
     found = {}
-    ranks = range(len(said)) if group is None else dist.get_process_group_ranks(group)
+    ranks = list(range(len(said)) if group is None else dist.get_process_group_ranks(group))
+    begun_otherwise = _begun_otherwise(said, ranks)
     for rank, say in zip(ranks, said, strict=True):
         if say.failure is not None:
             found[rank] = say.failure
@@ -136,7 +141,25 @@ def failures(said: Sequence[Say], group: Any = None) -> dict[int, str]:
                 f"has made {say.updates} updates, others {sorted(updates - {say.updates})}: load a "
                 "checkpoint on all ranks and make a new TrainStep"
             )
+        elif rank in begun_otherwise:
+            found[rank] = begun_otherwise[rank]
     return found
+
+
+def begun_alike(said: Sequence[Say]) -> bool:
+    """Whether ranks that are in one step began it with the same arguments."""
+    return not _begun_otherwise(said, range(len(said)))
+
+
+def _begun_otherwise(said: Sequence[Say], ranks: Sequence[int]) -> dict[int, str]:
+    first: dict[str, tuple[int, str]] = {}
+    told: dict[int, list[str]] = {}
+    for rank, say in zip(ranks, said, strict=True):
+        for name, value in say.begun.items():
+            where, theirs = first.setdefault(name, (rank, value))
+            if value != theirs:
+                told.setdefault(rank, []).append(f"{name}={value} where rank {where} has {theirs}")
+    return {rank: f"the step has {'; '.join(each)}" for rank, each in told.items()}
 
 
 def stop(found: Mapping[int, str], consequence: str, cause: BaseException | None) -> None:

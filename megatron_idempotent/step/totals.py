@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .records import Kind, Normalizer, StepLoss
+from .records import RESERVED, Kind, Normalizer, StepLoss
 
 # Per microbatch: what the loss reported, with tensors still on the device.
 Row = Mapping[str, Any]
@@ -17,8 +18,15 @@ def row_of(total: Any, metrics: Mapping[str, Any]) -> Row:
     """What a loss returned for a microbatch, kept apart from what happens to its tensors later.
 
     Raises:
-        ValueError: a total that is no tensor of one element with its graph.
+        ValueError: a total that is no tensor of one element with its graph, or a metric with a
+            name that the step uses itself.
     """
+    taken = [name for name in RESERVED if name in metrics]
+    if taken:
+        raise ValueError(
+            f"the loss reported metrics named {', '.join(map(repr, taken))}, which the step puts "
+            f"into each row itself, as {', '.join(map(repr, RESERVED))}: give them other names"
+        )
     shape = tuple(total.shape) if isinstance(total, torch.Tensor) else type(total).__name__
     graph = isinstance(total, torch.Tensor) and total.requires_grad
     if not graph or total.numel() != 1:
@@ -64,8 +72,9 @@ class Totals:
         self,
         loss: StepLoss,
         counts: Iterable[tuple[float, float]],
-        rows: Sequence[Mapping[str, float]],
+        rows: Sequence[tuple[int, int, Mapping[str, float]]],
     ) -> None:
+        """`counts` are one pair per rank; `rows` each come with their rank and replica."""
         self.sequences = self.tokens = 0.0
         for sequences, tokens in counts:
             self.sequences += sequences
@@ -79,6 +88,23 @@ class Totals:
         """What gradients are divided by: valid tokens or sequences, as the loss says."""
         return self.tokens if self._kind == "token" else self.sequences
 
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of all ranks."""
+        return len(self._rows)
+
+    def bad_losses(self) -> dict[int, str]:
+        """Name the first loss of each rank that is NaN or infinite, by global rank."""
+        found: dict[int, str] = {}
+        number: dict[int, int] = {}
+        for rank, _, row in self._rows:
+            number[rank] = number.get(rank, 0) + 1
+            if not math.isfinite(row["loss"]):
+                found.setdefault(
+                    rank, f"the loss of its microbatch {number[rank]} is {row['loss']}"
+                )
+        return found
+
     def rows(self, **also: float) -> tuple[dict[str, float], ...]:
         """Each microbatch's metrics, divided by their normalizers, and what all have in common."""
         everywhere = {
@@ -87,14 +113,19 @@ class Totals:
             "global_valid_toks": self.tokens,
         }
         return tuple(
-            {**{name: value * self._scale(name) for name, value in row.items()}, **everywhere}
-            for row in self._rows
+            {
+                **{name: value * self._scale(name) for name, value in row.items()},
+                **everywhere,
+                "rank": rank,
+                "replica": replica,
+            }
+            for rank, replica, row in self._rows
         )
 
     def metrics(self) -> dict[str, float]:
         """Over the whole step: extrema by name, everything else summed."""
         found: dict[str, list[float]] = {}
-        for row in self._rows:
+        for _, _, row in self._rows:
             for name, value in row.items():
                 found.setdefault(name, []).append(value)
         return {name: _over_all(name)(values) * self._scale(name) for name, values in found.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,8 @@ from megatron_idempotent.window.left_open import close_contexts
 from .backend import Backend
 from .batch import TOKENS, spec
 from .plan import calls, differing_replicas
-from .records import Batch, StepLoss
-from .talk import Carried, Doing, Say, failures, hear, stop
+from .records import Batch, Options, StepLoss
+from .talk import Carried, Doing, Say, begun_alike, failures, hear, stop
 from .totals import Row
 
 
@@ -31,7 +31,7 @@ class Turns:
         backend: Backend,
         step_id: str,
         begun_with: Mapping[str, Any],
-        deadline_s: float,
+        options: Options,
         updates: int,
     ) -> None:
         self.step_id = step_id
@@ -44,10 +44,21 @@ class Turns:
         Known before the agreement, because an interrupt may come right behind it.
         """
         self._backend = backend
-        self._deadline_s = deadline_s
+        self._options = options
+        self._deadline_s = options.deadline_s
         self._updates = updates
         self._loss: StepLoss = begun_with["loss"]
         self._rows: list[Row] = []
+        # What ranks have to have in common. The normalizers of metrics are told in `finish` alone,
+        # which tells of metrics anyway.
+        alike = {
+            "kind": self._loss.kind,
+            "global_batch_size": begun_with["global_batch_size"],
+            "non_finite": options.non_finite,
+            **backend.must_agree,
+        }
+        self._begun = {name: repr(value) for name, value in alike.items()}
+        self._shift: int | None = None
 
     def _meet(
         self,
@@ -66,6 +77,8 @@ class Turns:
             doing,
             failure=None if bad is None else describe(bad),
             replica=self._backend.replica,
+            begun=self._begun,
+            shift=self._shift_for(lists),
             lists=tuple((len(each), *each[0][TOKENS].shape[:2]) for each in lists),
             specs=tuple(spec(each[0]) for each in lists) if uneven else (),
         )
@@ -76,11 +89,37 @@ class Turns:
         if differing and not found:
             found = {0: differing}
         self.owes = not found
-        if any(each.doing == "abort" or each.step_id != self.step_id for each in said):
+        elsewhere = any(each.doing == "abort" or each.step_id != self.step_id for each in said)
+        if elsewhere or not begun_alike(said):
             self._fail("; ".join(found.values()), known=group is None)
             stop(found, "No rank has run this batch; abort() the step.", bad)
         stop(found, "No rank has run this batch; the step is as it was.", bad)
+        self._agree_on_shift([each.shift for each in said])
         return said
+
+    def _shift_for(self, lists: Sequence[Sequence[Batch]]) -> int | None:
+        """Return the exponent of the least power of two not below what a replica's sum is over.
+
+        Divided by that, gradients are no larger than those of a mean. It is chosen once in a step,
+        with the first batch, because gradients of all batches are added up.
+        """
+        if self._shift is not None or not lists or not self._backend.narrow:
+            return self._shift
+        tokens_BT = lists[0][0][TOKENS]
+        rows = max(
+            -(-self.begun_with["global_batch_size"] // self._backend.replicas),
+            self.begun_with["rank_batch_size"] or 0,
+            sum(len(each[TOKENS]) for microbatches in lists for each in microbatches),
+        )
+        number = rows * tokens_BT.shape[1] if self._loss.kind == "token" else rows
+        return int(number - 1).bit_length()
+
+    def _agree_on_shift(self, shifts: Iterable[int | None]) -> None:
+        """Take the largest: gradients of all ranks that hear of it are added up."""
+        largest = max((shift for shift in shifts if shift is not None), default=None)
+        if largest is not None and largest != self._shift:
+            self._shift = largest
+            self._backend.divide_losses(largest)
 
     def _say(self, doing: Doing, **more: Any) -> Say:
         return Say(doing=doing, step_id=self.step_id, updates=self._updates, **more)
@@ -131,6 +170,7 @@ class Turns:
         return number
 
     def _run_calls(self, lists: list[list[Batch]], said: list[Say], release: bool) -> int:
+        self._agree_on_shift([self._shift_for(lists)])
         plan = list(calls(lists, said, self._backend.device))
         number = 0
         for index, (microbatches, ghosts) in enumerate(plan):

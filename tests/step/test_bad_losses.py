@@ -7,22 +7,23 @@ from engines import ENGINES
 
 
 def losses_that_are_none(engine: str) -> None:
-    """On a rank: rank 0's loss is a vector, has no graph, or is no tensor."""
+    """On a rank: rank 0's loss is a vector, has no graph, is no tensor, or takes a row's name."""
     import torch
     from engines import bench_on
     from split_bench import ROWS, TokenLoss, data, raised_by, split_step
 
     bench = bench_on(engine)
     before = bench.parameters()
-    for text, wrong in {
-        "(2, 32) with requires_grad=True": lambda output: output,
-        "() with requires_grad=False": lambda output: output.detach().sum(),
-        "float": lambda output: float(output.sum()),
-    }.items():
+    for text, wrong, metrics in (
+        ("(2, 32) with requires_grad=True", lambda output: output, {}),
+        ("() with requires_grad=False", lambda output: output.detach().sum(), {}),
+        ("float", lambda output: float(output.sum()), {}),
+        ("named 'lr', 'rank'", lambda output: output.sum(), {"lr": 1.0, "rank": 1.0, "kl": 0.0}),
+    ):
 
         class Loss(TokenLoss):
-            def __call__(self, output, microbatch, wrong=wrong):
-                return (wrong(output) if bench.replica == 0 else output.sum()), {}
+            def __call__(self, output, microbatch, wrong=wrong, metrics=metrics):
+                return (wrong(output) if bench.replica == 0 else output.sum()), metrics
 
         told = raised_by(split_step, bench.step, Loss(), data(1, ROWS, bench.replica), [1])
         assert text in str(told)

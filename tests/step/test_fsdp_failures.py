@@ -216,31 +216,3 @@ def _trip(now, error):
 @pytest.mark.parametrize("undo", [False, True])
 def test_ranks_fail_in_the_update(megatron_ranks, undo, ranks):
     assert megatron_ranks(2, in_the_update, undo, ranks) == [True, True]
-
-
-def gradient_that_is_not_a_number():
-    """On a rank: one rank's loss is NaN, and the next step's is not."""
-    import torch
-    from fsdp_bench import build, same, state, step_of
-    from split_bench import TokenLoss, data, split_step
-
-    from megatron_idempotent import WindowAborted
-
-    rank = torch.distributed.get_rank()
-
-    class Loss(TokenLoss):
-        def __call__(self, output, microbatch):
-            return super().__call__(output * (torch.nan if rank == 0 else 1.0), microbatch)
-
-    parts = build()
-    step = step_of(*parts)
-    before = state(*parts)
-    with pytest.raises(WindowAborted, match="norm of the gradients is nan"):
-        split_step(step, Loss(), data(1, 2, rank), [1])
-    step.abort()
-    assert same(state(*parts), before)
-    assert split_step(step, TokenLoss(), data(1, 2, rank), [1]).updated
-
-
-def test_a_gradient_that_is_not_a_number_is_not_stepped_with(megatron_ranks):
-    megatron_ranks(2, gradient_that_is_not_a_number)

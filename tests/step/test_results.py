@@ -59,6 +59,14 @@ def reported(options: dict[str, Any]) -> None:
     everywhere: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everywhere, first)
     assert all(other == first for other in everywhere)
+    # One row per microbatch, whoever joins what ranks report; each says whose it is.
+    assert tuple(row for other in everywhere for row in other.own_rows) == rows
+    assert [row["replica"] for row in rows] == [each for each in range(number) for _ in range(4)]
+    assert len({row["rank"] for row in rows}) == number
+    assert sum(row["loss"] for row in first.own_rows) in (
+        0.0,  # of a rank for which another one of its replica reports
+        pytest.approx(sum(row["loss"] for row in rows if row["replica"] == replica), rel=1e-12),
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"pp": 2}, {"tp": 2}], ids=["dp2", "pp2", "tp2"])
