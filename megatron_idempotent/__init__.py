@@ -10,6 +10,7 @@ whose patches land when Megatron is imported, or at once where it already is.
 from __future__ import annotations
 
 import os
+import sys
 
 if not os.path.isdir(os.path.join(__path__[0], "patches")):
     from .checkout import load_case_files
@@ -148,3 +149,16 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Package(type(sys)):  # type: ignore[misc]  # the type of modules, without importing types
+    """This module, which pickles as a reference also where the package is pickled by value.
+
+    cloudpickle copies a module's globals, which lead back to the module, without end.
+    """
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return __import__, (self.__name__,)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -8,11 +8,11 @@ group step together, so the marks are the same on all of them.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import Target
+from megatron_idempotent.engine.weak_keys import PerProcessWeakKeys
 
 from ._ddp import bucket_groups, group_target
 
@@ -20,7 +20,7 @@ _STEP = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_wit
 _MARK = "megatron_idempotent_update_pending"
 _HELD = "megatron_idempotent_gradients_wait"
 # For its order: ranks that update the same chunks in the same order must walk them alike.
-_watched: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+_watched: PerProcessWeakKeys[Any, None] = PerProcessWeakKeys(__name__, "_watched")
 
 
 def step_target(wrapper: Callable[..., Any]) -> Target:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from megatron_idempotent.engine.per_process import PerProcessList
+
 from . import _schedules
 
 
@@ -22,7 +24,7 @@ class Window(Protocol):
         """One call of the schedule, as part of the window."""
 
 
-open_windows: list[Window] = []
+open_windows: list[Window] = PerProcessList(__name__, "open_windows")
 
 
 def are_held(chunks: list[Any]) -> bool:

@@ -25,11 +25,11 @@ Remove when:
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine.weak_keys import PerProcessWeakKeys
 
 from . import _schedules
 
@@ -39,7 +39,7 @@ _MISSING = object()
 
 #: (object, name, value) as they were before the first call since a schedule ran.
 _found: list[tuple[Any, str, Any]] = []
-_layers: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+_layers: PerProcessWeakKeys[Any, list[Any]] = PerProcessWeakKeys(__name__, "_layers")
 
 
 def set_padding(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:

@@ -27,14 +27,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine.weak_keys import PerProcessWeakKeys
 
 from . import _arrivals, _ddp, _deferred_embedding, _schedules
 
 #: Bucket groups with a deferred gradient that is not computed yet, and whether a reduction waits.
-_deferring: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_deferring: PerProcessWeakKeys[Any, bool] = PerProcessWeakKeys(__name__, "_deferring")
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from megatron_idempotent.engine.per_process import PerProcess
+
 CAPABILITY = (0, 0)
 NAME = "megatron_idempotent CPU runtime"
 
@@ -32,11 +34,11 @@ class DeviceProperties:
     multi_processor_count: int
 
 
-class _Selected(threading.local):
+class _Selected(PerProcess, threading.local):
     index: int = 0
 
 
-_selected = _Selected()
+_selected = _Selected(__name__, "_selected")
 
 
 def device_count() -> int:

@@ -20,9 +20,17 @@ from typing import IO
 from megatron_idempotent.cpu.calls import Call, dump_result, load_arguments, resolve
 from megatron_idempotent.cpu.errors import RankFailure
 
+
+class _Struct(struct.Struct):
+    """One that can be pickled, for who sends this package by value."""
+
+    def __reduce__(self) -> tuple[type[_Struct], tuple[str]]:
+        return type(self), (self.format,)
+
+
 _PR_SET_PDEATHSIG = 1
 #: A message's kind (R result, F failure) and the length of what follows.
-HEADER = struct.Struct("!cQ")
+HEADER = _Struct("!cQ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_idempotent.engine.per_process import PerProcess, PerProcessLock
 from megatron_idempotent.missing import naming_the_remedy
 
 _MISSING = object()
-_lock = threading.RLock()
 
 
 class _Ledger:
@@ -83,8 +83,13 @@ class _Active:
         self.ledger.undo()
 
 
-_active: _Active | None = None
-_depth = 0
+class _Runtime(PerProcess):
+    active: _Active | None = None
+    depth = 0
+
+
+_runtime = _Runtime(__name__, "_runtime")
+_lock = PerProcessLock(__name__, "_lock", threading.RLock)
 
 
 def enable() -> None:
@@ -96,17 +101,16 @@ def enable() -> None:
     Raises:
         RuntimeError: a CUDA device is in reach, so that emulating one would hide it.
     """
-    global _active, _depth
     with _lock:
-        if _active is None:
+        if _runtime.active is None:
             _refuse_real_cuda()
             activation = _Active()
             with contextlib.ExitStack() as undo_if_it_fails:
                 undo_if_it_fails.callback(activation.stop)
                 activation.start()
                 undo_if_it_fails.pop_all()
-            _active = activation
-        _depth += 1
+            _runtime.active = activation
+        _runtime.depth += 1
 
 
 def disable() -> None:
@@ -114,13 +118,12 @@ def disable() -> None:
 
     A call without a matching `enable()` does nothing.
     """
-    global _active, _depth
     with _lock:
-        if _active is None:
+        if _runtime.active is None:
             return
-        _depth -= 1
-        if _depth == 0:
-            activation, _active = _active, None
+        _runtime.depth -= 1
+        if _runtime.depth == 0:
+            activation, _runtime.active = _runtime.active, None
             activation.stop()
 
 
@@ -136,12 +139,12 @@ def enabled() -> Iterator[None]:
 
 def is_enabled() -> bool:
     """True between `enable()` and its matching `disable()`."""
-    return _active is not None
+    return _runtime.active is not None
 
 
 def replaced_names() -> set[str]:
     """The names that are replaced now, e.g. "torch.cuda.synchronize"; empty when off."""
-    return set() if _active is None else _active.ledger.names()
+    return set() if _runtime.active is None else _runtime.active.ledger.names()
 
 
 def _refuse_real_cuda() -> None:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron_idempotent.cpu.errors import NotEmulatedError
+from megatron_idempotent.engine.per_process import PerProcess
 
 _ids = itertools.count()
 
@@ -104,11 +105,11 @@ class Stream:
 _default = Stream()
 
 
-class _Current(threading.local):
+class _Current(PerProcess, threading.local):
     stream: Stream = _default
 
 
-_current = _Current()
+_current = _Current(__name__, "_current")
 
 
 class StreamContext:

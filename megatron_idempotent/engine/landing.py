@@ -12,6 +12,7 @@ from _thread import RLock
 from . import decide, late
 from .catalogue import load, outlines
 from .errors import Conflict
+from .per_process import PerProcess, PerProcessLock
 from .report import Row
 
 TYPE_CHECKING = False  # importing typing would cost what the index saves
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
     from .source import Body
 
 
-class State:
+class State(PerProcess):
     """Everything that `apply()` remembers in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str, name: str) -> None:
+        super().__init__(module, name)
         self.selection: decide.Selection | None = None
         """Of the latest `apply()`."""
         self.wanted: dict[str, Outline] = {}
@@ -44,8 +46,8 @@ class State:
 
 REVERTED = "reverted"
 
-state = State()
-lock = RLock()
+state = State(__name__, "state")
+lock = PerProcessLock(__name__, "lock", RLock)
 
 
 def _before_fork() -> None:
@@ -60,18 +62,8 @@ def _after_fork_in_parent() -> None:
         lock.release()
 
 
-def _after_fork_in_child() -> None:
-    # Another thread of the parent may have held the lock, and it does not exist here.
-    global lock
-    lock = RLock()
-
-
 _held_over_fork = False
-os.register_at_fork(
-    before=_before_fork,
-    after_in_parent=_after_fork_in_parent,
-    after_in_child=_after_fork_in_child,
-)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent)
 
 
 def settle() -> None:

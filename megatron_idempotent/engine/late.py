@@ -6,11 +6,10 @@ does, so a doorbell on the top-level package puts that off until somebody import
 
 from __future__ import annotations
 
-import os
 import sys
-from _thread import allocate_lock
 
 from .finding import namespace
+from .per_process import PerProcessDict, PerProcessLock, PerProcessSet
 
 TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
@@ -21,24 +20,15 @@ if TYPE_CHECKING:
 
     _Action = Callable[[], None]
 
-_lock = allocate_lock()
+_lock = PerProcessLock(__name__, "_lock")
 # By top-level package that nobody has imported yet: the modules of it that are waited for.
-_packages: dict[str, dict[str, _Action]] = {}
-_hooked: set[str] = set()
+_packages: dict[str, dict[str, _Action]] = PerProcessDict(__name__, "_packages")
+_hooked: set[str] = PerProcessSet(__name__, "_hooked")
 # Modules that cannot tell when they are complete, looked at with every import.
-_polled: dict[str, _Action] = {}
+_polled: dict[str, _Action] = PerProcessDict(__name__, "_polled")
 # The module objects whose body has run to its end. Their spec still says "initializing" while a
 # post-import hook runs.
-_complete: dict[str, ModuleType] = {}
-
-
-def _renew_lock() -> None:
-    # Another thread of the parent may have held the lock while this child was forked off.
-    global _lock
-    _lock = allocate_lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+_complete: dict[str, ModuleType] = PerProcessDict(__name__, "_complete")
 
 
 def is_complete(name: str) -> bool:

@@ -57,14 +57,16 @@ class Settings(Record):
     """Sentences about variables that begin like these and are none: misspelt, as a rule."""
 
 
-def read(known: Iterable[str], environ: Mapping[str, str] = os.environ) -> Settings:
-    """The settings in `environ`.
+def read(known: Iterable[str], environ: Mapping[str, str] | None = None) -> Settings:
+    """The settings in `environ`; None for those of this process.
 
     Raises:
         UnknownPatchError: an id that no case file has.
         ValueError: a switch that is neither on nor off, a list for `_ONLY` that names nothing, or
             something for `_REBIND` that is no package.
     """
+    # Not a default of the argument, which goes along where this is pickled by value.
+    environ = os.environ if environ is None else environ
     known = tuple(known)
     return Settings(
         enabled=_switch(environ, SWITCH, default=True),

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megatron_idempotent.logprobs.differentiable import once_differentiable
 
 from .alignment import TokenAlignment
 

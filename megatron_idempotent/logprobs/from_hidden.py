@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .asked import Asked, Columns, is_ours, temperature_of
 from .combine import Whole, combine, merged
+from .differentiable import once_differentiable
 from .kernels import partial_of, write_gradient
 from .parts import Parts, Product
 from .slopes import Slopes, differentiated

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .asked import Asked
 from .candidates import choose
 from .combine import Whole
+from .differentiable import once_differentiable
 from .from_hidden import of_all_ranks
 from .kept import Kept, named
 from .parts import Parts

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .asked import Asked, temperature_of
 from .combine import Whole, combine
+from .differentiable import once_differentiable
 from .kernels import partial_of, write_gradient
 from .rows import Order, panels, some
 from .slopes import Slopes, differentiated

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from .differentiable import once_differentiable
 
 
 class SequenceParallel(torch.autograd.Function):

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import safetensors  # not `safe_open` itself, a class that cannot be pickled even by reference
 import torch
-from safetensors import SafetensorError, safe_open
 
 from megatron_idempotent.weights.on_disk import DTYPES, INDEX
 from megatron_idempotent.weights.records import TensorInfo
@@ -66,7 +66,7 @@ class Checkpoint:
         chosen = (slice(None),) * dim + (slice(start, start + size),)
         try:
             rows: torch.Tensor = self._files[path].get_slice(name)[chosen]
-        except (SafetensorError, OSError) as error:
+        except (safetensors.SafetensorError, OSError) as error:
             raise CheckpointDamaged(f"{path}: {name} cannot be read ({error})") from error
         return rows
 
@@ -91,8 +91,8 @@ class Checkpoint:
 
     def _open(self, path: Path, names: list[str] | None, bad: list[str]) -> None:
         try:
-            file = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
+            file = safetensors.safe_open(path, framework="pt")
+        except (safetensors.SafetensorError, OSError) as error:
             # safetensors compares the file's length with what its header says.
             bad.append(f"{path} is missing, incomplete or damaged ({error})")
             return

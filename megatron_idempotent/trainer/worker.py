@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
-import torch.distributed as dist
+from torch.distributed import barrier, get_rank
 
 from megatron_idempotent.controller.watch.loggers import Loggers
 from megatron_idempotent.trainer import loop
@@ -26,7 +26,7 @@ from megatron_idempotent.trainer.watch.progress import make_progress
 
 def work(job: Job) -> None:
     """Train as one of the ranks of the default process group; all of them run this."""
-    rank = dist.get_rank()
+    rank = get_rank()
     config = job.config
     with _output_to(job.out / "logs" / f"rank-{rank}.log") as terminal, ExitStack() as stack:
         started = start_policy(job)
@@ -63,7 +63,7 @@ def work(job: Job) -> None:
         loop.train(config, started.prompts, parts, first_rollout=first_rollout)
         policy.save_hf(job.out / TRAINED)
         # Rank 0 may not leave first: it hosts the store that the others still talk to.
-        dist.barrier()
+        barrier()
 
 
 def _loggers(job: Job, rank: int, first_rollout: int, terminal: IO[str]) -> Loggers:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_idempotent.engine.per_process import PerProcess, PerProcessDict
+
 DEADLINE_S = 600.0
 """How long a rank waits for the slowest one, in seconds; ranks of one window differ by less."""
 
@@ -24,10 +26,16 @@ LOCKSTEP_S = 30.0
 
 # Who is in it, and the deadline in seconds → the default group it was made under, and the gloo
 # group. A deadline belongs to a gloo group, as its collectives take none on every release of torch.
-_control: dict[tuple[str, float], tuple[Any, Any]] = {}
-_poisoned: str | None = None
-# Counts rebuilds, so that an old reason in the store is not taken for a new one.
-_session = 0
+_control: dict[tuple[str, float], tuple[Any, Any]] = PerProcessDict(__name__, "_control")
+
+
+class _Session(PerProcess):
+    poisoned: str | None = None
+    # Counts rebuilds, so that an old reason in the store is not taken for a new one.
+    number = 0
+
+
+_session = _Session(__name__, "_session")
 
 
 class WindowAborted(RuntimeError):
@@ -155,35 +163,35 @@ def shared_group(name: str, key: object, deadline_s: float) -> Any:
 
 def poison(reason: str) -> SessionPoisoned:
     """Refuse all further windows of this process; the error to raise."""
-    global _poisoned
     first = _heard_of()
-    if _poisoned is None:
-        _poisoned = reason
+    if _session.poisoned is None:
+        _session.poisoned = reason
         _tell(reason)
     heard = "" if first is None or first.endswith(reason) else f" First heard of: {first}."
-    return SessionPoisoned(f"{_poisoned}.{heard} {_remedy()}")
+    return SessionPoisoned(f"{_session.poisoned}.{heard} {_remedy()}")
 
 
 def is_poisoned() -> bool:
     """Whether an earlier window of this process could not be finished."""
-    return _poisoned is not None
+    return _session.poisoned is not None
 
 
 def refuse_if_poisoned() -> None:
     """Raise where an earlier window of this process could not be finished."""
-    if _poisoned is not None:
-        raise SessionPoisoned(f"an earlier window was left half-way: {_poisoned}. {_remedy()}")
+    if _session.poisoned is not None:
+        raise SessionPoisoned(
+            f"an earlier window was left half-way: {_session.poisoned}. {_remedy()}"
+        )
 
 
 def forget() -> None:
     """Destroy this module's groups and lift the poison; all ranks, as part of a rebuild."""
-    global _poisoned, _session
     for made_under, group in _control.values():
         if made_under is dist.group.WORLD:
             dist.destroy_process_group(group)
     _control.clear()
-    _poisoned = None
-    _session += 1
+    _session.poisoned = None
+    _session.number += 1
 
 
 def describe(error: BaseException) -> str:
@@ -215,4 +223,4 @@ def _heard_of() -> str | None:
 
 
 def _key() -> str:
-    return f"megatron_idempotent/poisoned/{_session}"
+    return f"megatron_idempotent/poisoned/{_session.number}"

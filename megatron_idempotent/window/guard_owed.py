@@ -10,19 +10,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_idempotent.engine.weak_keys import PerProcessWeakKeys
 from megatron_idempotent.patches._ddp import bucket_groups
 
 from .agreement import describe, poison
 from .left_open import drop_coalescing_of
 
 # Chunk → indices of its bucket groups in the order in which backward hooks started them last.
-_learned: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+_learned: PerProcessWeakKeys[Any, list[int]] = PerProcessWeakKeys(__name__, "_learned")
 
 
 class Debts:

@@ -8,8 +8,10 @@ from typing import Any
 
 from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
 
+from megatron_idempotent.engine.per_process import PerProcessDict
+
 #: What this process was set up with here, by name of the part.
-_asked: dict[str, tuple[object, dict[str, Any]]] = {}
+_asked: dict[str, tuple[object, dict[str, Any]]] = PerProcessDict(__name__, "_asked")
 
 
 def ensure_initialized(

@@ -21,21 +21,29 @@ from .pickles import Bytes
 Kind = Literal[b"C", b"M", b"G", b"R", b"E"]
 """Of a frame: Call a method, Make the worker, Goodbye; Result, Error."""
 
+
+class _Struct(struct.Struct):
+    """One that can be pickled, for who sends this package by value."""
+
+    def __reduce__(self) -> tuple[type[_Struct], tuple[str]]:
+        return type(self), (self.format,)
+
+
 MAGIC = b"mi-rank1"
 NONCE = 32
 #: Magic word and nonce, which the controller begins with.
-GREETING = struct.Struct(f"!8s{NONCE}s")
+GREETING = _Struct(f"!8s{NONCE}s")
 #: Nonce, generation, rank, process id; then the proof.
-HELLO = struct.Struct(f"!{NONCE}s16siI")
+HELLO = _Struct(f"!{NONCE}s16siI")
 PROOF = 32
 #: A verdict, and how many bytes of UTF-8 with the reason follow.
-VERDICT = struct.Struct("!cH")
+VERDICT = _Struct("!cH")
 WELCOME, REFUSED = b"+", b"-"
 #: Rank in the hello of one who only asks whether the controller is there.
 PROBE = -1
 #: A frame's kind and number of parts; then the length of each.
-HEAD = struct.Struct("!cI")
-LENGTH = struct.Struct("!Q")
+HEAD = _Struct("!cI")
+LENGTH = _Struct("!Q")
 #: Parts of one frame: a bound on what a torn head can ask for.
 MOST_PARTS = 1 << 22
 #: One frame's parts are sent so many at a time: the system takes no more.

@@ -233,37 +233,3 @@ def without_what_it_needs() -> None:
 
 def test_what_it_stands_on_is_asked_for_before_any_collective(megatron_ranks):
     megatron_ranks(2, without_what_it_needs)
-
-
-def pickled(engine: str, by_value: bool) -> bytes:
-    """On a rank: the class as a reference, or with its code."""
-    import sys
-
-    import cloudpickle
-    from engines import class_of
-
-    kind = class_of(engine)
-    own = [m for name, m in sys.modules.items() if name.startswith("megatron_idempotent.step.")]
-    assert len(own) > 5
-    for module in own if by_value else ():
-        cloudpickle.register_pickle_by_value(module)
-    return cloudpickle.dumps(kind)
-
-
-def stepped_by(engine: str, sent: bytes, by_value: bool) -> None:
-    """On another rank: a step by the class that arrives."""
-    import cloudpickle
-    from engines import bench_on, class_of
-    from split_bench import TokenLoss, data, split_step
-
-    arrived = cloudpickle.loads(sent)
-    assert (arrived is class_of(engine)) is not by_value
-    bench = bench_on(engine, arrived)
-    assert split_step(bench.step, TokenLoss(), data(1, 4, bench.replica), [1, 1]).updated
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("by_value", [False, True])
-def test_the_class_travels_through_cloudpickle(megatron_ranks, engine, by_value):
-    (sent,) = megatron_ranks(1, pickled, engine, by_value)
-    megatron_ranks(2, stepped_by, engine, sent, by_value)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from typing import Any
 
+from megatron_idempotent.engine.per_process import PerProcessDict
 from megatron_idempotent.weights import Bucket
 
 from .wire import pack
@@ -33,7 +34,7 @@ class Held:
             _held.pop(self.key, None)
 
 
-_held: dict[tuple[Any, int], Held] = {}
+_held: dict[tuple[Any, int], Held] = PerProcessDict(__name__, "_held")
 
 
 async def hold(ray: Any, bucket: Bucket) -> Held:

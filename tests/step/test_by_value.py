@@ -1,0 +1,151 @@
+"""The package travels through cloudpickle by reference and by value, and works on arrival."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engines import ENGINES
+
+
+def by_reference() -> bytes:
+    """On a rank: both classes, as names."""
+    import cloudpickle
+    from engines import class_of
+
+    return cloudpickle.dumps([class_of(engine) for engine in ENGINES])
+
+
+def all_by_value() -> tuple[bytes, bytes]:
+    """On a rank that has used the package and is in a step: all of it, with its code."""
+    import importlib
+    import os
+    import pkgutil
+
+    import cloudpickle
+    from split_bench import TokenLoss, build, data, forward
+
+    import megatron_idempotent
+    from megatron_idempotent import TrainStep
+    from megatron_idempotent.engine.catalogue import hazards
+    from megatron_idempotent.window.agreement import is_poisoned, poison
+
+    os.environ["A_SECRET"] = "of this process alone"
+    # Locks, groups, weak keys, thread-locals and caches are in use; this rank ends anyway.
+    model, scheduler, _ = build(overlap_param_gather=True)
+    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward)
+    step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=2)
+    step.microbatch(step_id, data(1, 4, 0))
+    megatron_idempotent.agree()
+
+    package = "megatron_idempotent."
+    names = [each.name for each in pkgutil.walk_packages(megatron_idempotent.__path__, package)]
+    names += [f"{package}patches.{name.replace('-', '_')}" for name in hazards()]
+    everything = {}
+    for name in names:
+        if name.endswith("__main__"):
+            continue
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as missing:
+            if str(missing.name).startswith(package):
+                raise
+            continue  # what an optional dependency is needed for
+        for own, value in vars(module).items():
+            if getattr(value, "__module__", None) == module.__name__ and own[:2] != "__":
+                everything[f"{module.__name__}.{own}"] = value
+    assert len(everything) > 1200
+    cloudpickle.register_pickle_by_value(megatron_idempotent)
+    try:
+        every = cloudpickle.dumps([*everything.values(), megatron_idempotent])
+    except Exception as error:
+        for name, value in everything.items():
+            try:
+                cloudpickle.dumps(value)
+            except Exception as its:
+                raise AssertionError(f"{name}: {its}") from its
+        raise AssertionError("all of it together") from error
+    assert b"of this process alone" not in every
+    return every, cloudpickle.dumps(
+        {
+            "apply": megatron_idempotent.apply,
+            "megatron": TrainStep,
+            "fsdp": megatron_idempotent.FSDPTrainStep,
+            "token_logprobs": megatron_idempotent.token_logprobs,
+            "poison": poison,
+            "is_poisoned": is_poisoned,
+            "simulate": everything["megatron_idempotent.simulator.run.simulate"],
+            "Scenario": everything["megatron_idempotent.simulator.scenario.Scenario"],
+        }
+    )
+
+
+def loaded(every: bytes) -> int:
+    """On a rank that has done nothing yet."""
+    import cloudpickle
+
+    return len(cloudpickle.loads(every))
+
+
+def used(engine: str, names: bytes, code: bytes) -> None:
+    """On ranks that have done nothing yet: what arrived does what the package here does."""
+    import cloudpickle
+    import torch
+    from engines import bench_on, class_of
+    from split_bench import TokenLoss, data, raised_by, split_step
+
+    import megatron_idempotent
+    from megatron_idempotent.window import agreement
+
+    assert cloudpickle.loads(names) == [class_of(engine) for engine in ENGINES]
+    arrived: dict[str, Any] = cloudpickle.loads(code)
+    kind = arrived[engine]
+    assert kind is not class_of(engine)
+
+    # What is patched, poisoned or open is one per process.
+    arrived["apply"]()
+    assert megatron_idempotent.report()["aux-loss-scale-left-set"].status == "applied"
+    results = []
+    for each in (kind, None):
+        bench = bench_on(engine, each)
+        batch = data(1, 4, bench.replica)
+        results.append((split_step(bench.step, TokenLoss(), batch, [1, 1]), bench.digest()))
+    assert results[0][0].metrics == results[1][0].metrics
+    assert results[0][1] == results[1][1]
+    bench = bench_on(engine, kind)
+    step_id = bench.step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=2)
+    if engine == "megatron":
+        import split_bench
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        refused = raised_by(
+            get_forward_backward_func(),
+            forward_step_func=None,
+            data_iterator=None,
+            model=bench.step._chunks,
+            num_microbatches=1,
+            seq_length=split_bench.T,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+        assert "a TrainStep is open for these chunks" in str(refused)
+    bench.step.microbatch(step_id, batch)
+    bench.step.abort()
+
+    logits_TV, targets_T = torch.randn(5, 7), torch.arange(5)
+    got = arrived["token_logprobs"](logits=logits_TV, targets=targets_T).logprob
+    want = megatron_idempotent.token_logprobs(logits=logits_TV, targets=targets_T).logprob
+    assert torch.equal(got, want)
+    # The controller, with stand-ins for engines and ranks.
+    assert arrived["simulate"](arrived["Scenario"](engines=2, steps=2)).steps == 2
+    arrived["poison"]("a reason")
+    assert agreement.is_poisoned()
+    agreement.forget()
+    assert not arrived["is_poisoned"]()
+
+
+def test_the_whole_package_travels_by_value_and_by_reference(megatron_ranks):
+    (names,) = megatron_ranks(1, by_reference)
+    ((every, code),) = megatron_ranks(1, all_by_value, timeout_s=120)
+    assert megatron_ranks(1, loaded, every, timeout_s=120)[0] > 1200
+    for engine in ENGINES:
+        megatron_ranks(2, used, engine, names, code, timeout_s=120)
