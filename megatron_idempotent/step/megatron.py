@@ -8,18 +8,15 @@ from typing import Any
 
 import torch
 
-from megatron_idempotent.engine.catalogue import patches
-from megatron_idempotent.engine.landing import landed
 from megatron_idempotent.window.agreement import DEADLINE_S
 
 from .batch import TOKENS
 from .lifecycle import SplitStep
 from .megatron_backend import MegatronBackend
+from .megatron_needs import check_patches
 from .megatron_run import Forward
 from .records import Batch, NonFinite, checked_options
 from .snapshot import evaluating
-
-_HOOK = "aux-loss-scale-left-set"
 
 
 def gpt_forward(model: Any, microbatch: Batch) -> torch.Tensor:
@@ -70,7 +67,8 @@ class TrainStep(SplitStep):
 
     Raises:
         ValueError: chunks or an optimizer that are not Megatron's.
-        RuntimeError: `apply()` has not been called.
+        RuntimeError: patches are not applied that a step on these chunks stands on; they are named,
+            with what is lost without each.
 
     Example:
         step = TrainStep(chunks, optimizer, scheduler)
@@ -92,15 +90,11 @@ class TrainStep(SplitStep):
         deadline_s: float = DEADLINE_S,
         undo: bool = False,
     ) -> None:
-        if not landed(patches()[_HOOK]):
-            raise RuntimeError(
-                "TrainStep() stands on patches, which are not applied: call "
-                "megatron_idempotent.apply() and see its report"
-            )
         options = checked_options(deadline_s, non_finite, shared)
         backend = MegatronBackend(
             model_chunks, optimizer, scheduler, forward, options=options, undo=undo
         )
+        check_patches(backend.chunks)
         super().__init__(backend, options)
         self._chunks = backend.chunks
 

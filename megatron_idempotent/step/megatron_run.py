@@ -134,6 +134,13 @@ class Runner:
         if reduce:
             for config in self.configs:
                 set_for(stack, config, "finalize_model_grads_func", self._note_finalize)
+                if config.no_sync_func is None and self.chunks[0].ddp_config.overlap_grad_reduce:
+                    # Else each microbatch registers its gradients, and 0.16 and later reduce when
+                    # as many have come as in the first call, whatever number this one has.
+                    no_sync = [chunk.no_sync for chunk in self.chunks]
+                    set_for(
+                        stack, config, "no_sync_func", no_sync if len(no_sync) > 1 else no_sync[0]
+                    )
         else:
             hold_back(stack, self.chunks, self.configs, self._note_finalize)
         if self._optimizer is not None:

@@ -194,9 +194,22 @@ def without_what_it_needs() -> None:
     import megatron_idempotent
     from megatron_idempotent import TrainStep
 
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    model, scheduler, replica = build(experts=4, config_overrides=bias)
+    megatron_idempotent.revert()
+    told = _raised(RuntimeError, TrainStep, model.chunks, model.optimizer)
+    assert "aux-loss-scale-left-set (disabled: " in told
+    assert "forward-only-counts-tokens (disabled: " in told
+    assert "counts for its expert bias" in told
+    assert "megatron_idempotent.apply(), and exclude none of them" in told
+    megatron_idempotent.apply(exclude=["forward-only-counts-tokens"])
+    told = _raised(RuntimeError, TrainStep, model.chunks, model.optimizer)
+    assert "forward-only-counts-tokens (disabled: " in told
+    assert "aux-loss-scale-left-set" not in told
     model, scheduler, replica = build()
     megatron_idempotent.revert()
-    assert "apply()" in _raised(RuntimeError, TrainStep, model.chunks, model.optimizer)
+    megatron_idempotent.apply(exclude=["forward-only-counts-tokens"])
+    TrainStep(model.chunks, model.optimizer)  # this model has no expert bias
     megatron_idempotent.apply()
     loss, sizes = TokenLoss(), {"global_batch_size": 8, "micro_batch_size": ROWS}
     batch = data(1, 4, replica)

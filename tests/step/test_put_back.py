@@ -162,23 +162,28 @@ def test_inference_caches_are_dropped(megatron_ranks):
     megatron_ranks(2, inference_leftovers)
 
 
-def unwired_scale() -> None:
-    """On a rank: with a loss scale and no `grad_scale_func`, the gradient norm is the same."""
-    from split_bench import TokenLoss, split_step
+def unwired() -> None:
+    """On a rank: without `grad_scale_func` or `no_sync_func` the gradient norms are the same."""
+    from split_bench import TokenLoss, data, split_step
 
     options = {"dtype": "bf16", "loss_scale": 256.0}
     norms = []
-    for wired in (True, False):
-        model, _, step, _, batch = _begun(options)
-        if not wired:
-            model.config.grad_scale_func = None
-        norms.append(split_step(step, TokenLoss(), batch, [1, 1]).grad_norm)
-        assert (model.config.grad_scale_func is None) is not wired
-    assert norms[0] == norms[1]
+    for lacking in (None, "grad_scale_func", "no_sync_func"):
+        model, _, step, _, _ = _begun(options)
+        if lacking is not None:
+            setattr(model.config, lacking, None)
+        batch = data(1, 8, step._backend.replica)
+        # The last batch starts the reductions, in calls of one, three and two microbatches.
+        pieces = ([3, 1], [1, 3], [2, 2])
+        norms.append(
+            [split_step(step, TokenLoss(), batch, each, last=True).grad_norm for each in pieces]
+        )
+        assert lacking is None or getattr(model.config, lacking) is None
+    assert norms[0] == norms[1] == norms[2], norms
 
 
-def test_the_loss_is_scaled_where_nobody_wired_it(megatron_ranks):
-    megatron_ranks(2, unwired_scale)
+def test_a_step_scales_and_holds_back_where_nobody_wired_it(megatron_ranks):
+    megatron_ranks(2, unwired)
 
 
 def checked_gradients(overlap: bool) -> str:
