@@ -72,7 +72,7 @@ def fp8_settings(
 
     Example:
         settings = fp8_settings("blockwise", features={"hidden_size": 4096})
-        config = TransformerConfig(..., **settings.transformer)
+        config = TransformerConfig(**shape, **settings.transformer)
         alignment = TokenAlignment.of_config(config)
     """
     if recipe not in RECIPES:

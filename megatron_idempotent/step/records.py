@@ -39,14 +39,19 @@ class StepLoss(Protocol):
     """A loss that is a sum, with what the sum is to be divided by.
 
     Example:
-        class Policy:
+        class PolicyGradient:
             kind = "token"
-            normalizers = {"kl": "tokens", "samples": "none"}
+            normalizers = {"nll": "tokens", "samples": "none"}
 
             def __call__(self, output, microbatch):
-                logprobs_BT = token_logprobs(output, microbatch["targets"])
-                loss_BT = -logprobs_BT * microbatch["advantages"][:, None]
-                return (loss_BT * microbatch["loss_mask"]).sum(), {"samples": len(output)}
+                # What counts here is what the step counts: valid tokens of valid samples.
+                tokens_BT, mask_BT = microbatch["input_ids"], microbatch["token_mask"]
+                targets_BT = tokens_BT.roll(-1, 1)
+                valid_BT = torch.nn.functional.pad(mask_BT[:, 1:], (0, 1)) > 0
+                valid_BT &= microbatch["sample_mask"][:, None] > 0
+                stats = token_logprobs(logits=output, targets=targets_BT, token_mask=valid_BT)
+                loss = -(stats.logprob * microbatch["advantages"][:, None]).sum()
+                return loss, {"nll": -stats.logprob.sum(), "samples": len(output)}
     """
 
     @property

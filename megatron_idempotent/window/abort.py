@@ -94,7 +94,7 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
 
     Example:
         try:
-            forward_backward(model=chunks, ...)
+            forward_backward(model=chunks, **window)
             optimizer.step()
         except BadSample:
             abort_window(chunks, optimizer)

@@ -189,7 +189,9 @@ def accumulation_window(
     Example:
         with accumulation_window(chunks, total_microbatches=8):
             for batch in stream:
-                forward_backward(model=chunks, num_microbatches=len(batch), ...)
+                forward_backward(
+                    model=chunks, data_iterator=iter(batch), num_microbatches=len(batch), **window
+                )
         optimizer.step()
     """
     chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]

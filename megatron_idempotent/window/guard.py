@@ -46,7 +46,7 @@ def guarded_window(
 
     Example:
         run = functools.partial(guarded_window, get_forward_backward_func(), optimizer=optimizer)
-        losses = run(forward_step_func=forward_step, data_iterator=data, model=chunks, …)
+        losses = run(forward_step_func=forward_step, data_iterator=data, model=chunks, **window)
     """
     refuse_if_poisoned()
     if getattr(forward_backward_func, "__module__", None) != schedules.__name__:

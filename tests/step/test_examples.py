@@ -1,0 +1,326 @@
+"""The examples in docstrings run: in this process, or on ranks with a real model.
+
+sybil reads them. The examples of a file share a namespace: that of their module, everything public,
+and what is given to the file below. Where one needs a server, a cluster or a checkpoint, its calls
+are held against the signatures of what they call.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).parents[2] / "megatron_idempotent"
+
+SERVER = "an engine in another process"
+CLUSTER = "a cluster, or processes of its own"
+CHECKPOINT = "a checkpoint of Hugging Face's, or an export to read"
+#: What is not run, by file, and what it would need.
+BOUND = {
+    "controller/controller.py": "a fleet of engines and ranks",
+    "controller/transfer_queue.py": CLUSTER,
+    "cpu/pool.py": CLUSTER,
+    "fp8/gates.py": "Transformer Engine and a GPU",
+    "models/buckets.py": CHECKPOINT,
+    "models/checkpoint.py": CHECKPOINT,
+    "models/export.py": CHECKPOINT,
+    "models/families.py": CHECKPOINT,
+    "models/fsdp.py": CHECKPOINT,
+    "models/naming.py": CHECKPOINT,
+    "rollout/local/engine.py": CHECKPOINT,
+    "rollout/ray/engine.py": CLUSTER,
+    "rollout/sglang/engine.py": SERVER,
+    "rollout/sglang/folder.py": CHECKPOINT,
+    "rollout/vllm/arrival.py": SERVER,
+    "rollout/vllm/inbox.py": SERVER,
+    "rollout/vllm/launch.py": SERVER,
+    "rollout/vllm/updates.py": SERVER,
+    "sync/fan_out.py": CHECKPOINT,
+    "sync/weight_sync.py": SERVER,
+    "weights/staging.py": CHECKPOINT,
+    "workers/embedded.py": CLUSTER,
+    "workers/ray_ranks.py": CLUSTER,
+    "workers/server.py": CLUSTER,
+    "workers/torchrun.py": CLUSTER,
+}
+#: Classes of what such an example is given, by its name there.
+GIVEN = {
+    "models/buckets.py": ("source", "models.export", "MegatronWeights"),
+    "rollout/vllm/updates.py": ("updates", "rollout.vllm.updates", "Updates"),
+}
+ON_RANKS = {
+    "cpu/dispatched.py",
+    "logprobs/model.py",
+    "step/fsdp.py",
+    "step/lifecycle.py",
+    "step/megatron.py",
+    "window/abort.py",
+    "window/accumulation.py",
+    "window/agreement.py",
+    "window/guard.py",
+    "window/params.py",
+    "window/setup.py",
+}
+
+
+def _examples(file: str) -> list[Any]:
+    from sybil.document import PythonDocStringDocument
+    from sybil.evaluators.python import PythonEvaluator
+    from sybil.parsers.abstract.lexers import BlockLexer
+
+    # Up to the first line that is not further in, or the docstring's end.
+    lexer = BlockLexer(
+        re.compile(r"^(?P<prefix> *)Example:\n", re.MULTILINE),
+        r"\n(?= {{0,{len_prefix}}}\S)|\s*\Z",
+    )
+
+    def parse(document: Any) -> Iterator[Any]:
+        for region in lexer(document):
+            region.parsed, region.evaluator = region.lexemes["source"], PythonEvaluator()
+            yield region
+
+    return list(PythonDocStringDocument.parse(str(PACKAGE / file), parse).examples())
+
+
+def _names(file: str) -> dict[str, Any]:
+    import megatron_idempotent as package
+
+    module = importlib.import_module(f"{package.__name__}.{file[:-3].replace('/', '.')}")
+    public = {name: getattr(package, name) for name in package.__all__}
+    return {package.__name__: package, **public, **vars(module)}
+
+
+def _run(file: str, **given: Any) -> dict[str, Any]:
+    """Run the examples of a file; what they leave behind."""
+    names = {**_names(file), **given}
+    for example in _examples(file):
+        example.namespace = names
+        example.region.evaluator(example)
+    return names
+
+
+def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """What is given to the examples that need no ranks, by file."""
+    import megatron.core
+    import torch
+
+    from megatron_idempotent.weights.records import TensorInfo
+
+    logits_BTV = torch.randn(2, 8, 16, requires_grad=True)
+    tokens_BT, mask_BT = torch.randint(16, (2, 8)), torch.ones(2, 8)
+    (tmp_path / "training.py").write_text("def train():\n    config.param_sync_func = None\n")
+    installed = Path(megatron.core.__path__[0]).parents[1]
+    return {
+        "cpu/allocations.py": {"logits": logits_BTV, "loss_of": torch.sum},
+        "drift.py": {},
+        "engine/control.py": {"train": lambda _: None},
+        "engine/frozen.py": {},
+        "engine/per_process.py": {},
+        "engine/record.py": {"train": print},
+        "engine/report.py": {},
+        "engine/source.py": {"Path": tmp_path.joinpath},
+        "engine/trees.py": {"Path": lambda _: installed, "patches": _patches},
+        "fp8/alignment.py": {},
+        "fp8/blockwise.py": {"weight": torch.randn(256, 128)},
+        "fp8/export.py": {
+            "config": {},
+            "hf_weights": lambda: [("model.layers.0.mlp.up_proj.weight", torch.randn(128, 128))],
+            "send": lambda name, tensor: None,
+        },
+        "fp8/packing.py": {
+            "sequences": [torch.arange(5), torch.arange(3)],
+            "pad_id": 0,
+            "model": lambda tokens_T: torch.randn(*tokens_T.shape, 16),
+        },
+        "logprobs/api.py": {"logits": logits_BTV, "labels": tokens_BT, "mask": mask_BT},
+        "logprobs/targets.py": {
+            "logits": logits_BTV,
+            "tokens": tokens_BT,
+            "attention_mask": mask_BT,
+        },
+        "models/files.py": {
+            "path": tmp_path / "model.safetensors",
+            "TensorInfo": TensorInfo,
+            "a": mask_BT,
+        },
+        "proof.py": {},
+        "step/records.py": {"torch": torch},
+        "workers/exports.py": {"MegatronWeights": object},
+    }
+
+
+def _patches() -> Any:
+    from megatron_idempotent.engine.catalogue import patches
+
+    return {"train-interval-timer": patches()["train-interval-timer"]}
+
+
+def run_here(tmp_path: Path) -> set[str]:
+    """On a rank, where patches and globals that an example leaves end with it."""
+    given = here(tmp_path)
+    for file, names in given.items():
+        _run(file, **names)
+    return set(given)
+
+
+class BadSample(Exception):
+    """What a loss raises."""
+
+
+def run_on_ranks() -> set[str]:
+    """On ranks: with a tiny model of Megatron's, and one on FSDP2."""
+    import fsdp_bench
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from split_bench import ROWS, T, TokenLoss, build, data, forward
+
+    _run("window/setup.py")
+    assert parallel_state.get_pipeline_model_parallel_world_size() == 2
+    parallel_state.destroy_model_parallel()
+    done = {"window/setup.py"}
+
+    def run(file: str, **given: Any) -> dict[str, Any]:
+        done.add(file)
+        return _run(file, **given)
+
+    model, scheduler, replica = build(overlap_param_gather=True)
+    stream = [data(seed, 4, replica) for seed in (1, 2)]
+    hidden_TT = torch.ones(T, T).tril() < 0.5
+    for batch in stream:
+        batch["advantages"] = torch.randn(4)
+        batch["attention_mask"] = hidden_TT.expand(4, 1, T, T)
+    loss = _run("step/records.py", torch=torch)["PolicyGradient"]()
+    parts = {"chunks": model.chunks, "optimizer": model.optimizer, "scheduler": scheduler}
+    left = run("step/megatron.py", **parts, loss=loss, stream=stream)
+    assert left["result"].updated
+    # The step and the loss count the same tokens.
+    assert 4 < left["result"].metrics["nll"] < 6
+    run("step/lifecycle.py", step=left["step"], loss=loss)
+    left["step"].abort()
+
+    sizes = {"num_microbatches": 4, "seq_length": T, "micro_batch_size": ROWS}
+    seen = []
+
+    def forward_step(data_iterator: Any, chunk: Any) -> Any:
+        microbatch = next(data_iterator)
+        seen.append(microbatch)
+
+        def mean(output: Any) -> Any:
+            if microbatch.get("bad"):
+                raise BadSample
+            return output.mean(), {}
+
+        return forward(chunk, microbatch), mean
+
+    window = {**sizes, "forward_step_func": forward_step, "forward_only": False}
+    microbatch = {"input_ids": stream[0]["input_ids"][:ROWS]}
+    names = {"forward_backward": get_forward_backward_func(), **parts}
+    bad = {**window, "data_iterator": iter([microbatch, {**microbatch, "bad": True}])}
+    run("window/abort.py", **names, window=bad, BadSample=BadSample)
+    assert not model.gradients().any()
+    rest = {name: value for name, value in window.items() if name != "num_microbatches"}
+    run("window/accumulation.py", **names, window=rest, stream=[[microbatch] * 3, [microbatch] * 5])
+    assert len(seen) == 2 + 8
+    data_iterator = iter([microbatch] * 4)
+    del window["forward_step_func"]
+    model.chunks[0].zero_grad_buffer()
+    run(
+        "window/guard.py",
+        **parts,
+        window=window,
+        forward_step=forward_step,
+        data=data_iterator,
+        get_forward_backward_func=get_forward_backward_func,
+    )
+    run("window/params.py", **parts, model_chunks=model.chunks)
+    run("window/agreement.py", pack=list, rollouts=[])
+    run("cpu/dispatched.py", model=model)
+
+    tokens_BT = microbatch["input_ids"]
+    run(
+        "logprobs/model.py",
+        model=model.chunks[0],
+        tokens=tokens_BT,
+        positions=torch.arange(T).expand_as(tokens_BT),
+        mask=hidden_TT.expand(1, 1, T, T),
+        targets=tokens_BT,
+        advantages=torch.ones(tokens_BT.shape),
+    )
+    sharded, optimizer, scheduler = fsdp_bench.build()
+    parts = {"model": sharded, "optimizer": optimizer, "scheduler": scheduler}
+    assert run("step/fsdp.py", **parts, loss=TokenLoss(), stream=stream)["result"].updated
+    return done
+
+
+def _bind(file: str) -> int:
+    """Hold the calls of a file's examples against signatures; how many there were."""
+    names = _names(file)
+    bound = 0
+    for example in _examples(file):
+        tree = compile(
+            example.parsed, file, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        )
+        made: dict[str, Any] = {}
+        if file in GIVEN:
+            name, module, kind = GIVEN[file]
+            made[name] = getattr(importlib.import_module(f"megatron_idempotent.{module}"), kind)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                made[ast.unparse(node.targets[0])] = _resolved(node.value.func, names)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and _binds(node, names, made):
+                bound += 1
+    return bound
+
+
+def _resolved(node: ast.expr, names: dict[str, Any]) -> Any:
+    first, *rest = ast.unparse(node).split(".")
+    try:
+        return functools.reduce(getattr, rest, names[first])
+    except (KeyError, AttributeError):
+        return None
+
+
+def _binds(call: ast.Call, names: dict[str, Any], made: dict[str, Any]) -> bool:
+    function, arguments = _resolved(call.func, names), list(call.args)
+    if isinstance(call.func, ast.Attribute) and inspect.isclass(
+        kind := made.get(ast.unparse(call.func.value))
+    ):
+        function, arguments = getattr(kind, call.func.attr), [call.func.value, *arguments]
+    if function is None or any(isinstance(each, ast.Starred) for each in arguments):
+        return False
+    keywords = {each.arg: None for each in call.keywords if each.arg is not None}
+    inspect.signature(function).bind(*arguments, **keywords)
+    return True
+
+
+def bind_the_rest() -> dict[str, int]:
+    """On a rank: how many calls in each file that is not run fit what they call; -1 for a file that
+    imports what is not installed."""
+    found = {}
+    for file in BOUND:
+        try:
+            found[file] = _bind(file)
+        except ModuleNotFoundError as missing:
+            if str(missing.name).startswith("megatron_idempotent"):
+                raise
+            found[file] = -1
+    return found
+
+
+def test_examples_run(megatron_ranks, tmp_path):
+    (done,) = megatron_ranks(1, run_here, tmp_path)
+    first, _ = megatron_ranks(2, run_on_ranks)
+    assert first == ON_RANKS
+    (bound,) = megatron_ranks(1, bind_the_rest)
+    assert all(bound.values()), bound
+    files = (path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+    with_examples = {file for file in files if _examples(file)}
+    assert done | ON_RANKS | BOUND.keys() == with_examples
