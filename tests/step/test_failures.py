@@ -64,6 +64,31 @@ def test_where_others_wait_all_raise_at_the_same_batch(megatron_ranks, options, 
         assert told[1] == "NoneType: None"
 
 
+def in_a_layer(options: dict[str, Any]) -> str:
+    """On a rank: a layer raises on rank 1, where the other waits for it; what that comes to."""
+    import torch
+    from split_bench import ROWS, TokenLoss, build, data, forward, raised_by
+
+    from megatron_idempotent import TrainStep
+
+    model, scheduler, replica = build(**options)
+    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=3)
+
+    def broken(*_: Any) -> None:
+        raise Broken("out of memory")
+
+    if torch.distributed.get_rank() == 1:
+        model.chunks[0].module.decoder.layers[1].mlp.register_forward_pre_hook(broken)
+    step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
+    told = raised_by(step.microbatch, step_id, data(1, ROWS, replica))
+    return type(told).__name__
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"ep": 2, "experts": 4}], ids=["tp2", "ep2"])
+def test_a_layer_that_raises_where_others_wait_inside_poisons_the_session(megatron_ranks, options):
+    assert megatron_ranks(2, in_a_layer, options) == ["SessionPoisoned"] * 2
+
+
 def a_bad_batch() -> None:
     """On a rank: a batch that one stage cannot take, one that differs, and then a good one.
 
