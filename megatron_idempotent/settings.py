@@ -71,6 +71,9 @@ def settings(error: type[ValueError], prefix: str = "") -> Callable[[type[Record
                 raise error("\n".join(told)) from None
 
         made.__init__ = checked
+        # Records with this one among their fields would hold the same schema, whose parts could not
+        # be loaded by who pickles this package by value: each refers to the whole.
+        del made.__pydantic_core_schema__
         return cast("type[Record]", made)
 
     return decorate

@@ -15,14 +15,6 @@ TYPE_CHECKING = False  # `apply()` imports this, and typing takes time to import
 if TYPE_CHECKING:
     from typing import Any
 
-    _Dict = dict[Any, Any]
-    _Set = set[Any]
-    _List = list[Any]
-else:
-    _Dict = dict
-    _Set = set
-    _List = list
-
 
 def of_this_process(module: str, name: str) -> Any:
     """Return the global `name` of `module` in the process that runs this."""
@@ -48,15 +40,15 @@ class PerProcess:
         return of_this_process, self._place
 
 
-class PerProcessDict(PerProcess, _Dict):
+class PerProcessDict(PerProcess, dict["Any", "Any"]):
     """A dictionary. Example: `_groups: dict[str, Any] = PerProcessDict(__name__, "_groups")`."""
 
 
-class PerProcessSet(PerProcess, _Set):
+class PerProcessSet(PerProcess, set["Any"]):
     """A set. Example: `_seen: set[str] = PerProcessSet(__name__, "_seen")`."""
 
 
-class PerProcessList(PerProcess, _List):
+class PerProcessList(PerProcess, list["Any"]):
     """A list. Example: `windows: list[Any] = PerProcessList(__name__, "windows")`."""
 
 
