@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from megatron_idempotent.fp8.packing import Pack
 
-from .records import Batch
-
-TOKENS, SAMPLE_MASK, TOKEN_MASK = "input_ids", "sample_mask", "token_mask"
+from .records import SAMPLE_MASK, TOKEN_MASK, TOKENS, Batch
 
 # No rows can be taken out of these, so they are the same for all of them.
 _SCALARS = (bool, int, float, str, bytes, type(None))
@@ -134,29 +133,25 @@ def valid_counts(batch: Batch) -> Tensor:
 def spec(microbatch: Batch) -> Batch:
     """Describe a microbatch so that another rank can make its `ghost`.
 
-    Tensors, and those in lists and tuples, are replaced by (shape, dtype); all else is sent along.
+    Tensors, however deep in lists, tuples and dicts, are replaced by (shape, dtype); all else is
+    sent along.
     """
-    return {name: _spec(value) for name, value in microbatch.items()}
-
-
-def _spec(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return torch.Size(value.shape), value.dtype
-    if type(value) in (list, tuple):
-        return type(value)(map(_spec, value))
-    return value
+    described: Batch = _pytree.tree_map_only(
+        Tensor, lambda tensor: (torch.Size(tensor.shape), tensor.dtype), dict(microbatch)
+    )
+    return described
 
 
 def ghost(example: Batch, device: Any) -> Batch:
     """Make a microbatch of zeros that looks like a peer's `spec`; nothing in it is valid."""
-    batch = {name: _zeros(value, device) for name, value in example.items()}
+    batch: dict[str, Any] = _pytree.tree_map(
+        lambda leaf: torch.zeros(leaf[0], dtype=leaf[1], device=device) if _is_spec(leaf) else leaf,
+        example,
+        is_leaf=_is_spec,
+    )
     batch[SAMPLE_MASK] = torch.zeros(batch[TOKENS].shape[0], device=device)
     return batch
 
 
-def _zeros(value: Any, device: Any) -> Any:
-    if isinstance(value, tuple) and value and isinstance(value[0], torch.Size):
-        return torch.zeros(value[0], dtype=value[1], device=device)
-    if type(value) in (list, tuple):
-        return type(value)(_zeros(item, device) for item in value)
-    return value
+def _is_spec(value: Any) -> bool:
+    return type(value) is tuple and len(value) == 2 and isinstance(value[0], torch.Size)

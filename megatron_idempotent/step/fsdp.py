@@ -12,12 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from megatron_idempotent.window.agreement import DEADLINE_S
 
-from .batch import TOKENS
 from .fsdp_backend import FSDPBackend, stranger_shapes
 from .fsdp_run import Forward
 from .fsdp_state import AccumulatedSnapshot, Shards
 from .lifecycle import SplitStep
-from .records import Batch, NonFinite, checked_options
+from .records import TOKENS, Batch, NonFinite, checked_options
 from .snapshot import evaluating
 
 

@@ -10,12 +10,11 @@ import torch
 
 from megatron_idempotent.window.agreement import DEADLINE_S
 
-from .batch import TOKENS
 from .lifecycle import SplitStep
 from .megatron_backend import MegatronBackend
 from .megatron_needs import check_patches
 from .megatron_run import Forward
-from .records import Batch, NonFinite, checked_options
+from .records import TOKENS, Batch, NonFinite, checked_options
 from .snapshot import evaluating
 
 

@@ -28,9 +28,8 @@ from megatron_idempotent.window.guard_owed import Debts
 from megatron_idempotent.window.guard_zeros import no_gradient
 from megatron_idempotent.window.hold import configs_of, hold_back, set_for
 
-from .batch import TOKENS
 from .megatron_state import MegatronSnapshot
-from .records import Batch, StepLoss
+from .records import TOKENS, Batch, StepLoss
 from .talk import Carried
 from .totals import Row, row_of
 

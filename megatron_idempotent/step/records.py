@@ -21,6 +21,9 @@ gradients and go on, or update all the same."""
 Batch = Mapping[str, Any]
 """Tensors, lists and tuples with an item per row; scalars, and what a step shares, are for all."""
 
+TOKENS, SAMPLE_MASK, TOKEN_MASK = "input_ids", "sample_mask", "token_mask"
+"""Names in a batch of what makes its rows, and of what in them counts."""
+
 RESERVED = ("loss", "lr", "wd", "global_valid_seqs", "global_valid_toks", "rank", "replica")
 """What the step puts into each row by itself, so that a loss may not report it."""
 
@@ -68,8 +71,10 @@ class StepLoss(Protocol):
         """The sum (not the mean) of the loss over one microbatch, a scalar, and its metrics.
 
         Called on the last pipeline stage with what `forward` made there: logits, or where that is
-        `model_logprobs`, TokenStats. Metrics are scalars, sums too unless their normalizer
-        is "none"; those with `_min` or `_max` in their name are extrema and never divided.
+        `model_logprobs`, TokenStats. Under tensor parallelism logits [B, T, V / tp] are this rank's
+        columns, for `token_logprobs(…, tp_group=…)`. Metrics are scalars, sums too unless their
+        normalizer is "none"; those with `_min` or `_max` in their name are extrema and never
+        divided.
         """
 
 
@@ -167,7 +172,7 @@ def checked_options(deadline_s: Any, non_finite: Any, shared: Any) -> Options:
 
     Raises:
         ValueError: a deadline that is no positive number, an unknown `non_finite`, or `shared` that
-            is no collection of names.
+            is no collection of names, or names what is counted.
     """
     if non_finite not in get_args(NonFinite):
         known = ", ".join(map(repr, get_args(NonFinite)))
@@ -175,6 +180,11 @@ def checked_options(deadline_s: Any, non_finite: Any, shared: Any) -> Options:
     names = not isinstance(shared, str) and isinstance(shared, Collection)
     if not names or not all(isinstance(name, str) for name in shared):
         raise ValueError(f"shared must be a collection of names in batches, got {shared!r}")
+    counted = {TOKENS, SAMPLE_MASK, TOKEN_MASK}.intersection(shared)
+    if counted:
+        raise ValueError(
+            f"shared names {sorted(counted)}, by whose rows a step counts: leave them out"
+        )
     return Options(
         deadline_s=_checked_deadline(deadline_s), non_finite=non_finite, shared=frozenset(shared)
     )

@@ -16,9 +16,9 @@ from megatron_idempotent.window.agreement import (
 from megatron_idempotent.window.left_open import close_contexts
 
 from .backend import Backend
-from .batch import TOKENS, spec
+from .batch import spec
 from .plan import calls, differing_replicas
-from .records import Batch, Options, StepLoss
+from .records import TOKENS, Batch, Options, StepLoss
 from .talk import Carried, Doing, Say, begun_alike, failures, hear, stop
 from .totals import Row
 

@@ -23,6 +23,7 @@ def lists() -> None:
     batch = {
         **data(1, 5, 0),
         "images": [torch.full((size,), float(size)) for size in (1, 2, 3, 4, 5)],
+        "crops": [{"pixels": torch.ones(size), "at": (0, size)} for size in (1, 2, 3, 4, 5)],
         "names": tuple("abcde"),
         "table": {"any": torch.ones(3)},
         "sizes": torch.ones(7),
@@ -36,6 +37,8 @@ def lists() -> None:
     # What a rank without data runs instead looks like the first of its kind.
     assert sizes == ([(1, 2), (3, 4), (5,)] if rank == 0 else [(1, 2), (1, 2), (5,)])
     assert all(bool(each["images"][0].any()) is (rank == 0) for each in seen)
+    assert all(bool(each["crops"][0]["pixels"].any()) is (rank == 0) for each in seen)
+    assert [each["crops"][-1]["at"] for each in seen][::2] == [(0, 2), (0, 5)]
     second = ("c", "d") if rank == 0 else ("a", "b")
     assert [each["names"] for each in seen] == [("a", "b"), second, ("e",)]
     for each in seen:
@@ -73,7 +76,11 @@ def what_has_no_rows() -> list[str]:
     ):
         told.append(raised_by(step.microbatch, step_id, {**batch, **wrong}))
         assert isinstance(told[-1], ValueError), told[-1]
-    for shared, text in (("rope", "'rope'"), ((1,), "(1,)")):
+    for shared, text in (
+        ("rope", "'rope'"),
+        ((1,), "(1,)"),
+        (("rope", "token_mask"), "shared names ['token_mask']"),
+    ):
         error = raised_by(TrainStep, model.chunks, model.optimizer, shared=shared)
         assert text in str(error)
     step.microbatch(step_id, batch)

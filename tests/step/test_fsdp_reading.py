@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -171,6 +172,9 @@ def bad_arguments():
 
     model, optimizer, scheduler = build()
     plain = Model()
+    lacking = SimpleNamespace(step=lambda: None, load_state_dict=lambda state: None)
+    with pytest.raises(ValueError, match=r"SimpleNamespace as scheduler, without state_dict\(\)"):
+        FSDPTrainStep(model, optimizer, lacking)
     with pytest.raises(ValueError, match="Model that is not fully sharded: apply"):
         FSDPTrainStep(plain, optimizer)
     early = torch.optim.SGD(plain.parameters())
