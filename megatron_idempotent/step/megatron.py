@@ -57,7 +57,7 @@ class TrainStep(SplitStep):
             infinite. "refuse" raises `WindowAborted` on all ranks, before anything is updated;
             "skip" drops the gradients, and the result says why; "update" updates all the same, as
             Megatron does, and looks at nothing. An overflow under a loss scale is skipped in any
-            case.
+            case. The norm is looked at where the optimizer computes it, see docs/train-step.md.
         deadline_s: how long a rank waits for the others where ranks agree, and for their
             parameters, in seconds.
         undo: copy parameters and optimizer state to the host before each update, so that one that
