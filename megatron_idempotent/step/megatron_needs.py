@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.utils import get_model_config
 
-from megatron_idempotent.engine.catalogue import patches
+from megatron_idempotent.engine.catalogue import outlines
 from megatron_idempotent.engine.landing import current, landed
 from megatron_idempotent.patches import _gather
 from megatron_idempotent.patches._ddp import bucket_groups
@@ -67,7 +67,7 @@ def check_patches(chunks: Sequence[Any]) -> None:
     """
     lost = []
     for number, (patch_id, needs, without) in enumerate(_NEEDS):
-        patch = patches()[patch_id]
+        patch = outlines()[patch_id]
         if landed(patch) or not any(map(needs, chunks)):
             continue
         row = current(patch)

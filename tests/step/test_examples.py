@@ -119,7 +119,8 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
     return {
         "cpu/allocations.py": {"logits": logits_BTV, "loss_of": torch.sum},
         "drift.py": {},
-        "engine/control.py": {"train": lambda _: None},
+        "engine/control.py": {},
+        "engine/scoped.py": {"train": lambda _: None},
         "engine/frozen.py": {},
         "engine/per_process.py": {},
         "engine/record.py": {"train": print},
