@@ -94,12 +94,10 @@ def _run_release(session: nox.Session, megatron: str, version: str, folder: Path
     packages = [f"torch=={TABLE['torch']}", f"{core}=={megatron}", *wants["requires"]]
     groups = nox.project.dependency_groups(PROJECT, "test")
     _install(session, python, *packages, "-e", f".{extra}", *groups)
-    options = ["-o", f"cache_dir={folder / 'pytest'}"]
-    if not wants["training"]:  # nor the trainer's packages, which ranks would import for its tests
-        options += ["-o", "megatron_ranks_preload="]
+    cache = f"cache_dir={folder / 'pytest'}"
     gate_only = session.posargs == ["gate"]
     chosen = GATE if gate_only else session.posargs or SUITES
-    session.run(str(python), "-m", "pytest", *options, *chosen, env=ENVIRON, external=True)
+    session.run(str(python), "-m", "pytest", "-o", cache, *chosen, env=ENVIRON, external=True)
     return gate_only or not session.posargs
 
 

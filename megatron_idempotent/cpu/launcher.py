@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import logging
 import pickle
+import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
@@ -32,7 +33,7 @@ def main(connection_fd: int, modules: Sequence[str]) -> None:
             if importlib.util.find_spec(name.partition(".")[0]) is None:
                 continue  # a pool without Megatron runs plain torch functions
             if name.count(".") == 0 or _exists(name):
-                importlib.import_module(name)
+                _import(name)
         _read_ahead()
     # Upstream reports every bucket and setting at level INFO; a call may lower the level again.
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -45,12 +46,25 @@ def main(connection_fd: int, modules: Sequence[str]) -> None:
             connection.send(Round(call, connection).run())
 
 
+def _import(name: str) -> None:
+    """Import a module, unless it needs a package that is not installed."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or importlib.util.find_spec(error.name.partition(".")[0]) is not None:
+            raise
+
+
 def _read_ahead() -> None:
     """Read what patches compare of upstream's code, so that no rank's `apply()` has to."""
-    from megatron_idempotent.engine import catalogue, decide
+    from megatron_idempotent.engine import catalogue, compiled, decide
 
     for patch in catalogue.patches().values():
         decide.check_bodies(patch, named=False)
+        for target in patch.targets:
+            file = getattr(sys.modules.get(target.module), "__file__", None)
+            if file is not None:
+                compiled.kept(file)
 
 
 def _exists(name: str) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from megatron_idempotent.cpu.calls import Call, Outcome, refer
 from megatron_idempotent.cpu.errors import RankError, RankFailure, RankTimeout
 
-#: What the launcher imports before it forks. Those that the installed release lacks are skipped.
+#: What the launcher imports before it forks. Those that are not installed are skipped.
 PRELOAD = (
     "torch",
     "torch._dynamo",  # imported by the first optimizer that is built

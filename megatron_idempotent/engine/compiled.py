@@ -45,9 +45,9 @@ def difference(code: CodeType, body: Body, qualname: str) -> str | None:
 
 def _compiled(body: Body, qualname: str, like: CodeType) -> Iterator[CodeType]:
     """Compile the body: as it is kept, by itself, which is quick, and then in its file."""
-    kept = _inside(_kept(like.co_filename), qualname)
-    if kept is not None:
-        yield kept
+    found = _inside(kept(like.co_filename), qualname)
+    if found is not None:
+        yield found
     definition: ast.stmt = body.tree
     # In its classes, for names like __x and for super().
     for name in reversed(qualname.split(".")[:-1]):
@@ -76,7 +76,7 @@ def _inside(found: CodeType | None, qualname: str) -> CodeType | None:
     return found
 
 
-def _kept(file: str) -> CodeType | None:
+def kept(file: str) -> CodeType | None:
     """The module in the .pyc file that was made of the source as it is now, or None."""
     try:
         cached = importlib.util.cache_from_source(file)
