@@ -100,7 +100,9 @@ def test_stock_takes_its_plan_from_whatever_is_first(program, megatron_ranks):
     [{"pp": 2}, {"pp": 2, "vpp": 2, "layers_per_stage": 1}, {"experts": 2, "ep": 2}],
     ids=str,
 )
-@pytest.mark.parametrize("program", ["E2 T4 F2 T4", "T4 E4 T4"])
+@pytest.mark.parametrize(
+    "program", ["E2 T4 F2 T4", pytest.param("T4 E4 T4", marks=pytest.mark.exhaustive)]
+)
 def test_gradients_are_those_without_offload_in_every_layout(program, layout, megatron_ranks):
     alone = megatron_ranks(2, run, "T4 T4", False, True, layout)
     assert megatron_ranks(2, run, program, True, True, layout) == alone

@@ -1,4 +1,4 @@
-"""A hundred updates under load lose no token, repeat none, and mix no weights."""
+"""Forty updates under load lose no token, repeat none, and mix no weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatron_idempotent.rollout.resubmit import generate_whole
 from megatron_idempotent.weights import WeightUpdate
 
 contract = ContractBase()
-UPDATES = 100
+UPDATES = 40
 
 
-def test_a_hundred_updates_lose_no_token_and_repeat_none(make_model):
+def test_forty_updates_lose_no_token_and_repeat_none(make_model):
     directories = [make_model(family="qwen3", seed=seed) for seed in (0, 1)]
     sent = [cut(read_weights(directory)) for directory in directories]
     modes = itertools.cycle(["keep", "abort", "keep", "wait"])
@@ -82,7 +82,7 @@ def test_a_hundred_updates_lose_no_token_and_repeat_none(make_model):
     assert set(range(1, UPDATES + 1)) <= set(drawn)
     # A lost or repeated token would be conditioned on by those behind it.
     crossing = [each for each in done if len(set(each[1].versions)) > 1]
-    assert len(crossing) > 50
+    assert len(crossing) > 40
     for asked, sample in crossing[:: len(crossing) // 40]:
         contract.check_logprobs(
             asked, sample, {version: directories[version % 2] for version in sample.versions}

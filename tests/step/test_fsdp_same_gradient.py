@@ -76,7 +76,18 @@ def test_pieces(megatron_ranks, kind):
     check(megatron_ranks(2, compared, "shard", kind, list(SIZES), timeout_s=120))
 
 
-@pytest.mark.parametrize("layout", [name for name in RANKS if name != "shard"])
+#: These alone gather, reduce or scale otherwise than the others.
+ALWAYS = ("replicate and shard", "tensor parallel", "half precision")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
+        for each in RANKS
+        if each != "shard"
+    ],
+)
 def test_layouts(megatron_ranks, layout):
     answers = megatron_ranks(RANKS[layout], compared, layout, "TokenLoss", [5], timeout_s=120)
     check(answers, exact_norm=layout != "tensor parallel")

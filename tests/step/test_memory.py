@@ -77,9 +77,9 @@ def _open(step: Any, loss: Any, batch: Any) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"distributed_optimizer": False},
         {"overlap_param_gather": True},
+        pytest.param({}, marks=pytest.mark.matrix),
+        pytest.param({"distributed_optimizer": False}, marks=pytest.mark.matrix),
         pytest.param({"dtype": "bf16"}, marks=pytest.mark.matrix),
         pytest.param(
             {"config_overrides": {"calculate_per_token_loss": False}}, marks=pytest.mark.matrix

@@ -88,7 +88,7 @@ def _settings(examples: int) -> settings:
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_any_program_of_a_few(megatron_ranks, layout):
-    run_state_machine_as_test(machine(megatron_ranks, *LAYOUTS[layout]), settings=_settings(6))
+    run_state_machine_as_test(machine(megatron_ranks, *LAYOUTS[layout]), settings=_settings(4))
 
 
 @pytest.mark.exhaustive

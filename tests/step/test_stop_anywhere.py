@@ -73,7 +73,9 @@ def _cases(always: list[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("call", "part"), _cases(list(CALLS)))
+@pytest.mark.parametrize(
+    ("call", "part"), _cases(["a batch", "the last batch, interrupt", "finish"])
+)
 @pytest.mark.parametrize("engine", list(OPTIONS))
 def test_on_all_ranks(megatron_ranks, engine, call, part):
     _stop(megatron_ranks, engine, call, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -58,9 +59,13 @@ def _padded(batch: dict[str, Any], rows: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("share", list(SHARES))
-@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize(
+    ("share", "gathers", "last"),
+    [
+        pytest.param(*each, marks=() if each[1] == each[2] else pytest.mark.exhaustive)
+        for each in itertools.product(SHARES, (False, True), (False, True))
+    ],
+)
 def test_replicas_with_different_amounts_of_data(megatron_ranks, share, last, gathers):
     options = {"overlap_param_gather": gathers}
     assert all(megatron_ranks(2, shared, options, SHARES[share], last))
@@ -125,8 +130,14 @@ def with_experts(turns: list[list[int]], last: bool) -> None:
         assert float(tokens.sum()) == 2 * T * ROWS * sum(map(sum, turns))  # two experts a token
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("turns", [[[1, 2], [2, 1]], [[2, 1], [0, 1]], [[0, 0], [1, 2]]])
+@pytest.mark.parametrize(
+    ("turns", "last"),
+    [
+        ([[1, 2], [2, 1]], False),
+        ([[2, 1], [0, 1]], True),
+        pytest.param([[0, 0], [1, 2]], True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_replicas_that_share_experts(megatron_ranks, turns, last):
     megatron_ranks(2, with_experts, turns, last)
 

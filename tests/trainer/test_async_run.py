@@ -123,7 +123,10 @@ def test_a_step_that_fails_every_time_ends_the_run_with_an_error(
     assert run(job_for(tmp_path / "run", resume=True), megatron_rank_pool)[1]
 
 
-@pytest.mark.parametrize(("sent", "code"), [("SIGKILL", -9), ("SIGTERM", 143)])
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [("SIGTERM", 143), pytest.param("SIGKILL", -9, marks=pytest.mark.exhaustive)],
+)
 def test_a_controller_that_is_stopped_is_continued_bit_for_bit(
     sent, code, whole, megatron_rank_pool, tmp_path
 ):
@@ -157,6 +160,8 @@ def test_a_controller_that_is_stopped_is_continued_bit_for_bit(
     assert rows(job) == rows(whole)
 
 
+# What is torchrun's own is in tests/workers/test_torchrun.py.
+@pytest.mark.exhaustive
 def test_ranks_of_torchrun_give_the_same_weights(whole, tmp_path):
     out = tmp_path / "run"
     options = [part for text in SMALL for part in ("--set", text)]
