@@ -5,8 +5,8 @@ MEGATRON ?= 0.19.2
 TORCH ?= 2.13.0
 VENV ?= .venv
 ARGS ?=
-# Tests run side by side in as many processes, each with ranks of its own.
-JOBS ?= auto
+# Tests run side by side in so many processes, each with ranks of its own that wait for each other.
+JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 # Compiling torch and Megatron anew in every process would cost each of them ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -50,7 +50,7 @@ train: $(STAMP)
 	$(BIN)/megatron-idempotent train $(if $(ASYNC),--async) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 $(VLLM_VENV)/.ready: $(STAMP) pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || \

@@ -31,6 +31,7 @@ _COMPARED = (
 )
 
 
+@lru_cache(maxsize=256)  # apply() asks before it changes anything, and again for each function
 def difference(code: CodeType, body: Body, qualname: str) -> str | None:
     """Say what the code is where it is not the body's, as the end of a sentence; else None."""
     where = f"{code.co_filename}:{code.co_firstlineno}"

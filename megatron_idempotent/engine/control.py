@@ -166,7 +166,7 @@ def _plan(patch: Outline, selection: decide.Selection, *, full: bool) -> Row:
         return landing.row(patch, verdict.status, verdict.reason)
     if verdict.bodies:
         try:
-            landing.prepare(load(patch.id), verdict.bodies)
+            landing.check(load(patch.id), verdict.bodies)
         except Conflict as conflict:
             return landing.row(patch, "conflict", f"{conflict}: undo that or exclude {patch.id}")
         except AttributeError as error:

@@ -131,6 +131,16 @@ def _accepted(patch: Outline, reason: str) -> Row:
     return row(patch, "pending_import" if waits else "applied", "; ".join(reasons))
 
 
+def check(patch: Patch, bodies: Mapping[str, Body]) -> None:
+    """Raise what `prepare` would raise."""
+    from .sites import check_site
+
+    for target in patch.targets:
+        site = state.sites.get(target.address)
+        if late.is_complete(target.module) and (site is None or not site.in_place):
+            check_site(target, bodies[target.address])
+
+
 def prepare(patch: Patch, bodies: Mapping[str, Body]) -> list[tuple[Target, Site]]:
     """The sites of those targets whose modules are there; changes nothing.
 

@@ -201,20 +201,39 @@ def open_site(target: Target, body: Body) -> Site:
         Conflict: what stands there was not compiled from that source.
         AttributeError: nothing stands there.
     """
-    module = sys.modules[target.module]
-    owner = find_owner(module, target.qualname)
+    check_site(target, body)
+    owner = find_owner(sys.modules[target.module], target.qualname)
     name = target.qualname.rpartition(".")[2]
     held_elsewhere = references(namespace(owner), name)  # as long as nothing here holds it
     raw = namespace(owner).get(name, ABSENT)
     if raw is not ABSENT:
-        foreign = _foreign(raw, module, body, target.qualname)
-        if foreign is not None:
-            raise Conflict(f"{target.address} is {foreign}")
         return Site(target, owner, raw, held_elsewhere=held_elsewhere)
-    for base in getattr(owner, "__mro__", ()):
-        if name in vars(base):
-            return Site(target, owner, ABSENT, inherited=vars(base)[name])
-    raise AttributeError(f"{target.module} has no {target.qualname}")
+    return Site(target, owner, ABSENT, inherited=_inherited(owner, name))
+
+
+def check_site(target: Target, body: Body) -> None:
+    """Compare the live function with the source, and make nothing: a site refers to itself, and one
+    that is dropped would hold the function until the next garbage collection.
+
+    Raises:
+        Conflict: what stands there was not compiled from that source.
+        AttributeError: nothing stands there.
+    """
+    module = sys.modules[target.module]
+    owner = find_owner(module, target.qualname)
+    name = target.qualname.rpartition(".")[2]
+    raw = namespace(owner).get(name, ABSENT)
+    if raw is ABSENT:
+        if not any(name in vars(base) for base in getattr(owner, "__mro__", ())):
+            raise AttributeError(f"{target.module} has no {target.qualname}")
+        return
+    foreign = _foreign(raw, module, body, target.qualname)
+    if foreign is not None:
+        raise Conflict(f"{target.address} is {foreign}")
+
+
+def _inherited(owner: type, name: str) -> Any:
+    return next(vars(base)[name] for base in owner.__mro__ if name in vars(base))
 
 
 def find_owner(module: types.ModuleType, qualname: str) -> Any:

@@ -80,6 +80,7 @@ def test_what_the_interpreter_keeps_is_not_compiled_again(greet, toys, monkeypat
     cached = Path(importlib.util.cache_from_source(str(path)))
     cached.write_bytes(cached.read_bytes()[:-9])  # half-written
     os.utime(path, (1, 1))
+    difference.cache_clear()
     with pytest.raises(TypeError):
         difference(module.greet.__code__, body, "greet")
 

@@ -96,7 +96,7 @@ def left(where: str, last: bool = True) -> tuple[str, bool]:
         ("on the way", True),
         ("after start_grad_sync", True),
         ("after start_param_sync", True),
-        ("after start_param_sync", False),
+        pytest.param("after start_param_sync", False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_all_ranks_are_told_and_the_next_step_is_right(megatron_ranks, where, last):

@@ -22,7 +22,7 @@ CALLS = {
     "finish, interrupt": (2, True, "Injected"),
 }
 #: One in so many sites always, which are two at the least.
-ONE_IN = {"megatron": 240, "fsdp": 140}
+ONE_IN = {"megatron": 360, "fsdp": 210}
 #: Where everything is asked for all of them, in so many tests.
 PARTS = 12
 

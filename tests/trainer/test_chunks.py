@@ -56,7 +56,7 @@ def run_and_note_chunks(job):
 @needs_megatron_training
 def test_a_run_does_not_depend_on_the_number_of_chunks(megatron_ranks, tmp_path):
     found = {}
-    for number in (1, 2, 4):
+    for number in (1, 4):
         cut = (f"optimizer.chunks_per_step={number}", "optimizer.microbatches_per_step=4")
         job = job_for(tmp_path / str(number), *cut)
         # 2 rollouts of 4 steps; 32 sequences per rank and rollout, so 8 in a step.
@@ -70,7 +70,7 @@ def test_a_run_does_not_depend_on_the_number_of_chunks(megatron_ranks, tmp_path)
                 for row in read_metrics(job.out / METRICS_FILE)
             ],
         )
-    assert found[1] == found[2] == found[4]
+    assert found[1] == found[4]
     assert found[1][1][-1]["train/grad_norm"] > 0
 
 
