@@ -1,4 +1,4 @@
-"""What to say where a package is missing that the base install does not bring.
+"""Say what brings a package that is missing, where the base install does not.
 
 The base install is for frameworks that pin their own torch and Megatron, so that neither is there
 for certain. Free of both.

@@ -80,7 +80,7 @@ def settings(error: type[ValueError], prefix: str = "") -> Callable[[type[Record
 
 
 class SettingsReader(Generic[Record]):
-    """What a user gives for a record: a TOML file, and `key=value` over it.
+    """Read what a user gives for a record: a TOML file, and `key=value` over it.
 
     Example: `SettingsReader(Config, ConfigError, path).set("optimizer.lr=1e-4").build()`.
     """
@@ -90,7 +90,7 @@ class SettingsReader(Generic[Record]):
     ) -> None:
         """Read the file, if there is one. Errors: `error`, naming it."""
         self.table: dict[str, Any] = {}
-        """What was given so far, as TOML has it."""
+        """All that was given so far, as TOML has it."""
         self._error, self._path = error, path
         self._kind: Any = kind
         self._lines: Mapping[Place, int] = {}
@@ -159,7 +159,7 @@ def schema(kind: Any) -> dict[str, Any]:
 
 
 def allowed(field: Mapping[str, Any]) -> str:
-    """What a field may be, in words, from its JSON schema: `above 0, up to 1`."""
+    """Say in words what a field may be, from its JSON schema: `above 0, up to 1`."""
     if "enum" in field or "const" in field:
         return " or ".join(map(str, field.get("enum", [field.get("const")])))
     if field.get("type") == "boolean":
@@ -263,7 +263,7 @@ def _value(raw: str, field: Mapping[str, Any]) -> Any:
 
 
 def _lines(text: str) -> Iterator[tuple[Place, int]]:
-    """Where the keys and the tables of a TOML file begin: numbers of lines, from 1."""
+    """Find the lines, from 1, where the keys and the tables of a TOML file begin."""
     table: Place = ()
     lists: Counter[str] = Counter()
     for number, line in enumerate(text.splitlines(), start=1):

@@ -80,7 +80,7 @@ def postpone(group: Any, postponed: bool) -> None:
 
 
 def dispatched(group: Any) -> bool:
-    """Whether an overlapped reduction was dispatched whose window is not finished."""
+    """True if an overlapped reduction was dispatched and its window is not finished."""
     return vars(group).get(_DISPATCHED, False) or group.grad_reduce_handle is not None
 
 

@@ -88,7 +88,7 @@ def group_target(method: str, wrapper: Callable[..., Any]) -> Target:
 
 
 def buffer_reset_target(wrapper: Callable[..., Any]) -> Target:
-    """Where a gradient buffer is zeroed, from 0.16 on."""
+    """The place where a gradient buffer is zeroed, from 0.16 on."""
     return Target(
         address="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.reset",
         wrapper=wrapper,

@@ -20,11 +20,11 @@ class Steps(NamedTuple):
     overlap: bool = True
     distributed: bool = True
     wired: bool = True
-    """Whether `config.no_sync_func` is set, where reductions overlap."""
+    """True if `config.no_sync_func` is set, where reductions overlap."""
     held: bool = False
-    """Whether all calls of a step but the last are made inside of `no_sync()`."""
+    """True if all calls of a step but the last are made inside of `no_sync()`."""
     learns: bool = False
-    """Whether bucket groups have to learn how many gradients a step registers, as from 0.16 on."""
+    """True if bucket groups have to learn how many gradients a step registers, as from 0.16."""
 
 
 #: Each is right on stock; together they have every switch on and off.
@@ -100,5 +100,5 @@ def step(model: Any, calls: tuple[int, ...], *, held: bool = False, data_seed: i
 
 
 def learns(model: Any) -> bool:
-    """Whether the bucket groups of this release learn from a first batch."""
+    """True if the bucket groups of this release learn from a first batch."""
     return hasattr(bucket_groups(model.chunks[0])[0], "is_first_batch")

@@ -21,7 +21,7 @@ def reduced(chunk: Any) -> tuple[int, ...] | None:
 
 
 def grown(chunk: Any) -> bool:
-    """Whether gradients were added to reduced ones, or their reduction was dispatched again."""
+    """True if gradients were added to reduced ones, or their reduction was dispatched again."""
     before = reduced(chunk)
     if before is None:
         return False
@@ -35,7 +35,7 @@ def grown(chunk: Any) -> bool:
 
 
 def is_idle(chunk: Any) -> bool:
-    """Whether all of the chunk's gradients are reduced."""
+    """True if all of the chunk's gradients are reduced."""
     return reduced(chunk) is not None and not grown(chunk)
 
 

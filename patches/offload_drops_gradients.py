@@ -13,7 +13,7 @@ Affects:
     0.16.0 and later. What the patch does: a step raises a RuntimeError where an offload has dropped
     gradients that it would have used, and `zero_grad_buffer()` has not been called since. An
     offload that drops what nobody steps on (of an aborted window, of a warm-up, of an optimizer
-    that is not Megatron's) goes through as before; so does one behind a step, a skipped one too,
+    that is not Megatron's) goes through as before; so does one after a step, a skipped one too,
     and costs one comparison. `offload_grad_buffers` itself raises where a reduction is in flight
     into the memory that it would free. A program that drops gradients, leaves out
     `zero_grad_buffer()` and steps on the next window cannot be told from one that accumulates over
@@ -140,7 +140,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Offloads behind steps, behind a skipped one, of a probe's gradients and of zeros."""
+    """Offload after steps, after a skipped one, a probe's gradients, and zeros."""
     from megatron_idempotent.cpu import tiny
 
     found = []

@@ -46,7 +46,7 @@ def seed_all_stages(original: Callable[..., Any], seed: int, *args: Any, **kwarg
 
 
 def _missing_offset() -> int | None:
-    """What this stage's seed lacks; None where the stages draw differently."""
+    """Return what this stage's seed lacks; None where the stages draw differently."""
     import torch
     from megatron.core import parallel_state
 

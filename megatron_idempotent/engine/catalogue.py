@@ -26,7 +26,7 @@ _patches: dict[str, Patch] = {}
 
 
 def outlines() -> dict[str, Outline]:
-    """What `apply()` has to know of each patch, by id, in order of id.
+    """Return what `apply()` has to know of each patch, by id, in order of id.
 
     From the index; or from the case files where one was added or taken away since that was made.
     """

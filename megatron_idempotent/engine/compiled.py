@@ -58,7 +58,7 @@ def _compiled(body: Body, qualname: str, like: CodeType) -> Iterator[CodeType]:
         # By hand: fix_missing_locations visits every node, and takes longer than the compiler.
         definition.lineno = definition.end_lineno = body.line
         definition.col_offset = definition.end_col_offset = 0
-    # And behind the imports: a call of something that is imported is compiled in its own way.
+    # And after the imports: a call of something that is imported is compiled in its own way.
     module = ast.Module(body=[*_imports(body.module), definition], type_ignores=[])
     for source in (module, body.module):
         flags = like.co_flags & _FEATURES

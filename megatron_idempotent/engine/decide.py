@@ -193,7 +193,7 @@ def _drifted(target: Target, body: Body) -> str | None:
 
 
 def part_of(target: Target, body: Body) -> Part:
-    """What the body does with what the target relies on.
+    """The part of the body that touches what the target relies on.
 
     Raises:
         OSError, TypeError, ValueError: the wrapper cannot be read.

@@ -22,7 +22,7 @@ _ON, _OFF, _DEBUG, _NO_PATCH = "on", "off", "debug", "-"
 
 
 class Place(Record):
-    """Where a function of Megatron or of a framework is."""
+    """The address of a function of Megatron or of a framework."""
 
     address: str
     """`module:qualname`. A colon, because an attribute can shadow a submodule of the same name."""

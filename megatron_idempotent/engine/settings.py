@@ -24,7 +24,7 @@ VARIABLES = {
     f"{SWITCH}_REPORT": "file for the report, with {rank} filled in",
     f"{SWITCH}_STRICT": "1 makes a problem an error",
 }
-"""What `apply()` reads: the one table of them."""
+"""The one table of what `apply()` reads."""
 _ELSEWHERE = frozenset(
     f"{SWITCH}_{name}"
     for name in (

@@ -61,7 +61,7 @@ class Site:
         self.is_installed = False
         self._held_elsewhere = held_elsewhere
         self._cover: object = None
-        """What stood in the place of our function when that was taken away."""
+        """The object that stood in the place of our function when that was taken away."""
         self._call = original = self.original
 
         @functools.wraps(original)
@@ -173,7 +173,7 @@ class Site:
 
     @property
     def leftover(self) -> str | None:
-        """What is left of us, as the end of a sentence, where no patch is on; or None."""
+        """Say what is left of us where no patch is on, as the end of a sentence; or None."""
         if self.is_installed:
             return None
         found, address = namespace(self.owner).get(self.name), self.target.address

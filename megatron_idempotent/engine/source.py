@@ -49,7 +49,7 @@ class Body:
 
     @property
     def line(self) -> int:
-        """Where it begins in its file, at its first decorator: `co_firstlineno` of its code."""
+        """The line of its first decorator in its file: `co_firstlineno` of its code."""
         return min([self.tree.lineno, *(node.lineno for node in self.tree.decorator_list)])
 
     @cached_property

@@ -10,7 +10,7 @@ import torch
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As torch's, which is called late: its wrapper holds what pickling by value cannot bring."""
+    """Call torch's as late as possible: its wrapper holds what pickling by value cannot bring."""
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Any) -> Any:

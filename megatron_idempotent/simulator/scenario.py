@@ -1,4 +1,4 @@
-"""What is simulated: one record, from a TOML file or built in code."""
+"""One record of all that is simulated, from a TOML file or built in code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SyncCosts:
     buckets: int = Field(default=4, ge=0)
     """Buckets of one update."""
     pause_mode: PauseMode = "keep"
-    """What becomes of running requests."""
+    """The fate of running requests."""
     attempts: int = Field(default=3, ge=1)
     """Attempts at a commit, a rollback and a resume."""
     retry_wait_s: float = Field(default=0.5, gt=0)

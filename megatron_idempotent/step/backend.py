@@ -49,11 +49,11 @@ class Backend(Protocol):
 
     @property
     def lowers_scale(self) -> bool:
-        """Whether gradients that are not finite lower a loss scale, and the step is skipped."""
+        """True if gradients that are not finite lower a loss scale, and the step is skipped."""
 
     @property
     def narrow(self) -> bool:
-        """Whether gradients of sums over a whole step may leave the range of their type."""
+        """True if gradients of sums over a whole step may leave the range of their type."""
 
     @property
     def torn(self) -> bool:

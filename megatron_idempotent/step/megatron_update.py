@@ -21,9 +21,9 @@ class OptimizerStep:
         self, chunks: Sequence[Any], optimizer: Any, rule: NonFinite, *, keeps_undo: bool
     ) -> None:
         self.updating = False
-        """Whether parameters may have been changed."""
+        """True once parameters may have been changed."""
         self.undo: StateUndo | None = None
-        """What to go back to, once they may."""
+        """The state to go back to, once they may."""
         self._chunks = list(chunks)
         self._optimizer = optimizer
         self._rule = rule
@@ -36,7 +36,7 @@ class OptimizerStep:
 
     @property
     def lowers_scale(self) -> bool:
-        """Whether a loss scale is lowered where gradients are not finite."""
+        """True if a loss scale is lowered where gradients are not finite."""
         return any(isinstance(each, DynamicGradScaler) for each in self._scalers())
 
     def run(self) -> tuple[float | None, str | None]:

@@ -15,7 +15,7 @@ Kind = Literal["token", "sequence"]
 """What a loss is a mean over: the step's valid tokens, or its valid sequences."""
 
 NonFinite = Literal["refuse", "skip", "update"]
-"""What `finish` does where a loss or the norm of the gradients is NaN or infinite: raise, drop the
+"""The act of `finish` where a loss or the norm of the gradients is NaN or infinite: raise, drop the
 gradients and go on, or update all the same."""
 
 Batch = Mapping[str, Any]
@@ -25,12 +25,12 @@ TOKENS, SAMPLE_MASK, TOKEN_MASK = "input_ids", "sample_mask", "token_mask"
 """Names in a batch of what makes its rows, and of what in them counts."""
 
 RESERVED = ("loss", "lr", "wd", "global_valid_seqs", "global_valid_toks", "rank", "replica")
-"""What the step puts into each row by itself, so that a loss may not report it."""
+"""Names that the step puts into each row by itself, so that a loss may not report them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What both engines are made with. Example: `checked_options(20.0, "refuse", ())`."""
+    """Options that both engines are made with. Example: `checked_options(20.0, "refuse", ())`."""
 
     deadline_s: float
     non_finite: NonFinite

@@ -42,7 +42,7 @@ class Say:
     poisoned: bool = False
     """Whether this rank has left collectives that others are in, or may be."""
     begun: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What ranks have to begin a step with alike, by name."""
+    """The arguments that ranks have to begin a step with alike, by name."""
     replica: int = 0
     """Data-parallel rank; ranks of one replica are given the same batches."""
     lists: tuple[tuple[int, int, int], ...] = ()
@@ -147,7 +147,7 @@ def failures(said: Sequence[Say], group: Any = None) -> dict[int, str]:
 
 
 def begun_alike(said: Sequence[Say]) -> bool:
-    """Whether ranks that are in one step began it with the same arguments."""
+    """True if ranks that are in one step began it with the same arguments."""
     return not _begun_otherwise(said, range(len(said)))
 
 

@@ -35,7 +35,7 @@ class Debts:
         # ordered set), and the same of the last whole backward.
         self._ready: list[dict[int, None]] = [{} for _ in chunks]
         self._order: list[list[int]] = [[] for _ in chunks]
-        # Per chunk and bucket group, what `_counts` says behind the last whole backward.
+        # Per chunk and bucket group, what `_counts` says after the last whole backward.
         self._counted: list[list[int]] = [[] for _ in chunks]
 
     @contextlib.contextmanager
@@ -97,7 +97,7 @@ class Debts:
                 group.start_grad_sync()
 
     def _is_last(self, place: int) -> bool:
-        """Whether the peers' hooks start reductions in this backward, which is skipped here.
+        """Tell if the peers' hooks start reductions in this backward, which is skipped here.
 
         From 0.16 on a step may have several: calls outside of `no_sync`, or microbatches without.
         """

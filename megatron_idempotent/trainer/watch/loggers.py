@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: the JSONL file, TensorBoard, loggers by name, the terminal."""
+"""The places that a run's metrics go to: the JSONL file, TensorBoard, loggers, the terminal."""
 
 from __future__ import annotations
 
