@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from .engine.catalogue import patches
-from .engine.decide import judge, review
+from .engine.decide import in_range, judge, review
 from .engine.record import Patch, Target
 from .engine.source import Body
 from .engine.trees import SourceTree
@@ -44,8 +44,8 @@ class Drift:
     lack `megatron.training`); `drifted`: a body is new and the patch would be refused;
     `not_affected`: the release is older than the hazard."""
     in_range: bool
-    """Whether the release is in the patch's range. Beyond it `apply()` refuses the patch, whatever
-    the bodies say: widening the range is for a person."""
+    """True if the bodies decide. Where upstream has mended the hazard, `apply()` refuses the patch,
+    whatever they say."""
     reason: str
     diff: str
     """Unified diff of the drifted bodies against the newest accepted ones among the trees."""
@@ -121,7 +121,7 @@ def _row(
         distribution=patch.distribution,
         version=version.text,
         standing=standing,
-        in_range=version is UNKNOWN or supported(version, patch.since, patch.before),
+        in_range=in_range(patch, version),
         reason=reason,
         diff=diff,
     )

@@ -29,9 +29,9 @@ def step_target(wrapper: Callable[..., Any]) -> Target:
         address=_STEP,
         wrapper=wrapper,
         reviewed={
-            "efbbb5eda06b": "0.12.0 to 0.13.1",
-            "0af702601114": "0.14.0 to 0.17.1",
-            "de1224dcdb95": "0.18.0 to 0.19.2",
+            "b268595d385a": "0.12.0 to 0.13.1",
+            "1e900fca72c8": "0.14.0 to 0.17.1",
+            "cbc8aa632e4d": "0.18.0 to 0.19.2",
         },
     )
 

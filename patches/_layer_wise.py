@@ -32,7 +32,7 @@ def step_target(wrapper: Callable[..., Any]) -> Target:
     return Target(
         address=f"{_OPTIMIZER}:ChainedOptimizer.step_with_ready_grads",
         wrapper=wrapper,
-        reviewed={"bf4ee6d217e7": "0.17.0 to 0.17.1", "c8cb7173652a": "0.18.0 to 0.19.2"},
+        reviewed={"0a192e06e8f3": "0.17.0 to 0.17.1", "8255106bc090": "0.18.0 to 0.19.2"},
     )
 
 

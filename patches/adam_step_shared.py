@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _distributed_optimizer
 
@@ -67,7 +67,7 @@ PATCH = Patch(
     id="adam-step-shared",
     summary="a load leaves torch's Adam with one step counter that all parameters advance",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(_distributed_optimizer.target("load_state_dict", load_state_dict),),
     upstream=_distributed_optimizer.UPSTREAM,
     reproduction=Reproduction(

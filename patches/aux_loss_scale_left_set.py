@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _auxiliary_losses, _schedules, _windows
 
@@ -104,7 +104,7 @@ PATCH = Patch(
     id="aux-loss-scale-left-set",
     summary="a direct backward weighs MoE and MTP losses by the last schedule's microbatches",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=_schedules.targets(schedule),
     upstream=_schedules.UPSTREAM,
     reproduction=Reproduction(

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,14 +67,13 @@ PATCH = Patch(
     id="aux-loss-scale-refused",
     summary="MoE training raises after a forward under inference mode, or after a direct backward",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address=f"{_MODULE}:MoEAuxLossAutoScaler.set_loss_scale",
             wrapper=set_loss_scale,
             reviewed={
-                "51e950a45e07": "0.12.0 to 0.15.3",
-                "b04590f06770": "0.16.0 to 0.19.2",
+                "722aec10fd74": "0.12.0 to 0.19.2",
             },
         ),
     ),

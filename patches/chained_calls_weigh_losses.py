@@ -32,7 +32,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from megatron_idempotent.engine import Helper, Reproduction
+from megatron_idempotent.engine import UNTRIED, Helper, Reproduction
 
 from . import _schedules
 
@@ -94,7 +94,7 @@ HELPER = Helper(
     summary="a step in several schedule calls gives MoE and MTP losses too much weight",
     call="accumulation_window",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     upstream=_schedules.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,

@@ -32,7 +32,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target, arguments
 
 from . import _gather
 from ._ddp import bucket_groups
@@ -113,17 +113,17 @@ PATCH = Patch(
     id="checkpoint-before-gather",
     summary="a distributed checkpoint saved right after a step holds parameters that lack it",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address="megatron.core.dist_checkpointing.serialization:save",
             wrapper=save,
             reviewed={
-                "a4511d565953": "0.12.0 to 0.12.3",
-                "c888f574ed89": "0.13.0 to 0.16.1",
-                "8097b970b2ee": "0.17.0",
-                "e1693466db65": "0.17.1 to 0.18.2",
-                "b6bf5bda7c60": "0.19.0 to 0.19.2",
+                "b6ded1e26371": "0.12.0 to 0.12.3",
+                "c981c1a3738e": "0.13.0 to 0.16.1",
+                "fe589f4dd691": "0.17.0",
+                "3928b337ed74": "0.17.1 to 0.18.2",
+                "97d6004455f6": "0.19.0 to 0.19.2",
             },
             relies_on=("sharded_state_dict",),
             parts={

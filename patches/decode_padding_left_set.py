@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 from megatron_idempotent.engine.weak_keys import PerProcessWeakKeys
 
 from . import _schedules
@@ -106,12 +106,12 @@ PATCH = Patch(
     id="decode-padding-left-set",
     summary="generation wipes the MoE capacity factor from training, and pads another model",
     since="0.15",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address="megatron.core.inference.utils:set_decode_expert_padding",
             wrapper=set_padding,
-            reviewed={"d674d152615f": "0.15.0 to 0.19.2"},
+            reviewed={"7220677263ce": "0.15.0 to 0.19.2"},
         ),
         *_schedules.targets(schedule),
     ),

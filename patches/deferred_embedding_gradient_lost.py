@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.engine import Helper, Reproduction
+from megatron_idempotent.engine import UNTRIED, Helper, Reproduction
 
 from . import _deferred_embedding, _schedules
 
@@ -69,7 +69,7 @@ HELPER = Helper(
     summary="chained calls without a finalize function never compute a deferred embedding gradient",
     call="accumulation_window",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     upstream=_schedules.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,

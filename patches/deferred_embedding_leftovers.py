@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _deferred_embedding, _schedules
 
@@ -71,7 +71,7 @@ PATCH = Patch(
     id="deferred-embedding-leftovers",
     summary="forward-only and aborted windows leave activations for the deferred embedding",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=_schedules.targets(schedule, *_deferred_embedding.SCHEDULES),
     upstream=_schedules.UPSTREAM,
     reproduction=Reproduction(

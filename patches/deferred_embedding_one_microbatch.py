@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _deferred_embedding
 
@@ -68,7 +68,7 @@ PATCH = Patch(
     id="deferred-embedding-one-microbatch",
     summary="a window of one microbatch raises instead of computing a deferred embedding gradient",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(_deferred_embedding.drain_target(drain),),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/utils.py",
     reproduction=Reproduction(

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 from megatron_idempotent.engine.weak_keys import PerProcessWeakKeys
 
 from . import _arrivals, _ddp, _deferred_embedding, _schedules
@@ -156,7 +156,7 @@ PATCH = Patch(
     id="deferred-embedding-reduced-early",
     summary="overlapped reductions miss a deferred embedding gradient",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         *_schedules.targets(schedule, *_deferred_embedding.SCHEDULES),
         _ddp.group_target("start_grad_sync", start_grad_sync),

@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _arrivals, _reduction
 from ._ddp import GROUP_UPSTREAM, bucket_groups, ddp_target
@@ -95,7 +95,7 @@ PATCH = Patch(
     id="deferred-reduction-refused",
     summary="finish_grad_sync() asserts on gradients that were accumulated inside of no_sync()",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         ddp_target("finish_grad_sync", finish_grad_sync),
         ddp_target("no_sync", no_sync),

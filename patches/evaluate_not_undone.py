@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, arguments
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, arguments
 
 from . import _train
 from ._timers import stopping
@@ -107,7 +107,7 @@ PATCH = Patch(
     id="evaluate-not-undone",
     summary="an evaluate() that raises leaves evaluation mode, its timer and rerun mode DISABLED",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         _train.target(
             evaluate,

@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _ddp
 
@@ -99,7 +99,7 @@ PATCH = Patch(
     id="first-window-aborted",
     summary="a first window that was aborted, or left parameters unused, breaks all later ones",
     since="0.16",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         _ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),
         _ddp.group_target("finish_grad_sync", finish_grad_sync),

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 
@@ -75,12 +75,12 @@ PATCH = Patch(
     id="forward-pre-hook-reentry",
     summary="disable_forward_pre_hook() raises KeyError where they are off, as in a second train()",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address=f"{_DDP}.disable_forward_pre_hook",
             wrapper=disable,
-            reviewed={"10b963df9a5d": "0.11.0 to 0.18.2", "0ebab24f76ee": "0.19.0 to 0.19.2"},
+            reviewed={"448baf244730": "0.11.0 to 0.18.2", "a0017a4969dd": "0.19.0 to 0.19.2"},
         ),
         Target(
             address=f"{_DDP}.enable_forward_pre_hook",

@@ -40,7 +40,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
 from . import _schedules
 
@@ -194,7 +194,7 @@ PATCH = Patch(
     id="full-cuda-graph-replayed",
     summary="a full-iteration CUDA graph is replayed for another model or number of microbatches",
     since="0.14",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address="megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__",

@@ -26,7 +26,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _train
 
@@ -55,7 +55,7 @@ PATCH = Patch(
     id="gc-stays-off",
     summary="train() with --manual-gc leaves garbage collection off for good",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         _train.target(
             train,

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _ddp
 
@@ -57,7 +57,7 @@ PATCH = Patch(
     id="grad-left-by-aborted-backward",
     summary="a gradient that an aborted backward left in param.grad adds to the next window's",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(_ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
     upstream=_ddp.UPSTREAM,
     reproduction=Reproduction(run=reproduce, ranks=2, stock_error=_ddp.SPOILT_ERROR),

@@ -34,7 +34,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target, arguments
 
 from . import _optimizers
 
@@ -145,19 +145,19 @@ PATCH = Patch(
     id="grad-scale-func",
     summary="gradients are divided by a loss scale that the loss was never multiplied by",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address="megatron.core.optimizer:get_megatron_optimizer",
             wrapper=build,
             reviewed={
-                "d8ef2bc60be4": "0.12.0 to 0.12.3",
-                "60a0352d7924": "0.13.0 to 0.13.1",
-                "bed722808b3b": "0.14.0",
-                "42c8cafae543": "0.15.0 to 0.15.3",
-                "c8cf8c523b83": "0.16.0 to 0.17.1",
-                "bc4195e29b0c": "0.18.0 to 0.18.2",
-                "a59346c9eade": "0.19.0 to 0.19.2",
+                "8706a90a392d": "0.12.0 to 0.12.3",
+                "244495507815": "0.13.0 to 0.13.1",
+                "2b8bb29f619d": "0.14.0",
+                "44f549babf3c": "0.15.0 to 0.15.3",
+                "93060c83cddd": "0.16.0 to 0.17.1",
+                "47d770315c43": "0.18.0 to 0.18.2",
+                "5ecdbe1eaf4e": "0.19.0 to 0.19.2",
             },
             relies_on=("model_chunks",),
             parts={"efec8d254753": "0.12.0 to 0.19.2"},
@@ -165,7 +165,7 @@ PATCH = Patch(
         Target(
             address=f"{_optimizers.MODULE}:MegatronOptimizer.scale_loss",
             wrapper=scale_loss,
-            reviewed={"b20ac528c282": "0.12.0 to 0.19.2"},
+            reviewed={"e81a3bf003ba": "0.12.0 to 0.19.2"},
         ),
         *_optimizers.step_targets(step),
     ),

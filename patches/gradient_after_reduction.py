@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _arrivals, _reduction
 from ._ddp import GROUP_UPSTREAM, bucket_groups, ddp_target
@@ -138,7 +138,7 @@ PATCH = Patch(
     id="gradient-after-reduction",
     summary="gradients that arrive behind their bucket's reduction stay local, silently",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         ddp_target("finish_grad_sync", finish_grad_sync),
         ddp_target("zero_grad_buffer", zero_grad_buffer),

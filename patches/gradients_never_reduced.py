@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.engine import Helper, Reproduction
+from megatron_idempotent.engine import UNTRIED, Helper, Reproduction
 
 
 def reproduce() -> None:
@@ -67,7 +67,7 @@ HELPER = Helper(
     id="gradients-never-reduced",
     summary="without config.finalize_model_grads_func gradients are never reduced, silently",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     call="wire_train_config",
     upstream=(
         "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/"

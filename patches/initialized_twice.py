@@ -25,7 +25,7 @@ Remove when:
 
 from __future__ import annotations
 
-from megatron_idempotent.engine import Helper, Reproduction
+from megatron_idempotent.engine import UNTRIED, Helper, Reproduction
 
 
 def reproduce() -> None:
@@ -62,7 +62,7 @@ HELPER = Helper(
     summary="setting up groups, microbatch calculator or rerun machine again asserts",
     call="ensure_initialized",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/parallel_state.py",
     reproduction=Reproduction(
         run=reproduce,

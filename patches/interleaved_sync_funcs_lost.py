@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _schedules
 
@@ -64,7 +64,7 @@ PATCH = Patch(
     id="interleaved-sync-funcs-lost",
     summary="a forward-only interleaved window that raises loses grad_sync_func, param_sync_func",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=_schedules.targets(schedule, "forward_backward_pipelining_with_interleaving"),
     upstream=_schedules.UPSTREAM,
     reproduction=Reproduction(

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
 _FUNCTION = "megatron.core.tensor_parallel.random:CheckpointFunction"
 
@@ -78,12 +78,12 @@ PATCH = Patch(
     id="is-checkpointing-left-set",
     summary="is_checkpointing() stays True after an exception in a recomputed layer",
     since="0.16",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address=f"{_FUNCTION}.forward",
             wrapper=clear_on_error,
-            reviewed={"29ab16d8ede9": "0.16.0 to 0.16.1", "c22d562df0e4": "0.17.0 to 0.19.2"},
+            reviewed={"29ab16d8ede9": "0.16.0 to 0.19.2"},
         ),
         Target(
             address=f"{_FUNCTION}.backward",

@@ -40,7 +40,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _gather, _layer_wise
 from ._ddp import GROUP_UPSTREAM, bucket_groups, ddp_target, group_target
@@ -112,7 +112,7 @@ PATCH = Patch(
     summary="with Muon's layer-wise optimizer, a forward between reduction and step zeroes the "
     "gradients",
     since="0.18",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         group_target("start_param_sync", start),
         group_target("finish_grad_sync", finish_grad_sync),

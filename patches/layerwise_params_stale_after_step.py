@@ -38,7 +38,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _gather, _layer_wise
 from ._ddp import group_target
@@ -82,7 +82,7 @@ PATCH = Patch(
     summary="with Muon's layer-wise optimizer and overlapped gathers, a step is read before it is "
     "gathered",
     since="0.17",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         _layer_wise.step_target(step),
         _layer_wise.chunks_target(),

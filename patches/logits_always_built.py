@@ -201,11 +201,11 @@ PATCH = Patch(
             wrapper=forward,
             # Read with what they call: `_postprocess` from 0.13 on, and the MTP block.
             reviewed={
-                "1b3d9baf4e9b": "0.12.0 to 0.12.3",
-                "8452abd70792": "0.13.0 to 0.14.0",
-                "f852d9d9311a": "0.15.0 to 0.15.3",
-                "18243cd1d1d2": "0.16.0 to 0.16.1",
-                "d9dddb51ef55": "0.17.0 to 0.17.1",
+                "30e226094fa1": "0.12.0 to 0.12.3",
+                "ea09fe9b03e3": "0.13.0 to 0.14.0",
+                "115f1fe01b29": "0.15.0 to 0.15.3",
+                "feff6abb0bea": "0.16.0 to 0.16.1",
+                "50f008705494": "0.17.0 to 0.17.1",
             },
         ),
     ),

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _ddp
 
@@ -100,7 +100,7 @@ PATCH = Patch(
     id="moe-tokens-of-aborted-window",
     summary="token counts of an aborted window go into the next expert bias and auxiliary loss",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(_ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/finalize_model_grads.py",
     reproduction=Reproduction(

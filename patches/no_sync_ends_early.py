@@ -31,7 +31,7 @@ from collections.abc import Callable
 from contextlib import ContextDecorator
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from ._ddp import UPSTREAM, bucket_groups, ddp_target
 
@@ -153,7 +153,7 @@ PATCH = Patch(
     id="no-sync-ends-early",
     summary="no_sync() ends at an inner exit, or at one of a window that raised: reduced too early",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         ddp_target("no_sync", no_sync),
         ddp_target("zero_grad_buffer", zero_grad_buffer),

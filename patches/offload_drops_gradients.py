@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
 from . import _optimizers
 from ._ddp import UPSTREAM, bucket_groups, buffer_reset_target
@@ -177,13 +177,13 @@ PATCH = Patch(
     id="offload-drops-gradients",
     summary="offload_grad_buffers() between backward and step zeroes the gradients silently",
     since="0.16",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address="megatron.core.distributed.distributed_data_parallel:"
             "DistributedDataParallel.offload_grad_buffers",
             wrapper=offload,
-            reviewed={"63450750b8df": "0.16.0 to 0.19.2"},
+            reviewed={"72b609a42926": "0.16.0 to 0.19.2"},
         ),
         buffer_reset_target(reset),
         _optimizers.step_target("ChainedOptimizer", step),
@@ -191,14 +191,14 @@ PATCH = Patch(
             address=f"{_optimizers.MODULE}:MixedPrecisionOptimizer.step_with_ready_grads",
             wrapper=step,
             reviewed={
-                "5336d5138629": "0.16.0 to 0.18.2",
-                "c384182b7626": "0.19.0 to 0.19.2",
+                "252b2ecc67d9": "0.16.0 to 0.18.2",
+                "4c9ed53e229d": "0.19.0 to 0.19.2",
             },
         ),
         Target(
             address=f"{_optimizers.MODULE}:FP32Optimizer.step_with_ready_grads",
             wrapper=step,
-            reviewed={"7f363e8ec068": "0.16.0 to 0.19.2"},
+            reviewed={"9c2e497380ae": "0.16.0 to 0.19.2"},
         ),
     ),
     upstream=UPSTREAM,

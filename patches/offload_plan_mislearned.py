@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
 from . import _schedules
 
@@ -172,15 +172,15 @@ PATCH = Patch(
     id="offload-plan-mislearned",
     summary="activation offload raises, or offloads nothing, behind a forward-only first window",
     since="0.16",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address=f"{_MODULE}:PipelineOffloadManager.init_model_chunk_offload_handler",
             wrapper=begin_forward,
             reviewed={
                 "120d311a23a2": "0.16.0 to 0.17.1",
-                "5b9240059eb8": "0.18.0 to 0.18.2",
-                "4039031619c8": "0.19.0 to 0.19.2",
+                "56568c0ed22a": "0.18.0 to 0.18.2",
+                "682b9a45262d": "0.19.0 to 0.19.2",
             },
         ),
         Target(

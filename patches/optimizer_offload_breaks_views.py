@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
 
 def offload(original: Callable[..., None], self: Any) -> None:
@@ -80,7 +80,7 @@ PATCH = Patch(
     id="optimizer-offload-breaks-views",
     summary="after optimizer.offload_to_cpu() and back its parameters are copies of the model's",
     since="0.16",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address="megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu",

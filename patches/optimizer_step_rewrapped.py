@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, arguments
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, arguments
 
 from . import _train
 
@@ -62,7 +62,7 @@ PATCH = Patch(
     id="optimizer-step-rewrapped",
     summary="a raising train() with --optimizer-cuda-graph leaves its wrapper on optimizer.step",
     since="0.17",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         _train.target(
             train,

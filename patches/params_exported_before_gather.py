@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.engine import Helper, Reproduction
+from megatron_idempotent.engine import UNTRIED, Helper, Reproduction
 
 from . import _gather
 
@@ -60,7 +60,7 @@ HELPER = Helper(
     id="params-exported-before-gather",
     summary="parameters exported right after a step lack the step, except for the rank's own shard",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     call="ensure_params_synced",
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py",
     reproduction=Reproduction(

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _gather
 from ._ddp import GROUP_UPSTREAM
@@ -64,7 +64,7 @@ PATCH = Patch(
     id="params-stale-after-step",
     summary="a forward between reduction and step makes the step's update reach no other rank",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(_gather.step_target(step), _gather.gather_target()),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
 from . import _gather
 from ._ddp import bucket_groups, forward_target
@@ -94,13 +94,13 @@ PATCH = Patch(
     id="pending-gather-dropped",
     summary="with the forward pre-hooks off, ranks train on parameters that lack the last update",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address="megatron.core.distributed.distributed_data_parallel:"
             "DistributedDataParallel.disable_forward_pre_hook",
             wrapper=disable,
-            reviewed={"10b963df9a5d": "0.12.0 to 0.18.2", "0ebab24f76ee": "0.19.0 to 0.19.2"},
+            reviewed={"448baf244730": "0.12.0 to 0.18.2", "a0017a4969dd": "0.19.0 to 0.19.2"},
         ),
         forward_target(forward),
         _gather.step_target(_gather.updating),

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
 STAGE_OFFSET = 100
 """Upstream's own distance between the seeds of two stages."""
@@ -107,16 +107,16 @@ PATCH = Patch(
     id="pipeline-seed-offset",
     summary="pipeline stages given one seed get identical initial weights and dropout",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address="megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed",
             wrapper=seed_all_stages,
             reviewed={
-                "57a85f1fb700": "0.12.0 to 0.12.3",
-                "5fc47b02bc59": "0.13.0 to 0.13.1",
-                "2004a6b6f2b8": "0.14.0 to 0.18.2",
-                "de9666c459c3": "0.19.0 to 0.19.2",
+                "b7c06ebf7e2d": "0.12.0 to 0.12.3",
+                "94c91c478955": "0.13.0 to 0.13.1",
+                "b16672bfa8f0": "0.14.0 to 0.18.2",
+                "91eac8238d16": "0.19.0 to 0.19.2",
             },
             relies_on=(
                 "offset = seed + 2718",

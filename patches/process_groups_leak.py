@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
 _ADDRESS = "megatron.core.parallel_state:destroy_model_parallel"
 
@@ -138,7 +138,7 @@ PATCH = Patch(
     id="process-groups-leak",
     summary="destroy_model_parallel() leaves its process groups alive: some 20 more per cycle",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address=_ADDRESS,

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _ddp
 
@@ -77,7 +77,7 @@ PATCH = Patch(
     id="reduction-outlives-its-window",
     summary="after an abort in the last backward, old reductions break or spoil later windows",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(_ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
     fixed_when=lambda bodies: any(
         body.contains("grad_reduce_handle.wait()") for body in bodies.values()

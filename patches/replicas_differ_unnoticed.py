@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target, arguments
 
 from . import _optimizers
 from ._ddp import bucket_groups, group_target
@@ -112,7 +112,7 @@ PATCH = Patch(
     id="replicas-differ-unnoticed",
     summary="nothing notices that data-parallel ranks step on different gradients (debug mode)",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     default=False,
     debug=True,
     targets=(

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
 from . import _schedules
 
@@ -102,7 +102,7 @@ PATCH = Patch(
     id="reported-loss-divided",
     summary="a loss function that reports loss.detach() reports the loss ÷ microbatches",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address=f"{_schedules.MODULE}:forward_step",

@@ -23,7 +23,7 @@ Remove when:
 
 from __future__ import annotations
 
-from megatron_idempotent.engine import Limit, Reproduction
+from megatron_idempotent.engine import UNTRIED, Limit, Reproduction
 
 
 def reproduce() -> None:
@@ -59,7 +59,7 @@ LIMIT = Limit(
     id="rerun-iterator-keeps-microbatches",
     summary="a RerunDataIterator outside of Megatron's own loop keeps every microbatch",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     upstream=(
         "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/"
         "rerun_state_machine.py"

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
 # A step is under way: state by name → where a next step has to find the machine.
 _INTERRUPTED = {
@@ -121,7 +121,7 @@ PATCH = Patch(
     id="rerun-state-after-exception",
     summary="after an exception in train_step the next one reads no batch and still updates",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address="megatron.training.training:train_step",
@@ -132,7 +132,7 @@ PATCH = Patch(
                 "a059530984b7": "0.14.0 to 0.15.3",
                 "c16d41019278": "0.16.0 to 0.17.1",
                 "fd9a6f35844e": "0.18.0 to 0.18.2",
-                "9fd47be82205": "0.19.0 to 0.19.2",
+                "da942a64d76d": "0.19.0 to 0.19.2",
             },
         ),
     ),

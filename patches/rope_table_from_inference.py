@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 
@@ -59,17 +59,17 @@ PATCH = Patch(
     id="rope-table-from-inference",
     summary="rotary tables cached under inference mode cannot be saved for a backward",
     since="0.16",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address=f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.get_emb",
             wrapper=table,
-            reviewed={"1e158890f5e8": "0.16.0 to 0.19.2"},
+            reviewed={"431348bf0720": "0.16.0 to 0.19.2"},
         ),
         Target(
             address=f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.get_emb",
             wrapper=table,
-            reviewed={"26163266da93": "0.16.0 to 0.19.2"},
+            reviewed={"e51a59a2b97c": "0.16.0 to 0.19.2"},
         ),
     ),
     upstream=(

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
 
 def register(original: Callable[..., Any], self: Any, model: Any) -> None:
@@ -62,12 +62,12 @@ PATCH = Patch(
     id="router-trace-hooks-twice",
     summary="each train() adds another hook per router: the trace has every record twice",
     since="0.19",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address="megatron.core.transformer.moe.router_trace:RouterTracer.register_hooks",
             wrapper=register,
-            reviewed={"c2efacac0014": "0.19.0 to 0.19.2"},
+            reviewed={"43fb6e798f83": "0.19.0 to 0.19.2"},
         ),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/router_trace.py",

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
 _KEPT = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
 
@@ -84,7 +84,7 @@ PATCH = Patch(
     id="shared-experts-wedged",
     summary="after an exception in an MoE layer, overlapped shared experts refuse every forward",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address=(

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _gather
 from ._ddp import GROUP_UPSTREAM, group_target
@@ -59,7 +59,7 @@ PATCH = Patch(
     id="start-param-sync-reentry",
     summary="start_param_sync() asserts where a gather is in flight, as after an aborted forward",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(group_target("start_param_sync", start),),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(run=reproduce, ranks=2, stock_error=r"^AssertionError:$"),

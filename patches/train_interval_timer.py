@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _train
 from ._timers import stopping
@@ -67,7 +67,7 @@ PATCH = Patch(
     id="train-interval-timer",
     summary='a second train() fails with "timer has already been started"',
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         _train.target(
             train,

@@ -36,7 +36,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _train
 
@@ -130,7 +130,7 @@ PATCH = Patch(
     id="train-iteration-lost",
     summary="train() never writes args.iteration back: the next call starts over",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         _train.target(
             train,

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,31 +156,31 @@ PATCH = Patch(
     id="unscaled-twice",
     summary="a second step() or prepare_grads() divides the same gradients by the loss scale again",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address=f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads",
             wrapper=prepare_grads,
-            reviewed={"ddff09ac5f54": "0.12.0 to 0.19.2"},
+            reviewed={"02661fd7ab08": "0.12.0 to 0.19.2"},
         ),
         Target(
             address=f"{_OPTIMIZER}:MegatronOptimizer.clip_grad_norm",
             wrapper=clip_grad_norm,
             reviewed={
-                "f4de2cf75122": "0.12.0 to 0.12.3",
-                "52228995e659": "0.13.0 to 0.17.1",
-                "3d94530b6399": "0.18.0 to 0.18.2",
-                "cfc6ab3988ca": "0.19.0 to 0.19.2",
+                "e66ebb81474f": "0.12.0 to 0.12.3",
+                "a2b51be3ffce": "0.13.0 to 0.17.1",
+                "2e479292e424": "0.18.0 to 0.18.2",
+                "48a93cf04f80": "0.19.0 to 0.19.2",
             },
         ),
         Target(
             address=f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
             wrapper=step_with_ready_grads,
             reviewed={
-                "342d3543f0df": "0.12.0 to 0.12.3",
-                "cbbe04fa3333": "0.13.0 to 0.13.1",
-                "5336d5138629": "0.14.0 to 0.18.2",
-                "c384182b7626": "0.19.0 to 0.19.2",
+                "e1a6609bdde7": "0.12.0 to 0.12.3",
+                "f395aee227a4": "0.13.0 to 0.13.1",
+                "252b2ecc67d9": "0.14.0 to 0.18.2",
+                "4c9ed53e229d": "0.19.0 to 0.19.2",
             },
         ),
     ),

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from . import _distributed_optimizer
 
@@ -78,7 +78,7 @@ PATCH = Patch(
     id="unstepped-optimizer-refused",
     summary="loading a checkpoint asserts unless the distributed optimizer has stepped before",
     since="0.12",
-    before="0.20",
+    before=UNTRIED,
     targets=(_distributed_optimizer.target("state_dict", state_dict),),
     upstream=_distributed_optimizer.UPSTREAM,
     reproduction=Reproduction(

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 
 from ._ddp import GROUP_UPSTREAM, buffer_reset_target
 
@@ -62,7 +62,7 @@ PATCH = Patch(
     id="zero-grad-while-offloaded",
     summary="zero_grad_buffer() while the gradient buffers are offloaded is a segmentation fault",
     since="0.16",
-    before="0.20",
+    before=UNTRIED,
     targets=(buffer_reset_target(reset),),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

@@ -10,7 +10,7 @@ before Megatron is imported imports nothing from the standard library that a bar
 from __future__ import annotations
 
 from .errors import PatchError, UnknownPatchError, VerificationError
-from .outline import OPEN
+from .outline import OPEN, UNTRIED
 
 TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OPEN",
+    "UNTRIED",
     "Body",
     "Helper",
     "Limit",

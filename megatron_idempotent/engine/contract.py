@@ -15,10 +15,8 @@ from functools import lru_cache
 from typing import Any
 
 from .frozen import Record
-from .source import Body
+from .source import Body, watches
 
-#: Decorators that watch a call and change neither its arguments nor its result.
-WATCHING = frozenset({"_otel_trace_fn", "nvtx_decorator"})
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
@@ -142,8 +140,7 @@ def _unmet(contract: Contract, tree: ast.FunctionDef | ast.AsyncFunctionDef) -> 
     if any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in own):
         yield "is a generator, and its wrapper calls a plain function"
     for decorator in tree.decorator_list:
-        callee = decorator.func if isinstance(decorator, ast.Call) else decorator
-        if not isinstance(callee, ast.Name) or callee.id not in WATCHING:
+        if not watches(decorator):
             yield f"has the decorator `@{ast.unparse(decorator)}`, which nobody reviewed"
     arguments = tree.args
     positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]

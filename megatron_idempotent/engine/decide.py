@@ -10,6 +10,7 @@ from __future__ import annotations
 from . import versions
 from .finding import find
 from .frozen import NOTHING, Record
+from .outline import OPEN, UNTRIED
 from .settings import SWITCH, Settings
 
 TYPE_CHECKING = False  # importing typing would cost what the index saves
@@ -93,14 +94,30 @@ def check_version(hazard: Hazard | Outline, version: versions.Installed | None) 
     """Step 2: is the distribution there, and in the hazard's range."""
     if version is None:
         return Verdict(status="not_installed", reason=versions.absence(hazard.distribution))
-    if version is versions.UNKNOWN:
-        return GO  # the bodies decide
-    if not versions.supported(version, hazard.since, hazard.before):
+    if not in_range(hazard, version):
         return Verdict(
             status="unsupported_version",
             reason=f"affects {hazard.distribution} {hazard.versions}, found {version.text}",
         )
     return GO
+
+
+def in_range(hazard: Hazard | Outline, version: versions.Installed) -> bool:
+    """Tell if the version leaves the decision to the bodies; one that nobody has run does."""
+    if version is versions.UNKNOWN:
+        return True
+    before = OPEN if hazard.before == UNTRIED else hazard.before
+    return versions.supported(version, hazard.since, before)
+
+
+def beyond(patch: Outline | Patch) -> str:
+    """Say, before another reason, that nobody has run the installed version; or nothing."""
+    version = version_of(patch)
+    if version is None or patch.before != UNTRIED:
+        return ""
+    if not versions.supported(version, UNTRIED, OPEN):
+        return ""
+    return f"{version.text} is above what was run; "
 
 
 def check_modules(patch: Outline | Patch) -> Verdict:
@@ -132,7 +149,10 @@ def check_bodies(patch: Patch, *, named: bool) -> Verdict:
             bodies[target.address] = read_body(Path(path), target.qualname)
         except (SyntaxError, UnicodeDecodeError, OSError) as error:
             return Verdict(status="failed", reason=f"cannot read {target.module}: {error}")
-    return judge(patch, bodies, named=named)
+    verdict = judge(patch, bodies, named=named)
+    return Verdict(
+        status=verdict.status, reason=beyond(patch) + verdict.reason, bodies=verdict.bodies
+    )
 
 
 def judge(patch: Patch, found: Mapping[str, Body | None], *, named: bool) -> Verdict:

@@ -100,11 +100,9 @@ def _head(statement: ast.stmt) -> _Step:
 
 
 def _plain(statement: ast.stmt) -> _Step:
-    # What an assertion says where it fails, and the type of a name, do nothing where all is well.
+    # What an assertion says where it fails does nothing where all is well.
     if isinstance(statement, ast.Assert):
         return "assert", (statement.test,)
-    if isinstance(statement, ast.AnnAssign) and statement.value is not None:
-        return "", (ast.Assign(targets=[statement.target], value=statement.value),)
     return "", (statement,)
 
 

@@ -93,7 +93,7 @@ class Hazard(Record):
     """First release of `distribution` that is affected, such as `0.12`."""
 
     before: str
-    """First release that nobody looked at. The range only selects; the body decides."""
+    """First release that is not affected, or `UNTRIED`. The range only selects; bodies decide."""
 
     upstream: str
     """Public link to the upstream code, issue or pull request that shows the hazard."""

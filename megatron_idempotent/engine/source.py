@@ -1,7 +1,8 @@
 """Read upstream's source without importing it: what a function's body says.
 
-A body is known by a hash over its syntax tree with docstrings, comments, formatting and the fields
-that differ between Python versions left out, so that the same code has the same hash everywhere.
+A body is known by a hash over its syntax tree. Left out are docstrings, comments, formatting,
+annotations, decorators that only watch, and the fields that differ between Python versions: the
+same code has the same hash everywhere.
 Imported when the first body is read: `apply()` before Megatron's import needs none of this.
 """
 
@@ -21,6 +22,9 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # ctx repeats the position of a node; kind and type_params come and go with the Python version.
 _UNSTABLE_FIELDS = frozenset({"ctx", "kind", "type_params", "type_comment"})
+_ANNOTATIONS = frozenset({"annotation", "returns"})
+#: Decorators that watch a call and change neither its arguments nor its result.
+WATCHING = frozenset({"_otel_trace_fn", "nvtx_decorator"})
 
 
 def locate(module: str) -> Path | None:
@@ -45,7 +49,9 @@ class Body:
     @cached_property
     def hash(self) -> str:
         """Twelve hexadecimal digits, equal for equal code on every Python version."""
-        return digest(canonical(self.tree))
+        bare = copy.copy(self.tree)
+        bare.decorator_list = [each for each in bare.decorator_list if not watches(each)]
+        return digest(canonical(bare))
 
     @property
     def line(self) -> int:
@@ -89,6 +95,12 @@ class Body:
 
         canonical(self.tree, note)
         return everywhere, outside
+
+
+def watches(decorator: ast.expr) -> bool:
+    """Tell if a decorator only watches the calls of a function."""
+    maker = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return isinstance(maker, ast.Name) and maker.id in WATCHING
 
 
 def read_body(path: Path, qualname: str) -> Body | None:
@@ -183,12 +195,14 @@ def canonical(
         note: told the text of every node in the tree, and whether that is, or is in, a loop.
     """
     if isinstance(node, ast.AST):
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            node = ast.Assign(targets=[node.target], value=node.value)
         kind = type(node)
         in_loop = in_loop or kind in _LOOPS
         fields = []
         for name in kind._fields:
             value = getattr(node, name, None)
-            if name in _UNSTABLE_FIELDS or value is None or value == []:
+            if name in _UNSTABLE_FIELDS or name in _ANNOTATIONS or value is None or value == []:
                 continue
             if name == "body" and isinstance(node, _Definition):
                 value = _without_docstring(value)
