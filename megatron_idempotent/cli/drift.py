@@ -24,7 +24,7 @@ LEGEND = """
 ok: a person has read every body      holds: new, but with all that the patch relies on
 fixed: upstream repaired it           DRIFT: new, and the patch would be refused
 absent: not in this tree              -: the release is older than the hazard
-*: the release is not in the patch's range, so apply() refuses it whatever the body says"""
+*: upstream has mended the hazard by then, so apply() refuses it whatever the body says"""
 
 
 def drift(paths: Sequence[str], *, as_json: bool, with_diff: bool) -> int:

@@ -42,7 +42,7 @@ def body(text: str, tmp_path: Path, name: str = "train") -> source.Body:
 def test_a_body_has_the_same_hash_on_every_python(tmp_path):
     # Reviewed hashes are written down on one version of Python and compared on another. This one
     # was computed on 3.10, 3.11, 3.12 and 3.13.
-    assert body(TRAIN, tmp_path).hash == "7b5268a45d66"
+    assert body(TRAIN, tmp_path).hash == "eefcf9c431e0"
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,16 @@ def test_a_body_has_the_same_hash_on_every_python(tmp_path):
         ('timers("interval", log_level=0)', "timers('interval', log_level = 0)"),
         ('u"y"', '"y"'),
         ("\ndef ", "\n\n\nx = 1\n\n\ndef "),
+        ("limit: int", "limit: float"),
+        ("limit: int", "limit"),
+        ('-> "Result"', '-> "Other"'),
+        ('-> "Result"', ""),
+        ("config.no_sync_func =", "config.no_sync_func: list ="),
+        ("\n@decorate", "\n@_otel_trace_fn('step', 'megatron.step')\n@decorate"),
+        ("\n@decorate(level=2)", "\n@decorate(level=2)\n@nvtx_decorator()"),
     ],
 )
-def test_docstrings_comments_and_formatting_are_not_in_the_hash(tmp_path, old, new):
+def test_what_changes_nothing_at_run_time_is_not_in_the_hash(tmp_path, old, new):
     assert old in TRAIN
     text = TRAIN.replace("@decorate(level=2)", "") if old.startswith("\ndef") else TRAIN
     assert body(text, tmp_path).hash == body(text.replace(old, new), tmp_path).hash
@@ -70,13 +77,13 @@ def test_docstrings_comments_and_formatting_are_not_in_the_hash(tmp_path, old, n
         ("step + 1", "step - 1"),
         ("> 2", ">= 2"),
         ("limit: int = 3", "limit: int = 4"),
-        ("limit: int", "limit: float"),
-        ('-> "Result"', '-> "Other"'),
         ("log_level=0", "log_level=1"),
         ("log_level=0", "level=0"),
         ("config.no_sync_func", "config.grad_sync_func"),
         ("@decorate(level=2)", "@decorate(level=3)"),
         ("@decorate(level=2)", ""),
+        ("@decorate(level=2)", "@other._otel_trace_fn(level=2)\n@decorate(level=2)"),
+        ("    async def inner", "    @_otel_trace_fn('a', 'b')\n    async def inner"),
         ("a, /, b", "a, b"),
         ("**options", "**kwargs"),
         ("not config.done", "config.done"),

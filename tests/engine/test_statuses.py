@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_idempotent.engine import OPEN, UNTRIED
 from megatron_idempotent.engine.catalogue import patches
 
 SEED = "pipeline-seed-offset"
@@ -78,13 +79,40 @@ def test_a_version_that_cannot_be_read_is_said_to_be_that(cold, megatron_copy):
     assert row["reason"] == f"no version of megatron-core can be read from {megatron_copy / INFO}"
 
 
-@pytest.mark.parametrize("version", ["0.99.2", "0.20.0", "0.20.0rc0", "1.0.0", "0.9.9"])
-def test_a_version_outside_of_the_range_is_named_with_the_range(cold, megatron_copy, version):
+@pytest.mark.parametrize("version", ["0.9.9", "0.11.0"])
+def test_a_version_below_the_range_is_named_with_the_range(cold, megatron_copy, version):
     set_version(megatron_copy, version)
     row = cold.run("outcomes", path=str(megatron_copy))[SEED]
     assert row["status"] == "unsupported_version"
     assert row["reason"] == f"affects megatron-core {patches()[SEED].versions}, found {version}"
     assert row["version"] == version
+
+
+@pytest.mark.parametrize("version", ["0.99.2", "0.20.0", "0.20.0rc0", "1.0.0"])
+def test_above_what_was_run_the_bodies_decide(cold, megatron_copy, version):
+    set_version(megatron_copy, version)
+    alter(
+        megatron_copy,
+        DDP,
+        "        assert self.use_forward_hook\n",
+        "",
+    )
+    rows = cold.run("outcomes", path=str(megatron_copy), dry_run=True)
+    above = f"{version} is above what was run; "
+    assert rows[SEED]["status"] == "pending_import"
+    assert rows[SEED]["reason"].startswith(f"{above}body reviewed on ")
+    assert rows[HOOKS]["status"] == "drifted"
+    assert rows[HOOKS]["reason"].startswith(above)
+    assert rows[SEED]["version"] == rows[HOOKS]["version"] == version
+
+
+def test_what_upstream_has_mended_stays_off_above_what_was_run(cold, megatron_copy):
+    mended = [patch for patch in patches().values() if patch.before not in (UNTRIED, OPEN)]
+    set_version(megatron_copy, "0.20.0")
+    rows = cold.run("outcomes", path=str(megatron_copy), dry_run=True)
+    of_megatron = [patch for patch in mended if patch.distribution == "megatron-core"]
+    assert len(of_megatron) >= 3
+    assert {rows[patch.id]["status"] for patch in of_megatron} == {"unsupported_version"}
 
 
 @pytest.mark.parametrize("version", ["0.12.0", "0.12.0rc3", "0.19.7", "0.19.3rc1"])
@@ -180,7 +208,7 @@ def test_the_first_reason_in_the_order_is_the_one_that_is_given(cold, megatron_c
     path = str(megatron_copy)
     assert cold.run("outcomes", path=path, exclude=[SEED], bare=True)[SEED]["status"] == "disabled"
     (megatron_copy / DDP).unlink()
-    set_version(megatron_copy, "0.30.0")
+    set_version(megatron_copy, "0.11.0")
     rows = cold.run("outcomes", path=path, dry_run=True)
     assert {rows[SEED]["status"], rows[HOOKS]["status"]} == {"unsupported_version"}
     set_version(megatron_copy, "0.19.0")
