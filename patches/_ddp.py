@@ -49,6 +49,7 @@ _REVIEWED = {
         "59a4f934d0de": "0.17.0 to 0.17.1",
         "f2194610280b": "0.18.0 to 0.18.2",
         "2afeb4906c63": "0.19.0 to 0.19.2",
+        "ba2aa95d8628": "main, July 2026",
     },
     f"{_GROUP}.finish_grad_sync": {
         "78f3e5ea757c": "0.12.0 to 0.15.3",
@@ -105,6 +106,7 @@ def finalize_target(wrapper: Callable[..., Any]) -> Target:
             "0f37fa247958": "0.16.0 to 0.17.1",
             "57647ed5aefd": "0.18.0 to 0.18.2",
             "fc3f2fe46639": "0.19.0 to 0.19.2",
+            "fed622e30b26": "main, August 2026",
         },
     )
 

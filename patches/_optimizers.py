@@ -17,6 +17,7 @@ _REVIEWED = {
         "c30da5d35482": "0.14.0 to 0.17.1",
         "c5cecdd9658c": "0.18.0 to 0.18.2",
         "ae1b5bfed51c": "0.19.0 to 0.19.2",
+        "454c5e79c2f2": "main, July 2026",
     },
     "MixedPrecisionOptimizer": {
         "5c5d2a035b76": "0.12.0 to 0.18.2",

@@ -88,7 +88,7 @@ PATCH = Patch(
         Target(
             address=f"{_FUNCTION}.backward",
             wrapper=clear_on_error,
-            reviewed={"5f705f18f07b": "0.16.0 to 0.19.2"},
+            reviewed={"5f705f18f07b": "0.16.0 to 0.19.2", "972fb5507478": "main, August 2026"},
         ),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/random.py",
