@@ -141,21 +141,21 @@ def outcome(
 
 
 def beside(run: Callable[..., list[Any]], hazard_id: str) -> str:
-    """Run the right program beside a hazard, stock and with all patches.
+    """Run the right program beside a hazard, stock and with all patches and the hazard's helper.
 
     Args:
         run: as for `outcome`.
 
     Returns:
-        `ok`; `stock: …` where it is not right on stock; `patched: …` where the patches raise, or
-        change a bit; `-` where the case file names no such program.
+        `ok`; `stock: …` where it is not right on stock; `patched: …` where the remedy raises, or
+        changes a bit; `-` where the case file names no such program.
     """
     if hazards()[hazard_id].reproduction.neighbour is None:
         return "-"
-    error, bits = _ended(run, _neighbour, hazard_id, ())
+    error, bits = _ended(run, _neighbour, hazard_id, (), False)
     if error is not None:
         return f"stock: {error}"
-    error, patched = _ended(run, _neighbour, hazard_id, patches())
+    error, patched = _ended(run, _neighbour, hazard_id, patches(), True)
     if error is not None:
         return f"patched: {error}"
     differing = [rank for rank, (a, b) in enumerate(zip(bits, patched, strict=True)) if a != b]
@@ -223,11 +223,12 @@ def _reproduce(hazard_id: str, applied: tuple[str, ...], repaired: bool) -> None
         reproduction.run()
 
 
-def _neighbour(hazard_id: str, applied: tuple[str, ...]) -> object:
+def _neighbour(hazard_id: str, applied: tuple[str, ...], helped: bool) -> object:
     _apply(hazard_id, applied)
-    neighbour = hazards()[hazard_id].reproduction.neighbour
-    assert neighbour is not None
-    return neighbour()
+    reproduction = hazards()[hazard_id].reproduction
+    program = (helped and reproduction.helped) or reproduction.neighbour
+    assert program is not None
+    return program()
 
 
 def _apply(hazard_id: str, applied: tuple[str, ...]) -> None:

@@ -49,6 +49,34 @@ def repaired() -> None:
     _compare(lambda chunks: accumulation_window(chunks, total_microbatches=4), divide=1)
 
 
+def neighbour() -> list[bytes]:
+    """Two steps of one call each, which weighs every loss as it should."""
+    return _steps(lambda chunks: nullcontext())
+
+
+def helped() -> list[bytes]:
+    """The same steps, each in a window."""
+    from megatron_idempotent import accumulation_window
+
+    return _steps(lambda chunks: accumulation_window(chunks, total_microbatches=3))
+
+
+def _steps(around: Callable[[list[Any]], AbstractContextManager[Any]]) -> list[bytes]:
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(experts=4, config_overrides={"moe_aux_loss_coeff": 1.0})
+    found = []
+    for seed in (0, 1):
+        for chunk in model.chunks:
+            chunk.zero_grad_buffer()
+        model.optimizer.zero_grad()
+        with around(model.chunks):
+            model.forward_backward(3, data_seed=seed, zero_first=False)
+        model.step()
+        found.append(model.parameters().numpy().tobytes())
+    return found
+
+
 def _compare(around: Callable[[list[Any]], AbstractContextManager[Any]], *, divide: int) -> None:
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -99,6 +127,8 @@ HELPER = Helper(
     reproduction=Reproduction(
         run=reproduce,
         repaired=repaired,
+        neighbour=neighbour,
+        helped=helped,
         ranks=1,
         stock_error=r"RuntimeError: router gradient norm .* in four calls",
     ),

@@ -53,6 +53,29 @@ def repaired() -> None:
     _expect_gradient(model)
 
 
+def neighbour() -> bytes:
+    """One call, whose finalize function is told of the whole step."""
+    model = _deferred_embedding.build(overlap_grad_reduce=False)
+    model.forward_backward(4, data_seed=0)
+    return _gradients(model)
+
+
+def helped() -> bytes:
+    """The same call in a window."""
+    from megatron_idempotent import accumulation_window
+
+    model = _deferred_embedding.build(overlap_grad_reduce=False)
+    with accumulation_window(model.chunks, total_microbatches=4):
+        model.forward_backward(4, data_seed=0, zero_first=False)
+    return _gradients(model)
+
+
+def _gradients(model: Any) -> bytes:
+    _expect_gradient(model)
+    found: bytes = model.gradients().numpy().tobytes()
+    return found
+
+
 def _two_calls(model: Any) -> None:
     for _ in range(2):
         model.forward_backward(2, data_seed=0, zero_first=False)
@@ -74,6 +97,8 @@ HELPER = Helper(
     reproduction=Reproduction(
         run=reproduce,
         repaired=repaired,
+        neighbour=neighbour,
+        helped=helped,
         ranks=2,
         stock_error=r"RuntimeError: the output layer's gradient is zero",
     ),

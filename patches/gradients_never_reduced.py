@@ -44,15 +44,29 @@ def repaired() -> None:
     _one_window(model)
 
 
-def _build() -> Any:
+def neighbour() -> bytes:
+    """One window of a program that has set all of it by hand."""
+    return _one_window(_build(wire=True))
+
+
+def helped() -> bytes:
+    """The same after `wire_train_config`, which finds everything set."""
+    from megatron_idempotent import wire_train_config
+
+    model = _build(wire=True)
+    wire_train_config(model.chunks)
+    return _one_window(model)
+
+
+def _build(*, wire: bool = False) -> Any:
     from megatron_idempotent.cpu import tiny
 
     return tiny.build(
-        overlap_grad_reduce=False, distributed_optimizer=False, with_optimizer=False, wire=False
+        overlap_grad_reduce=False, distributed_optimizer=False, with_optimizer=False, wire=wire
     )
 
 
-def _one_window(model: Any) -> None:
+def _one_window(model: Any) -> bytes:
     import torch
 
     model.forward_backward(2, data_seed=0)
@@ -61,6 +75,8 @@ def _one_window(model: Any) -> None:
     torch.distributed.all_gather(ranks, mine)
     if not all(torch.equal(ranks[0], other) for other in ranks):
         raise RuntimeError("gradients differ between data-parallel ranks")
+    bits: bytes = mine.numpy().tobytes()
+    return bits
 
 
 HELPER = Helper(
@@ -76,6 +92,8 @@ HELPER = Helper(
     reproduction=Reproduction(
         run=reproduce,
         repaired=repaired,
+        neighbour=neighbour,
+        helped=helped,
         ranks=2,
         stock_error=r"RuntimeError: gradients differ between data-parallel ranks",
     ),

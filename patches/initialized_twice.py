@@ -57,6 +57,35 @@ def repaired() -> None:
         )
 
 
+def neighbour() -> list[int]:
+    """The groups once."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    return _groups()
+
+
+def helped() -> list[int]:
+    """The same for a program that has set them up by itself."""
+    from megatron.core import parallel_state
+
+    from megatron_idempotent import ensure_initialized
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    ensure_initialized(model_parallel={"tensor_model_parallel_size": 2})
+    return _groups()
+
+
+def _groups() -> list[int]:
+    from megatron.core import parallel_state
+
+    return [
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    ]
+
+
 HELPER = Helper(
     id="initialized-twice",
     summary="setting up groups, microbatch calculator or rerun machine again asserts",
@@ -67,6 +96,8 @@ HELPER = Helper(
     reproduction=Reproduction(
         run=reproduce,
         repaired=repaired,
+        neighbour=neighbour,
+        helped=helped,
         ranks=2,
         stock_error=r"AssertionError: .*group is already initialized",
     ),

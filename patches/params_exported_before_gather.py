@@ -56,6 +56,30 @@ def repaired() -> None:
     _gather.expect_agreement(model, "in an export behind the step")
 
 
+def neighbour() -> bytes:
+    """Read the parameters where nothing overlaps, so that nothing is owed."""
+    return _read(with_helper=False)
+
+
+def helped() -> bytes:
+    """The same with the call, twice."""
+    return _read(with_helper=True)
+
+
+def _read(*, with_helper: bool) -> bytes:
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build()
+    model.forward_backward(2, data_seed=0)
+    model.step()
+    for _ in range(2 * with_helper):
+        megatron_idempotent.ensure_params_synced(model.chunks)
+    _gather.expect_agreement(model, "in an export behind the step")
+    bits: bytes = model.parameters().numpy().tobytes()
+    return bits
+
+
 HELPER = Helper(
     id="params-exported-before-gather",
     summary="parameters exported right after a step lack the step, except for the rank's own shard",
@@ -66,6 +90,8 @@ HELPER = Helper(
     reproduction=Reproduction(
         run=reproduce,
         repaired=repaired,
+        neighbour=neighbour,
+        helped=helped,
         ranks=2,
         stock_error=r"RuntimeError: parameters differ .* in an export behind the step",
     ),

@@ -45,9 +45,40 @@ def repaired() -> None:
     _train(guarded=True)
 
 
+def neighbour() -> list[bytes]:
+    """Windows in which nothing fails: of training, and forward-only between them."""
+    return _windows(guarded=False)
+
+
+def helped() -> list[bytes]:
+    """The same under the guard."""
+    return _windows(guarded=True)
+
+
+def _windows(guarded: bool) -> list[bytes]:
+    from megatron_idempotent.cpu import tiny
+
+    if guarded:
+        _guard()
+    model = tiny.build(pp=2, overlap_grad_reduce=True)
+    found = []
+    for seed, microbatches in enumerate((4, 2, 3)):
+        model.forward_backward(microbatches, data_seed=seed)
+        model.step()
+        found.append(model.parameters().numpy().tobytes())
+        model.forward_backward(1, data_seed=seed, forward_only=True)
+    return found
+
+
+def _guard() -> None:
+    from megatron.core import pipeline_parallel
+
+    schedule = pipeline_parallel.get_forward_backward_func
+    pipeline_parallel.get_forward_backward_func = lambda: _guarded(schedule())
+
+
 def _train(guarded: bool) -> None:
     import torch
-    from megatron.core import pipeline_parallel
 
     from megatron_idempotent.cpu import tiny
 
@@ -56,8 +87,7 @@ def _train(guarded: bool) -> None:
     model.forward_backward(4, data_seed=1)
     expected = model.gradients()
     if guarded:
-        schedule = pipeline_parallel.get_forward_backward_func
-        pipeline_parallel.get_forward_backward_func = lambda: _guarded(schedule())
+        _guard()
 
     def fail(index: int, loss: Any) -> None:
         if index == 1:
@@ -97,6 +127,8 @@ HELPER = Helper(
     reproduction=Reproduction(
         run=reproduce,
         repaired=repaired,
+        neighbour=neighbour,
+        helped=helped,
         ranks=2,
         stock_error=r"RuntimeError: the gradients of a window are those of the aborted one",
     ),

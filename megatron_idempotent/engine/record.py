@@ -70,8 +70,11 @@ class Reproduction(Record):
 
     Module-level function, called on every rank, stock and patched. It raises where stock gets the
     program wrong, and returns what has to be the same to the bit: bytes, numbers, strings, or lists
-    of them. Each patch that can raise has one.
+    of them. Each patch that can raise has one, and each helper.
     """
+
+    helped: Callable[[], object] | None = None
+    """The neighbour with the helper's remedy in use; None where patches alone are the remedy."""
 
     ranks: int
     """Number of ranks that `run` is called on."""
@@ -175,6 +178,11 @@ class Helper(Hazard):
         super().__post_init__()
         if self.reproduction.repaired is None:
             raise ValueError(f"helper {self.id} does not show its remedy: give repaired=")
+        if self.reproduction.helped is None or self.reproduction.neighbour is None:
+            raise ValueError(
+                f"helper {self.id} shows no right program that it leaves alone: give neighbour= "
+                "and helped="
+            )
 
     @property
     def answer(self) -> str:

@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from megatron_idempotent.engine.catalogue import patches
-from megatron_idempotent.engine.landing import landed
 from megatron_idempotent.patches._reduction import start_held
 from megatron_idempotent.patches._windows import are_held, open_windows
 
 from .divisor import dividing_by
 from .hold import configs_of, hold_back, set_for
+from .needs import Need, check_applied
 
-_HOOK = "aux-loss-scale-left-set"
+_DOOR = Need(
+    "aux-loss-scale-left-set",
+    "each schedule call reduces and finishes its own microbatches, as if they were the whole step",
+    a_door=True,
+)
 
 
 class AccumulationWindow:
@@ -204,11 +207,7 @@ def accumulation_window(
             f"accumulation_window() got both a total ({total_microbatches}) and a guess "
             f"({expected_microbatches}): pass the total only"
         )
-    if not landed(patches()[_HOOK]):
-        raise RuntimeError(
-            f"accumulation_window() reaches Megatron's schedules through the patch {_HOOK}, which "
-            "is not applied: call megatron_idempotent.apply() and see its report"
-        )
+    check_applied("accumulation_window()", (_DOOR,), chunks)
     window = AccumulationWindow(chunks, total_microbatches, expected_microbatches)
     if are_held(chunks):
         raise RuntimeError(

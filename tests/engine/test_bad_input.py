@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_idempotent import PatchError, UnknownPatchError, apply, report, revert
-from megatron_idempotent.engine import Patch, Reproduction, Target, control, settings
+from megatron_idempotent.engine import Helper, Patch, Reproduction, Target, control, settings
 from megatron_idempotent.engine.catalogue import patches
 
 SEED = "pipeline-seed-offset"
@@ -244,6 +244,28 @@ def test_an_address_that_is_none_is_refused(address):
 def test_a_target_that_would_not_notice_drift_is_refused():
     with pytest.raises(ValueError, match="neither reviewed bodies nor relies_on"):
         Target(address="a:b", wrapper=print)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("repaired", "does not show its remedy: give repaired="),
+        ("neighbour", "shows no right program that it leaves alone: give neighbour= and helped="),
+        ("helped", "shows no right program that it leaves alone: give neighbour= and helped="),
+    ],
+)
+def test_a_helper_shows_its_remedy_and_a_program_that_it_leaves_alone(missing, message):
+    shown = {"repaired": print, "neighbour": print, "helped": print} | {missing: None}
+    with pytest.raises(ValueError, match=message):
+        Helper(
+            id="some-symptom",
+            summary="it hurts",
+            since="0.12",
+            before="0.20",
+            upstream="https://example.com",
+            call="guarded_window",
+            reproduction=Reproduction(run=print, ranks=1, stock_error="x", **shown),
+        )
 
 
 def test_records_are_frozen_keyword_only_and_know_their_fields():

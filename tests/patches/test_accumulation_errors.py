@@ -127,7 +127,8 @@ MESSAGES = {
     "fewer than ran": r"^ValueError: set_total\(1\): 2 microbatches of this step have run",
     "after the end": r"^RuntimeError: set_total\(4\): the step was finalized with 2 microbatches",
     "retried": r"^RuntimeError: an earlier schedule call .* raised, so the gradients are partial",
-    "unpatched": r"^RuntimeError: .* aux-loss-scale-left-set, which is not applied: call",
+    "unpatched": r"^RuntimeError: accumulation_window\(\) stands on patches that are not applied: "
+    r"aux-loss-scale-left-set \(.*\), without which each schedule call reduces and finishes",
 }
 
 
