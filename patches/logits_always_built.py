@@ -62,13 +62,24 @@ class _Logits:
 class _OutputLayer:
     """In place of the output layer, for as long as a forward runs."""
 
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
+    def __init__(self, layer: Any, labels: Any) -> None:
+        self._layer, self._labels = layer, labels
 
     def __call__(
-        self, hidden_states: Any, weight: Any = None, runtime_gather_output: Any = None
-    ) -> tuple[_Logits, None]:
-        return _Logits(self._layer, hidden_states, weight, runtime_gather_output), None
+        self,
+        input_: Any,
+        weight: Any = None,
+        runtime_gather_output: Any = None,
+        **fused: Any,
+    ) -> Any:
+        logits = _Logits(self._layer, input_, weight, runtime_gather_output)
+        if not fused:
+            return logits, None
+        if fused["labels"] is self._labels:  # the loss of its own, which the processor makes
+            return logits
+        return self._layer(
+            input_, weight=weight, runtime_gather_output=runtime_gather_output, **fused
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -135,7 +146,7 @@ def _without_logits(model: Any, labels: Any) -> Iterator[None]:
         return logits if of_labels is labels else loss(of_labels, logits.made())
 
     standing_in = {
-        "output_layer": _OutputLayer(model.output_layer),
+        "output_layer": _OutputLayer(model.output_layer, labels),
         "compute_language_model_loss": loss_of,
         "_scale_logits": lambda logits: logits.scaled(scale),  # from 0.17 on
     }

@@ -336,7 +336,9 @@ def check_the_short_ones() -> tuple[list[str], int, int]:
                 continue
             try:
                 tree = _short(match[1])
-                bound += sum(_binds(n, names, {}) for n in ast.walk(tree) if isinstance(n, ast.Call))
+                bound += sum(
+                    _binds(n, names, {}) for n in ast.walk(tree) if isinstance(n, ast.Call)
+                )
                 made += _make(tree, names)
             except Exception as error:  # noqa: BLE001 - each is told with its place
                 line = text.count("\n", 0, match.start()) + 1
