@@ -41,6 +41,7 @@ _REVIEWED = {
         "0e5de2e77998": "0.17.0 to 0.17.1",
         "8ee3dc7a52ac": "0.18.0 to 0.18.2",
         "72d1f77a07b6": "0.19.0 to 0.19.2",
+        "10cbef4e096a": "dev, August 2026",
     },
     f"{_GROUP}.start_grad_sync": {
         "3d7ad4d330bb": "0.12.0 to 0.13.1",
@@ -49,6 +50,7 @@ _REVIEWED = {
         "59a4f934d0de": "0.17.0 to 0.17.1",
         "f2194610280b": "0.18.0 to 0.18.2",
         "2afeb4906c63": "0.19.0 to 0.19.2",
+        "d94fb2df3991": "dev, August 2026",
         "ba2aa95d8628": "main, July 2026",
     },
     f"{_GROUP}.finish_grad_sync": {

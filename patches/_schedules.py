@@ -26,6 +26,7 @@ _REVIEWED = {
         "73806e7d90c1": "0.18.0 to 0.18.2",
         "e9dd386913fc": "0.19.0 to 0.19.2",
         "49f4bdf661cc": "main, August 2026",
+        "e5a729969a7d": "dev, August 2026",
     },
     "forward_backward_pipelining_with_interleaving": {
         "567d062c7124": "0.12.0 to 0.12.3",
@@ -37,6 +38,7 @@ _REVIEWED = {
         "67b949acf7eb": "0.18.0 to 0.18.2",
         "b66fcdb04fdb": "0.19.0 to 0.19.2",
         "10092ac41d56": "main, August 2026",
+        "36a1d9e3c568": "dev, August 2026",
     },
     "forward_backward_pipelining_without_interleaving": {
         "5ac75944be80": "0.12.0 to 0.12.3",
@@ -48,6 +50,7 @@ _REVIEWED = {
         "3b88e42dc5d4": "0.18.0 to 0.18.2",
         "a6ed1053b864": "0.19.0 to 0.19.2",
         "c6c498d1d00a": "main, August 2026",
+        "4b0842a5f14a": "dev, August 2026",
     },
 }
 

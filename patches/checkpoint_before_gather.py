@@ -124,6 +124,7 @@ PATCH = Patch(
                 "fe589f4dd691": "0.17.0",
                 "3928b337ed74": "0.17.1 to 0.18.2",
                 "97d6004455f6": "0.19.0 to 0.19.2",
+                "e6f39f14a7f9": "dev, August 2026",
             },
             relies_on=("sharded_state_dict",),
             parts={

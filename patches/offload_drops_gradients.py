@@ -193,12 +193,13 @@ PATCH = Patch(
             reviewed={
                 "252b2ecc67d9": "0.16.0 to 0.18.2",
                 "4c9ed53e229d": "0.19.0 to 0.19.2",
+                "2c7e68be9eb8": "dev, August 2026",
             },
         ),
         Target(
             address=f"{_optimizers.MODULE}:FP32Optimizer.step_with_ready_grads",
             wrapper=step,
-            reviewed={"9c2e497380ae": "0.16.0 to 0.19.2"},
+            reviewed={"9c2e497380ae": "0.16.0 to 0.19.2", "ce86b2c5a4af": "dev, August 2026"},
         ),
     ),
     upstream=UPSTREAM,

@@ -136,6 +136,7 @@ PATCH = Patch(
                 "da942a64d76d": "0.19.0 to 0.19.2",
                 "d7550a88655d": "main, 12 August 2026",
                 "c0ec140d6a0f": "main, August 2026",
+                "fe3e90c01d89": "dev, August 2026",
                 "b394b33345b2": "main, July 2026",
             },
         ),

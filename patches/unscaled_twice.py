@@ -161,7 +161,7 @@ PATCH = Patch(
         Target(
             address=f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads",
             wrapper=prepare_grads,
-            reviewed={"02661fd7ab08": "0.12.0 to 0.19.2"},
+            reviewed={"02661fd7ab08": "0.12.0 to 0.19.2", "1e70f063fa5b": "dev, August 2026"},
         ),
         Target(
             address=f"{_OPTIMIZER}:MegatronOptimizer.clip_grad_norm",
@@ -181,6 +181,7 @@ PATCH = Patch(
                 "f395aee227a4": "0.13.0 to 0.13.1",
                 "252b2ecc67d9": "0.14.0 to 0.18.2",
                 "4c9ed53e229d": "0.19.0 to 0.19.2",
+                "2c7e68be9eb8": "dev, August 2026",
             },
         ),
     ),
