@@ -86,6 +86,7 @@ def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def reproduce() -> None:
     """A step whose first batch is bad, and then a good one."""
     import importlib
+    import inspect
 
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -95,7 +96,10 @@ def reproduce() -> None:
     running.train(1)  # sets what a step finds set
     training = importlib.import_module("megatron.training.training")
 
+    known = inspect.signature(training.train_step).parameters
+
     def step(forward_step: Callable[..., Any]) -> None:
+        iteration = {"iteration": running.args.curr_iteration} if "iteration" in known else {}
         training.train_step(
             forward_step,
             running.data[0],
@@ -104,7 +108,7 @@ def reproduce() -> None:
             running.scheduler,
             running.config,
             get_forward_backward_func(),
-            iteration=running.args.curr_iteration,
+            **iteration,
         )
 
     def bad(data: Any, model: Any) -> Any:
@@ -131,6 +135,7 @@ PATCH = Patch(
                 "465161e8904e": "0.13.0 to 0.13.1",
                 "a059530984b7": "0.14.0 to 0.15.3",
                 "c16d41019278": "0.16.0 to 0.17.1",
+                "f67c1aed60e8": "dev, December 2025",
                 "b031b31b4a39": "dev, February 2026",
                 "fd9a6f35844e": "0.18.0 to 0.18.2",
                 "da942a64d76d": "0.19.0 to 0.19.2",

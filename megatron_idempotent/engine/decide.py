@@ -164,6 +164,11 @@ def judge(patch: Patch, found: Mapping[str, Body | None], *, named: bool) -> Ver
             reason = f"{target.module} defines no {target.qualname}"
             return Verdict(status="missing_target", reason=reason)
         bodies[target.address] = body
+    for target in patch.targets:
+        label = target.reviewed.get(bodies[target.address].hash, "")
+        if _older(label, patch.since):
+            reason = f"{target.qualname} is that of {label}, and the hazard came with {patch.since}"
+            return Verdict(status="unsupported_version", reason=reason, bodies=bodies)
     if patch.fixed_when is not None and patch.fixed_when(bodies):
         reason = "upstream's own code no longer has the hazard"
         return Verdict(status="fixed_upstream", reason=reason, bodies=bodies)
@@ -178,6 +183,15 @@ def judge(patch: Patch, found: Mapping[str, Body | None], *, named: bool) -> Ver
     if drifted and named:
         return Verdict(status=None, reason=f"{reason}; accepted by name", bodies=bodies)
     return Verdict(status="drifted" if drifted else None, reason=reason, bodies=bodies)
+
+
+def _older(label: str, since: str) -> bool:
+    """Tell if a body's releases, such as `0.12.0 to 0.15.3`, all came before another one.
+
+    A development commit says the release that it leads to, and may have the code of the one before.
+    """
+    last = versions.numbers(label.rpartition(" ")[2])
+    return () < last < versions.numbers(since)
 
 
 def review(target: Target, body: Body) -> tuple[bool, str]:

@@ -63,11 +63,13 @@ def supported(version: Installed, since: str, before: str) -> bool:
     Pre-releases count as the release they lead to: `0.17.0rc0` holds 0.17's code, and under plain
     specifier rules it would be in neither `<0.17` nor `>=0.17`.
     """
-    return _numbers(since) <= _significant(version.release) < _numbers(before)
+    return numbers(since) <= _significant(version.release) < numbers(before)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return _significant(tuple(int(part) for part in text.split(".")))
+def numbers(text: str) -> tuple[int, ...]:
+    """A release like `0.12` as numbers to compare; none for any other text."""
+    parts = text.split(".")
+    return _significant(tuple(map(int, parts))) if all(map(str.isdecimal, parts)) else ()
 
 
 def _significant(release: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.engine import Target, arguments
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target, arguments
 from megatron_idempotent.engine.contract import contract_of
-from megatron_idempotent.engine.decide import part_of, review
+from megatron_idempotent.engine.decide import judge, part_of, review
 from megatron_idempotent.engine.source import Body, parse_body
 
 UPSTREAM = '''
@@ -192,6 +192,34 @@ def test_a_part_reads_as_people_write():
     assert "if config.overlap > body > assert config.hook is None" in text.splitlines()
     assert "timers('run', log_level=0).start()" in text.splitlines()
     assert "log(count)" not in text
+
+
+@pytest.mark.parametrize(
+    ("since", "label", "status"),
+    [
+        ("0.16", "0.12.0 to 0.15.3", "unsupported_version"),
+        ("0.16", "0.15.3", "unsupported_version"),
+        ("0.15.3", "0.12.0 to 0.15.3", None),
+        ("0.16", "0.12.0 to 0.16.0", None),
+        ("0.16", "main, August 2026", None),
+    ],
+)
+def test_a_body_of_before_the_hazard_is_not_patched_whatever_the_version_says(since, label, status):
+    body = body_of(UPSTREAM)
+    target = Target(address="up.stream:run", wrapper=first_wrapper, reviewed={body.hash: label})
+    patch = Patch(
+        id="some-symptom",
+        summary="it hurts",
+        since=since,
+        before=UNTRIED,
+        targets=(target,),
+        upstream="https://example.com",
+        reproduction=Reproduction(run=print, ranks=1, stock_error="."),
+    )
+    verdict = judge(patch, {target.address: body}, named=True)
+    assert verdict.status == status
+    if status is not None:
+        assert verdict.reason == f"run is that of {label}, and the hazard came with {since}"
 
 
 def test_hashes_are_the_same_on_every_python():
