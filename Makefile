@@ -20,7 +20,7 @@ VLLM_PYTHON ?= 3.11
 VLLM_VENV := .nox/vllm
 RAY_VENV := .nox/ray
 
-.PHONY: help train test test-ray test-vllm matrix gate drift lint bench setup clean
+.PHONY: help train test test-ray test-vllm matrix gate pins drift lint bench setup clean
 
 help:
 	@echo "make train    run the reference RL trainer on two CPU ranks (ARGS='--help' for its options)"
@@ -30,6 +30,7 @@ help:
 	@echo "make test-vllm  engine, sync, failures and the trainer on a real vLLM"
 	@echo "make matrix   hazards, patches and parity on every supported Megatron release"
 	@echo "make gate     ... on the oldest one and one in between"
+	@echo "make pins     hazards and parity on the commits that frameworks pin (MEGATRON_LM=a clone)"
 	@echo "make drift    patches against all release wheels, read only (ARGS='a source tree')"
 	@echo "make lint     ruff, mypy and the generated files"
 	@echo "make bench    run benchmarks/"
@@ -82,7 +83,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-matrix gate: $(STAMP)
+matrix gate pins: $(STAMP)
 	$(BIN)/nox --session $@ -- $(ARGS)
 
 drift: $(STAMP)

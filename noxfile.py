@@ -5,6 +5,7 @@ fetches, the Python that each release has a wheel for.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 TABLE = PROJECT["tool"]["megatron-idempotent"]
 RELEASES = {release["megatron"]: release for release in TABLE["releases"]}
 NEWEST = list(RELEASES)[-1]
+COMMITS = {commit["name"]: commit for commit in TABLE["commits"]}
+UPSTREAM = "https://github.com/NVIDIA/Megatron-LM"
 WORK = Path(".nox")
 PROVEN = WORK / "proven"
 #: tests/parity/test_hazards.py is what `prove` does, and that writes down what it found.
@@ -146,6 +149,75 @@ def _run_all(session: nox.Session, names: list[str], arguments: list[str]) -> No
     if failed:
         logs = ", ".join(str(_log(name)) for name in failed)
         session.error(f"{', '.join(failed)} failed: see {logs}")
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("name", list(COMMITS))
+def commit(session: nox.Session, name: str) -> None:
+    """One commit that frameworks pin: `nox -s "commit(name='main')" -- [pytest arguments]`.
+
+    Its sources come out of the clone that MEGATRON_LM names, or over the network.
+    """
+    wants, folder = COMMITS[name], WORK / "commits"
+    python = _with_newest(session, folder / "python")
+    tree = _sources(session, wants["commit"], folder, python)
+    # Before what is installed, whose dependencies serve it.
+    env = {**ENVIRON, "PYTHONPATH": f"{Path.cwd()}{os.pathsep}{tree}"}
+    drift = [str(python), "-m", "megatron_idempotent", "drift", str(tree)]
+    session.run(*drift, external=True, success_codes=[0, 1])  # it says what is refused
+    chosen = session.posargs or ["tests/parity", "--ignore=tests/parity/test_hazards.py"]
+    cache = f"cache_dir={folder / 'pytest'}"
+    session.run(str(python), "-m", "pytest", "-o", cache, *chosen, env=env, external=True)
+    if session.posargs:
+        return
+    hazards = [file.stem.replace("_", "-") for file in sorted(Path("patches").glob("[!_]*.py"))]
+    proven = [hazard for hazard in hazards if hazard not in wants.get("absent", ())]
+    command = [str(python), "-m", "megatron_idempotent", "prove", "--json", *proven]
+    with open(folder / f"{name}.json", "w") as file:
+        session.run(*command, env=env, external=True, stdout=file, stderr=sys.stderr)
+
+
+def _with_newest(session: nox.Session, folder: Path) -> Path:
+    newest = RELEASES[NEWEST]
+    python = _environment(session, newest["python"], folder)
+    core = f"megatron-core[training]=={NEWEST}"
+    packages = [f"torch=={TABLE['torch']}", core, *newest["requires"]]
+    groups = nox.project.dependency_groups(PROJECT, "test")
+    _install(session, python, *packages, "-e", ".[trainer]", *groups)
+    return python
+
+
+def _sources(session: nox.Session, revision: str, folder: Path, python: Path) -> Path:
+    clone = Path(os.environ.get("MEGATRON_LM") or folder / "Megatron-LM").absolute()
+    if not clone.exists():
+        session.run(
+            *("git", "clone", "--quiet", "--bare", "--filter=blob:none", UPSTREAM, str(clone)),
+            external=True,
+        )
+    tree = (folder / revision).absolute()
+    if not (tree / "megatron").exists():
+        tree.mkdir(parents=True, exist_ok=True)
+        archive = folder / f"{revision}.tar"
+        where = ["git", "-C", str(clone)]
+        session.run(
+            *where, "archive", "-o", str(archive.absolute()), revision, "megatron", external=True
+        )
+        session.run("tar", "-xf", str(archive), "-C", str(tree), external=True)
+        archive.unlink()
+    # A checkout compiles this helper when it starts; the wheel brings it.
+    datasets = Path("megatron") / "core" / "datasets"
+    (installed,) = python.parents[1].glob("lib/python*/site-packages")
+    for library in (installed / datasets).glob("helpers_cpp*.so"):
+        shutil.copy2(library, tree / datasets)
+    (tree / datasets / "Makefile").write_text("all:\n\ttrue\n")
+    return tree
+
+
+@nox.session(venv_backend="none")
+def pins(session: nox.Session) -> None:
+    """Every commit that frameworks pin: its drift, parity, and a proof of each hazard."""
+    _with_newest(session, WORK / "commits" / "python")  # which all of them share
+    _run_all(session, [f"commit(name='{name}')" for name in COMMITS], session.posargs)
 
 
 def _log(name: str) -> Path:
