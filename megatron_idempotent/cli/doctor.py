@@ -8,12 +8,17 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_idempotent.engine.catalogue import patches
+from megatron_idempotent.engine.contents import contents
 from megatron_idempotent.engine.control import apply
 from megatron_idempotent.engine.decide import MEGATRON, OFF_BY_DEFAULT
+from megatron_idempotent.engine.outline import OPEN, UNTRIED
 from megatron_idempotent.engine.report import COVERED, PROBLEMS, Report, Row
 from megatron_idempotent.engine.source import locate
 from megatron_idempotent.engine.table import render, terminal_width, wrapped
+from megatron_idempotent.engine.versions import installed, supported
 
+# So many problems are named in the first line.
+_NAMED = 4
 # Status → (words of the first line after a number, heading of the group), in order.
 _GROUPS = {
     "fixed_upstream": ("fixed upstream", "Fixed upstream: nothing to repair"),
@@ -51,7 +56,8 @@ def overview(report: Report, width: int | None) -> str:
         ("Off", _with(report, "disabled")),
         *((heading, _with(report, status)) for status, (_, heading) in _GROUPS.items()),
     ]
-    parts = ["\n".join(wrapped(answer(report, land), width))]
+    lines = [answer(report, land), *_commit()]
+    parts = ["\n".join(line for text in lines for line in wrapped(text, width))]
     parts += [_group(heading, rows, width) for heading, rows in groups if rows]
     absent = Counter(patches()[row.id].distribution for row in _with(report, "not_installed"))
     if absent:
@@ -71,7 +77,11 @@ def answer(report: Report, land: Sequence[Row]) -> str:
     else:
         parts = ["none would land"]
     counts: Counter[str] = Counter(row.status for row in report)
-    parts += [f"{counts[status]} {status}".upper() for status in sorted(PROBLEMS) if counts[status]]
+    for status in sorted(PROBLEMS):
+        ids = [row.id for row in _with(report, status)]
+        if ids:
+            more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+            parts.append(f"{len(ids)} {status.upper()}: {', '.join(ids[:_NAMED])}{more}")
     default = sum(row.reason == OFF_BY_DEFAULT for row in report)
     absent = {patches()[row.id].distribution: row for row in _with(report, "not_installed")}
     if MEGATRON in absent:
@@ -86,6 +96,21 @@ def answer(report: Report, land: Sequence[Row]) -> str:
         if count:
             parts.append(f"{count} {words}")
     return "; ".join(parts)
+
+
+def _commit() -> list[str]:
+    """Say that Megatron is none of the releases that were run, where it is not."""
+    version = installed(MEGATRON)
+    if version is not None and supported(version, UNTRIED, OPEN):
+        return [f"Nobody has run {version.text}: its functions' contents decided about each patch"]
+    found = contents(patches().values())
+    if found is None or not found.others:
+        return []
+    which = f"{found.others} of the {found.functions} functions that patches wrap"
+    return [
+        f"Megatron says {found.version}, but {which} are not that release's: a development commit, "
+        "or a patched one"
+    ]
 
 
 def _with(report: Report, status: str) -> list[Row]:

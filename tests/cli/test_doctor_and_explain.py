@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import shutil
 import struct
 import subprocess
@@ -112,7 +113,9 @@ def rows(**statuses: str) -> Report:
 def test_doctor_puts_problems_first_and_names_no_release_where_nothing_would_land():
     found = overview(rows(grad_scale_func="drifted", unscaled_twice="pending_import"), None)
     first, _, heading, problem, *_ = found.splitlines()
-    assert first.startswith("1 of 2 would land on megatron-core 0.19.2; 1 DRIFTED; ")
+    assert first.startswith(
+        "1 of 2 would land on megatron-core 0.19.2; 1 DRIFTED: grad-scale-func; "
+    )
     assert heading == "Problems: the hazard is here, and its patch is refused (1)"
     assert problem.split()[:2] == ["grad-scale-func", "drifted"]
     absent = rows(**{each.replace("-", "_"): "not_installed" for each in patches()})
@@ -139,6 +142,20 @@ def test_doctor_exits_with_1_where_a_body_drifted(checkout):
     assert row["status"] == "drifted"
     assert "no longer contains `offset = seed + 2718`" in row["reason"]
     assert result.returncode == 1
+
+
+def test_doctor_tells_a_commit_from_the_release_whose_version_it_says(checkout):
+    known = run("doctor", path=checkout).stdout.splitlines()
+    assert known[1] == ""
+    changed = checkout / "megatron/core/tensor_parallel/random.py"
+    changed.write_text(changed.read_text().replace("Checkpointing is not compatible", "No"))
+    first, second, *_ = run("doctor", path=checkout).stdout.splitlines()
+    assert "1 DRIFTED: is-checkpointing-left-set; " in first
+    assert re.match(r"Megatron says [\d.]+, but 1 of the \d+ functions that patches wrap", second)
+    info = checkout / "megatron/core/package_info.py"
+    info.write_text("MAJOR = 0\nMINOR = 20\nPATCH = 0\nPRE_RELEASE = 'rc1'\n")
+    _, second, *_ = run("doctor", path=checkout).stdout.splitlines()
+    assert second == "Nobody has run 0.20.0rc1: its functions' contents decided about each patch"
 
 
 STRIPPED = """
