@@ -47,7 +47,7 @@ def _moe(**options):
 
 
 def compared(splits, how, options) -> list[bool]:
-    """On a rank: per split, whether its gradient is that of one call, in two steps each."""
+    """On a rank: per split, whether its gradient is that of one call; the first one twice."""
     import torch
 
     from megatron_idempotent import accumulation_window
@@ -57,7 +57,7 @@ def compared(splits, how, options) -> list[bool]:
     want = _calls(model, [total])
     assert want.abs().max() > 0
     equal = []
-    for sizes in splits * 2:
+    for sizes in [*splits, splits[0]]:
         window = accumulation_window(model.chunks, **{how: total} if how else {})
         equal.append(torch.equal(_calls(model, sizes, window=window), want))
     equal.append(torch.equal(_calls(model, [total]), want))
@@ -87,7 +87,7 @@ LAYOUTS = {
 }
 
 
-ALWAYS = ("dp2", "dp2, overlap_param_gather", "fp16", "pp2", "pp2 vpp2 dp2")
+ALWAYS = ("dp2, overlap_param_gather", "fp16", "pp2", "pp2 vpp2 dp2")
 
 
 @pytest.mark.parametrize("layout", some_of(LAYOUTS, *ALWAYS))
@@ -102,9 +102,20 @@ def test_a_total_that_is_no_power_of_two_is_exact_as_well(megatron_ranks):
         assert all(equal), equal
 
 
-@pytest.mark.parametrize("how", ["expected_microbatches", None])
 @pytest.mark.parametrize(
-    "layout", some_of(["dp2", "dp2, all-reduce", "pp2 dp2", "pp2 vpp2 dp2"], "dp2", "pp2 vpp2 dp2")
+    ("how", "layout"),
+    [
+        ("expected_microbatches", "dp2"),
+        (None, "pp2 vpp2 dp2"),
+        *(
+            pytest.param(how, layout, marks=pytest.mark.exhaustive)
+            for how, layouts in (
+                ("expected_microbatches", ("dp2, all-reduce", "pp2 dp2", "pp2 vpp2 dp2")),
+                (None, ("dp2", "dp2, all-reduce", "pp2 dp2")),
+            )
+            for layout in layouts
+        ),
+    ],
 )
 def test_without_a_total_the_gradients_are_reduced_at_the_end(megatron_ranks, how, layout):
     ranks, splits, options = LAYOUTS[layout]
@@ -196,8 +207,8 @@ def learned_later() -> list[bool]:
         return lambda window: window.done == microbatches and window.set_total(6)
 
     equal = []
-    for expected in (3, 6, 12):
-        for microbatches in (2, 5, 6, 99):
+    for expected in (3, 12):
+        for microbatches in (2, 5, 99):
             window = accumulation_window(model.chunks, expected_microbatches=expected)
             got = _calls(model, [2, 3, 1], window=window, between=told_after(microbatches))
             equal.append(torch.equal(got, want))

@@ -34,9 +34,14 @@ LISTS = {"distributed_optimizer": False}
 EXPERTS = {"experts": 2}
 VIRTUAL = {"pp": 2, "vpp": 2, "layers_per_stage": 1}
 MUON = {"optimizer_overrides": {"optimizer": "muon"}}
-KINDS = [
+PLAIN = [
     pytest.param(2, {}, id="layout", marks=needs_layout),
     pytest.param(2, LISTS, id="lists"),
+]
+KINDS = [
+    # With Muon there is a layout too, and a DistributedOptimizer beside it.
+    pytest.param(2, {}, id="layout", marks=[needs_layout, pytest.mark.matrix]),
+    PLAIN[1],
     pytest.param(2, MUON, id="muon-layout", marks=[needs_layout, needs_muon]),
     pytest.param(
         4, EXPERTS | {"ep": 2}, id="layout-ep2", marks=[needs_layout, pytest.mark.exhaustive]
@@ -202,7 +207,7 @@ def known_to_others(kind: dict) -> tuple[bool, bool]:
     return gathered > 0, megatron_idempotent.ensure_params_synced(model.chunks) > 0
 
 
-@pytest.mark.parametrize(("ranks", "kind"), KINDS[:2])
+@pytest.mark.parametrize(("ranks", "kind"), PLAIN)
 def test_the_watch_on_another_optimizer_is_not_believed(ranks, kind, megatron_ranks):
     assert megatron_ranks(ranks, known_to_others, kind) == [(True, True)] * ranks
 
