@@ -123,14 +123,18 @@ def matrix(session: nox.Session) -> None:
         others += [f"engine(version='{version}')" for version in TABLE["engine"]]
     _run_all(session, [*_releases(RELEASES), *others], session.posargs)
     if not session.posargs:
-        command = [sys.executable, "-m", "megatron_idempotent.casebook", "--proven", str(PROVEN)]
-        session.run(*command, external=True)
+        _write_down(session, PROVEN)
 
 
 @nox.session(venv_backend="none")
 def gate(session: nox.Session) -> None:
     """The releases that .ci/run runs beside the newest one."""
     _run_all(session, _releases(TABLE["gate"]), session.posargs or ["gate"])
+
+
+def _write_down(session: nox.Session, proven: Path) -> None:
+    command = [sys.executable, "-m", "megatron_idempotent.casebook", "--proven", str(proven)]
+    session.run(*command, external=True)
 
 
 def _releases(releases: Iterable[str]) -> list[str]:
@@ -173,7 +177,8 @@ def commit(session: nox.Session, name: str) -> None:
     hazards = [file.stem.replace("_", "-") for file in sorted(Path("patches").glob("[!_]*.py"))]
     proven = [hazard for hazard in hazards if hazard not in wants.get("absent", ())]
     command = [str(python), "-m", "megatron_idempotent", "prove", "--json", *proven]
-    with open(folder / f"{name}.json", "w") as file:
+    (folder / "proven").mkdir(exist_ok=True)
+    with open(folder / "proven" / f"{name}.json", "w") as file:
         session.run(*command, env=env, external=True, stdout=file, stderr=sys.stderr)
 
 
@@ -218,6 +223,8 @@ def pins(session: nox.Session) -> None:
     """Every commit that frameworks pin: its drift, parity, and a proof of each hazard."""
     _with_newest(session, WORK / "commits" / "python")  # which all of them share
     _run_all(session, [f"commit(name='{name}')" for name in COMMITS], session.posargs)
+    if not session.posargs:
+        _write_down(session, WORK / "commits" / "proven")
 
 
 def _log(name: str) -> Path:

@@ -3,7 +3,7 @@
 HAZARDS.md, the table and the index that `apply()` reads are generated: `python -m
 megatron_idempotent.casebook` rewrites them in the repository it is called in. With `--proven
 FOLDER` it first takes over what `prove --json` said on each release, which `make matrix` leaves
-there.
+there, or on each commit that frameworks pin, as `make pins` does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ END = "<!-- /hazards -->"
 PROVEN = Path("docs", "proven.json")
 INDEX = Path("megatron_idempotent", "engine", "index.txt")
 #: What `prove` said → what the grid shows.
-_MARKS = {"proven": "✓", "documented": "limit", "disabled": "off"}
+_MARKS = {"proven": "✓", "documented": "limit", "disabled": "off", "drifted": "refused"}
 _NOT_HERE = {"unsupported_version": "–", "fixed_upstream": "fixed", "missing_target": "absent"}
 
 #: Verdicts that no release may have.
@@ -34,7 +34,7 @@ FAILURES = frozenset(
 )
 
 Proven = Mapping[str, Mapping[str, str]]
-"""Release → hazard → `proven`, `documented`, another verdict, or why it does not apply."""
+"""Release or commit → hazard → `proven`, `documented`, other verdicts, or why it does not apply."""
 
 
 def case_text(patch: Hazard) -> str:
@@ -70,7 +70,14 @@ def hazards_markdown(proven: Proven) -> str:
         "–: the release does not have the hazard. absent: its wheel lacks the code; before 0.17",
         "wheels lack `megatron.training`. off: needs hardware, and is applied only where named.",
         "",
-        grid_markdown(proven),
+        grid_markdown({name: proven[name] for name in proven if _is_release(name)}),
+        "",
+        "## Seen on the commits that frameworks pin",
+        "",
+        "`make pins` runs the same on each commit in pyproject.toml. refused: a function there is",
+        "none that was read, and lacks what the patch relies on, so that `apply()` leaves it alone.",
+        "",
+        grid_markdown({name: proven[name] for name in proven if not _is_release(name)}),
     ]
     for patch in hazards().values():
         sections = patch.case_file
@@ -96,8 +103,12 @@ def table_markdown(*, link: bool) -> str:
     return "\n".join(rows)
 
 
+def _is_release(name: str) -> bool:
+    return name.replace(".", "").isdecimal()
+
+
 def grid_markdown(proven: Proven) -> str:
-    """One row per hazard, one column per release."""
+    """One row per hazard, one column per release or commit."""
     rows = [f"| id | {' | '.join(proven)} |", f"|---|{'---|' * len(proven)}"]
     for hazard_id, hazard in hazards().items():
         if hazard.distribution != MEGATRON:
@@ -109,13 +120,13 @@ def grid_markdown(proven: Proven) -> str:
 
 
 def read_findings(folder: Path) -> Proven:
-    """What `prove --json` wrote to `RELEASE.json`, file by file, oldest release first.
+    """What `prove --json` wrote to `NAME.json`, file by file, by release or name of a commit.
 
     Raises:
         ValueError: a file is no such output, or there is none.
     """
     found: dict[str, dict[str, str]] = {}
-    for file in sorted(folder.glob("*.json"), key=lambda f: [int(n) for n in f.stem.split(".")]):
+    for file in sorted(folder.glob("*.json")):
         try:
             rows = json.loads(file.read_text(encoding="utf-8"))
             found[file.stem] = {row["id"]: _word(row) for row in rows}
@@ -124,6 +135,12 @@ def read_findings(folder: Path) -> Proven:
     if not found:
         raise ValueError(f"{folder} holds no findings: run `make matrix`")
     return found
+
+
+def _place(item: tuple[str, object]) -> tuple[bool, list[int], str]:
+    """Sort releases by number, then commits by name."""
+    name = item[0]
+    return not _is_release(name), [int(n) for n in name.split(".") if n.isdecimal()], name
 
 
 def _word(row: Mapping[str, str]) -> str:
@@ -148,12 +165,12 @@ def updated_readme(text: str) -> str:
 def main(argv: Sequence[str], root: Path) -> int:
     """Rewrite HAZARDS.md, the README's table and the index under `root`."""
     parser = argparse.ArgumentParser(prog="python -m megatron_idempotent.casebook")
-    parser.add_argument("--proven", type=Path, metavar="FOLDER", help="of RELEASE.json files")
+    parser.add_argument("--proven", type=Path, metavar="FOLDER", help="of NAME.json files")
     folder = parser.parse_args(argv).proven
-    if folder is not None:
-        text = json.dumps(read_findings(folder), indent=1)
-        (root / PROVEN).write_text(f"{text}\n", encoding="utf-8")
     proven = json.loads((root / PROVEN).read_text(encoding="utf-8"))
+    if folder is not None:
+        proven = dict(sorted({**proven, **read_findings(folder)}.items(), key=_place))
+        (root / PROVEN).write_text(f"{json.dumps(proven, indent=1)}\n", encoding="utf-8")
     readme = root / "README.md"
     renewed = updated_readme(readme.read_text(encoding="utf-8"))
     (root / "HAZARDS.md").write_text(hazards_markdown(proven), encoding="utf-8")
