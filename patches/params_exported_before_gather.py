@@ -67,14 +67,14 @@ def helped() -> bytes:
 
 
 def _read(*, with_helper: bool) -> bytes:
-    import megatron_idempotent
+    from megatron_idempotent import ensure_params_synced
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build()
     model.forward_backward(2, data_seed=0)
     model.step()
     for _ in range(2 * with_helper):
-        megatron_idempotent.ensure_params_synced(model.chunks)
+        ensure_params_synced(model.chunks)
     _gather.expect_agreement(model, "in an export behind the step")
     bits: bytes = model.parameters().numpy().tobytes()
     return bits

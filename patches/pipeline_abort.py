@@ -47,22 +47,33 @@ def repaired() -> None:
 
 def neighbour() -> list[bytes]:
     """Windows in which nothing fails: of training, and forward-only between them."""
-    return _windows(guarded=False)
+    from megatron_idempotent.cpu import tiny
+
+    return _windows(tiny.build(pp=2, overlap_grad_reduce=True), lambda _: None)
 
 
 def helped() -> list[bytes]:
-    """The same under the guard."""
-    return _windows(guarded=True)
-
-
-def _windows(guarded: bool) -> list[bytes]:
+    """The same under the guard, with each call between windows that a failure would need."""
+    from megatron_idempotent import abort_window, agree, rebuild_process_groups, verify
     from megatron_idempotent.cpu import tiny
 
-    if guarded:
-        _guard()
+    _guard()
     model = tiny.build(pp=2, overlap_grad_reduce=True)
+
+    def before(window: int) -> None:
+        verify()
+        agree()
+        abort_window(model.chunks, model.optimizer)
+        if window == 2:  # costs as much as all the rest
+            rebuild_process_groups(model.chunks, model.optimizer)
+
+    return _windows(model, before)
+
+
+def _windows(model: Any, before: Callable[[int], None]) -> list[bytes]:
     found = []
     for seed, microbatches in enumerate((4, 2, 3)):
+        before(seed)
         model.forward_backward(microbatches, data_seed=seed)
         model.step()
         found.append(model.parameters().numpy().tobytes())

@@ -103,6 +103,61 @@ def reproduce() -> None:
         raise RuntimeError("pipeline stages 0 and 1 draw the same weights")
 
 
+def neighbour() -> list[bytes]:
+    """Seed each stage differently by hand, twice."""
+    from megatron.core import parallel_state
+
+    def seed(number: int) -> None:
+        stage = int(parallel_state.get_pipeline_model_parallel_rank())
+        _seed_everything(number + STAGE_OFFSET * stage)
+
+    return _drawn(seed)
+
+
+def helped() -> list[bytes]:
+    """The same with `seed_all`."""
+    from megatron_idempotent import seed_all
+
+    return _drawn(seed_all)
+
+
+def _seed_everything(seed: int) -> None:
+    import random
+
+    import numpy
+    import torch
+    from megatron.core import tensor_parallel
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _drawn(seed: Callable[[int], object]) -> list[bytes]:
+    """What one stage of two draws from each generator after each seed."""
+    import random
+
+    import numpy
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    found = []
+    for number in (42, 7):
+        seed(number)
+        with get_cuda_rng_tracker().fork():
+            weights = torch.rand(8, device=torch.cuda.current_device())
+        found += [
+            weights.cpu().numpy().tobytes(),
+            torch.rand(8).numpy().tobytes(),
+            numpy.random.bytes(8),
+            random.randbytes(8),
+        ]
+    return found
+
+
 PATCH = Patch(
     id="pipeline-seed-offset",
     summary="pipeline stages given one seed get identical initial weights and dropout",
@@ -138,6 +193,8 @@ PATCH = Patch(
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
     reproduction=Reproduction(
         run=reproduce,
+        neighbour=neighbour,
+        helped=helped,
         ranks=2,
         stock_error=r"RuntimeError: pipeline stages 0 and 1 draw the same weights",
     ),

@@ -74,7 +74,7 @@ class Reproduction(Record):
     """
 
     helped: Callable[[], object] | None = None
-    """The neighbour with the helper's remedy in use; None where patches alone are the remedy."""
+    """The neighbour with a helper in use; None where patches alone are the remedy."""
 
     ranks: int
     """Number of ranks that `run` is called on."""

@@ -7,13 +7,15 @@ import functools
 import importlib.util
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import megatron_idempotent
 from megatron_idempotent.engine import catalogue, source, versions
 from megatron_idempotent.engine.catalogue import hazards, patches
-from megatron_idempotent.engine.record import SECTIONS
+from megatron_idempotent.engine.record import SECTIONS, Helper
 
 TARGETS = [(patch, target) for patch in patches().values() for target in patch.targets]
 # Frameworks that carry copies of Megatron's code are not installed here: see tests/downstream.
@@ -116,37 +118,70 @@ def parsed(module: str) -> tuple[dict[str, ast.AST], dict[str, tuple[str, str]]]
     return defined, imported
 
 
-def can_raise(wrapper: object) -> bool:
-    """Whether this project's code under a wrapper has a `raise` of an error of its own."""
+def under(module: str, name: str, package: str = "") -> Iterator[tuple[str, str, ast.AST | None]]:
+    """This project's code that is reached from a function: module, name, and where it is defined.
+
+    Args:
+        package: code elsewhere is named, and not followed.
+    """
     seen: set[tuple[str, str]] = set()
-    reached = [(wrapper.__module__, wrapper.__qualname__)]
+    reached = [(module, name)]
     while reached:
         module, name = reached.pop()
-        defined, imported = parsed(module)
-        if name in imported:
-            reached.append(imported[name])
-        if name not in defined or (module, name) in seen:
+        if (module, name) in seen:
             continue
         seen.add((module, name))
-        for node in ast.walk(defined[name]):
-            if isinstance(node, ast.Raise) and node.exc is not None:
-                return True
+        defined, imported = parsed(module) if module.startswith(package) else ({}, {})
+        if name in imported:
+            reached.append(imported[name])
+        yield module, name, defined.get(name)
+        for node in ast.walk(defined[name]) if name in defined else ():
             if isinstance(node, ast.Name):
                 reached.append((module, node.id))
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 holder = imported.get(node.value.id)
                 if holder is not None:
                     reached.append((".".join(holder), node.attr))
-    return False
+
+
+def can_raise(module: str, name: str) -> bool:
+    """Whether this project's code under a function has a `raise` of an error of its own."""
+    return any(
+        isinstance(node, ast.Raise) and node.exc is not None
+        for _, _, body in under(module, name)
+        if body is not None
+        for node in ast.walk(body)
+    )
 
 
 def test_a_patch_that_can_raise_names_a_right_program_beside_the_hazard():
     raising = {
         patch_id
         for patch_id, patch in patches().items()
-        if any(can_raise(target.wrapper) for target in patch.targets)
+        if any(can_raise(t.wrapper.__module__, t.wrapper.__qualname__) for t in patch.targets)
     }
     assert {"gradient-after-reduction", "no-sync-ends-early"} <= raising, "the search finds them"
     assert {"replicas-differ-unnoticed"} <= raising, "in what a wrapper calls elsewhere, too"
     without = {name for name in raising if patches()[name].reproduction.neighbour is None}
     assert not without, "a false alarm of theirs would go unnoticed"
+
+
+def test_a_helper_that_can_raise_is_called_by_a_right_program_beside_a_hazard():
+    """Of those that act on a Megatron program; losses, packing and FP8 only take arguments."""
+    acting = {
+        name: f"{megatron_idempotent.__name__}.{place}"
+        for name, place in megatron_idempotent._LAZY.items()
+        if place.startswith("window.") or place in ("wiring", "engine.verify")
+    }
+    refusing = {
+        name for name, module in acting.items() if name.islower() and can_raise(module, name)
+    }
+    assert {"accumulation_window", "guarded_window", "rebuild_process_groups"} <= refusing
+    assert {hazard.call for hazard in hazards().values() if isinstance(hazard, Helper)} <= refusing
+    called = {
+        name
+        for hazard in hazards().values()
+        if (helped := hazard.reproduction.helped) is not None
+        for _, name, _ in under(helped.__module__, helped.__qualname__, catalogue.PACKAGE)
+    }
+    assert not refusing - called, "a false alarm of theirs would go unnoticed"
