@@ -20,7 +20,7 @@ from .needs import Need, check_applied
 
 _DOOR = Need(
     "aux-loss-scale-left-set",
-    "each schedule call reduces and finishes its own microbatches, as if they were the whole step",
+    "each schedule call averages, reduces and finalizes its own microbatches as a whole step",
     a_door=True,
 )
 
@@ -186,8 +186,8 @@ def accumulation_window(
 
     Raises:
         ValueError: no chunk, no positive number, or more microbatches than the total.
-        RuntimeError: another window holds one of the chunks; `apply()` has not been called; or the
-            block ends, without an exception, before the total.
+        RuntimeError: another window holds one of the chunks; the patch is not applied through which
+            it reaches the schedules; or the block ends, without an exception, before the total.
 
     Example:
         with accumulation_window(chunks, total_microbatches=8):

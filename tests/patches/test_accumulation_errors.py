@@ -128,7 +128,8 @@ MESSAGES = {
     "after the end": r"^RuntimeError: set_total\(4\): the step was finalized with 2 microbatches",
     "retried": r"^RuntimeError: an earlier schedule call .* raised, so the gradients are partial",
     "unpatched": r"^RuntimeError: accumulation_window\(\) stands on patches that are not applied: "
-    r"aux-loss-scale-left-set \(.*\), without which each schedule call reduces and finishes",
+    r"aux-loss-scale-left-set \(disabled: .*\), without which each schedule call averages, reduces "
+    r"and finalizes its own microbatches as a whole step. Call megatron_idempotent.apply\(\)",
 }
 
 
