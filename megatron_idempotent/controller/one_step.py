@@ -35,7 +35,7 @@ class _Vanished(Exception):
 class OneStep:
     """Takes groups as they come, and makes one update of them.
 
-    Example: `groups, outcome = await OneStep(shared, intake, plane, policy, recipe).take()`.
+    Example: `groups, outcome = await OneStep(shared, intake, plane, policy, recipe).take("7")`.
     """
 
     def __init__(

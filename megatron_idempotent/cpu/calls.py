@@ -28,7 +28,7 @@ MAIN_IN_RANK = "__mp_main__"
 class FunctionRef:
     """A function by where it is written.
 
-    Example: FunctionRef(module="tests.cpu.test_x", qualname="train_twice", file="/…/test_x.py")
+    Example: `FunctionRef(module="tests.cpu.x", qualname="train_twice", file="/…/x.py")`.
     """
 
     module: str

@@ -46,7 +46,7 @@ def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gloo_for(backend: Any) -> Any:
-    """Example: gloo_for("cpu:gloo,cuda:nccl") == "gloo"; "fake" and "mpi" stay."""
+    """Example: `gloo_for("cpu:gloo,cuda:nccl") == "gloo"`; "fake" and "mpi" stay."""
     if backend is None or "nccl" in str(backend).lower():
         return "gloo"
     return backend

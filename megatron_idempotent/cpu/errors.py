@@ -26,7 +26,7 @@ class NotEmulatedError(RuntimeError):
 class RankFailure:
     """Why one rank failed.
 
-    Example: RankFailure(rank=1, exception_type="ValueError", message="bad", traceback="…")
+    Example: `RankFailure(rank=1, exception_type="ValueError", message="bad", traceback="…")`.
     """
 
     rank: int
@@ -85,7 +85,7 @@ class RankTimeout(TimeoutError):
 
 
 def describe_exit(exit_code: int) -> str:
-    """Example: describe_exit(-9) == "signal SIGKILL"."""
+    """Example: `describe_exit(-9) == "signal SIGKILL"`."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     return f"signal {signal.Signals(-exit_code).name}"

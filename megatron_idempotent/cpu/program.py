@@ -225,7 +225,7 @@ def _batches(seed: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor,
 
 
 def _options(**values: Any) -> list[str]:
-    """Example: _options(lr=0.1, vpp=None) == ["--lr", "0.1"]."""
+    """Example: `_options(lr=0.1, vpp=None) == ["--lr", "0.1"]`."""
     return [
         text
         for name, value in values.items()

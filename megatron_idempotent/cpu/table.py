@@ -184,7 +184,7 @@ LEFT_ALONE = (
 
 
 def emulated_names() -> set[str]:
-    """Example: "torch.cuda.Stream" in emulated_names()."""
+    """Example: `"torch.cuda.Stream" in emulated_names()`."""
     return {name for names, _ in EMULATED for name in names.split()}
 
 

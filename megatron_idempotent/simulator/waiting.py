@@ -18,7 +18,7 @@ _ASYNCIO = Path(asyncio.__file__).parent
 def describe_tasks(tasks: Iterable[asyncio.Task[Any]]) -> str:
     """One line per place at which tasks stand, the most tasks first.
 
-    Example: `  3 tasks, such as Task-7 in Engine.generate (engine.py:80): await slot`.
+    Example: `  3 tasks, such as Task-7, in Engine.generate (engine.py:80): await slot`.
     """
     named: dict[str, list[str]] = {}
     for task in sorted(tasks, key=lambda each: each.get_name()):

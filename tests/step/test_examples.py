@@ -8,7 +8,6 @@ are held against the signatures of what they call.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -16,10 +15,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from pydantic import BaseModel
-
-from megatron_idempotent.engine.frozen import Record
 
 PACKAGE = Path(__file__).parents[2] / "megatron_idempotent"
 
@@ -304,73 +299,7 @@ def _binds(call: ast.Call, names: dict[str, Any], made: dict[str, Any]) -> bool:
     if function is None or any(isinstance(each, ast.Starred) for each in arguments):
         return False
     keywords = {each.arg: None for each in call.keywords if each.arg is not None}
-    left_out = len(keywords) < len(call.keywords)
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # of a builtin, which has none
-        return False
-    (signature.bind_partial if left_out else signature.bind)(*arguments, **keywords)
-    return True
-
-
-#: Examples in one line that are no Python, by how they begin.
-NO_PYTHON = ("tensorboard ", "  3 tasks")
-
-
-def check_the_short_ones() -> tuple[list[str], int, int]:
-    """On a rank: what is wrong with examples of one line, and how many were held against a
-    signature, and made."""
-    wrong, bound, made = [], 0, 0
-    for path in sorted(PACKAGE.rglob("*.py")):
-        file = path.relative_to(PACKAGE).as_posix()
-        text = path.read_text(encoding="utf-8")
-        found = list(re.finditer(r"Example: `([^`]+)`", text))
-        try:
-            names = _names(file) if found else {}
-        except ModuleNotFoundError as missing:
-            if str(missing.name).startswith("megatron_idempotent"):
-                raise
-            continue
-        for match in found:
-            if match[1].startswith(NO_PYTHON):
-                continue
-            try:
-                tree = _short(match[1])
-                bound += sum(
-                    _binds(n, names, {}) for n in ast.walk(tree) if isinstance(n, ast.Call)
-                )
-                made += _make(tree, names)
-            except Exception as error:  # noqa: BLE001 - each is told with its place
-                line = text.count("\n", 0, match.start()) + 1
-                wrong.append(f"{file}:{line}: {match[1]}: {type(error).__name__}: {error}")
-    return wrong, bound, made
-
-
-def _short(text: str) -> ast.Module:
-    """The example as Python: with something in an empty block, and `…` for what is left out."""
-    code = re.sub(r"\s*\n\s*", " ", text).replace("…", "...").replace(", ...)", ", **left_out)")
-    if code.startswith("@"):
-        code += "\nclass Decorated: ..."
-    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    return compile(code + " ..." * code.endswith(":"), "example", "exec", flags)  # type: ignore[no-any-return]
-
-
-def _make(tree: ast.Module, names: dict[str, Any]) -> bool:
-    """Make a record that the example writes out in full; False if it is anything else."""
-    (statement,) = tree.body[:1]
-    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
-        return False
-    for node in ast.walk(statement.value):
-        if isinstance(node, ast.Name) and not inspect.isclass(_resolved(node, names)):
-            return False  # of something that the reader has
-        if isinstance(node, ast.Constant) and node.value is ...:
-            return False
-    kind = _resolved(statement.value.func, names)
-    if not inspect.isclass(kind):
-        return False
-    if not (dataclasses.is_dataclass(kind) or issubclass(kind, (tuple, Record, BaseModel))):
-        return False
-    eval(compile(ast.Expression(statement.value), "example", "eval"), dict(names))
+    inspect.signature(function).bind(*arguments, **keywords)
     return True
 
 
@@ -386,12 +315,6 @@ def bind_the_rest() -> dict[str, int]:
                 raise
             found[file] = -1
     return found
-
-
-def test_examples_of_one_line_fit_what_they_show(megatron_ranks):
-    ((wrong, bound, made),) = megatron_ranks(1, check_the_short_ones)
-    assert not wrong, "\n".join(wrong)
-    assert (bound > 70, made > 20) == (True, True), (bound, made)
 
 
 def test_examples_run(megatron_ranks, tmp_path):

@@ -34,7 +34,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class JsonlLogger:
-    """One JSON object per step, on disk when `log` returns. Example: see `read_metrics`."""
+    """One JSON object per step, on disk when `log` returns.
+
+    Example: `JsonlLogger(path).log({"train/loss": 0.5}, step=7)`, and `read_metrics(path)`.
+    """
 
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
         # A run that is resumed writes again what the interrupted one had written past its

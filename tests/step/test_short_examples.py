@@ -1,0 +1,91 @@
+"""The examples of one line in docstrings are held against the code, each with its place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import short_examples
+from short_examples import OTHER, PACKAGE, Checked, Short
+
+
+def examples() -> list[Short]:
+    return [each for path in sorted(PACKAGE.rglob("*.py")) for each in short_examples.read(path)]
+
+
+def told(of: Iterable[Short]) -> list[tuple[str, Checked | str | None]]:
+    """What was held of each, or what is wrong with it; None where its module cannot be imported."""
+    found: list[tuple[str, Checked | str | None]] = []
+    for example in of:
+        try:
+            found.append((str(example), short_examples.check(example)))
+        except ModuleNotFoundError as missing:
+            if str(missing.name).startswith("megatron_idempotent"):
+                raise
+            found.append((str(example), None))
+        except Exception as error:  # noqa: BLE001 - each is told with its place
+            found.append((str(example), f"{example}: {type(error).__name__}: {error}"))
+    return found
+
+
+def check_all(folder: Path) -> list[tuple[str, Checked | str | None]]:
+    """On a rank, in a folder for what an example writes."""
+    os.chdir(folder)
+    return told(examples())
+
+
+def test_examples_of_one_line_fit_what_they_show(megatron_ranks, tmp_path):
+    (found,) = megatron_ranks(1, check_all, tmp_path)
+    wrong = [each for _, each in found if isinstance(each, str)]
+    assert not wrong, "\n".join(wrong)
+    held = {place: each for place, each in found if each is not None}
+    out_of_reach = [place.split(":")[0] for place, each in found if each is None]
+    assert set(out_of_reach) <= {"rollout/vllm/transfer.py"}, "it imports vLLM"
+    nothing = {place.split(": ", 1)[1] for place, each in held.items() if not any(each)}
+    # A builtin without a signature, and what is no Python.
+    assert {each for each in nothing if not each.startswith(tuple(OTHER))} == {"next(buckets)"}
+    assert len(nothing) == 1 + len(OTHER), "all of the table are there"
+
+
+WRONG = {
+    "SyncSettings(bucket_bytes=": "SyntaxError",
+    "SyncSettings(bucket_byte=1)": "got an unexpected keyword argument 'bucket_byte'",
+    'SyncSettings(pause_mode="later")': "pause_mode",
+    "SyncSetting(bucket_bytes=1)": "NameError: SyncSetting is not there",
+    "SyncSettings().of_bytes": "AttributeError",
+    "report.engines_of_it": "nothing has a engines_of_it",
+    "await engine.pause(how=1)": "TypeError: ",
+    "SyncSettings().bucket_bytes == 0": "AssertionError: is not so",
+}
+
+
+def check_wrong() -> list[tuple[str, Checked | str | None]]:
+    """On a rank: what is told of examples that are wrong."""
+    return told(Short("sync/records.py", 18, code, None, "SyncSettings") for code in WRONG)
+
+
+def test_a_wrong_example_is_told_with_its_place(megatron_ranks):
+    (found,) = megatron_ranks(1, check_wrong)
+    for (place, error), message in zip(found, WRONG.values(), strict=True):
+        assert isinstance(error, str), place
+        assert error.startswith("sync/records.py:18: ")
+        assert message in error
+
+
+def test_all_examples_of_one_line_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(short_examples, "PACKAGE", tmp_path)
+    file = tmp_path / "some.py"
+    file.write_text(
+        '"""Example: `a`."""\nclass C:\n    """Some.\n\n    Example: `C(1)`, and `C(2)` too.\n'
+        '    """\n    size: int\n    """Example: `3`."""\n\ndef f():\n    """Example: f()."""\n'
+        '\ndef g():\n    """Example: `g()` is 0.75."""\n'
+    )
+    assert sorted(short_examples.read(file)) == [
+        Short("some.py", 1, "a", None, None),
+        Short("some.py", 5, "C(1)", None, "C"),
+        Short("some.py", 5, "C(2)", None, "C"),
+        Short("some.py", 8, "3", None, "C"),
+        Short("some.py", 11, None, None, None),
+        Short("some.py", 14, "g()", "0.75", None),
+    ]
