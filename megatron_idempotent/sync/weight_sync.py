@@ -23,7 +23,7 @@ class WeightSync:
     """Brings updates to engines, on the trainer's rank 0; its other ranks `follow`.
 
     Example:
-        sync = WeightSync(engines, stamp=lambda version, names: buffer.stamp(version))
+        sync = WeightSync(engines, stamp=lambda version, names: served.append(version))
         report = await sync.update(source, version=12)
     """
 

@@ -1,8 +1,8 @@
 """The examples in docstrings run: in this process, or on ranks with a real model.
 
 sybil reads them. The examples of a file share a namespace: that of their module, everything public,
-and what is given to the file below. Where one needs a server, a cluster or a checkpoint, its calls
-are held against the signatures of what they call.
+and what is given to the file below, or in `served_examples`. Where one needs a cluster, a GPU or
+processes of its own, its calls are held against the signatures of what they call.
 """
 
 from __future__ import annotations
@@ -16,42 +16,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PACKAGE = Path(__file__).parents[2] / "megatron_idempotent"
 
-SERVER = "an engine in another process"
-CLUSTER = "a cluster, or processes of its own"
-CHECKPOINT = "a checkpoint of Hugging Face's, or an export to read"
+CLUSTER = "processes of its own, which cost 5 CPU seconds each"
 #: What is not run, by file, and what it would need.
 BOUND = {
-    "controller/controller.py": "a fleet of engines and ranks",
-    "controller/transfer_queue.py": CLUSTER,
+    "controller/transfer_queue.py": "a cluster of Ray's, and TransferQueue",
     "cpu/pool.py": CLUSTER,
     "fp8/gates.py": "Transformer Engine and a GPU",
-    "models/buckets.py": CHECKPOINT,
-    "models/checkpoint.py": CHECKPOINT,
-    "models/export.py": CHECKPOINT,
-    "models/families.py": CHECKPOINT,
-    "models/fsdp.py": CHECKPOINT,
-    "models/naming.py": CHECKPOINT,
-    "rollout/local/engine.py": CHECKPOINT,
-    "rollout/ray/engine.py": CLUSTER,
-    "rollout/sglang/engine.py": SERVER,
-    "rollout/sglang/folder.py": CHECKPOINT,
-    "rollout/vllm/arrival.py": SERVER,
-    "rollout/vllm/inbox.py": SERVER,
-    "rollout/vllm/launch.py": SERVER,
-    "rollout/vllm/updates.py": SERVER,
-    "sync/fan_out.py": CHECKPOINT,
-    "sync/weight_sync.py": SERVER,
-    "weights/staging.py": CHECKPOINT,
+    "rollout/ray/engine.py": "a cluster of Ray's",
+    "rollout/vllm/arrival.py": "a sender beside it that sends between the lines",
+    "rollout/vllm/launch.py": "vLLM",
+    "rollout/vllm/updates.py": "an engine of vLLM's",
     "workers/embedded.py": CLUSTER,
-    "workers/ray_ranks.py": CLUSTER,
-    "workers/server.py": CLUSTER,
-    "workers/torchrun.py": CLUSTER,
+    "workers/ray_ranks.py": "a cluster of Ray's",
+    "workers/torchrun.py": "torchrun's ranks in other processes",
 }
 #: Classes of what such an example is given, by its name there.
 GIVEN = {
-    "models/buckets.py": ("source", "models.export", "MegatronWeights"),
     "rollout/vllm/updates.py": ("updates", "rollout.vllm.updates", "Updates"),
 }
 ON_RANKS = {
@@ -66,6 +50,15 @@ ON_RANKS = {
     "window/guard.py",
     "window/params.py",
     "window/setup.py",
+}
+#: On two ranks, with a checkpoint; `served_examples.SERVED` names the rest of those with a server.
+SHARDED = {
+    "models/buckets.py",
+    "models/checkpoint.py",
+    "models/export.py",
+    "models/families.py",
+    "models/fsdp.py",
+    "models/naming.py",
 }
 
 
@@ -318,11 +311,24 @@ def bind_the_rest() -> dict[str, int]:
 
 
 def test_examples_run(megatron_ranks, tmp_path):
+    from served_examples import SERVED
+
     (done,) = megatron_ranks(1, run_here, tmp_path)
     first, _ = megatron_ranks(2, run_on_ranks)
     assert first == ON_RANKS
     (bound,) = megatron_ranks(1, bind_the_rest)
     assert all(bound.values()), bound
+    run = done | ON_RANKS | SERVED.keys() | SHARDED
+    assert not run & BOUND.keys(), "what runs is not listed with a reason"
     files = (path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
     with_examples = {file for file in files if _examples(file)}
-    assert done | ON_RANKS | BOUND.keys() == with_examples
+    assert run | BOUND.keys() == with_examples
+
+
+def test_examples_with_engines_fleets_and_checkpoints_run(megatron_ranks, tmp_path):
+    for needed in ("aiohttp", "safetensors", "transformers"):
+        pytest.importorskip(needed)
+    from served_examples import on_one_rank, on_two_ranks
+
+    megatron_ranks(1, on_one_rank, tmp_path, timeout_s=120.0)
+    assert megatron_ranks(2, on_two_ranks, tmp_path, timeout_s=120.0) == [SHARDED] * 2
