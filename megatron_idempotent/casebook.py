@@ -75,7 +75,7 @@ def hazards_markdown(proven: Proven) -> str:
         "## Seen on the commits that frameworks pin",
         "",
         "`make pins` runs the same on each commit in pyproject.toml. refused: a function there is",
-        "none that was read, and lacks what the patch relies on, so that `apply()` leaves it alone.",
+        "none that was read, and lacks what the patch relies on, so `apply()` leaves it alone.",
         "",
         grid_markdown({name: proven[name] for name in proven if not _is_release(name)}),
     ]

@@ -10,7 +10,10 @@ import pytest
 from megatron_idempotent import casebook
 from megatron_idempotent.engine.catalogue import hazards
 
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
 ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+COMMITS = {each["name"]: each for each in PROJECT["tool"]["megatron-idempotent"]["commits"]}
 REMEDY = "run `python -m megatron_idempotent.casebook` in the repository"
 
 
@@ -21,9 +24,11 @@ def test_hazards_md_is_current():
 
 def test_every_hazard_was_run_on_every_release():
     for release, findings in json.loads((ROOT / casebook.PROVEN).read_text()).items():
-        missing = set(hazards()) - set(findings)
+        missing = set(hazards()) - set(findings) - set(COMMITS.get(release, {}).get("absent", ()))
         assert not missing, f"{missing} not run on {release}: run `make matrix`"
-        failed = {i for i, word in findings.items() if word in casebook.FAILURES}
+        # apply() may refuse a patch on a commit that nobody has released, and says so.
+        allowed = {"drifted"} if release in COMMITS else set()
+        failed = {i for i, word in findings.items() if word in casebook.FAILURES - allowed}
         assert not failed, f"{failed} disagree with their case files on {release}"
 
 
