@@ -71,15 +71,16 @@ def stopped(
     last: bool,
     which: int,
     kind: str,
-    sample: slice,
+    sample: slice | int,
     only_rank: int | None = None,
     skip: int = 0,
 ) -> tuple[dict[str, int], str, int | None]:
     """One step per site of call `which`: stopped there, aborted and made again.
 
-    On all ranks alike, at the sites that all of them have, or on `only_rank`. Returns how often
-    each outcome was seen, the first site behind which a step is not the one of a run in which
-    nothing was ever stopped, and how many sites are done if this process cannot do the rest.
+    On all ranks alike, at the sites that all of them have, or on `only_rank`; at a slice of them,
+    or at so many, one in the middle of each of as many parts. Returns how often each outcome was
+    seen, the first site behind which a step is not the one of a run in which nothing was ever
+    stopped, and how many sites are done if this process cannot do the rest.
     """
     clean = Steps(engine, last, **{**options, "deadline_s": 20.0})
     clean.whole(0)
@@ -94,7 +95,11 @@ def stopped(
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, sorted(found))
     here = everywhere if only_rank is None else [everywhere[only_rank]]
-    sites = sorted(set.intersection(*map(set, here)))[sample]
+    sites = sorted(set.intersection(*map(set, here)))
+    if isinstance(sample, int):
+        sites = [sites[(2 * n + 1) * len(sites) // (2 * sample)] for n in range(sample)]
+    else:
+        sites = sites[sample]
     # Each step costs a clean one, which is in vain behind a session that cannot be rebuilt.
     done = min(len(sites), skip + 4) if clean.bench.rebuild is None else len(sites)
     for number in range(3, done - skip + 2):
@@ -115,7 +120,8 @@ def stopped(
             raise
         outcomes[outcome] += 1
         if is_poisoned():
-            return dict(outcomes), "", skip + number - 1
+            done = skip + number - 1
+            break
         if steps.digest() != want[number]:
             return dict(outcomes), f"{site}: {dict(outcomes)}", None
     return dict(outcomes), "", done if done < len(sites) else None

@@ -56,8 +56,18 @@ def test_where_nobody_waits_the_failing_rank_raises_what_it_raised(megatron_rank
     assert fine[1].startswith("WindowAborted: rank 1: Broken: no reward")
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("options", [{"pp": 2}, {"tp": 2}, {"ep": 2, "experts": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [
+        ({"pp": 2}, False),
+        ({"pp": 2}, True),
+        pytest.param({"tp": 2}, False, marks=pytest.mark.exhaustive),
+        ({"tp": 2}, True),
+        ({"ep": 2, "experts": 4}, False),
+        pytest.param({"ep": 2, "experts": 4}, True, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_where_others_wait_all_raise_at_the_same_batch(megatron_ranks, options, last):
     for told in megatron_ranks(2, in_the_loss, options, last):
         assert told[0].startswith("WindowAborted: rank 1: loss: Broken: no reward")

@@ -7,9 +7,20 @@ import pytest
 PIECES = [1, 1]
 
 
-def steps_with_failures(layout, last):
-    """On a rank: as many steps as a step has places; all ranks leave step n at place n, abort it
-    and run it again.
+def some_of(names):
+    """The first and the last place of each kind, such as all gathers, or forwards of layers."""
+    kinds = [name.partition(" of ")[0] for name in names]
+    ends = {place for kind in kinds for place in (kinds.index(kind), _last_index(kinds, kind))}
+    return sorted(place + 1 for place in ends)
+
+
+def _last_index(values, value):
+    return len(values) - 1 - values[::-1].index(value)
+
+
+def steps_with_failures(layout, last, every=True):
+    """On a rank: as many steps as a step has places, or some; all ranks leave each step at one of
+    the places, abort it and run it again.
 
     Returns the names of all places, and those after which something was different from a run
     without failures.
@@ -30,15 +41,17 @@ def steps_with_failures(layout, last):
         return parts, step_of(*parts, undo=True, clip_grad=clip), Trip(*parts)
 
     parts, step, trip = setting()
-    states, results = [state(*parts)], []
-    while len(results) < max(1, len(trip.passed)):
+    states, results, places = [state(*parts)], [], [0]
+    while len(results) < len(places):
         trip.set(0)
         results.append(split_step(step, loss, batch, PIECES, last=last))
         states.append(state(*parts))
-    names = list(trip.passed)
+        names = list(trip.passed)
+        places = list(range(1, len(names) + 1)) if every else some_of(names)
     differing = []
     parts, step, trip = setting()
-    for place, name in enumerate(names, start=1):
+    for number, place in enumerate(places, start=1):
+        name = names[place - 1]
         trip.set(place)
         with pytest.raises(WindowAborted) as stopped:
             split_step(step, loss, batch, PIECES, last=last)
@@ -46,20 +59,25 @@ def steps_with_failures(layout, last):
         assert sorted(stopped.value.failures) == list(range(ranks))
         trip.set(0)
         step.abort()
-        if not same(state(*parts), states[place - 1]):
+        if not same(state(*parts), states[number - 1]):
             differing.append(f"{name}, aborted")
         if any(parameter.grad is not None for parameter in parts[0].parameters()):
             differing.append(f"{name}, gradients")
         result = split_step(step, loss, batch, PIECES, last=last)
-        wanted = results[place - 1]
-        if not same(state(*parts), states[place]) or result.metrics != wanted.metrics:
+        wanted = results[number - 1]
+        if not same(state(*parts), states[number]) or result.metrics != wanted.metrics:
             differing.append(name)
         if result.grad_norm != wanted.grad_norm or trip.passed != names:
             differing.append(f"{name}, norm or places")
     return names, differing
 
 
-@pytest.mark.parametrize("last", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+def test_all_ranks_leave_at_places_of_each_kind(megatron_ranks):
+    check_places(megatron_ranks(2, steps_with_failures, "shard", True, every=False))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("last", [False, True])
 def test_all_ranks_leave_at_each_place(megatron_ranks, last):
     answers = megatron_ranks(2, steps_with_failures, "shard", last, timeout_s=120)
     check_places(answers)

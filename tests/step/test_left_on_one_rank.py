@@ -50,10 +50,14 @@ def _starting(model: Any, when: str, name: str) -> None:
     setattr(group, name, started)
 
 
-def left(where: str, last: bool = True) -> tuple[str, bool]:
-    """On a rank: one rank leaves a step; what this one is told, and whether the session has ended.
+def left(
+    places: list[str], last: bool = True, go_on: bool = True
+) -> tuple[list[tuple[str, bool]], list[bool]]:
+    """On a rank: one rank leaves a step at each place; what this one is told, and whether the
+    session has ended.
 
-    Then the step is made again, in new process groups if the session has ended.
+    To go on, the step is made again, in new process groups if the session has ended: then also
+    whether all that the next step depends on is what it is where nobody has left.
     """
     import torch
     from split_bench import ROWS, TokenLoss, build, data, forward, raised_by, split_step, state
@@ -64,53 +68,69 @@ def left(where: str, last: bool = True) -> tuple[str, bool]:
     options = {"overlap_param_gather": True}
     model, scheduler, replica = build(**options)
     step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=3)
-    batches = [data(number, 2 * ROWS, replica) for number in range(3)]
+    batches = [data(number, 2 * ROWS, replica) for number in range(2 + len(places))]
     for batch in batches[:2]:
         split_step(step, TokenLoss(), batch, [1, 1], last=True)
-    name = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
-    if torch.distributed.get_rank() == 1:
-        if where == "on the way":
-            _on_the_way(step)
-        else:
-            _starting(model, *where.split())
-    told = raised_by(step.microbatch, name, batches[2], last=last)
-    told = told or raised_by(step.finish, name)
-    raised_by(step.abort)
-    poisoned = is_poisoned()
-    if poisoned:
-        rebuild_process_groups(model.chunks, model.optimizer)
-    split_step(step, TokenLoss(), batches[2], [1, 1], last=True)
-    got = state(model, scheduler)
+    seen, got = [], []
+    for where, batch in zip(places, batches[2:], strict=True):
+        name = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
+        if torch.distributed.get_rank() == 1:
+            if where == "on the way":
+                _on_the_way(step)
+            else:
+                _starting(model, *where.split())
+        told = raised_by(step.microbatch, name, batch, last=last)
+        told = told or raised_by(step.finish, name)
+        raised_by(step.abort)
+        seen.append((type(told).__name__, is_poisoned()))
+        if not go_on:
+            return seen, []
+        if is_poisoned():
+            rebuild_process_groups(model.chunks, model.optimizer)
+        split_step(step, TokenLoss(), batch, [1, 1], last=True)
+        got.append([each.clone() for each in state(model, scheduler)])
 
     model, scheduler, _ = build(**options)
     step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20)
-    for batch in batches:
+    right = []
+    for number, batch in enumerate(batches):
         split_step(step, TokenLoss(), batch, [1, 1], last=True)
-    assert all(map(torch.equal, got, state(model, scheduler)))
-    return type(told).__name__, poisoned
+        if number >= 2:
+            right.append(all(map(torch.equal, got[number - 2], state(model, scheduler))))
+    return seen, right
 
 
+@pytest.mark.parametrize("where", ["on the way", "after start_grad_sync"])
+def test_all_ranks_are_told(megatron_ranks, where):
+    (told, _), ([(_, poisoned)], _) = megatron_ranks(2, left, [where], True, False)
+    assert told == [("SessionPoisoned", True)]
+    assert poisoned
+
+
+# New process groups cost seconds, in each of them.
 @pytest.mark.parametrize(
     ("where", "last"),
     [
-        ("on the way", True),
-        ("after start_grad_sync", True),
+        pytest.param("on the way", True, marks=pytest.mark.exhaustive),
+        pytest.param("after start_grad_sync", True, marks=pytest.mark.exhaustive),
         ("after start_param_sync", True),
         pytest.param("after start_param_sync", False, marks=pytest.mark.exhaustive),
     ],
 )
-def test_all_ranks_are_told_and_the_next_step_is_right(megatron_ranks, where, last):
-    told, (_, poisoned) = megatron_ranks(2, left, where, last)
-    assert told == ("SessionPoisoned", True)
+def test_the_next_step_is_right(megatron_ranks, where, last):
+    (told, right), ([(_, poisoned)], also) = megatron_ranks(2, left, [where], last)
+    assert told == [("SessionPoisoned", True)]
     assert poisoned
+    assert right == also == [True]
 
 
-@pytest.mark.parametrize("where", ["before", "inside"])
-@pytest.mark.parametrize("what", ["start_grad_sync", "start_param_sync"])
-def test_the_session_goes_on_where_nothing_was_started(megatron_ranks, what, where):
-    told, (_, poisoned) = megatron_ranks(2, left, f"{where} {what}")
-    assert told == ("WindowAborted", False)
-    assert not poisoned
+def test_the_session_goes_on_where_nothing_was_started(megatron_ranks):
+    whats, wheres = ("start_grad_sync", "start_param_sync"), ("before", "inside")
+    places = [f"{where} {what}" for what in whats for where in wheres]
+    (told, right), (here, also) = megatron_ranks(2, left, places)
+    assert told == [("WindowAborted", False)] * 4
+    assert not any(poisoned for _, poisoned in here)
+    assert right == also == [True] * 4
 
 
 def _raise_behind(owner: Any, name: str, doing: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-PIECES = {1: [8], 8: [1] * 8}
+PIECES = {1: [4], 4: [1] * 4}
 # Bytes. Above it are activations of the tiny model and buckets of its gradients; below it are the
 # host's messages, 4 KiB for each rank, and the states of random generators, 5 KiB each.
 SMALL = 10_000
@@ -39,12 +39,12 @@ def compared(options: dict[str, Any]) -> dict[str, Any]:
         for bucket in group.buckets
     ]
     assert min(buckets) > SMALL
-    batch = data(1, 16, replica)
+    batch = data(1, 8, replica)
 
     def plain() -> None:
         one_shot(model, scheduler, loss, batch)
 
-    split_step(step, loss, batch, [8])
+    split_step(step, loss, batch, [4])
     plain()  # twice, for the optimizer's state and the order of the reductions
     large, most = _large(allocations(plain)), peak_bytes(plain)
     assert sum(large.values()) > len(buckets)

@@ -22,6 +22,7 @@ LAYOUTS = {
         "megatron",
         {**OPTIONS, "overlap_param_gather": False, "distributed_optimizer": False},
     ),
+    "pp2": (2, "megatron", {**OPTIONS, "pp": 2}),
     "pp2 dp2": (4, "megatron", {**OPTIONS, "pp": 2}),
     "fsdp2": (2, "fsdp", {}),
 }
@@ -86,9 +87,14 @@ def _settings(examples: int) -> settings:
     )
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+#: Programs of a few, by layout.
+FEW = {"dp2": 4, "dp2, all-reduce": 2, "pp2": 4, "fsdp2": 3}
+
+
+@pytest.mark.parametrize("layout", list(FEW))
 def test_any_program_of_a_few(megatron_ranks, layout):
-    run_state_machine_as_test(machine(megatron_ranks, *LAYOUTS[layout]), settings=_settings(4))
+    few = _settings(FEW[layout])
+    run_state_machine_as_test(machine(megatron_ranks, *LAYOUTS[layout]), settings=few)
 
 
 @pytest.mark.exhaustive

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-#: Pieces of a step's six microbatches, and whether the last one is given as such.
-SIZES = (([6], False), ([1, 2, 3], False), ([1, 2, 3], True), ([1] * 6, True))
+#: Pieces of a step's microbatches, and whether the last one is given as such.
+SIZES = (([3], False), ([1, 2], False), ([1, 2], True), ([1] * 3, True))
 
 
 Sizes = tuple[tuple[list[int], bool], ...]
@@ -55,7 +55,7 @@ def compared(sizes: Sizes, options: dict[str, Any]) -> dict[str, list[bool]]:
     return found
 
 
-EVEN = (([6], False), ([4, 2], False), ([2, 4], True), ([2] * 3, True))
+EVEN = (([6], False), ([2, 4], False), ([2, 4], True))
 VPP = {"pp": 2, "vpp": 2, "layers_per_stage": 1}
 BIAS = {
     "moe_router_enable_expert_bias": True,

@@ -59,10 +59,21 @@ def _padded(batch: dict[str, Any], rows: int) -> dict[str, Any]:
     }
 
 
+#: Gathers, and whether the last batch is given as such, of each share; the rest is exhaustive.
+ALWAYS = [
+    ("more on one", False, False),
+    ("more on one", True, True),
+    ("all on one", True, True),
+    ("nothing on the first", False, False),
+    ("nothing on the first", True, True),
+    ("empty batches", True, True),
+]
+
+
 @pytest.mark.parametrize(
     ("share", "gathers", "last"),
     [
-        pytest.param(*each, marks=() if each[1] == each[2] else pytest.mark.exhaustive)
+        pytest.param(*each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
         for each in itertools.product(SHARES, (False, True), (False, True))
     ],
 )
@@ -133,7 +144,7 @@ def with_experts(turns: list[list[int]], last: bool) -> None:
 @pytest.mark.parametrize(
     ("turns", "last"),
     [
-        ([[1, 2], [2, 1]], False),
+        pytest.param([[1, 2], [2, 1]], False, marks=pytest.mark.exhaustive),
         ([[2, 1], [0, 1]], True),
         pytest.param([[0, 0], [1, 2]], True, marks=pytest.mark.exhaustive),
     ],
