@@ -1,6 +1,7 @@
 """The other process of the transport tests: does what it is told, one line of JSON after another.
 
-Run as a program, it reads commands from its standard input; `weight_peers.py` gives them.
+`weight_peers.py` gives commands by the standard input. Run as a program with a socket's number,
+it has imported torch, and forks such a process for each three streams that come by that socket.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
+import signal
+import socket
 import sys
 import time
 from typing import Any
@@ -86,7 +90,30 @@ class Peer:
         asyncio.run(self._senders[-1].transmit(Bucket.of(0, {"w": torch.arange(1000.0)})))
 
 
+def fork(orders: socket.socket) -> None:
+    """Fork a process for each order, and tell its id; return in those, and once the orders end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whoever ends is no zombie
+    while True:
+        order, streams, _, _ = socket.recv_fds(orders, 1, 3)
+        if not order:
+            sys.exit()
+        child = os.fork()
+        if child == 0:
+            orders.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            for place, stream in enumerate(streams):
+                os.dup2(stream, place)
+        else:
+            orders.send(child.to_bytes(8, "little"))
+        for stream in streams:
+            os.close(stream)
+        if child == 0:
+            return
+
+
 def main() -> None:
+    fork(socket.socket(fileno=int(sys.argv[1])))
     peer = Peer()
     for line in sys.stdin:
         command = json.loads(line)

@@ -8,9 +8,11 @@ import os
 import pathlib
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import torch
@@ -31,19 +33,47 @@ class PeerError(Exception):
         self.kind = kind
 
 
+class Forks:
+    """A process that has imported torch, and forks others, for which that costs nothing."""
+
+    def __init__(self) -> None:
+        self._orders, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [_PYTHON, str(_SCRIPT), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(_SCRIPT.parents[2]),
+                    "PYTHONWARNINGS": "default",
+                },
+            )
+
+    def fork(self, streams: list[int]) -> int:
+        """A process with these three streams, in a session of its own; its id."""
+        socket.send_fds(self._orders, [b"."], streams)
+        return int.from_bytes(self._orders.recv(8), "little")
+
+    def end(self) -> None:
+        self._orders.close()
+        self._process.wait(_DEADLINE_S)
+
+
 class PeerProcess:
     """A process that runs `transport_peer.py`, alone in its process group."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [_PYTHON, str(_SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(_SCRIPT.parents[2]), "PYTHONWARNINGS": "default"},
-        )
+    def __init__(self, forks: Forks) -> None:
+        read_in, write_in = os.pipe()
+        read_out, write_out = os.pipe()
+        read_errors, write_errors = os.pipe()
+        theirs = [read_in, write_out, write_errors]
+        self.pid = forks.fork(theirs)
+        for stream in theirs:
+            os.close(stream)
+        self._in = os.fdopen(write_in, "w")
+        self._out, self._err = os.fdopen(read_out), os.fdopen(read_errors)
         self._lines: queue.Queue[str] = queue.Queue()
         self._errors: list[str] = []
         self._threads = [
@@ -53,22 +83,18 @@ class PeerProcess:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def _read(self) -> None:
-        for line in self._process.stdout:
+        for line in self._out:
             self._lines.put(line)
         self._lines.put("")
 
     def _read_errors(self) -> None:
-        self._errors.extend(self._process.stderr)
+        self._errors.extend(self._err)
 
     def tell(self, do: str, **arguments: Any) -> None:
         """Give a command, and do not wait for its answer."""
-        self._process.stdin.write(json.dumps({"do": do, "with": arguments}) + "\n")
-        self._process.stdin.flush()
+        self._in.write(json.dumps({"do": do, "with": arguments}) + "\n")
+        self._in.flush()
 
     def answer(self) -> Any:
         line = self._lines.get(timeout=_DEADLINE_S)
@@ -88,7 +114,11 @@ class PeerProcess:
         return await asyncio.to_thread(self.ask, do, **arguments)
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
 
     def kill(self, *, group: bool = False) -> None:
         """SIGKILL for it, or also for what it has started, such as a resource tracker."""
@@ -97,15 +127,18 @@ class PeerProcess:
 
     def end(self) -> str:
         """Let it end by itself; returns what it wrote to its standard error."""
-        self._process.stdin.close()
+        self._in.close()
         self._reap()
         return "".join(self._errors)
 
     def _reap(self) -> None:
-        self._process.wait(_DEADLINE_S)
+        until = time.monotonic() + _DEADLINE_S
+        while self.alive():
+            assert time.monotonic() < until, f"{self.pid} does not end"
+            time.sleep(0.002)
         for thread in self._threads:
             thread.join(_DEADLINE_S)
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+        for pipe in (self._in, self._out, self._err):
             pipe.close()
 
 
@@ -113,17 +146,19 @@ class Peers:
     """Processes that are started once and used by many tests, up to the one that kills them."""
 
     def __init__(self) -> None:
-        self._processes = [PeerProcess(), PeerProcess()]
+        self._forks = Forks()
+        self._processes = [PeerProcess(self._forks), PeerProcess(self._forks)]
 
     def __getitem__(self, place: int) -> PeerProcess:
         if not self._processes[place].alive():
-            self._processes[place] = PeerProcess()
+            self._processes[place] = PeerProcess(self._forks)
         return self._processes[place]
 
     def end(self) -> None:
         for process in self._processes:
             if process.alive():
                 process.end()
+        self._forks.end()
 
 
 def every_kind_of_tensor(seed: int = 0) -> dict[str, torch.Tensor]:
