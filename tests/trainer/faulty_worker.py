@@ -51,6 +51,8 @@ class FaultyWorker(PolicyWorker):
             time.sleep(60)
         if kind == "hang":
             time.sleep(60)
+        if kind.startswith("terminate-"):  # the controller, which this worker is not the child of
+            os.kill(int(kind.removeprefix("terminate-")), signal.SIGTERM)
 
     def microbatch(self, step_id, microbatch_id, last, batch):
         self._maybe_fail("microbatch")

@@ -86,9 +86,14 @@ PLANS = {
         "microbatch 11 raise-inside",  # the second one of the fifth step
         "finish 4 raise",
     ),
-    "raises beside the step": ("logprobs 9 raise", "save 1 raise"),
-    "dies": ("microbatch 7 die", "finish 1 die-inside", "export_next 1 die"),
-    "hangs": ("export_next 3 hang",),
+    "raises beside the step or is lost": (
+        "microbatch 7 die",
+        "finish 1 die-inside",
+        "export_next 1 die",
+        "logprobs 1 raise",
+        "export_next 3 hang",
+        "save 0 raise",
+    ),
 }
 
 
@@ -123,11 +128,39 @@ def test_a_step_that_fails_every_time_ends_the_run_with_an_error(
     assert run(job_for(tmp_path / "run", resume=True), megatron_rank_pool)[1]
 
 
-@pytest.mark.parametrize(
-    ("sent", "code"),
-    [("SIGTERM", 143), pytest.param("SIGKILL", -9, marks=pytest.mark.exhaustive)],
-)
-def test_a_controller_that_is_stopped_is_continued_bit_for_bit(
+def continues_as_if_it_had_not_stopped(out, whole, pool):
+    done = saved.rollouts_of(saved.complete(out / "checkpoints")[-1])
+    assert 2 <= done < LAST, "the run was not stopped half-way"
+    job, ended = run(job_for(out, resume=True), pool)
+    assert ended
+    assert digest(job) == digest(whole)
+    assert rows(job) == rows(whole)
+
+
+def test_a_controller_that_is_told_to_stop_is_continued_bit_for_bit(
+    whole, megatron_rank_pool, tmp_path, monkeypatch, capsys
+):
+    def here(job, prompts):
+        """As the command runs it, on ranks that need not import everything again."""
+        (job.out / PLAN).write_text(f"finish 2 terminate-{os.getpid()}")
+        return run_controller(job, prompts, pool=megatron_rank_pool)
+
+    monkeypatch.setattr(ranks, "FACTORY", "faulty_worker:make_worker")
+    monkeypatch.setattr("megatron_idempotent.trainer.stream.run.run_controller", here)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the command sets
+    out = tmp_path / "run"
+    options = [part for text in SMALL for part in ("--set", text)]
+    options += ["--out", str(out), "--set", "controller.drain_s=60"]
+    assert main(["--async", "--quiet", *options]) == 143
+    assert f"continue with --resume --out {out}" in capsys.readouterr().err
+    monkeypatch.undo()
+    continues_as_if_it_had_not_stopped(out, whole, megatron_rank_pool)
+
+
+# The same in a process of its own, which imports torch and Megatron twice.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("sent", "code"), [("SIGTERM", 143), ("SIGKILL", -9)])
+def test_a_command_that_is_stopped_is_continued_bit_for_bit(
     sent, code, whole, megatron_rank_pool, tmp_path
 ):
     out = tmp_path / "run"
@@ -152,12 +185,7 @@ def test_a_controller_that_is_stopped_is_continued_bit_for_bit(
     assert process.returncode == code, told
     if sent == "SIGTERM":
         assert f"continue with --resume --out {out}" in told
-    done = saved.rollouts_of(saved.complete(out / "checkpoints")[-1])
-    assert 2 <= done < LAST, "the run was not stopped half-way"
-    job, ended = run(job_for(out, resume=True), megatron_rank_pool)
-    assert ended
-    assert digest(job) == digest(whole)
-    assert rows(job) == rows(whole)
+    continues_as_if_it_had_not_stopped(out, whole, megatron_rank_pool)
 
 
 # What is torchrun's own is in tests/workers/test_torchrun.py.

@@ -145,25 +145,6 @@ def test_the_engine_gives_the_log_probabilities_of_the_training_forward(megatron
     assert ranks[0]["weights"] == ranks[1]["weights"]
 
 
-def test_a_run_repeats_and_resumes_bit_for_bit(megatron_ranks, tmp_path):
-    def run(job):
-        megatron_ranks(2, launch.run_rank, job, timeout_s=TIMEOUT_S)
-        return job
-
-    whole = run(job_for(tmp_path / "whole", "run.rollouts=4"))
-    half = run(job_for(tmp_path / "half", "run.rollouts=2"))
-    assert len(reproducible(half)) == 3
-    run(job_for(tmp_path / "half", "run.rollouts=4", resume=True))
-
-    assert len(reproducible(whole)) == 5
-    assert digest(whole, 4) != digest(whole, 2)
-    assert reproducible(whole) == reproducible(half)
-    assert digest(whole, 4) == digest(half, 4)
-
-    other = run(job_for(tmp_path / "other", "run.rollouts=2", "run.seed=2"))
-    assert digest(other, 2) != digest(whole, 2)  # or the digest would say nothing
-
-
 def fail_in_the_data(job):
     raise ValueError("a bug of mine")
 
@@ -247,10 +228,49 @@ def run_and_note_versions(job):
     return noted
 
 
-def test_every_rollout_is_sampled_with_the_weights_of_the_one_before(megatron_ranks, tmp_path):
-    job = job_for(tmp_path / "run", "run.rollouts=2")
-    for noted in megatron_ranks(2, run_and_note_versions, job, timeout_s=TIMEOUT_S):
+@pytest.fixture(scope="module")
+def run(megatron_rank_pool, tmp_path_factory):
+    """`run(name, *overrides)` runs a job of that name; the job, and what its ranks noted."""
+    out = tmp_path_factory.mktemp("runs")
+
+    def run(name, *overrides, resume=False):
+        job = job_for(out / name, *overrides, resume=resume)
+        noted = megatron_rank_pool.run(2, run_and_note_versions, job, timeout_s=TIMEOUT_S)
+        return job, noted
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(run):
+    """A run of three rollouts."""
+    return run("whole", "run.rollouts=3")
+
+
+@pytest.fixture(scope="module")
+def resumed(run):
+    """The same run in two parts: the metrics behind the first, and what `run` gives of both."""
+    half, noted = run("half", "run.rollouts=2")
+    return len(reproducible(half)), noted, *run("half", "run.rollouts=3", resume=True)
+
+
+def test_a_run_repeats_and_resumes_bit_for_bit(run, whole, resumed):
+    (job, _), (rows_before, _, half, _) = whole, resumed
+    assert rows_before == 3
+    assert len(reproducible(job)) == 4
+    assert digest(job, 3) != digest(job, 2)
+    assert reproducible(job) == reproducible(half)
+    assert digest(job, 3) == digest(half, 3)
+
+    other, _ = run("other", "run.rollouts=2", "run.seed=2")
+    assert digest(other, 2) != digest(job, 2)  # or the digest would say nothing
+
+
+def test_every_rollout_is_sampled_with_the_weights_of_the_one_before(whole, resumed):
+    for noted in whole[1]:
+        assert noted == [(0, {0}), (1, {1}), (2, {2}), (3, {3})]
+    _, before, _, after = resumed
+    for noted in before:
         assert noted == [(0, {0}), (1, {1}), (2, {2})]
-    resumed = job_for(tmp_path / "run", "run.rollouts=3", resume=True)
-    for noted in megatron_ranks(2, run_and_note_versions, resumed, timeout_s=TIMEOUT_S):
+    for noted in after:
         assert noted == [(2, {2}), (3, {3})]

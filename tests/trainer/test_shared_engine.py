@@ -20,7 +20,9 @@ from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))
 
 
-@pytest.mark.parametrize("changed_only", ["false", "true"])
+@pytest.mark.parametrize(
+    "changed_only", [pytest.param("false", marks=pytest.mark.exhaustive), "true"]
+)
 def test_a_server_samples_for_all_ranks_with_the_weights_that_were_trained(
     megatron_ranks, tmp_path, changed_only
 ):
