@@ -12,14 +12,16 @@ import signal
 import sys
 from pathlib import Path
 
-from contract_worker import FACTORY
-
 from megatron_idempotent.cpu import RankPool
 from megatron_idempotent.workers import EmbeddedRanks, WorkerSpec
 
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+#: In the rank; here it would import torch.
+FACTORY = "contract_worker:make"
 
 
 async def main(how: str) -> None:

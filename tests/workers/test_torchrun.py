@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -117,18 +118,24 @@ class TestTorchrun(RankContract):
         run(scenario())
 
 
-def test_a_run_outlives_controllers_and_ranks_and_ends_as_the_last_controller(tmp_path) -> None:
+# With the third restart torchrun asks a last controller, which has nothing left to do.
+@pytest.mark.parametrize(
+    ("restarts", "ends_with"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.exhaustive)]
+)
+def test_a_run_outlives_controllers_and_ranks_and_ends_as_the_last_controller(
+    tmp_path, restarts, ends_with
+) -> None:
     program = [sys.executable, str(HERE / "torchrun_controller_program.py"), str(tmp_path)]
-    process = torchrun(tmp_path, *program)
+    process = torchrun(tmp_path, *program, restarts=restarts)
     try:
         code = process.wait(timeout=120)
     finally:
         end(process)
     log = (tmp_path / "torchrun.log").read_text()
-    assert code == 0, log
+    assert code == ends_with, log
     said = (tmp_path / "said").read_text().splitlines()
     controllers = {line for line in said if line.startswith("controller")}
-    assert len(controllers) == 3
+    assert len(controllers) == restarts
     lost = [line for line in said if line.startswith("rank 1 was lost in die_in_collective()")]
     assert len(lost) == 1
     assert [line for line in said if line not in {*controllers, *lost}] == [
@@ -138,7 +145,8 @@ def test_a_run_outlives_controllers_and_ranks_and_ends_as_the_last_controller(tm
     ]
     assert "(exitcode: 3)" in log  # behind the goodbye: the ranks ended as their controller
     assert not (tmp_path / "controller.json").exists()
-    assert json.loads((tmp_path / "controller-exit.json").read_text())["code"] == 0
+    left = json.loads((tmp_path / "controller-exit.json").read_text())
+    assert left["code"] == (0 if restarts == 3 else 3)
 
 
 @pytest.fixture
@@ -164,6 +172,20 @@ def test_a_controller_with_nothing_left_to_do_ends_the_ranks_well(rank_0) -> Non
         "import os, sys; sys.exit('WORLD_SIZE' in os.environ or 'TORCHELASTIC' in str(os.environ))"
     )
     assert rank_0(sys.executable, "-c", program)._find() == (None, 0)
+
+
+def run_without_work(directory: str) -> int:
+    """On a rank, as torchrun starts it: the exit code where the controller ends at once."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(port)}
+    nothing = (sys.executable, "-c", "import time; time.sleep(0.2)")
+    return TorchrunRank(WorkerSpec(factory=FACTORY), Path(directory), nothing, 30.0).run()
+
+
+def test_ranks_whose_controller_has_nothing_left_to_do_end_well(megatron_ranks, tmp_path) -> None:
+    assert megatron_ranks(1, run_without_work, str(tmp_path)) == [0]
 
 
 def test_a_controller_that_was_to_be_started_by_hand_and_is_not_there_is_an_error(rank_0) -> None:
