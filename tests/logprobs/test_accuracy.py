@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-N, V = 128, 32768
+N, V = 32, 32768
 
 
 def of_a_model(name: str) -> list[bytes]:
