@@ -1,5 +1,7 @@
 """Numerics on real Megatron: what must be equal is compared, not only run."""
 
+import functools
+
 import pytest
 
 from megatron_idempotent import cpu
@@ -24,6 +26,12 @@ def train(steps=2, num_microbatches=4, **layout):
         for chunk in bench.chunks:
             chunk.start_param_sync(force_sync=True)
     return losses, bench.parameters()
+
+
+@pytest.fixture(scope="module")
+def trained(megatron_rank_pool):
+    """`trained(**layout)` gives what two ranks return of `train`; it runs each layout once."""
+    return functools.cache(functools.partial(megatron_rank_pool.run, 2, train, timeout_s=60.0))
 
 
 def overflow():
@@ -78,29 +86,29 @@ def same(a, b):
     return a[0] == b[0] and bool((a[1] == b[1]).all())
 
 
-def test_the_distributed_optimizer_makes_the_same_step(megatron_ranks):
-    with_it = megatron_ranks(2, train)
-    without = megatron_ranks(2, train, distributed_optimizer=False)
+def test_the_distributed_optimizer_makes_the_same_step(trained):
+    with_it = trained()
+    without = trained(distributed_optimizer=False)
     assert all(same(a, b) for a, b in zip(with_it, without, strict=True))
 
 
 @pytest.mark.parametrize("pipeline", [{}, {"pp": 2, "vpp": 2, "layers_per_stage": 1}])
-def test_overlap_changes_no_bit(megatron_ranks, pipeline):
-    plain = megatron_ranks(2, train, overlap_grad_reduce=False, **pipeline)
+def test_overlap_changes_no_bit(trained, pipeline):
+    plain = trained(overlap_grad_reduce=False, **pipeline)
     for overlap in (
         {},
         {"overlap_param_gather": True},
         {"overlap_param_gather": True, "align": True},
     ):
-        overlapped = megatron_ranks(2, train, **overlap, **pipeline)
+        overlapped = trained(**overlap, **pipeline)
         assert all(same(a, b) for a, b in zip(plain, overlapped, strict=True)), overlap
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_follows_full_precision(megatron_ranks, dtype):
+def test_half_precision_follows_full_precision(trained, dtype):
     scale = {"loss_scale": 1024.0} if dtype == "fp16" else {}
-    half = megatron_ranks(2, train, dtype=dtype, **scale)
-    full = megatron_ranks(2, train)
+    half = trained(dtype=dtype, **scale)
+    full = trained()
     assert half[0][0] == pytest.approx(full[0][0], abs=0.01)
     assert half[0][0] != full[0][0]
 

@@ -35,8 +35,12 @@ def train_twice(extra_args, **layout):
 
 @pytest.mark.parametrize(
     "layout",
-    [{}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"pp": 2, "vpp": 2, "shared_config": True}],
-    ids=["dp", "pp", "vpp", "vpp-shared-config"],
+    [
+        pytest.param({}, id="dp"),
+        pytest.param({"pp": 2}, id="pp", marks=pytest.mark.exhaustive),
+        pytest.param({"pp": 2, "vpp": 2}, id="vpp", marks=pytest.mark.exhaustive),
+        pytest.param({"pp": 2, "vpp": 2, "shared_config": True}, id="vpp-shared-config"),
+    ],
 )
 def test_stock_train_runs_once_and_fails_again_as_upstream_does(megatron_ranks, layout):
     plain, overlapped, again = (

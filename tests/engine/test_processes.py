@@ -39,6 +39,8 @@ def test_a_forked_child_inherits_the_patches_and_can_change_its_own(warm, hold_t
     assert result["parent"] == [False] * 4
 
 
+# It imports torch and Megatron in two processes.
+@pytest.mark.exhaustive
 def test_a_spawned_child_has_no_patches_until_it_applies_them(warm):
     came, without, patched = warm.run("with_processes.spawned", imported=True, timeout_s=300)
     assert came == ["apply() was not called"]

@@ -44,7 +44,7 @@ class UpdatesContract(PauseContract):
             version = (await engine.health()).version
 
             async def between():
-                for bucket in cut(read_weights(new), nbytes=1 << 14):
+                for bucket in cut(read_weights(new), nbytes=1 << 16):
                     yield bucket
                     await self.unchanged(engine, old, version)
 
@@ -56,7 +56,7 @@ class UpdatesContract(PauseContract):
         async def scenario(engine):
             first = (await engine.health()).version
             weights = {first: old}
-            requests = self.ragged(8, max_tokens=150)
+            requests = self.ragged(4, max_tokens=150)
             calls = await self.start(engine, requests)
             for turn in range(4):
                 target = old if turn % 2 else new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from bench import MODULES, Result, source_of
-from mutants import REPAIRS, cosmetic, mutants
+from mutants import REPAIRS, Mutant, cosmetic, mutants
 
 from megatron_idempotent.engine import Target
 from megatron_idempotent.engine.catalogue import patches
@@ -37,6 +38,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@functools.cache
+def mutants_of(function: str) -> list[Mutant]:
+    return mutants(source_of(function))
+
+
 def targets_of(function: str) -> Iterator[Target]:
     address = f"{MODULES[function]}:{function}"
     for patch in patches().values():
@@ -45,11 +51,10 @@ def targets_of(function: str) -> Iterator[Target]:
 
 @pytest.mark.parametrize("function", MODULES)
 def test_a_signature_a_kind_or_a_decorator_that_the_wrapper_cannot_have_is_refused(function):
-    source = source_of(function)
     targets = list(targets_of(function))
     named = {name for each in targets for name in _asked_for(each)}
     refused = 0
-    for mutant in mutants(source):
+    for mutant in mutants_of(function):
         renames = mutant.operator in ("rename_parameter", "parameter_from_kwargs")
         wanted = mutant.site in named if renames else mutant.operator in CHANGES_OF_KIND
         body = parse_body(mutant.source or "", function) if wanted else None
@@ -64,7 +69,7 @@ def test_a_signature_a_kind_or_a_decorator_that_the_wrapper_cannot_have_is_refus
 
 def test_a_repair_in_other_words_is_refused_or_seen_when_it_runs():
     for patch_id, (function, _, _) in REPAIRS.items():
-        (mutant,) = (m for m in mutants(source_of(function)) if m.site == patch_id)
+        (mutant,) = (m for m in mutants_of(function) if m.site == patch_id)
         body = parse_body(mutant.source or "", function)
         assert body is not None
         (target,) = (each for each in targets_of(function) if each in patches()[patch_id].targets)
