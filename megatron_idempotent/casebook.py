@@ -134,7 +134,7 @@ def read_findings(folder: Path) -> Proven:
             raise ValueError(f"{file} is no output of `prove --json`: {error!r}") from None
     if not found:
         raise ValueError(f"{folder} holds no findings: run `make matrix`")
-    return found
+    return dict(sorted(found.items(), key=_place))
 
 
 def _place(item: tuple[str, object]) -> tuple[bool, list[int], str]:

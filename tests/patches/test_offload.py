@@ -91,7 +91,7 @@ def gradients_that_nobody_steps_on(applied: bool) -> bytes:
     if applied:
         megatron_idempotent.apply(strict=True)
     model = tiny.build(
-        dtype="fp16", overlap_grad_reduce=False, optimizer_overrides={"initial_loss_scale": 2.0**24}
+        dtype="fp16", overlap_grad_reduce=False, optimizer_overrides={"initial_loss_scale": 2.0**8}
     )
     (chunk,) = model.chunks
 
@@ -100,7 +100,9 @@ def gradients_that_nobody_steps_on(applied: bool) -> bytes:
         chunk.restore_grad_buffers()
 
     offload()
+    model.on_microbatch = lambda _, loss: None if loss is None else loss * float("inf")
     model.forward_backward(2, data_seed=0)
+    model.on_microbatch = None
     success, _, _ = model.step()
     assert not success
     offload()
@@ -122,10 +124,10 @@ def gradients_that_nobody_steps_on(applied: bool) -> bytes:
         model.forward_backward(2, data_seed=4)
     model.on_microbatch = None
     offload()
-    for seed in range(5, 20):  # until the loss scale has come down
+    for seed in (5, 6):
         model.forward_backward(2, data_seed=seed)
         success, _, _ = model.step()
-    assert success
+        assert success
     return model.parameters().numpy().tobytes()
 
 

@@ -145,7 +145,9 @@ def with_experts(turns: list[list[int]], last: bool) -> None:
     ("turns", "last"),
     [
         pytest.param([[1, 2], [2, 1]], False, marks=pytest.mark.exhaustive),
-        ([[2, 1], [0, 1]], True),
+        pytest.param([[2, 1], [0, 1]], True, marks=pytest.mark.exhaustive),
+        # Fewer, none at all, and more than the other.
+        ([[2, 1, 1], [1, 0, 2]], True),
         pytest.param([[0, 0], [1, 2]], True, marks=pytest.mark.exhaustive),
     ],
 )
