@@ -57,24 +57,24 @@ def repaired() -> None:
 
 
 def neighbour() -> bytes:
-    """Read the parameters where nothing overlaps, so that nothing is owed."""
-    return _read(with_helper=False)
+    """Gather by hand before the parameters are read."""
+    model = _stepped()
+    for chunk in model.chunks:
+        chunk.start_param_sync(force_sync=True)
+    return _read(model)
 
 
 def helped() -> bytes:
-    """The same with the call, twice."""
-    return _read(with_helper=True)
-
-
-def _read(*, with_helper: bool) -> bytes:
+    """Gather with the call, which is repeated where nothing is owed any more."""
     from megatron_idempotent import ensure_params_synced
-    from megatron_idempotent.cpu import tiny
 
-    model = tiny.build()
-    model.forward_backward(2, data_seed=0)
-    model.step()
-    for _ in range(2 * with_helper):
+    model = _stepped()
+    for _ in range(2):
         ensure_params_synced(model.chunks)
+    return _read(model)
+
+
+def _read(model: Any) -> bytes:
     _gather.expect_agreement(model, "in an export behind the step")
     bits: bytes = model.parameters().numpy().tobytes()
     return bits
