@@ -178,3 +178,25 @@ def _functions(model):
 def test_a_window_that_raises_leaves_the_config_as_it_was(megatron_ranks):
     for same in megatron_ranks(2, left_behind):
         assert all(same), same
+
+
+def told_of_an_absent_hazard() -> tuple[str, str, str]:
+    """On a rank: a patch whose hazard is not here, why, and what is said where it is a door."""
+    import megatron_idempotent
+    from megatron_idempotent.window.needs import Need, check_applied
+
+    rows = megatron_idempotent.apply()
+    absent = next(row for row in rows if row.status == "unsupported_version")
+    need = Need(absent.id, "it hurts")
+    check_applied("f()", [need], [object()])
+    with pytest.raises(RuntimeError) as raised:
+        check_applied("f()", [need._replace(a_door=True)], [object()])
+    return absent.id, absent.reason, str(raised.value)
+
+
+def test_a_patch_is_asked_for_without_its_hazard_only_where_it_is_a_door(megatron_ranks):
+    ((patch_id, reason, told),) = megatron_ranks(1, told_of_an_absent_hazard)
+    assert told == (
+        f"f() stands on patches that are not applied: {patch_id} (unsupported_version: {reason}), "
+        "without which it hurts. Call megatron_idempotent.apply(), and exclude none of them"
+    )
