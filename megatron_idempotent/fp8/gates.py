@@ -71,6 +71,7 @@ def fp8_settings(
             recipe in this release of Megatron, sizes that the kernels do not take.
 
     Example:
+        from megatron.core.transformer import TransformerConfig
         settings = fp8_settings("blockwise", features={"hidden_size": 4096})
         config = TransformerConfig(**shape, **settings.transformer)
         alignment = TokenAlignment.of_config(config)

@@ -11,7 +11,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from test_examples import _examples, _names
+from short_examples import names_of
+from test_examples import _examples
 
 WAIT_S = 60.0
 CHECKPOINT = "checkpoint"
@@ -20,7 +21,7 @@ TESTS = Path(__file__).parents[1]
 
 async def _run(file: str, *, instead: dict[str, str] | None = None, **given: Any) -> dict[str, Any]:
     """Run the examples of a file, with some of their texts replaced; what they leave behind."""
-    names = {**_names(file), **given}
+    names = {**names_of(file), **given}
     await _run_in(names, file, instead or {})
     return names
 
@@ -151,7 +152,7 @@ def _fan_out(file: str, folder: Path, checkpoint: Path) -> None:
     from memory_engine import INFOS, Source
 
     async def main() -> None:
-        names = {**_names(file), "source": Source(1), "engines": ["a", "b"]}
+        names = {**names_of(file), "source": Source(1), "engines": ["a", "b"]}
         example = asyncio.ensure_future(_run_in(names, file, {}))
         await _has(names, "readers", example)
 
@@ -180,7 +181,7 @@ def _server(file: str, folder: Path, checkpoint: Path) -> None:
     from megatron_idempotent.workers import wire
 
     async def main() -> None:
-        names = _names(file)
+        names = dict(names_of(file))
         address = f"unix:{folder / 'ranks'}"
         instead = {"unix:/run/user/1000/ranks": address}
         example = asyncio.ensure_future(_run_in(names, file, instead))

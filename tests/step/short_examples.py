@@ -140,7 +140,7 @@ def check(example: Short) -> Checked:
     if example.code.startswith(tuple(OTHER)):
         return Checked(0, 0, 0)
     tree = tree_of(example.code)
-    names = _seen_by(example, tree)
+    names = seen_by(example.file, tree)
     owner = names.get(example.owner or "")
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     bound = attributes = 0
@@ -167,9 +167,10 @@ def check(example: Short) -> Checked:
     return Checked(bound, attributes, _make(example, tree, names))
 
 
-def _seen_by(example: Short, tree: ast.Module) -> dict[str, Any]:
-    """Names of its module, and others that it uses: of this package, or whole modules."""
-    names = {**vars(builtins), **names_of(example.file)}
+def seen_by(file: str, tree: ast.Module) -> dict[str, Any]:
+    """Names of a file's module, and others that an example in it uses: of this package, or whole
+    modules."""
+    names = {**vars(builtins), **names_of(file)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Name) or node.id in names:
             continue

@@ -8,7 +8,6 @@ processes of its own, its calls are held against the signatures of what they cal
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import inspect
 import re
@@ -17,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-PACKAGE = Path(__file__).parents[2] / "megatron_idempotent"
+from short_examples import PACKAGE, binds, names_of, resolved, seen_by
 
 CLUSTER = "processes of its own, which cost 5 CPU seconds each"
 #: What is not run, by file, and what it would need.
@@ -62,7 +60,7 @@ SHARDED = {
 }
 
 
-def _examples(file: str) -> list[Any]:
+def _examples(file: str, *, package: Path = PACKAGE) -> list[Any]:
     from sybil.document import PythonDocStringDocument
     from sybil.evaluators.python import PythonEvaluator
     from sybil.parsers.abstract.lexers import BlockLexer
@@ -78,20 +76,12 @@ def _examples(file: str) -> list[Any]:
             region.parsed, region.evaluator = region.lexemes["source"], PythonEvaluator()
             yield region
 
-    return list(PythonDocStringDocument.parse(str(PACKAGE / file), parse).examples())
-
-
-def _names(file: str) -> dict[str, Any]:
-    import megatron_idempotent as package
-
-    module = importlib.import_module(f"{package.__name__}.{file[:-3].replace('/', '.')}")
-    public = {name: getattr(package, name) for name in package.__all__}
-    return {package.__name__: package, **public, **vars(module)}
+    return list(PythonDocStringDocument.parse(str(package / file), parse).examples())
 
 
 def _run(file: str, **given: Any) -> dict[str, Any]:
     """Run the examples of a file; what they leave behind."""
-    names = {**_names(file), **given}
+    names = {**names_of(file), **given}
     for example in _examples(file):
         example.namespace = names
         example.region.evaluator(example)
@@ -254,51 +244,76 @@ def run_on_ranks() -> set[str]:
     return done
 
 
-def _bind(file: str) -> int:
-    """Hold the calls of a file's examples against signatures; how many there were."""
-    names = _names(file)
+def _bind(file: str, *, package: Path = PACKAGE) -> int:
+    """Hold the calls of a file's examples against signatures; how many there were.
+
+    Raises:
+        ValueError: a call that does not fit, with its place.
+    """
+    imported: dict[str, Any] = {}
+    made: dict[str, Any] = {}
+    if file in GIVEN:
+        name, module, kind = GIVEN[file]
+        made[name] = getattr(importlib.import_module(f"megatron_idempotent.{module}"), kind)
     bound = 0
-    for example in _examples(file):
-        tree = compile(
-            example.parsed, file, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-        )
-        made: dict[str, Any] = {}
-        if file in GIVEN:
-            name, module, kind = GIVEN[file]
-            made[name] = getattr(importlib.import_module(f"megatron_idempotent.{module}"), kind)
+    for example in _examples(file, package=package):
+        flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        tree = compile(example.parsed, file, "exec", flags)
+        assert isinstance(tree, ast.Module)
         for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-                made[ast.unparse(node.targets[0])] = _resolved(node.value.func, names)
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                exec(compile(ast.Module([node], []), file, "exec"), imported)
+        names = {**seen_by(file, tree), **imported}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and _binds(node, names, made):
-                bound += 1
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=maker)):
+                    made[name] = resolved(maker, names)
+                case ast.withitem(ast.Call(func=maker), ast.Name(id=name)):
+                    made[name] = resolved(maker, names)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                try:
+                    bound += _binds(node, names, made)
+                except (AttributeError, NameError, TypeError) as error:
+                    where = f"{file}:{example.line + node.lineno}"
+                    raise ValueError(f"{where}: {ast.unparse(node)}: {error}") from error
     return bound
 
 
-def _resolved(node: ast.expr, names: dict[str, Any]) -> Any:
-    first, *rest = ast.unparse(node).split(".")
-    try:
-        return functools.reduce(getattr, rest, names[first])
-    except (KeyError, AttributeError):
-        return None
-
-
 def _binds(call: ast.Call, names: dict[str, Any], made: dict[str, Any]) -> bool:
-    function, arguments = _resolved(call.func, names), list(call.args)
-    if isinstance(call.func, ast.Attribute) and inspect.isclass(
-        kind := made.get(ast.unparse(call.func.value))
-    ):
-        function, arguments = getattr(kind, call.func.attr), [call.func.value, *arguments]
-    if function is None or any(isinstance(each, ast.Starred) for each in arguments):
-        return False
-    keywords = {each.arg: None for each in call.keywords if each.arg is not None}
-    inspect.signature(function).bind(*arguments, **keywords)
-    return True
+    function, before = resolved(call.func, names), 0
+    match call.func:
+        case ast.Name(id=name) if function is None:
+            raise NameError(f"{name} is not there")
+        case ast.Attribute(ast.Name(id=name), method) if inspect.isclass(made.get(name)):
+            function, before = getattr(made[name], method), 1
+    return function is not None and binds(function, call, before=before)
 
 
-def bind_the_rest() -> dict[str, int]:
-    """On a rank: how many calls in each file that is not run fit what they call; -1 for a file that
-    imports what is not installed."""
+#: In a file that has the same names, and what is told of it.
+WRONG = {
+    "with RankPool(2) as pool:\n    pool.run(2)": "3: pool.run(2): missing a required argument",
+    "with RankPool(2) as pool:\n    pool.walk(2)": "3: pool.walk(2): type object 'RankPool' has no",
+    "RankPond(2)": "2: RankPond(2): RankPond is not there",
+}
+
+
+def bind_wrong(folder: Path) -> list[str]:
+    """What is told of wrong examples in a file of the folder."""
+    told, file = [], "cpu/pool.py"
+    (folder / file).parent.mkdir()
+    for example in WRONG:
+        lines = example.replace("\n", "\n    ")
+        (folder / file).write_text(f'"""Example:\n    {lines}\n"""\n')
+        with pytest.raises(ValueError) as error:  # noqa: PT011 - its message is looked at
+            _bind(file, package=folder)
+        told.append(str(error.value).removeprefix(f"{file}:"))
+    return told
+
+
+def bind_the_rest(folder: Path) -> tuple[dict[str, int], list[str]]:
+    """On a rank: how many calls in each file that is not run fit what they call, -1 for a file that
+    imports what is not installed; and what is told of wrong ones."""
     found = {}
     for file in BOUND:
         try:
@@ -307,7 +322,7 @@ def bind_the_rest() -> dict[str, int]:
             if str(missing.name).startswith("megatron_idempotent"):
                 raise
             found[file] = -1
-    return found
+    return found, bind_wrong(folder)
 
 
 def test_examples_run(megatron_ranks, tmp_path):
@@ -316,8 +331,9 @@ def test_examples_run(megatron_ranks, tmp_path):
     (done,) = megatron_ranks(1, run_here, tmp_path)
     first, _ = megatron_ranks(2, run_on_ranks)
     assert first == ON_RANKS
-    (bound,) = megatron_ranks(1, bind_the_rest)
+    ((bound, told),) = megatron_ranks(1, bind_the_rest, tmp_path)
     assert all(bound.values()), bound
+    assert all(map(str.startswith, told, WRONG.values())), told
     run = done | ON_RANKS | SERVED.keys() | SHARDED
     assert not run & BOUND.keys(), "what runs is not listed with a reason"
     files = (path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
