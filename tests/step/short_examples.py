@@ -158,6 +158,8 @@ def check(example: Short) -> Checked:
         if not isinstance(node, ast.Attribute) or resolved(node, names) is not None:
             continue
         owners = [kind for kind in kinds if node.attr in _attributes(kind)]
+        if owner in owners:
+            owners = [owner]
         if not owners:
             owners = [names_of(file)[name] for file, name in _written()[node.attr]]
         attributes += 1

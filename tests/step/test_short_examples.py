@@ -62,11 +62,19 @@ WRONG = {
 
 def check_wrong() -> list[tuple[str, Checked | str | None]]:
     """On a rank: what is told of examples that are wrong."""
-    return told(Short("sync/records.py", 18, code, None, "SyncSettings") for code in WRONG)
+    wrong = [Short("sync/records.py", 18, code, None, "SyncSettings") for code in WRONG]
+    # Engines have a method of that name too, which takes that much.
+    of_its_class = Short("sync/one_update.py", 23, "await one.stage(buckets, 3)", None, "OneUpdate")
+    return told([*wrong, of_its_class])
 
 
 def test_a_wrong_example_is_told_with_its_place(megatron_ranks):
     (found,) = megatron_ranks(1, check_wrong)
+    *found, (_, of_its_class) = found
+    assert of_its_class == (
+        "sync/one_update.py:23: await one.stage(buckets, 3): TypeError: "
+        "too many positional arguments"
+    )
     for (place, error), message in zip(found, WRONG.values(), strict=True):
         assert isinstance(error, str), place
         assert error.startswith("sync/records.py:18: ")
