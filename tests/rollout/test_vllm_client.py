@@ -180,7 +180,7 @@ def test_requests_that_vllm_refuses_or_would_change_silently_are_refused() -> No
 def test_a_server_that_hangs_is_dead_in_its_health_and_late_elsewhere() -> None:
     async def scenario() -> None:
         server = Server()
-        timeouts = Timeouts(generate_s=0.2, control_s=0.2, health_s=0.2)
+        timeouts = Timeouts(generate_s=1, control_s=1, health_s=1)
         async with connected(server, timeouts) as engine:
             server.hangs = "/is_paused"
             with pytest.raises(EngineTimeout, match="/is_paused"):
