@@ -7,7 +7,7 @@ its data, checkpoints, logging and configuration classes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,16 @@ class _Off(SimpleNamespace):
         if name.startswith("__"):
             raise AttributeError(name)
         return None
+
+
+class _Flops(SimpleNamespace):
+    """Statistics of which each is 0: a tuple of five up to 0.6, and attributes after that."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((0,) * 5)
+
+    def __getattr__(self, name: str) -> int:
+        return 0
 
 
 class Bridge:
@@ -144,7 +154,9 @@ class Bridge:
 
     def wire(self) -> None:
         """What Bridge's `setup` does last."""
-        self._module("setup")._update_model_config_funcs(
+        module = self._module("setup")
+        module.MEGATRON_FSDP_TYPES = ()
+        module._update_model_config_funcs(
             self.program.chunks,
             self.program.config,
             self.cfg.ddp,
@@ -157,7 +169,7 @@ class Bridge:
         if name == "train":
             flops = module.flop_utils
             flops.num_floating_point_operations.return_value = 0
-            flops.resolve_global_flops_runtime_stats.return_value = (0, 0, 0, 0, 0)
+            flops.resolve_global_flops_runtime_stats.return_value = _Flops()
             module.handle_profiling_step.return_value = None
             module.should_profile_rank.return_value = False
             module.check_nvrx_straggler_detection.return_value = False

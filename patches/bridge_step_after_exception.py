@@ -1,68 +1,66 @@
-"""After an exception in Bridge's `train_step` the next one trains on nothing and still updates.
+"""After an exception in the optimizer Bridge's next `train_step` cannot start its timer.
 
 Symptom:
-    The `train_step` after one that raised reads no batch and runs no forward, but steps optimizer
-    and scheduler on the partial, unreduced gradients of the failed window. The last pipeline stage
-    then raises `UnboundLocalError: ... losses_reduced`, after the update; the other stages succeed.
+    `AssertionError: timer has already been started` from the `train_step` after one whose
+    optimizer step raised, with `timing_log_level` 1 or 2.
 
 Cause:
-    As in `rerun-state-after-exception`: the step asks the rerun state machine whether to run
-    forward and backward, and an exception leaves the machine in the middle of the step.
+    Bridge's `train_step` starts the timer "optimizer", and stops it without a `finally`. (What else
+    an exception leaves behind, `rerun-state-after-exception` and `timers-left-running` mend in
+    Megatron itself, and so for Bridge too.)
 
 Affects:
-    Every release, read from 0.3.1 to 0.6.2. What the patch does: the machine goes back to where the
-    step found it, and the timers that the step started are stopped.
+    Every release, read from 0.3.1 to 0.6.2 and main of August 2026. What the patch does: where the
+    step raises, the timers that it started are stopped.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/train.py,
     `train_step`.
 
 Remove when:
-    Bridge's `train_step` resets the machine when it is left by an exception.
+    Bridge's `train_step` stops its timers in a `finally`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target, arguments
 
-from . import rerun_state_after_exception
 from ._timers import stopping
 
 
 def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around Bridge's `train_step`: an exception ends the step for machine and timers too."""
+    """Around Bridge's `train_step`: an exception stops the timers that the step started."""
     timers = arguments(original, args, kwargs)["global_state"].timers
-    step = partial(stopping, timers, original)
-    return rerun_state_after_exception.train_step(step, *args, **kwargs)
+    return stopping(timers, original, *args, **kwargs)
 
 
 def reproduce() -> None:
-    """A step whose first batch is bad, and then a good one."""
+    """A step whose optimizer fails, and then a good one."""
     from ._bridge import Bridge
     from ._train import Broken
 
     bridge = Bridge()
-    good = bridge.forward_step
+    optimizer = bridge.program.optimizer
+    step = optimizer.step
 
-    def bad(data: Any, model: Any) -> Any:
-        raise Broken("a microbatch that cannot be read")
+    def fails() -> Any:
+        raise Broken("an optimizer without memory")
 
-    bridge.forward_step = bad
+    optimizer.step = fails
     with contextlib.suppress(Broken):
         bridge.step()
-    bridge.forward_step = good
+    optimizer.step = step
     bridge.step()
 
 
 PATCH = Patch(
     id="bridge-step-after-exception",
     distribution="megatron-bridge",
-    summary="after an exception in Bridge's train_step the next one reads no batch and updates",
+    summary="after an exception in the optimizer Bridge's next train_step cannot start its timer",
     since="0.3",
     before=OPEN,
     targets=(
@@ -71,13 +69,12 @@ PATCH = Patch(
             wrapper=train_step,
             relies_on=(
                 "timers = global_state.timers",
-                "rerun_state_machine.should_run_forward_backward(data_iterator)",
-                "rerun_state_machine.should_checkpoint_and_exit()",
+                'timers("optimizer").stop()',
             ),
         ),
     ),
     upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/train.py",
     reproduction=Reproduction(
-        run=reproduce, ranks=2, stock_error=r"UnboundLocalError: .*losses_reduced"
+        run=reproduce, ranks=2, stock_error=r"AssertionError: timer has already been started"
     ),
 )

@@ -1,148 +1,132 @@
-"""After an exception in `train_step` the next one trains on nothing and still updates.
+"""After an exception in a training step the next one trains on nothing and still updates.
 
 Symptom:
     The `train_step` after one that raised reads no batch and runs no forward, but steps optimizer
     and scheduler on the partial, unreduced gradients of the failed window. The last pipeline stage
     then raises `UnboundLocalError: ... losses_reduced`, after the update; the other stages succeed.
+    A framework's own loop around `should_run_forward_backward`, such as NeMo-RL's, does the same.
 
 Cause:
     The rerun state machine, which decides whether to run forward and backward, enters INITIAL_RUN
-    when a step starts and leaves it when it is asked again behind the forward and backward. An
+    when a step starts and leaves it when it is asked again after the forward and backward. An
     exception in between leaves it there, and the next step takes its own start for that question.
     This holds in mode `disabled` too.
 
 Affects:
-    Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
-    the patch does: when `train_step` raises, whatever it is, the machine goes back to where the
-    step found it: a state that waits for a step, no rerun asked for, the same `current_iteration`.
-    A machine that has decided to rerun from a checkpoint keeps that decision. Megatron never
-    raises for those: it returns `should_exit`, and `train` exits. The samples of a statistic such
-    as the largest gradient norm stay.
+    Every release. What the patch does: the machine remembers which call of a function began the
+    step. When it is asked next, and an exception has ended that call, it first goes back to where
+    the step found it: a state that waits for a step, no rerun asked for, the same
+    `current_iteration`. So every loop is mended, Megatron's and a framework's. A machine that has
+    decided to rerun from a checkpoint keeps that decision: Megatron never raises for those, it
+    returns `should_exit`, and `train` exits. The samples of a statistic such as the largest
+    gradient norm stay. The locals of the failed call live until that next question.
+    An exception that the asking function catches itself, or one in a coroutine or generator, is not
+    seen: call `abort_window()`.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/rerun_state_machine.py,
     `should_run_forward_backward`.
 
 Remove when:
-    `train_step` resets the machine when it is left by an exception.
+    a step that raised leaves the machine where the next one starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 
-# A step is under way: state by name → where a next step has to find the machine.
-_INTERRUPTED = {
-    "INITIAL_RUN": "NOT_RUNNING_YET",
-    "RERUNNING_IN_PLACE": "NOT_RUNNING_YET",
-    "RERUNNING_FROM_CHECKPOINT": "WILL_RERUN_FROM_CHECKPOINT",
-}
+from . import _rerun
 
 
-def live_machine() -> Any:
-    """The process's rerun state machine, or None: upstream's getter would make one."""
-    from megatron.core import rerun_state_machine
-
-    return rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
-
-
-def abandon(machine: Any) -> None:
-    """Take the machine out of the step it is in, if it is in one."""
-    waiting = _INTERRUPTED.get(machine.state.name)
-    if waiting is None:
-        return
-    machine.state = type(machine.state)[waiting]
-    machine.restart_again_requested = False
-    machine.continue_requested = False
-    if waiting == "NOT_RUNNING_YET":  # what was loaded from a checkpoint is still to be rerun
-        machine.current_iteration -= 1
-        machine.rerun_requested = False
-        machine.checkpoint_requested = False
-        machine.failed_validation_call = None
-        machine.initial_result = None
-        machine.saved_state = None
-        machine.saved_results = {}
+def should_run_forward_backward(
+    original: Callable[..., bool], self: Any, *args: Any, **kwargs: Any
+) -> bool:
+    """Around `should_run_forward_backward`: a step that an exception has left is over."""
+    _rerun.abandon_if_left(self)
+    runs = original(self, *args, **kwargs)
+    if runs:
+        _rerun.began(self)
+    else:
+        _rerun.ended(self)
+    return runs
 
 
-def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around upstream's `train_step`: an exception ends the step for the state machine too."""
-    machine = live_machine()
-    before = None if machine is None else machine.current_iteration
-    try:
-        return original(*args, **kwargs)
-    except BaseException:
-        machine = live_machine()
-        if machine is not None:
-            abandon(machine)
-            # Behind the forward and backward, in the optimizer, say, no state is left to tell.
-            if before is not None and machine.state.name == "NOT_RUNNING_YET":
-                machine.current_iteration = before
-        raise
+def state_dict(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `state_dict`: a checkpoint after a failed step says that no step is under way."""
+    _rerun.abandon_if_left(self)
+    return original(self, *args, **kwargs)
 
 
 def reproduce() -> None:
-    """A step whose first batch is bad, and then a good one."""
-    import importlib
-    import inspect
+    """A framework's own loop, whose first window cannot read its batch, and then a good one."""
+    from megatron_idempotent.cpu import tiny
 
+    model = tiny.build()
+    with suppress(_Unreadable):
+        _window(model, _unreadable)
+    losses = _window(model, model._forward_step([]))
+    if len(losses) != 2:
+        raise RuntimeError(f"{len(losses)} losses of 2 microbatches")
+
+
+def _window(model: Any, forward_step: Callable[..., Any]) -> Any:
+    """Two microbatches, around which the machine is asked as NeMo-RL asks it."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-    from megatron_idempotent.cpu import program
+    from megatron_idempotent.cpu import tiny
 
-    running = program.start()
-    running.train(1)  # sets what a step finds set
-    training = importlib.import_module("megatron.training.training")
-
-    known = inspect.signature(training.train_step).parameters
-
-    def step(forward_step: Callable[..., Any]) -> None:
-        iteration = {"iteration": running.args.curr_iteration} if "iteration" in known else {}
-        training.train_step(
-            forward_step,
-            running.data[0],
-            running.chunks,
-            running.optimizer,
-            running.scheduler,
-            running.config,
-            get_forward_backward_func(),
-            **iteration,
+    machine = get_rerun_state_machine()
+    data = tiny.microbatches(0)
+    while machine.should_run_forward_backward(data):
+        losses_reduced = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data,
+            model=model.chunks,
+            num_microbatches=2,
+            seq_length=tiny.SEQUENCE,
+            micro_batch_size=tiny.BATCH,
+            forward_only=False,
         )
+    return losses_reduced
 
-    def bad(data: Any, model: Any) -> Any:
-        next(data)
-        raise ValueError("bad batch")
 
-    try:
-        step(bad)
-    except ValueError:
-        step(running._forward_step)
+class _Unreadable(Exception):
+    """Raised in place of a microbatch."""
 
+
+def _unreadable(data_iterator: Any, model: Any) -> Any:
+    raise _Unreadable
+
+
+_MACHINE = "megatron.core.rerun_state_machine:RerunStateMachine"
 
 PATCH = Patch(
     id="rerun-state-after-exception",
-    summary="after an exception in train_step the next one reads no batch and still updates",
+    summary="after an exception in a step the next one reads no batch and still updates",
     since="0.12",
     before=UNTRIED,
     targets=(
         Target(
-            address="megatron.training.training:train_step",
-            wrapper=train_step,
+            address=f"{_MACHINE}.should_run_forward_backward",
+            wrapper=should_run_forward_backward,
             reviewed={
-                "2007c94ab63b": "0.12.0 to 0.12.3",
-                "465161e8904e": "0.13.0 to 0.13.1",
-                "a059530984b7": "0.14.0 to 0.15.3",
-                "c16d41019278": "0.16.0 to 0.17.1",
-                "f67c1aed60e8": "dev, December 2025",
-                "b031b31b4a39": "dev, February 2026",
-                "fd9a6f35844e": "0.18.0 to 0.18.2",
-                "da942a64d76d": "0.19.0 to 0.19.2",
-                "d7550a88655d": "main, 12 August 2026",
-                "c0ec140d6a0f": "main, August 2026",
-                "fe3e90c01d89": "dev, August 2026",
-                "b394b33345b2": "main, July 2026",
+                "d04e9eda9bf5": "0.12.0 to 0.15.3",
+                "58a3d62572fb": "0.16.0 to 0.19.2",
+            },
+        ),
+        Target(
+            address=f"{_MACHINE}.state_dict",
+            wrapper=state_dict,
+            reviewed={
+                "88cee098ab05": "0.12.0 to 0.13.1",
+                "b4257e65ee8c": "0.14.0 to 0.15.3",
+                "57990fceb3c1": "0.16.0 to 0.17.1",
+                "0d53f9e855d6": "0.18.0 to 0.19.2",
             },
         ),
     ),

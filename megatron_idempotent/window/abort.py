@@ -12,10 +12,10 @@ from megatron.core.utils import get_model_config
 
 from megatron_idempotent.patches import _auxiliary_losses, _gather
 from megatron_idempotent.patches._ddp import bucket_groups
+from megatron_idempotent.patches._rerun import abandon, live_machine
 from megatron_idempotent.patches.first_window_aborted import forget
 from megatron_idempotent.patches.moe_tokens_of_aborted_window import forget_tokens
 from megatron_idempotent.patches.reduction_outlives_its_window import drain
-from megatron_idempotent.patches.rerun_state_after_exception import abandon, live_machine
 from megatron_idempotent.patches.shared_experts_wedged import start_over
 
 from .left_open import close_contexts, drop_coalescing, leave_no_sync

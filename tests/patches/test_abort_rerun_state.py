@@ -1,4 +1,4 @@
-"""What the rerun state machine knows after a `train_step` that raised."""
+"""What the rerun state machine knows after a step that raised, Megatron's or a framework's own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_idempotent.proof import affected
+from megatron_idempotent.engine.source import locate
 
-pytestmark = pytest.mark.skipif(
-    "rerun-state-after-exception" not in affected(),
+needs_training = pytest.mark.skipif(
+    locate("megatron.training.training") is None,
     reason="the installed Megatron carries no megatron.training",
 )
 
@@ -97,6 +97,7 @@ def _digest(running: Any) -> str:
     return hashlib.sha256(running.parameters().numpy().tobytes()).hexdigest()
 
 
+@needs_training
 @pytest.mark.parametrize("mode", MODES)
 def test_the_step_after_one_that_raised_is_as_if_nothing_had_happened(megatron_ranks, mode):
     never = megatron_ranks(2, retried, mode, 0)
@@ -104,13 +105,13 @@ def test_the_step_after_one_that_raised_is_as_if_nothing_had_happened(megatron_r
     assert all(result[:3] == (2, 2, "NOT_RUNNING_YET") for result in never)
 
 
-def failing_optimizer() -> tuple[int, int, str]:
-    """On a rank: iteration before and after a step whose optimizer raised, and the state."""
+def failing_optimizer() -> tuple[str, int]:
+    """On a rank: the state behind a step whose optimizer raised, and what the next one reads."""
     import megatron_idempotent
 
     megatron_idempotent.apply()
-    running, _, step = _start("disabled")
-    before = _machine().current_iteration
+    running, counted, step = _start("disabled")
+    wanted = running.optimizer.step
 
     def fail() -> None:
         raise ValueError("out of memory")
@@ -118,13 +119,15 @@ def failing_optimizer() -> tuple[int, int, str]:
     running.optimizer.step = fail
     with pytest.raises(ValueError, match="out of memory"):
         step(running._forward_step)
-    return before, _machine().current_iteration, _machine().state.name
+    state, before = _machine().state.name, counted.read
+    running.optimizer.step = wanted
+    step(running._forward_step)
+    return state, counted.read - before
 
 
-def test_a_step_that_raises_in_its_optimizer_counts_as_none(megatron_ranks):
-    for before, after, state in megatron_ranks(2, failing_optimizer):
-        assert before == after
-        assert state == "NOT_RUNNING_YET"
+@needs_training
+def test_a_step_that_raises_in_its_optimizer_is_followed_by_a_whole_one(megatron_ranks):
+    assert megatron_ranks(2, failing_optimizer) == [("NOT_RUNNING_YET", 2)] * 2
 
 
 def interrupted_rerun(state: str) -> tuple[str, bool, Any]:
@@ -145,9 +148,167 @@ def interrupted_rerun(state: str) -> tuple[str, bool, Any]:
 
     with pytest.raises(ValueError, match="bad batch"):
         step(bad)
+    machine.state_dict(None, "torch_dist")
     return machine.state.name, machine.checkpoint_requested, machine.failed_validation_call
 
 
+@needs_training
 def test_a_rerun_from_a_checkpoint_that_was_interrupted_is_still_to_be_made(megatron_ranks):
     for result in megatron_ranks(1, interrupted_rerun, "WILL_RERUN_FROM_CHECKPOINT"):
         assert result == ("WILL_RERUN_FROM_CHECKPOINT", True, "the call")
+
+
+class _Broken(Exception):
+    pass
+
+
+def _loop(body: Callable[[], Any]) -> int:
+    """A framework's own step: how often its body runs."""
+    runs = 0
+    while _machine().should_run_forward_backward(None):
+        runs += 1
+        body()
+    return runs
+
+
+def _fail() -> None:
+    raise _Broken
+
+
+def private_loops() -> dict[str, Any]:
+    """On a rank: how often loops of a framework's own run behind others that raised."""
+    import megatron_idempotent
+
+    megatron_idempotent.apply()
+    found: dict[str, Any] = {"at first": _loop(int)}
+    with pytest.raises(_Broken):
+        _loop(_fail)
+    found["after one that raised"] = _loop(int)
+    for _ in range(2):
+        with pytest.raises(_Broken):
+            _loop(_fail)
+    found["after two"] = _loop(int)
+    found["iteration"] = _machine().current_iteration
+
+    cleanings: list[int] = []
+
+    def cleaned_up() -> None:
+        try:
+            _fail()
+        finally:  # what follows the exception in the call is not where it was raised
+            cleanings.append(1)
+
+    with pytest.raises(_Broken):
+        _loop(cleaned_up)
+    found["after a finally"] = _loop(int)
+    return found
+
+
+def test_a_loop_of_a_frameworks_own_runs_once_after_one_that_raised(megatron_ranks):
+    assert megatron_ranks(1, private_loops, distributed=False) == [
+        {
+            "at first": 1,
+            "after one that raised": 1,
+            "after two": 1,
+            "iteration": 2,
+            "after a finally": 1,
+        }
+    ]
+
+
+def _asks() -> bool:
+    return _machine().should_run_forward_backward(None)
+
+
+def _in_pieces() -> Any:
+    while _machine().should_run_forward_backward(None):
+        yield
+
+
+def unlike_stock() -> dict[str, Any]:
+    """On a rank: loops that ask in other ways, stock and patched."""
+    import megatron_idempotent
+
+    def asked_by_a_helper() -> int:
+        runs = 0
+        while _asks():
+            runs += 1
+        return runs
+
+    def tried_again() -> int:
+        failures = [True]
+
+        def body() -> None:
+            try:
+                if failures.pop():
+                    _fail()
+            except (_Broken, IndexError):
+                return
+
+        return _loop(body)
+
+    def retried_in_the_loop() -> int:
+        runs = 0
+        while _machine().should_run_forward_backward(None):
+            try:
+                _fail()
+            except _Broken:
+                runs += 1
+        return runs
+
+    programs = {
+        "helper": asked_by_a_helper,
+        "tried again": tried_again,
+        "retried in the loop": retried_in_the_loop,
+        "generator": lambda: len(list(_in_pieces())),
+        "asked from elsewhere": lambda: [_asks(), _loop(int), _asks(), _asks()],
+    }
+    stock = {name: program() for name, program in programs.items()}
+    megatron_idempotent.apply()
+    assert {name: program() for name, program in programs.items()} == stock
+    return stock
+
+
+def test_loops_that_no_exception_has_left_run_as_often_as_on_stock(megatron_ranks):
+    (found,) = megatron_ranks(1, unlike_stock, distributed=False)
+    assert found == {
+        "helper": 1,
+        "tried again": 1,
+        "retried in the loop": 1,
+        "generator": 1,
+        "asked from elsewhere": [True, 0, True, False],
+    }
+
+
+def kept_alive() -> tuple[bool, bool]:
+    """On a rank: whether a step's locals live behind it, and behind the step after a failed one."""
+    import gc
+    import weakref
+
+    import megatron_idempotent
+
+    megatron_idempotent.apply()
+
+    class Batch:
+        pass
+
+    def step(body: Callable[[], Any]) -> Any:
+        batch = Batch()
+        seen.append(weakref.ref(batch))
+        while _machine().should_run_forward_backward(None):
+            body()
+        return batch.__class__
+
+    seen: list[Any] = []
+    step(int)
+    gc.collect()
+    returned = seen[0]() is not None
+    with pytest.raises(_Broken):
+        step(_fail)
+    step(int)
+    gc.collect()
+    return returned, seen[1]() is not None
+
+
+def test_no_batch_is_kept_by_a_step_that_ended(megatron_ranks):
+    assert megatron_ranks(1, kept_alive, distributed=False) == [(False, False)]
