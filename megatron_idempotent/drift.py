@@ -17,6 +17,7 @@ from .engine.catalogue import patches
 from .engine.decide import in_range, judge, review
 from .engine.record import Patch, Target
 from .engine.source import Body
+from .engine.statements import change
 from .engine.trees import SourceTree
 from .engine.versions import UNKNOWN, supported
 
@@ -48,7 +49,8 @@ class Drift:
     whatever they say."""
     reason: str
     diff: str
-    """Unified diff of the drifted bodies against the newest accepted ones among the trees."""
+    """Unified diff of the drifted bodies against the newest accepted ones among the trees, or
+    against the statements of the nearest accepted one where no tree has one."""
 
 
 def open_trees(paths: Iterable[Path]) -> list[SourceTree]:
@@ -152,7 +154,7 @@ def _stand(
 def _diff(target: Target, label: str, body: Body, references: Mapping[str, _Reference]) -> str:
     reference = references.get(target.address)
     if reference is None:
-        return f"{target.address}: none of the trees holds an accepted body to compare with"
+        return _by_statements(target, label, body)
     accepted = "reviewed" if reference.reviewed else "which holds what the patch relies on"
     return "\n".join(
         difflib.unified_diff(
@@ -163,3 +165,17 @@ def _diff(target: Target, label: str, body: Body, references: Mapping[str, _Refe
             lineterm="",
         )
     )
+
+
+def _by_statements(target: Target, label: str, body: Body) -> str:
+    """The diff against a body that none of the trees holds: what is gone has no text."""
+    found = change(body, target.reviewed)
+    if found is None:
+        return (
+            f"{target.address}: nobody has read a body of it, so there is nothing to compare with"
+        )
+    heads = (
+        f"--- {target.address} in {found.label}, reviewed, by its statements' hashes",
+        f"+++ {target.address} in {label}",
+    )
+    return "\n".join((*heads, *found.lines))

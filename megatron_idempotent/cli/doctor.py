@@ -57,6 +57,8 @@ def overview(report: Report, width: int | None) -> str:
         *((heading, _with(report, status)) for status, (_, heading) in _GROUPS.items()),
     ]
     lines = [answer(report, land), *_commit()]
+    if _with(report, "drifted"):
+        lines.append("`megatron-idempotent drift --diff` shows what is new in a body that drifted.")
     parts = ["\n".join(line for text in lines for line in wrapped(text, width))]
     parts += [_group(heading, rows, width) for heading, rows in groups if rows]
     absent = Counter(patches()[row.id].distribution for row in _with(report, "not_installed"))
@@ -127,6 +129,8 @@ def _status(row: Row) -> tuple[str, ...]:
 
 
 def _reason(row: Row, width: int | None) -> str:
+    if row.status in PROBLEMS:
+        return f"{patches()[row.id].summary}; {row.reason}"
     if width is None:
         return row.reason
     # The heading says when they land; a terminal has no room for the names of the modules.

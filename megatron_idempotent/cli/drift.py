@@ -1,4 +1,4 @@
-"""`drift`: patches against Megatrons and frameworks that are not installed, as a grid."""
+"""`drift`: patches against Megatrons and frameworks, installed or not, as a grid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 from megatron_idempotent.drift import Drift, Standing, compare, open_trees
 from megatron_idempotent.engine.decide import MEGATRON
+from megatron_idempotent.engine.source import locate
 from megatron_idempotent.engine.table import render
+from megatron_idempotent.engine.trees import INFO
 from megatron_idempotent.engine.versions import UNKNOWN
 
 CELLS: dict[Standing, str] = {
@@ -30,10 +32,13 @@ absent: not in this tree              -: the release is older than the hazard
 def drift(paths: Sequence[str], *, as_json: bool, with_diff: bool) -> int:
     """Print a row per patch and a column per tree; 1 where a body drifted, else 0.
 
+    Args:
+        paths: wheels, folders of wheels and source trees; none for the installed Megatron.
+
     Raises:
-        ValueError: a path that holds nothing that a patch is for.
+        ValueError: a path that holds nothing that a patch is for, or none and no Megatron.
     """
-    rows = compare(open_trees([Path(path) for path in paths]))
+    rows = compare(open_trees([Path(path) for path in paths] or [_installed()]))
     drifted = [row for row in rows if row.standing == "drifted"]
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
@@ -45,6 +50,13 @@ def drift(paths: Sequence[str], *, as_json: bool, with_diff: bool) -> int:
             if with_diff:
                 print(row.diff)
     return 1 if drifted else 0
+
+
+def _installed() -> Path:
+    found = locate(INFO)
+    if found is None:
+        raise ValueError("no megatron-core is installed: install it, or name a wheel or a checkout")
+    return found.parents[INFO.count(".")]
 
 
 def _grid(rows: Sequence[Drift]) -> str:

@@ -122,11 +122,14 @@ def _parser() -> argparse.ArgumentParser:
 
     drift = commands.add_parser(
         "drift",
-        help="patches against wheels or checkouts that are not installed",
+        help="patches against what is installed, wheels or checkouts",
         description=_DRIFT,
     )
     drift.add_argument(
-        "paths", nargs="+", metavar="PATH", help="a wheel, a folder of wheels, or a source tree"
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="a wheel, a folder of wheels, or a source tree; default: the installed Megatron",
     )
     drift.add_argument("--diff", action="store_true", help="show how drifted bodies differ")
     drift.add_argument("--json", action="store_true", help="print the rows as JSON, with diffs")

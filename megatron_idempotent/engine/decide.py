@@ -172,14 +172,11 @@ def judge(patch: Patch, found: Mapping[str, Body | None], *, named: bool) -> Ver
     if patch.fixed_when is not None and patch.fixed_when(bodies):
         reason = "upstream's own code no longer has the hazard"
         return Verdict(status="fixed_upstream", reason=reason, bodies=bodies)
-    reasons = []
-    drifted = False
-    for target in patch.targets:
-        known, reason = review(target, bodies[target.address])
-        drifted = drifted or not known
-        if reason not in reasons:
-            reasons.append(reason)
-    reason = "; ".join(reasons)
+    reviews = [review(target, bodies[target.address]) for target in patch.targets]
+    drifted = not all(known for known, _ in reviews)
+    # Of a patch that is refused, what speaks against it.
+    reasons = [reason for known, reason in reviews if known != drifted]
+    reason = "; ".join(dict.fromkeys(reasons))
     if drifted and named:
         return Verdict(status=None, reason=f"{reason}; accepted by name", bodies=bodies)
     return Verdict(status="drifted" if drifted else None, reason=reason, bodies=bodies)

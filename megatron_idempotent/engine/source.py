@@ -70,7 +70,7 @@ class Body:
     def text(self) -> str:
         """The code as Python would format it: without comments, docstring and line breaks."""
         bare = copy.copy(self.tree)
-        bare.body = _without_docstring(bare.body) or bare.body
+        bare.body = without_docstring(bare.body) or bare.body
         return ast.unparse(bare)
 
     def contains(self, fragment: str, *, outside_loops: bool = False) -> bool:
@@ -205,7 +205,7 @@ def canonical(
             if name in _UNSTABLE_FIELDS or name in _ANNOTATIONS or value is None or value == []:
                 continue
             if name == "body" and isinstance(node, _Definition):
-                value = _without_docstring(value)
+                value = without_docstring(value)
             if kind is ast.JoinedStr:
                 # Python 3.12 puts an empty text behind some nested format specifications.
                 value = [v for v in value if not (isinstance(v, ast.Constant) and v.value == "")]
@@ -219,7 +219,7 @@ def canonical(
     return repr(node)
 
 
-def _without_docstring(statements: list[ast.stmt]) -> list[ast.stmt]:
+def without_docstring(statements: list[ast.stmt]) -> list[ast.stmt]:
     if statements and isinstance(statements[0], ast.Expr):
         value = statements[0].value
         if isinstance(value, ast.Constant) and isinstance(value.value, str):

@@ -16,7 +16,8 @@ from .decide import MEGATRON, package_of
 from .record import Patch
 from .source import Body, parse_body
 
-_INFO = "megatron.core.package_info"
+#: The module that says which version a Megatron is.
+INFO = "megatron.core.package_info"
 
 
 class SourceTree:
@@ -47,7 +48,7 @@ class SourceTree:
         for patch in patches.values():
             names = {package_of(target.module) for target in patch.targets}
             packages.setdefault(patch.distribution, set()).update(names)
-        packages[MEGATRON] = {_INFO}
+        packages[MEGATRON] = {INFO}
         self.versions: dict[str, versions.Installed] = {
             distribution: self._version(distribution)
             for distribution, names in sorted(packages.items())
@@ -88,10 +89,10 @@ class SourceTree:
         if distribution != MEGATRON:
             said = (versions.from_metadata_text(text, distribution) for text in self._metadata)
             return next((version for version in said if version is not None), versions.UNKNOWN)
-        info = self.text(_INFO)
+        info = self.text(INFO)
         version = None if info is None else versions.from_package_info(info.splitlines())
         if version is None:
-            raise ValueError(f"{self.path} says no version in {_INFO}: is it Megatron's?")
+            raise ValueError(f"{self.path} says no version in {INFO}: is it Megatron's?")
         return version
 
     @cached_property

@@ -112,12 +112,14 @@ def rows(**statuses: str) -> Report:
 
 def test_doctor_puts_problems_first_and_names_no_release_where_nothing_would_land():
     found = overview(rows(grad_scale_func="drifted", unscaled_twice="pending_import"), None)
-    first, _, heading, problem, *_ = found.splitlines()
+    first, hint, _, heading, problem, *_ = found.splitlines()
+    assert hint == "`megatron-idempotent drift --diff` shows what is new in a body that drifted."
     assert first.startswith(
         "1 of 2 would land on megatron-core 0.19.2; 1 DRIFTED: grad-scale-func; "
     )
     assert heading == "Problems: the hazard is here, and its patch is refused (1)"
     assert problem.split()[:2] == ["grad-scale-func", "drifted"]
+    assert patches()["grad-scale-func"].summary in problem
     absent = rows(**{each.replace("-", "_"): "not_installed" for each in patches()})
     first, _, last = overview(absent, None).splitlines()
     assert first.startswith("none would land; why it is so")

@@ -227,3 +227,24 @@ def test_frameworks_and_megatron_share_a_grid_with_empty_cells(tree, tmp_path, c
     assert len(found) > len(of_slime) + 1
     assert main(["drift", str(tree), str(slime)]) == 0
     assert "slime-train-reentry" in capsys.readouterr().out
+
+
+def test_without_a_path_it_reads_what_is_installed(capsys):
+    code, found = rows(capsys)
+    assert code == 0
+    assert {row["path"] for row in found} == {str(locate(INFO).parents[2])}
+
+
+def test_a_body_that_drifted_is_compared_by_statements_where_no_tree_has_the_one_that_was_read(
+    tree, capsys
+):
+    buffer = tree / "megatron/core/distributed/param_and_grad_buffer.py"
+    edit(buffer, "    def start_grad_sync(self", "    async def start_grad_sync(self")
+    code, found = rows(capsys, tree)
+    assert code == 1
+    (diff,) = {row["diff"] for row in found if row["standing"] == "drifted"}
+    before, after, at, gone, new, *_ = diff.splitlines()
+    assert "by its statements' hashes" in before
+    assert "start_grad_sync in " in after
+    assert (at, gone) == ("@@", "-(1 statement)")
+    assert new.startswith("+async def start_grad_sync(self")

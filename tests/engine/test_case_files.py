@@ -55,6 +55,12 @@ def test_wrappers_are_plain_functions_that_take_the_original_first(patch_id):
         assert next(iter(inspect.signature(target.wrapper).parameters)) == "original"
 
 
+@pytest.mark.parametrize("patch_id", patches())
+def test_what_a_patch_relies_on_is_one_expression_or_statement_each(patch_id):
+    for target in patches()[patch_id].targets:
+        assert all(len(ast.parse(fragment).body) == 1 for fragment in target.relies_on)
+
+
 def test_every_file_in_the_folder_is_a_case_file():
     folder = Path(inspect.getfile(importlib.import_module(catalogue.PACKAGE))).parent
     files = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")}

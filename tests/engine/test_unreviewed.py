@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target, arguments
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target, arguments, statements
 from megatron_idempotent.engine.contract import contract_of
 from megatron_idempotent.engine.decide import judge, part_of, review
 from megatron_idempotent.engine.source import Body, parse_body
+from megatron_idempotent.engine.statements import Change, change
+from megatron_idempotent.engine.statements import statements as statements_of
 
 UPSTREAM = '''
 def run(steps, config, *, quiet=False):
@@ -227,3 +229,74 @@ def test_hashes_are_the_same_on_every_python():
     body = body_of(UPSTREAM.replace("log(count)", "log(f'{count:>{width}} {1}', *[*range(3)])"))
     assert body.hash == "637a9ca95083"
     assert list(target_for(wrapper, *HOOK).parts) == ["6094bd0cdbe3"]
+
+
+def changed(old: str, new: str) -> Change:
+    """What is said of UPSTREAM with one text in another's place."""
+    assert old in UPSTREAM
+    found = change(body_of(UPSTREAM.replace(old, new)), {READ: "1.0 to 1.4"})
+    assert found is not None
+    return found
+
+
+READ = body_of(UPSTREAM).hash
+
+
+@pytest.fixture(autouse=True)
+def _read(monkeypatch):
+    hashes = tuple(each.hash for each in statements_of(body_of(UPSTREAM)))
+    monkeypatch.setattr(statements, "accepted", lambda: {READ: hashes})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "lines"),
+    [
+        (
+            "        if count > 3:",
+            "        if count > 4:",
+            "    for step in steps:|        count = step(config)|-(1 statement)|"
+            "+        if count > 4:|            log(count)|    return (count, timers)",
+        ),
+        (
+            '        assert config.hook is None, "there is a hook"\n',
+            "",
+            "    timers = get_timers()|    if config.overlap:|-(1 statement)|"
+            "        config.hook = [step.hook for step in steps]|"
+            "    timers('run', log_level=0).start()",
+        ),
+        (
+            "    for step in steps:\n",
+            "    try:\n        start()\n    finally:\n        stop()\n    for step in steps:\n",
+            "        config.hook = [step.hook for step in steps]|"
+            "    timers('run', log_level=0).start()|+    try:|+        start()|"
+            "+    finally:|+        stop()|"
+            "    for step in steps:|        count = step(config)",
+        ),
+        (
+            "steps, config, *",
+            "steps, config, extra, *",
+            "-(1 statement)|+def run(steps, config, extra, *, quiet=False):|"
+            "    timers = get_timers()|    if config.overlap:",
+        ),
+    ],
+)
+def test_what_is_new_in_a_body_is_shown_without_the_text_of_the_one_that_was_read(old, new, lines):
+    found = changed(old, new)
+    shown = [line[1:] if line.startswith(" ") else line for line in found.lines]
+    assert (found.label, shown) == ("1.0 to 1.4", ["@@", *lines.split("|")])
+
+
+def test_a_body_that_nobody_read_has_nothing_to_be_compared_with():
+    assert change(body_of(UPSTREAM), {"0" * 12: "1.0"}) is None
+
+
+def test_the_nearest_body_that_was_read_is_compared_with():
+    near = body_of(UPSTREAM.replace("count > 3", "count > 2"))
+    hashes = tuple(each.hash for each in statements_of(near))
+    far = tuple("AAAA" for _ in hashes)
+    reviewed = {READ: "1.0", "f" * 12: "2.0"}
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(statements, "accepted", lambda: {READ: far, "f" * 12: hashes})
+        found = change(body_of(UPSTREAM), reviewed)
+    assert found is not None
+    assert (found.label, found.new, found.gone) == ("2.0", 1, 1)

@@ -76,8 +76,8 @@ class Mutant:
     def source(self) -> str | None:
         """Code of a module that defines the function; None where the change makes no program."""
         tree = copy.deepcopy(self._tree)
-        text = self._change(tree)
         try:
+            text = self._change(tree)
             text = text or ast.unparse(ast.fix_missing_locations(tree))
             compile(text, self.function, "exec")
         except (SyntaxError, ValueError):
