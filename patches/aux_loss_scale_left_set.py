@@ -105,6 +105,7 @@ PATCH = Patch(
     summary="a direct backward weighs MoE and MTP losses by the last schedule's microbatches",
     since="0.12",
     before=UNTRIED,
+    groups=("aux-loss",),
     targets=_schedules.targets(schedule),
     upstream=_schedules.UPSTREAM,
     reproduction=Reproduction(

@@ -68,6 +68,7 @@ PATCH = Patch(
     summary="MoE training raises after a forward under inference mode, or after a direct backward",
     since="0.12",
     before=UNTRIED,
+    groups=("aux-loss", "generation"),
     targets=(
         Target(
             address=f"{_MODULE}:MoEAuxLossAutoScaler.set_loss_scale",

@@ -114,6 +114,7 @@ PATCH = Patch(
     summary="a distributed checkpoint saved right after a step holds parameters that lack it",
     since="0.12",
     before=UNTRIED,
+    groups=("overlap",),
     targets=(
         Target(
             address="megatron.core.dist_checkpointing.serialization:save",

@@ -107,6 +107,7 @@ PATCH = Patch(
     summary="generation wipes the MoE capacity factor from training, and pads another model",
     since="0.15",
     before=UNTRIED,
+    groups=("generation",),
     targets=(
         Target(
             address="megatron.core.inference.utils:set_decode_expert_padding",

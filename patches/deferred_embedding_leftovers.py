@@ -72,6 +72,7 @@ PATCH = Patch(
     summary="forward-only and aborted windows leave activations for the deferred embedding",
     since="0.12",
     before=UNTRIED,
+    groups=("abort", "deferred-embedding"),
     targets=_schedules.targets(schedule, *_deferred_embedding.SCHEDULES),
     upstream=_schedules.UPSTREAM,
     reproduction=Reproduction(

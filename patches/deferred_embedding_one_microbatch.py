@@ -69,6 +69,7 @@ PATCH = Patch(
     summary="a window of one microbatch raises instead of computing a deferred embedding gradient",
     since="0.12",
     before=UNTRIED,
+    groups=("deferred-embedding",),
     targets=(_deferred_embedding.drain_target(drain),),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/utils.py",
     reproduction=Reproduction(

@@ -157,6 +157,7 @@ PATCH = Patch(
     summary="overlapped reductions miss a deferred embedding gradient",
     since="0.12",
     before=UNTRIED,
+    groups=("deferred-embedding",),
     targets=(
         *_schedules.targets(schedule, *_deferred_embedding.SCHEDULES),
         _ddp.group_target("start_grad_sync", start_grad_sync),

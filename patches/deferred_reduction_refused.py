@@ -96,6 +96,7 @@ PATCH = Patch(
     summary="finish_grad_sync() asserts on gradients that were accumulated inside of no_sync()",
     since="0.12",
     before=UNTRIED,
+    groups=("overlap",),
     targets=(
         ddp_target("finish_grad_sync", finish_grad_sync),
         ddp_target("no_sync", no_sync),

@@ -108,6 +108,7 @@ PATCH = Patch(
     summary="an evaluate() that raises leaves evaluation mode, its timer and rerun mode DISABLED",
     since="0.12",
     before=UNTRIED,
+    groups=("abort",),
     targets=(
         _train.target(
             evaluate,

@@ -69,6 +69,7 @@ PATCH = Patch(
     summary="train() overwrites a custom config.finalize_model_grads_func",
     since="0.12",
     before="0.19",
+    groups=("train-again",),
     targets=(
         _train.target(
             train,

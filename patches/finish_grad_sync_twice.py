@@ -93,6 +93,7 @@ PATCH = Patch(
     summary="a second finish_grad_sync() reduces the gradients again: wrong values",
     since="0.12",
     before=UNTRIED,
+    groups=("overlap",),
     targets=(
         ddp_target("finish_grad_sync", finish_grad_sync),
         ddp_target("start_grad_sync", start_all),

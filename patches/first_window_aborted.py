@@ -100,6 +100,7 @@ PATCH = Patch(
     summary="a first window that was aborted, or left parameters unused, breaks all later ones",
     since="0.16",
     before=UNTRIED,
+    groups=("overlap", "abort"),
     targets=(
         _ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),
         _ddp.group_target("finish_grad_sync", finish_grad_sync),

@@ -91,6 +91,7 @@ PATCH = Patch(
     summary="forward-only passes outside of no_grad move the MoE expert bias",
     since="0.12",
     before=UNTRIED,
+    groups=("aux-loss",),
     targets=_schedules.targets(schedule),
     upstream=(
         "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/"

@@ -76,6 +76,7 @@ PATCH = Patch(
     summary="disable_forward_pre_hook() raises KeyError where they are off, as in a second train()",
     since="0.12",
     before=UNTRIED,
+    groups=("train-again", "overlap"),
     targets=(
         Target(
             address=f"{_DDP}.disable_forward_pre_hook",

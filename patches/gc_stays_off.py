@@ -56,6 +56,7 @@ PATCH = Patch(
     summary="train() with --manual-gc leaves garbage collection off for good",
     since="0.12",
     before=UNTRIED,
+    groups=("train-again",),
     targets=(
         _train.target(
             train,

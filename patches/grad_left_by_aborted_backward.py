@@ -58,6 +58,7 @@ PATCH = Patch(
     summary="a gradient that an aborted backward left in param.grad adds to the next window's",
     since="0.12",
     before=UNTRIED,
+    groups=("abort",),
     targets=(_ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
     upstream=_ddp.UPSTREAM,
     reproduction=Reproduction(run=reproduce, ranks=2, stock_error=_ddp.SPOILT_ERROR),

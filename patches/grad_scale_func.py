@@ -146,6 +146,7 @@ PATCH = Patch(
     summary="gradients are divided by a loss scale that the loss was never multiplied by",
     since="0.12",
     before=UNTRIED,
+    groups=("loss-scale",),
     targets=(
         Target(
             address="megatron.core.optimizer:get_megatron_optimizer",

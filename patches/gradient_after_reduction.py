@@ -139,6 +139,7 @@ PATCH = Patch(
     summary="gradients that arrive behind their bucket's reduction stay local, silently",
     since="0.12",
     before=UNTRIED,
+    groups=("overlap",),
     targets=(
         ddp_target("finish_grad_sync", finish_grad_sync),
         ddp_target("zero_grad_buffer", zero_grad_buffer),

@@ -69,6 +69,7 @@ PATCH = Patch(
     summary="training after inference in one process shares dropout between tensor-parallel ranks",
     since="0.12",
     before=UNTRIED,
+    groups=("generation",),
     targets=(
         Target(
             address=f"{_MODULE}:model_parallel_cuda_manual_seed",

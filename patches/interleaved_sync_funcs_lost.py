@@ -65,6 +65,7 @@ PATCH = Patch(
     summary="a forward-only interleaved window that raises loses grad_sync_func, param_sync_func",
     since="0.12",
     before=UNTRIED,
+    groups=("overlap", "abort"),
     targets=_schedules.targets(schedule, "forward_backward_pipelining_with_interleaving"),
     upstream=_schedules.UPSTREAM,
     reproduction=Reproduction(

@@ -79,6 +79,7 @@ PATCH = Patch(
     summary="is_checkpointing() stays True after an exception in a recomputed layer",
     since="0.16",
     before=UNTRIED,
+    groups=("abort",),
     targets=(
         Target(
             address=f"{_FUNCTION}.forward",

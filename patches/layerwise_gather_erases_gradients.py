@@ -113,6 +113,7 @@ PATCH = Patch(
     "gradients",
     since="0.18",
     before=UNTRIED,
+    groups=("layer-wise",),
     targets=(
         group_target("start_param_sync", start),
         group_target("finish_grad_sync", finish_grad_sync),

@@ -83,6 +83,7 @@ PATCH = Patch(
     "gathered",
     since="0.17",
     before=UNTRIED,
+    groups=("layer-wise",),
     targets=(
         _layer_wise.step_target(step),
         _layer_wise.chunks_target(),

@@ -101,6 +101,7 @@ PATCH = Patch(
     summary="token counts of an aborted window go into the next expert bias and auxiliary loss",
     since="0.12",
     before=UNTRIED,
+    groups=("abort", "aux-loss"),
     targets=(_ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/finalize_model_grads.py",
     reproduction=Reproduction(

@@ -154,6 +154,7 @@ PATCH = Patch(
     summary="no_sync() ends at an inner exit, or at one of a window that raised: reduced too early",
     since="0.12",
     before=UNTRIED,
+    groups=("overlap", "abort"),
     targets=(
         ddp_target("no_sync", no_sync),
         ddp_target("zero_grad_buffer", zero_grad_buffer),

@@ -71,6 +71,7 @@ PATCH = Patch(
     summary="a second train() with overlap_grad_reduce asserts on config.no_sync_func",
     since="0.12",
     before=UNTRIED,
+    groups=("train-again", "overlap"),
     targets=(
         _train.target(
             train,

@@ -178,6 +178,7 @@ PATCH = Patch(
     summary="offload_grad_buffers() between backward and step zeroes the gradients silently",
     since="0.16",
     before=UNTRIED,
+    groups=("offload",),
     targets=(
         Target(
             address="megatron.core.distributed.distributed_data_parallel:"

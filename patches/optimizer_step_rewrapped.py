@@ -63,6 +63,7 @@ PATCH = Patch(
     summary="a raising train() with --optimizer-cuda-graph leaves its wrapper on optimizer.step",
     since="0.17",
     before=UNTRIED,
+    groups=("train-again",),
     targets=(
         _train.target(
             train,

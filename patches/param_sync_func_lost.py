@@ -66,6 +66,7 @@ PATCH = Patch(
     summary="train() loses config.param_sync_func when it ends before its second iteration",
     since="0.12",
     before=UNTRIED,
+    groups=("train-again", "overlap"),
     targets=(
         _train.target(
             train,

@@ -65,6 +65,7 @@ PATCH = Patch(
     summary="a forward between reduction and step makes the step's update reach no other rank",
     since="0.12",
     before=UNTRIED,
+    groups=("overlap",),
     targets=(_gather.step_target(step), _gather.gather_target()),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

@@ -95,6 +95,7 @@ PATCH = Patch(
     summary="with the forward pre-hooks off, ranks train on parameters that lack the last update",
     since="0.12",
     before=UNTRIED,
+    groups=("overlap",),
     targets=(
         Target(
             address="megatron.core.distributed.distributed_data_parallel:"

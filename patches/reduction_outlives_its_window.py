@@ -78,6 +78,7 @@ PATCH = Patch(
     summary="after an abort in the last backward, old reductions break or spoil later windows",
     since="0.12",
     before=UNTRIED,
+    groups=("overlap", "abort"),
     targets=(_ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
     fixed_when=lambda bodies: any(
         body.contains("grad_reduce_handle.wait()") for body in bodies.values()

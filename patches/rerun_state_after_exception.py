@@ -110,6 +110,7 @@ PATCH = Patch(
     summary="after an exception in a step the next one reads no batch and still updates",
     since="0.12",
     before=UNTRIED,
+    groups=("abort",),
     targets=(
         Target(
             address=f"{_MACHINE}.should_run_forward_backward",

@@ -60,6 +60,7 @@ PATCH = Patch(
     summary="rotary tables cached under inference mode cannot be saved for a backward",
     since="0.16",
     before=UNTRIED,
+    groups=("generation",),
     targets=(
         Target(
             address=f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.get_emb",

@@ -83,6 +83,7 @@ PATCH = Patch(
     summary="recomputation replays the MoE routing of an earlier window",
     since="0.16",
     before=UNTRIED,
+    groups=("abort",),
     targets=_schedules.targets(schedule),
     upstream=(
         "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/"

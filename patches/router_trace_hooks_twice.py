@@ -63,6 +63,7 @@ PATCH = Patch(
     summary="each train() adds another hook per router: the trace has every record twice",
     since="0.19",
     before=UNTRIED,
+    groups=("train-again",),
     targets=(
         Target(
             address="megatron.core.transformer.moe.router_trace:RouterTracer.register_hooks",

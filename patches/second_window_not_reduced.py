@@ -256,6 +256,7 @@ PATCH = Patch(
     summary="a second window without zero_grad_buffer() is not reduced, or to wrong values",
     since="0.12",
     before=UNTRIED,
+    groups=("overlap",),
     targets=(
         ddp_target("finish_grad_sync", finish_grad_sync),
         ddp_target("start_grad_sync", start_all),

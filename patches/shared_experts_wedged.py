@@ -85,6 +85,7 @@ PATCH = Patch(
     summary="after an exception in an MoE layer, overlapped shared experts refuse every forward",
     since="0.12",
     before=UNTRIED,
+    groups=("abort",),
     targets=(
         Target(
             address=(

@@ -60,6 +60,7 @@ PATCH = Patch(
     summary="start_param_sync() asserts where a gather is in flight, as after an aborted forward",
     since="0.12",
     before=UNTRIED,
+    groups=("overlap", "abort"),
     targets=(group_target("start_param_sync", start),),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(run=reproduce, ranks=2, stock_error=r"^AssertionError:$"),

@@ -81,6 +81,7 @@ PATCH = Patch(
     summary="an exception in a window or a step leaves timers running, and the next one asserts",
     since="0.12",
     before=UNTRIED,
+    groups=("abort",),
     targets=(
         *_schedules.targets(schedule),
         finalize_target(finalize),

@@ -68,6 +68,7 @@ PATCH = Patch(
     summary='a second train() fails with "timer has already been started"',
     since="0.12",
     before=UNTRIED,
+    groups=("train-again",),
     targets=(
         _train.target(
             train,

@@ -131,6 +131,7 @@ PATCH = Patch(
     summary="train() never writes args.iteration back: the next call starts over",
     since="0.12",
     before=UNTRIED,
+    groups=("train-again",),
     targets=(
         _train.target(
             train,

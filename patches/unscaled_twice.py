@@ -157,6 +157,7 @@ PATCH = Patch(
     summary="a second step() or prepare_grads() divides the same gradients by the loss scale again",
     since="0.12",
     before=UNTRIED,
+    groups=("loss-scale",),
     targets=(
         Target(
             address=f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads",

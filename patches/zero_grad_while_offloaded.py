@@ -63,6 +63,7 @@ PATCH = Patch(
     summary="zero_grad_buffer() while the gradient buffers are offloaded is a segmentation fault",
     since="0.16",
     before=UNTRIED,
+    groups=("offload",),
     targets=(buffer_reset_target(reset),),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

@@ -59,6 +59,7 @@ def overview(report: Report, width: int | None) -> str:
     lines = [answer(report, land), *_commit()]
     if _with(report, "drifted"):
         lines.append("`megatron-idempotent drift --diff` shows what is new in a body that drifted.")
+    lines += report.incomplete
     parts = ["\n".join(line for text in lines for line in wrapped(text, width))]
     parts += [_group(heading, rows, width) for heading, rows in groups if rows]
     absent = Counter(patches()[row.id].distribution for row in _with(report, "not_installed"))

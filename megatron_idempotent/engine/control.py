@@ -204,6 +204,10 @@ def _log(changed: list[Row]) -> None:
     logger = logging.getLogger("megatron_idempotent")
     for row in problems:
         logger.warning("%s: %s on %s (%s)", row.id, row.status, row.version, row.reason)
+    for sentence in Report(state.rows.values()).incomplete if problems else ():
+        if sentence not in _said:
+            logger.warning("%s", sentence)
+            _said.add(sentence)
     if applied:
         logger.info("patched: %s", ", ".join(applied))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .frozen import NOTHING, Record
+from .groups import GROUPS
 from .outline import Place, specifier
 
 if TYPE_CHECKING:
@@ -152,6 +153,9 @@ class Patch(Hazard):
     default: bool = True
     """False where it was never run, for want of the hardware, or costs: applied only if named."""
 
+    groups: tuple[str, ...] = ()
+    """Names in `engine.groups` of what it takes this patch and others for."""
+
     debug: bool = False
     """Whether it only looks, so that `MEGATRON_IDEMPOTENT_CHECK=1` switches it on too."""
 
@@ -159,6 +163,9 @@ class Patch(Hazard):
         super().__post_init__()
         if not self.targets:
             raise ValueError(f"patch {self.id} has no target")
+        unknown = [name for name in self.groups if name not in GROUPS]
+        if unknown:
+            raise ValueError(f"patch {self.id} is of no group {unknown}: known are {[*GROUPS]}")
         if self.default and self.debug:
             raise ValueError(f"patch {self.id} only looks, and has to be off by default")
 

@@ -95,6 +95,15 @@ class Report:
         """Rows that are failed, drifted or in conflict."""
         return tuple(row for row in self if row.status in PROBLEMS)
 
+    @property
+    def incomplete(self) -> tuple[str, ...]:
+        """A sentence for each group of patches of which a part is refused or excluded: what is
+        missing, what that means, and what to do without it."""
+        from .catalogue import patches
+        from .groups import incomplete
+
+        return tuple(incomplete(self, patches()))
+
     def to_json(self) -> str:
         """The rows as a JSON array, keys as the fields of `Row`."""
         import json

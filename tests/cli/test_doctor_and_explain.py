@@ -112,7 +112,8 @@ def rows(**statuses: str) -> Report:
 
 def test_doctor_puts_problems_first_and_names_no_release_where_nothing_would_land():
     found = overview(rows(grad_scale_func="drifted", unscaled_twice="pending_import"), None)
-    first, hint, _, heading, problem, *_ = found.splitlines()
+    first, hint, group, _, heading, problem, *_ = found.splitlines()
+    assert group.startswith("group loss-scale is not whole")
     assert hint == "`megatron-idempotent drift --diff` shows what is new in a body that drifted."
     assert first.startswith(
         "1 of 2 would land on megatron-core 0.19.2; 1 DRIFTED: grad-scale-func; "
