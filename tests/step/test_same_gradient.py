@@ -62,6 +62,7 @@ BIAS = {
     "moe_router_score_function": "sigmoid",
     "moe_router_load_balancing_type": "none",
 }
+BY_SEQUENCE = {"moe_router_load_balancing_type": "seq_aux_loss"}
 LAYOUTS: dict[str, tuple[int, Sizes, dict[str, Any]]] = {
     "dp2": (2, SIZES, {}),
     "dp2, all-reduce": (2, SIZES, {"distributed_optimizer": False}),
@@ -79,6 +80,9 @@ LAYOUTS: dict[str, tuple[int, Sizes, dict[str, Any]]] = {
     "tp2, sequence parallel": (2, SIZES, {"tp": 2, "sequence_parallel": True}),
     "tp2 dp2": (4, SIZES, {"tp": 2, "overlap_param_gather": True, "tied": True}),
     "experts": (2, SIZES, {"experts": 4}),
+    "experts, a loss for each sequence": (2, SIZES, {"experts": 4, "config_overrides": BY_SEQUENCE}),
+    "experts, z loss": (2, SIZES, {"experts": 4, "config_overrides": {"moe_z_loss_coeff": 1e-2}}),
+    "tp2, experts": (2, SIZES, {"experts": 4, "tp": 2, "sequence_parallel": True}),
     "ep2": (2, SIZES, {"experts": 4, "ep": 2, "overlap_param_gather": True}),
     "expert bias": (2, SIZES, {"experts": 4, "config_overrides": BIAS}),
 }

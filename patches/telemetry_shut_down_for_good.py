@@ -1,0 +1,90 @@
+"""A second `pretrain()` in one process never ends its telemetry, and loses what is not sent yet.
+
+Symptom:
+    Spans and metrics of the second run's last seconds arrive nowhere: those that the exporter had
+    still in its queue. No error.
+
+Cause:
+    `_end_otel_job_spans()` shuts telemetry down once per process, and remembers that in a global of
+    the module. A second run, after `destroy_global_state()`, sets up a new handle, which is then
+    never shut down; and only a shutdown empties the queue.
+
+Affects:
+    Main after July 2026 (#6438, #6415), where telemetry is on. What the patch does: a handle that
+    was not shut down yet is, at the end of its own run. An interval's span that a `train()` leaves
+    open where it raises needs no repair: the next `train()` closes it, where intervals are on.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/6438, `_end_otel_job_spans`.
+
+Remove when:
+    upstream remembers which handle was shut down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.engine.per_process import PerProcessDict
+
+from ._train import MODULE
+
+#: Under "handle" the one that was shut down last.
+_ended: dict[str, Any] = PerProcessDict(__name__, "_ended")
+
+
+def end_job_spans(original: Callable[[], None]) -> None:
+    """Around `_end_otel_job_spans`: what was done to another handle is not done to this one."""
+    from megatron.training import training
+
+    handle = training.get_telemetry()
+    if handle is not None and training._otel_shutdown_done:
+        training._otel_shutdown_done = _ended.get("handle") is handle
+    original()
+    _ended["handle"] = handle
+
+
+class _Handle:
+    """Counts what Megatron asks of nemo-lens' handle at the end of a run."""
+
+    is_exporting = True
+    shutdowns = 0
+
+    def shutdown(self) -> None:
+        self.shutdowns += 1
+
+
+def reproduce() -> None:
+    """Two runs, each with a telemetry of its own, and the hook at the process's end."""
+    from megatron.training import global_vars, training
+
+    handles = [_Handle(), _Handle()]
+    for handle in handles:
+        global_vars._GLOBAL_TELEMETRY_HANDLE = handle
+        training._end_otel_job_spans()
+    training._end_otel_job_spans()
+    counts = [handle.shutdowns for handle in handles]
+    if counts != [1, 1]:
+        raise RuntimeError(f"telemetry of two runs was shut down {counts} times")
+
+
+PATCH = Patch(
+    id="telemetry-shut-down-for-good",
+    summary="a second pretrain() in one process never ends its telemetry, and loses the last of it",
+    since="0.20",
+    before=OPEN,
+    groups=("train-again",),
+    targets=(
+        Target(
+            address=f"{MODULE}:_end_otel_job_spans",
+            wrapper=end_job_spans,
+            reviewed={"063dab3eb452": "main, August 2026"},
+        ),
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/pull/6438",
+    reproduction=Reproduction(
+        run=reproduce, ranks=1, stock_error=r"RuntimeError: telemetry .* shut down \[1, 0\] times"
+    ),
+)
