@@ -80,7 +80,7 @@ LAYOUTS: dict[str, tuple[int, Sizes, dict[str, Any]]] = {
     "tp2, sequence parallel": (2, SIZES, {"tp": 2, "sequence_parallel": True}),
     "tp2 dp2": (4, SIZES, {"tp": 2, "overlap_param_gather": True, "tied": True}),
     "experts": (2, SIZES, {"experts": 4}),
-    "experts, a loss for each sequence": (2, SIZES, {"experts": 4, "config_overrides": BY_SEQUENCE}),
+    "experts, by sequence": (2, SIZES, {"experts": 4, "config_overrides": BY_SEQUENCE}),
     "experts, z loss": (2, SIZES, {"experts": 4, "config_overrides": {"moe_z_loss_coeff": 1e-2}}),
     "tp2, experts": (2, SIZES, {"experts": 4, "tp": 2, "sequence_parallel": True}),
     "ep2": (2, SIZES, {"experts": 4, "ep": 2, "overlap_param_gather": True}),
