@@ -2,9 +2,9 @@
 
 HAZARDS.md, the table and the index that `apply()` reads are generated: `python -m
 megatron_idempotent.casebook` rewrites them in the repository it is called in. With `--proven
-FOLDER` it first takes over what `prove --json` said on each release, which `make matrix` leaves
-there, or on each commit that frameworks pin, as `make pins` does. With `--accepted PATH …` it takes
-the statements of the bodies that were read out of these wheels and checkouts.
+FOLDER` it first takes over what `prove --json [ID…]` said on each release, which `make matrix`
+leaves there, or on each commit that frameworks pin, as `make pins` does. With `--accepted PATH …`
+it takes the statements of the bodies that were read out of these wheels and checkouts.
 """
 
 from __future__ import annotations
@@ -141,6 +141,16 @@ def read_findings(folder: Path) -> Proven:
     return dict(sorted(found.items(), key=_place))
 
 
+def merged(known: Proven, found: Proven) -> Proven:
+    """New findings over those that stand, hazard by hazard, without hazards that have no file."""
+    rows = {name: {**known.get(name, {}), **found.get(name, {})} for name in {**known, **found}}
+    now = {
+        name: {hazard: row[hazard] for hazard in sorted(row) if hazard in hazards()}
+        for name, row in rows.items()
+    }
+    return dict(sorted(now.items(), key=_place))
+
+
 def _place(item: tuple[str, object]) -> tuple[bool, list[int], str]:
     """Sort releases by number, then commits by name."""
     name = item[0]
@@ -194,7 +204,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     folder = options.proven
     proven = json.loads((root / PROVEN).read_text(encoding="utf-8"))
     if folder is not None:
-        proven = dict(sorted({**proven, **read_findings(folder)}.items(), key=_place))
+        proven = merged(proven, read_findings(folder))
         (root / PROVEN).write_text(f"{json.dumps(proven, indent=1)}\n", encoding="utf-8")
     readme = root / "README.md"
     renewed = updated_readme(readme.read_text(encoding="utf-8"))

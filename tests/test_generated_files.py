@@ -45,6 +45,15 @@ def test_findings_of_prove_become_a_grid(tmp_path):
     assert "| [`grad-scale-func`](#grad-scale-func) | absent | not run |" in grid
 
 
+def test_findings_of_some_hazards_leave_the_others_standing():
+    known = {"0.10.0": {"grad-scale-func": "proven", "gone": "proven"}}
+    found = {"0.10.0": {"adam-step-shared": "proven"}, "0.9.0": {"grad-scale-func": "documented"}}
+    assert casebook.merged(known, found) == {
+        "0.9.0": {"grad-scale-func": "documented"},
+        "0.10.0": {"adam-step-shared": "proven", "grad-scale-func": "proven"},
+    }
+
+
 @pytest.mark.parametrize("content", ["no json", "[1]", '[{"id": "a"}]', None])
 def test_a_folder_without_findings_is_refused_by_name(content, tmp_path):
     if content is not None:
