@@ -14,8 +14,8 @@ Cause:
 Affects:
     Every release, with overlap_grad_reduce. What the patch does: `no_sync` counts its entries per
     chunk, and the last exit turns synchronisation on. `zero_grad_buffer` starts a new count, as it
-    always turned synchronisation on: an exit of an entry before it does nothing. So call
-    `zero_grad_buffer` first and hold `no_sync` then.
+    always turned synchronisation on: an exit of an entry before it ends nothing of a later one. So
+    call `zero_grad_buffer` first and hold `no_sync` then.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py,
@@ -76,7 +76,9 @@ class NoSync(ContextDecorator):
         if entries is None:
             return
         entries.open -= 1
-        if entries.open == 0 and getattr(self._chunk, _ENTRIES, None) is entries:
+        now = getattr(self._chunk, _ENTRIES, None)
+        # One of an earlier window ends nothing that a later one has entered.
+        if now is None or now.open == 0:
             _arm(self._chunk, True)
 
     def __del__(self) -> None:
@@ -84,6 +86,8 @@ class NoSync(ContextDecorator):
 
 
 def _arm(chunk: Any, armed: bool) -> None:
+    if hasattr(chunk, "grad_reduce_pipeline"):  # a MegatronFSDP
+        chunk.is_last_microbatch = armed
     for group in bucket_groups(chunk):
         group.is_last_microbatch = armed
 

@@ -49,10 +49,14 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
-    """Whether a `no_sync_func` is the bound `no_sync` of these very chunks."""
+    """Whether a `no_sync_func` is the bound `no_sync` of these very chunks.
+
+    A chunk in Megatron-FSDP hands out that of the module inside of it.
+    """
     functions = installed if isinstance(installed, (list, tuple)) else [installed]
     return len(functions) == len(chunks) and all(
-        getattr(function, "__self__", None) is chunk and function.__name__ == "no_sync"
+        getattr(function, "__name__", None) == "no_sync"
+        and any(function.__self__ is owner for owner in (chunk, getattr(chunk, "module", chunk)))
         for function, chunk in zip(functions, chunks, strict=True)
     )
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_idempotent.cpu import megatron_fsdp
+
 if TYPE_CHECKING:
     import torch
 
@@ -68,31 +70,40 @@ class Tiny:
     def gradients(self) -> torch.Tensor:
         """All gradient buffers of this rank as one vector, a copy.
 
-        With the distributed optimizer only this rank's shards are reduced.
+        With the distributed optimizer only this rank's shards are reduced. Under Megatron-FSDP it
+        is what the optimizer would step with.
         """
         import torch
 
-        buffers = [
-            buffer
+        tensors = [
+            tensor
             for chunk in self.chunks
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+            for tensor in (
+                megatron_fsdp.gradients(chunk)
+                if megatron_fsdp.is_wrapped(chunk)
+                else [b.grad_data for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+            )
         ]
-        return torch.cat([buffer.grad_data.float().flatten() for buffer in buffers])
+        return torch.cat([tensor.float().flatten() for tensor in tensors])
 
     def parameters(self) -> torch.Tensor:
         """All parameters of this rank as one float32 vector, a copy.
 
-        Under `overlap_param_gather` those of other ranks are as old as the last gather.
+        Under `overlap_param_gather` those of other ranks are as old as the last gather. Under
+        Megatron-FSDP it is what this rank's optimizer holds of them.
         """
         import torch
 
-        return torch.cat(
-            [
-                p.detach().float().flatten()
-                for chunk in self.chunks
-                for p in chunk.module.parameters()
-            ]
-        )
+        tensors = [
+            tensor
+            for chunk in self.chunks
+            for tensor in (
+                megatron_fsdp.parameters(chunk)
+                if megatron_fsdp.is_wrapped(chunk)
+                else chunk.module.parameters()
+            )
+        ]
+        return torch.cat([tensor.detach().float().flatten() for tensor in tensors])
 
     def _forward_step(self, losses: list[float]) -> Callable[..., Any]:
         import torch

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron_idempotent.cpu import megatron_fsdp
+
 if TYPE_CHECKING:
     import torch
 
@@ -60,12 +62,22 @@ class Program:
             training.train(**offered)
 
     def parameters(self) -> torch.Tensor:
-        """All parameters of this rank as one vector [P], float32, a copy."""
+        """All parameters of this rank as one vector [P], float32, a copy.
+
+        Under Megatron-FSDP it is what this rank's optimizer holds of them.
+        """
         import torch
 
-        return torch.cat(
-            [p.detach().float().flatten() for chunk in self.chunks for p in chunk.parameters()]
-        )
+        tensors = [
+            parameter
+            for chunk in self.chunks
+            for parameter in (
+                megatron_fsdp.parameters(chunk)
+                if megatron_fsdp.is_wrapped(chunk)
+                else chunk.parameters()
+            )
+        ]
+        return torch.cat([tensor.detach().float().flatten() for tensor in tensors])
 
     def _forward_step(self, data_iterator: Any, model: Any, *_: Any) -> tuple[Any, Any]:
         tokens_BT, positions_BT, mask = next(data_iterator)
@@ -145,6 +157,9 @@ def start(
         *(["--use-distributed-optimizer"] if distributed_optimizer else []),
         *extra_args,
     ]
+    if "--use-megatron-fsdp" in extra_args:
+        # Upstream's arguments refuse the one connection that they want from sequence parallelism.
+        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     with _arguments(argv), _silence(quiet):
         # 0.17 parses inside initialize_megatron, later releases before it.
         if hasattr(arguments, "parse_and_validate_args"):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_idempotent.cpu import megatron_fsdp
 from megatron_idempotent.cpu.bench import BATCH, SEQUENCE, VOCABULARY, Tiny, microbatches
 from megatron_idempotent.cpu.layer_wise import build_optimizer, prepare
 
@@ -37,6 +38,7 @@ def build(
     overlap_param_gather: bool = False,
     distributed_optimizer: bool = True,
     layer_wise: bool = False,
+    fsdp: megatron_fsdp.Strategy | None = None,
     align: bool = False,
     dtype: Dtype = "fp32",
     experts: int = 0,
@@ -59,7 +61,8 @@ def build(
     no_sync_func, grad_sync_func, param_sync_func, grad_scale_func and finalize_model_grads_func.
     `layer_wise` wants dtype="bf16" and megatron-core 0.17, and takes the optimizer that gives each
     rank whole parameters; it gathers out of DDP's buffers (from 0.18), and with
-    distributed_optimizer=False through lists of parameters.
+    distributed_optimizer=False through lists of parameters. `fsdp` puts the model into
+    Megatron-FSDP instead of DDP (from 0.15), with that sharding strategy.
     The overrides are fields of TransformerConfig, DistributedDataParallelConfig and
     OptimizerConfig. Weights depend on `seed` and not on tp.
     """
@@ -128,12 +131,16 @@ def build(
             "grad_reduce_in_fp32": True,
             "bucket_size": BUCKET_SIZE,
             **({"align_param_gather": True} if align else {}),
+            **(megatron_fsdp.options(fsdp) if fsdp else {}),
             **(ddp_overrides or {}),
         }
     )
     chunks = []
     for stage in range(vpp) if vpp else [None]:
         module = _model(config, stage, bool(half), tied)
+        if fsdp:
+            chunks.append(megatron_fsdp.wrapped(config, ddp_config, module))
+            continue
         layout = {}
         if layer_wise:
             muon = (optimizer_overrides or {}).get("optimizer") == "muon"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import get_model_config
 
-from megatron_idempotent.patches import _auxiliary_losses, _gather
+from megatron_idempotent.patches import _auxiliary_losses, _fsdp, _gather
 from megatron_idempotent.patches._ddp import bucket_groups
 from megatron_idempotent.patches._rerun import abandon, live_machine
 from megatron_idempotent.patches.first_window_aborted import forget
@@ -83,14 +83,14 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
     a checkpoint. A dynamic loss scale has counted the window once `prepare_grads` is through.
 
     Not covered: tensors on their way between pipeline stages, CUDA graphs, Transformer Engine's
-    FP8 state, fine-grained activation offloading, Megatron-FSDP.
+    FP8 state, fine-grained activation offloading, the second version of Megatron-FSDP.
 
     Args:
-        model_chunks: this rank's chunks, wrapped in Megatron's `DistributedDataParallel`.
+        model_chunks: this rank's chunks, in Megatron's `DistributedDataParallel` or Megatron-FSDP.
         optimizer: what `get_megatron_optimizer` returned for them, if they have one.
 
     Raises:
-        ValueError: no chunk, one that is not wrapped in Megatron's DDP, or no such optimizer.
+        ValueError: no chunk, one that is wrapped in neither, or no such optimizer.
 
     Example:
         try:
@@ -99,7 +99,7 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
         except BadSample:
             abort_window(chunks, optimizer)
     """
-    chunks = checked("abort_window()", model_chunks, optimizer)
+    chunks = checked("abort_window()", model_chunks, optimizer, or_in=_fsdp.is_wrapped)
     close_contexts(sys.exc_info()[1])
     leave_no_sync(chunks)
     drop_coalescing(chunks)
@@ -110,6 +110,8 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
             drain(group)
             if hasattr(group, "is_first_batch"):  # from 0.16 on
                 forget(group)
+        if _fsdp.is_wrapped(chunk):
+            _fsdp.start_over(chunk.module)
         chunk.zero_grad_buffer()
         for param in chunk.parameters():
             param.grad = None
@@ -138,8 +140,16 @@ def let_go(chunks: Sequence[Any]) -> None:
             group.param_gather_dispatched = False
 
 
-def checked(what: str, model_chunks: Any, optimizer: Any) -> list[Any]:
+def checked(
+    what: str,
+    model_chunks: Any,
+    optimizer: Any,
+    *,
+    or_in: Callable[[Any], bool] = lambda chunk: False,
+) -> list[Any]:
     """The chunks as a list, if they and the optimizer are Megatron's; `what` asks for them.
+
+    Chunks are in Megatron's DDP, or in what `or_in` knows.
 
     All of it before anything is changed: half of a model aborted is worse than none.
     """
@@ -152,7 +162,8 @@ def checked(what: str, model_chunks: Any, optimizer: Any) -> list[Any]:
     if not chunks:
         raise ValueError(f"{what} got no model chunk: pass the list that DDP wrapped")
     for chunk in chunks:
-        if not hasattr(chunk, "bucket_groups") or not hasattr(chunk, "zero_grad_buffer"):
+        in_ddp = hasattr(chunk, "bucket_groups") and hasattr(chunk, "zero_grad_buffer")
+        if not in_ddp and not or_in(chunk):
             raise ValueError(
                 f"{what} got a {type(chunk).__name__}, which has no bucket groups: pass "
                 "the chunks wrapped in megatron.core.distributed.DistributedDataParallel, not what "

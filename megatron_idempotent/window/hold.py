@@ -8,6 +8,8 @@ from typing import Any
 
 from megatron.core.utils import get_model_config
 
+from megatron_idempotent.patches import _fsdp, _reduction
+
 
 def configs_of(chunks: Sequence[Any]) -> list[Any]:
     """The chunks' configs, each once: mostly there is one for all of them."""
@@ -27,7 +29,7 @@ def hold_back(
     for config in configs:
         functions = config.no_sync_func
         if functions is None:
-            functions = [chunk.no_sync for chunk in chunks if hasattr(chunk, "no_sync")]
+            functions = [chunk.no_sync for chunk in chunks if _overlaps(chunk)]
         for function in functions if isinstance(functions, list) else [functions]:
             stack.enter_context(function())
         # The schedule leaves its own no_sync context for the last microbatch.
@@ -35,6 +37,37 @@ def hold_back(
         set_for(stack, config, "grad_sync_func", None)
         # Not None: the schedules would leave out the deferred embedding gradient with it.
         set_for(stack, config, "finalize_model_grads_func", instead_of_finalize)
+
+
+def start_held(chunk: Any) -> None:
+    """Dispatch the reductions that were held back, after the last backward of a step.
+
+    Raises:
+        RuntimeError: Megatron-FSDP reduces over two groups in turn, which only a backward does.
+    """
+    if not _fsdp.is_wrapped(chunk):
+        _reduction.start_held(chunk)
+        return
+    fsdp = chunk.module
+    if fsdp.dist_index.use_hybrid_fsdp:
+        raise RuntimeError(
+            "the step ends after its last backward, and Megatron-FSDP over two groups (hybrid) "
+            "reduces in a backward only: say the total before the last call, as in "
+            "accumulation_window(chunks, total_microbatches)"
+        )
+    if fsdp.data_parallel_sharding_strategy in ("no_shard", "optim"):  # others never hold back
+        groups = fsdp.param_and_grad_buffer.parameter_groups
+        held = [each for group in groups if group.requires_grad for each in group.params]
+        fsdp.grad_reduce_pipeline.reduce_gradients(held)
+
+
+def _overlaps(chunk: Any) -> bool:
+    """Whether a backward of the chunk may start reductions.
+
+    Megatron-FSDP's `no_sync()` would have it do so from then on, where it did not.
+    """
+    options = getattr(chunk, "ddp_config", None)
+    return hasattr(chunk, "no_sync") and getattr(options, "overlap_grad_reduce", True)
 
 
 def set_for(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

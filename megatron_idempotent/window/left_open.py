@@ -45,7 +45,8 @@ def leave_no_sync(chunks: list[Any]) -> None:
     synchronisation on.
     """
     for generator in _suspended("no_sync"):
-        if any(generator.gi_frame.f_locals.get("self") is chunk for chunk in chunks):
+        owner = generator.gi_frame.f_locals.get("self")
+        if any(owner is chunk or owner is getattr(chunk, "module", chunk) for chunk in chunks):
             _end(generator)
 
 

@@ -46,6 +46,10 @@ LAYOUTS = [
     Layout(ranks=4, options=OVERLAP, pp=2),
     Layout(ranks=2, options=OVERLAP, pp=2, vpp=2, shared_config=True),
 ]
+MEGATRON_FSDP = (
+    *("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--no-gradient-reduce-div-fusion"),
+    "--data-parallel-sharding-strategy",
+)
 #: Each with what the others do not have; all of them on every release.
 SOME = [
     pytest.param(each, marks=() if each in LAYOUTS[1::2] else pytest.mark.matrix)
@@ -127,6 +131,22 @@ def test_three_calls_of_two_iterations_equal_one_call_of_six(layout, megatron_ra
     assert all(iteration == 6 for _, _, iteration in thrice)
     last_stage_losses = thrice[-1][0]
     assert len(set(last_stage_losses)) > 6, "the losses must change from window to window"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "overlap"),
+    [
+        pytest.param("no_shard", OVERLAP, marks=pytest.mark.exhaustive),
+        pytest.param("optim", OVERLAP, marks=pytest.mark.exhaustive),
+        pytest.param("optim_grads_params", (), marks=pytest.mark.exhaustive),
+        ("optim_grads_params", OVERLAP),
+    ],
+)
+def test_and_so_they_do_under_megatron_fsdp(strategy, overlap, megatron_ranks):
+    layout = Layout(ranks=2, options=(*MEGATRON_FSDP, strategy, *overlap))
+    thrice = megatron_ranks(2, train, layout, (2, 2, 2), applied=True)
+    assert thrice == megatron_ranks(2, train, layout, (6,), applied=True)
+    assert len(set(thrice[0][0])) > 6, "the losses must change from window to window"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""What the case files know of a chunk in Megatron-FSDP, the first version.
+
+Its wrapper holds a `MegatronFSDP`, which does the work, as `module`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Target
+
+_MODULE = "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp"
+UPSTREAM = (
+    "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/fsdp/src/"
+    "megatron_fsdp/megatron_fsdp.py"
+)
+
+
+def zero_target(wrapper: Callable[..., Any]) -> Target:
+    """Where a step begins."""
+    return _target("zero_grad_buffer", wrapper, "350de9b58f70")
+
+
+def no_sync_target(wrapper: Callable[..., Any]) -> Target:
+    """The context in which no backward reduces, but where gradients are sharded."""
+    return _target("no_sync", wrapper, "fb29a8f27b4b")
+
+
+def _target(method: str, wrapper: Callable[..., Any], body: str) -> Target:
+    return Target(
+        address=f"{_MODULE}:MegatronFSDP.{method}",
+        wrapper=wrapper,
+        reviewed={body: "0.14.0 to 0.19.2"},
+    )
+
+
+def is_wrapped(chunk: Any) -> bool:
+    """Whether the chunk is in Megatron-FSDP."""
+    return hasattr(getattr(chunk, "module", None), "grad_reduce_pipeline")
+
+
+def was_interrupted(fsdp: Any) -> bool:
+    """Whether a backward of this `MegatronFSDP` began and did not end, or nobody waited for it."""
+    reductions = fsdp.grad_reduce_pipeline
+    return bool(
+        fsdp._root_pre_backward_hook_issued
+        or reductions.grad_reduce_queue
+        or any(reductions.bucket_grad_ready_params)
+    )
+
+
+def start_over(fsdp: Any) -> None:
+    """Drop what a backward that did not end has left, before gradients are zeroed."""
+    reductions = fsdp.grad_reduce_pipeline
+    # First, because reductions under way write into the gradients that are zeroed next.
+    reductions.wait_for_previous_grad_reduce(0)
+    for ready in reductions.bucket_grad_ready_params:
+        ready.clear()
+    reductions.reset()
+    for parameter in fsdp.raw_param.values():
+        parameter.grad = None
+    fsdp._params_require_handle_grad = set()
+    fsdp._root_pre_backward_hook_issued = False
+    fsdp.microbatch_count = 0
+    for module in fsdp.module.modules():
+        state = getattr(module, "_training_state", None)
+        if state is not None:
+            module._training_state = type(state).IDLE

@@ -1,0 +1,76 @@
+"""Once a backward under Megatron-FSDP was interrupted, all later gradients are wrong.
+
+Symptom:
+    After an exception or a keyboard interrupt in a backward pass every later window has wrong
+    gradients, to the end of the process, where gradients are sharded ("optim_grads",
+    "optim_grads_params"). No error.
+
+Cause:
+    A hook before the backward of the root module queues the function that reduces what is left at
+    its end, and sets `_root_pre_backward_hook_issued`; that function takes the flag back. Where the
+    backward raises it never runs, so later backward passes queue it no more: gradients of the
+    embedding, the output layer and the last norm pile up in `param.grad`. What the interrupted
+    backward had made ready for a reduction counts for the next one, too.
+
+Affects:
+    megatron-core 0.15 on, `use_megatron_fsdp`. That of 0.14 and the custom FSDP before it have the
+    same flag, and are not patched: they do not run with today's torch. What the patch does: where
+    `zero_grad_buffer()` finds the flag set, which no backward that ended leaves, or reductions that
+    nobody waited for, it waits for them and drops what the interrupted backward left.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py,
+    `_root_pre_backward`, `_root_post_backward`.
+
+Remove when:
+    `zero_grad_buffer()` takes the flag and the pipeline's state back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
+
+from . import _ddp, _fsdp
+
+_STOCK_ERROR = (
+    rf"{_ddp.SPOILT_ERROR}|AssertionError: Found \d+ out of \d+ parameters that are ready"
+)
+
+
+def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+    """Drop what an interrupted backward left along with the gradients."""
+    if _fsdp.was_interrupted(self):
+        _fsdp.start_over(self)
+    original(self)
+
+
+def reproduce() -> None:
+    """Interrupt a backward in the middle, and go on."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(fsdp="optim_grads_params")
+    model.forward_backward(1, data_seed=0)
+    expected = model.gradients()
+    raw = model.chunks[0].module.raw_param
+    # The gradients of the first layer come last but for the embedding's.
+    in_the_middle = next(raw[name] for name in raw if "layers.0" in name)
+    _ddp.abort_in_backward(
+        model, lambda _, fail: in_the_middle.register_post_accumulate_grad_hook(fail)
+    )
+    for _ in range(2):
+        _ddp.expect_gradients(model, expected)
+
+
+PATCH = Patch(
+    id="fsdp-backward-aborted",
+    summary="once a backward under Megatron-FSDP was interrupted, all later gradients are wrong",
+    since="0.15",
+    before=UNTRIED,
+    groups=("abort",),
+    targets=(_fsdp.zero_target(zero_grad_buffer),),
+    upstream=_fsdp.UPSTREAM,
+    reproduction=Reproduction(run=reproduce, ranks=2, stock_error=_STOCK_ERROR),
+)

@@ -1,0 +1,87 @@
+"""`no_sync()` of Megatron-FSDP ends with whichever exit comes first, as that of DDP does.
+
+Symptom:
+    Inside of `with chunk.no_sync():` gradients are reduced all the same as soon as a pipeline
+    schedule has run in it; after a window that raised, a later window reduces before its last
+    microbatch, when the exception is freed. With the strategies "no_shard" and "optim" a reduction
+    more spoils the gradient. No error.
+
+Cause:
+    The context manager is a generator that sets `is_last_microbatch` to False and then to True. It
+    does not count entries, and the schedules leave it suspended where they raise.
+
+Affects:
+    megatron-core 0.16 on, `use_megatron_fsdp` with overlap_grad_reduce. What the patch does: what
+    `no-sync-ends-early` does for DDP.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py,
+    `no_sync`.
+
+Remove when:
+    `no_sync` counts its entries and the schedules leave it in a `finally`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
+
+from . import _fsdp
+from .no_sync_ends_early import no_sync, zero_grad_buffer
+
+
+def reproduce() -> None:
+    """A window inside of `no_sync`, then an exit in the middle of the window after the next."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(fsdp="optim")
+    (chunk,) = model.chunks
+    with chunk.no_sync():
+        model.forward_backward(1, data_seed=0, zero_first=False)
+        _expect_held(chunk, "after a schedule has run in it")
+    stale = chunk.no_sync()
+    stale.__enter__()
+    chunk.zero_grad_buffer()
+    with chunk.no_sync():
+        stale.__exit__(None, None, None)
+        _expect_held(chunk, "after the exit of an earlier window")
+
+
+def _expect_held(chunk: Any, when: str) -> None:
+    if chunk.module.is_last_microbatch:
+        raise RuntimeError(f"gradients are reduced inside of no_sync() {when}")
+
+
+def neighbour() -> object:
+    """Steps of a schedule that holds its own, with the buffers zeroed inside of `no_sync`."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(fsdp="optim")
+    (chunk,) = model.chunks
+    found = []
+    for data_seed in range(3):
+        with chunk.no_sync():
+            chunk.zero_grad_buffer()
+        model.forward_backward(2, data_seed=data_seed)
+        model.step()
+        found.append(model.parameters().numpy().tobytes())
+    return found
+
+
+PATCH = Patch(
+    id="fsdp-no-sync-ends-early",
+    summary="no_sync() of Megatron-FSDP ends at an inner exit, or at one of a window that raised",
+    since="0.16",
+    before=UNTRIED,
+    groups=("overlap", "abort"),
+    targets=(_fsdp.no_sync_target(no_sync), _fsdp.zero_target(zero_grad_buffer)),
+    upstream=_fsdp.UPSTREAM,
+    reproduction=Reproduction(
+        run=reproduce,
+        neighbour=neighbour,
+        ranks=2,
+        stock_error=r"RuntimeError: gradients are reduced inside of no_sync\(\)",
+    ),
+)
