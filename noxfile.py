@@ -37,6 +37,7 @@ SUITES = (
 )
 SUITES_OF_COMMITS = (
     *("tests/parity", "tests/engine/fuzz/test_pinned.py"),
+    *("tests/patches/test_newer_megatron.py", "tests/patches/test_megatron_fsdp.py"),
     "--ignore=tests/parity/test_hazards.py",
 )
 #: What the gate runs of them; it proves every hazard, too.

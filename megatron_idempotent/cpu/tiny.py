@@ -62,7 +62,8 @@ def build(
     `layer_wise` wants dtype="bf16" and megatron-core 0.17, and takes the optimizer that gives each
     rank whole parameters; it gathers out of DDP's buffers (from 0.18), and with
     distributed_optimizer=False through lists of parameters. `fsdp` puts the model into
-    Megatron-FSDP instead of DDP (from 0.15), with that sharding strategy.
+    Megatron-FSDP instead of DDP (from 0.15), with that sharding strategy; "v2" into the second
+    version of it, of Megatron main.
     The overrides are fields of TransformerConfig, DistributedDataParallelConfig and
     OptimizerConfig. Weights depend on `seed` and not on tp.
     """
@@ -152,7 +153,8 @@ def build(
             "optimizer": "adam",
             "lr": 1e-3,
             "clip_grad": 1.0,
-            "use_distributed_optimizer": distributed_optimizer,
+            # The second Megatron-FSDP shards what any optimizer has, and refuses this one.
+            "use_distributed_optimizer": distributed_optimizer and fsdp != "v2",
             "overlap_param_gather": overlap_param_gather,
             "loss_scale": loss_scale,
             "params_dtype": params_dtype,
