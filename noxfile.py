@@ -176,7 +176,7 @@ def commit(session: nox.Session, name: str) -> None:
 @nox.parametrize("branch", ["main", "dev"])
 def head(session: nox.Session, branch: str) -> None:
     """The newest commit of a branch of Megatron-LM, which no table names yet."""
-    where = os.environ.get("MEGATRON_LM", UPSTREAM)
+    where = os.environ.get("MEGATRON_LM", "").split(os.pathsep)[0] or UPSTREAM
     found = session.run("git", "ls-remote", where, branch, "HEAD", external=True, silent=True)
     commits = {name: commit for commit, name in map(str.split, str(found).splitlines())}
     commit = commits.get(f"refs/heads/{branch}") or commits["HEAD"]
@@ -187,9 +187,11 @@ def head(session: nox.Session, branch: str) -> None:
 def _run_commit(session: nox.Session, name: str, wants: dict) -> None:
     folder = WORK / "commits"
     python = _with_newest(session, folder / "python")
-    tree = _sources(session, wants["commit"], folder, python)
+    tree = _sources(session, wants, folder, python)
+    beside = [_unpacked(session, each, folder) for each in wants.get("beside", ())]
     # Before what is installed, whose dependencies serve it.
-    env = {**ENVIRON, "PYTHONPATH": f"{Path.cwd()}{os.pathsep}{tree}"}
+    path = os.pathsep.join(map(str, [Path.cwd(), tree, *beside]))
+    env = {**ENVIRON, "PYTHONPATH": path}
     ours = [str(python), "-m", "megatron_idempotent"]
     refused = _refused(ours, tree)
     chosen = session.posargs or SUITES_OF_COMMITS
@@ -229,23 +231,10 @@ def _with_newest(session: nox.Session, folder: Path) -> Path:
     return python
 
 
-def _sources(session: nox.Session, revision: str, folder: Path, python: Path) -> Path:
-    clone = Path(os.environ.get("MEGATRON_LM") or folder / "Megatron-LM").absolute()
-    if not clone.exists():
-        session.run(
-            *("git", "clone", "--quiet", "--bare", "--filter=blob:none", UPSTREAM, str(clone)),
-            external=True,
-        )
-    tree = (folder / revision).absolute()
-    if not (tree / "megatron").exists():
-        tree.mkdir(parents=True, exist_ok=True)
-        archive = folder / f"{revision}.tar"
-        where = ["git", "-C", str(clone)]
-        session.run(
-            *where, "archive", "-o", str(archive.absolute()), revision, "megatron", external=True
-        )
-        session.run("tar", "-xf", str(archive), "-C", str(tree), external=True)
-        archive.unlink()
+def _sources(session: nox.Session, wants: dict, folder: Path, python: Path) -> Path:
+    tree = _unpacked(session, wants, folder)
+    if "patch" in wants:
+        tree = _patched(session, tree, wants["patch"], folder)
     # A checkout compiles this helper when it starts; the wheel brings it.
     datasets = Path("megatron") / "core" / "datasets"
     (installed,) = python.parents[1].glob("lib/python*/site-packages")
@@ -253,6 +242,49 @@ def _sources(session: nox.Session, revision: str, folder: Path, python: Path) ->
         shutil.copy2(library, tree / datasets)
     (tree / datasets / "Makefile").write_text("all:\n\ttrue\n")
     return tree
+
+
+def _unpacked(session: nox.Session, wants: dict, folder: Path) -> Path:
+    """The packages of one commit that `wants` names, by default Megatron's."""
+    revision, packages = wants["commit"], wants.get("packages", ["megatron"])
+    clone = _clone(session, revision, wants.get("repository", UPSTREAM), folder)
+    tree = (folder / revision).absolute()
+    if not (tree / packages[-1]).exists():
+        tree.mkdir(parents=True, exist_ok=True)
+        archive = (folder / f"{revision}.tar").absolute()
+        command = ["git", "-C", str(clone), "archive", "-o", str(archive), revision, *packages]
+        session.run(*command, external=True)
+        session.run("tar", "-xf", str(archive), "-C", str(tree), external=True)
+        archive.unlink()
+    return tree
+
+
+def _patched(session: nox.Session, tree: Path, patch: dict, folder: Path) -> Path:
+    """A copy of the sources with a framework's own patch on top."""
+    copy = tree.with_name(f"{tree.name}-{patch['commit']}")
+    if not copy.exists():
+        clone = _clone(session, patch["commit"], patch["repository"], folder)
+        what = f"{patch['commit']}:{patch['path']}"
+        text = subprocess.check_output(["git", "-C", str(clone), "show", what])
+        half = copy.with_name(f"{copy.name}.part")
+        shutil.copytree(tree, half)
+        subprocess.run(["patch", "--strip=1", "--silent"], cwd=half, input=text, check=True)
+        half.rename(copy)
+    return copy
+
+
+def _clone(session: nox.Session, revision: str, repository: str, folder: Path) -> Path:
+    """One of the clones that MEGATRON_LM names, if one has the commit; else one of ours."""
+    for given in filter(None, os.environ.get("MEGATRON_LM", "").split(os.pathsep)):
+        asked = ["git", "-C", given, "cat-file", "-e", f"{revision}^{{commit}}"]
+        if subprocess.run(asked, stderr=subprocess.DEVNULL).returncode == 0:
+            return Path(given).absolute()
+    owner, name = repository.split("/")[-2:]
+    clone = (folder / f"{owner}-{name}").absolute()
+    if not clone.exists():
+        command = ["git", "clone", "--quiet", "--bare", "--filter=blob:none", repository]
+        session.run(*command, str(clone), external=True)
+    return clone
 
 
 @nox.session(venv_backend="none")

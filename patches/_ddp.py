@@ -42,6 +42,7 @@ _REVIEWED = {
         "8ee3dc7a52ac": "0.18.0 to 0.18.2",
         "72d1f77a07b6": "0.19.0 to 0.19.2",
         "10cbef4e096a": "dev, August 2026",
+        "fba2a8ca7467": "main, April 2026",
     },
     f"{_GROUP}.start_grad_sync": {
         "3d7ad4d330bb": "0.12.0 to 0.13.1",
@@ -110,6 +111,7 @@ def finalize_target(wrapper: Callable[..., Any]) -> Target:
             "57647ed5aefd": "0.18.0 to 0.18.2",
             "fc3f2fe46639": "0.19.0 to 0.19.2",
             "fed622e30b26": "main, August 2026",
+            "8f6314b8c7f0": "miles' fork, August 2026",
         },
     )
 

@@ -19,6 +19,7 @@ _REVIEWED = {
         "a8f5b130215d": "0.12.0 to 0.13.1",
         "ed939f25d63c": "0.14.0",
         "517a44685655": "0.15.0 to 0.19.2",
+        "7b945c8203df": "slime's patch and miles' fork, August 2026",
     },
     "load_state_dict": {
         "8caa0198d084": "0.12.0 to 0.12.3",
@@ -27,6 +28,7 @@ _REVIEWED = {
         "94e171bc79ce": "0.15.0 to 0.15.3",
         "cbe25a473496": "0.16.0 to 0.18.2",
         "0bc9f68a4a8c": "0.19.0 to 0.19.2",
+        "29e68aa9b850": "miles' fork, August 2026",
         "7e4330203d8a": "dev, August 2026",
     },
 }

@@ -32,6 +32,7 @@ def step_target(wrapper: Callable[..., Any]) -> Target:
             "b268595d385a": "0.12.0 to 0.13.1",
             "1e900fca72c8": "0.14.0 to 0.17.1",
             "80817c9c0ce2": "dev, February 2026",
+            "d2e6958051c3": "dev, July 2026",
             "cbc8aa632e4d": "0.18.0 to 0.19.2",
         },
     )

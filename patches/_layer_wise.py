@@ -45,6 +45,7 @@ def chunks_target() -> Target:
             "db6d20368be6": "0.17.0 to 0.17.1",
             "b40214db7eb1": "0.18.0 to 0.18.2",
             "15796a7c7ddc": "0.19.0 to 0.19.2",
+            "10c0be459ae3": "main, July 2026, and dev, August 2026",
         },
     )
 

@@ -40,6 +40,7 @@ _REVIEWED = {
         "67b949acf7eb": "0.18.0 to 0.18.2",
         "b66fcdb04fdb": "0.19.0 to 0.19.2",
         "10092ac41d56": "main, August 2026",
+        "8f77b97ef758": "miles' fork, August 2026",
         "36a1d9e3c568": "dev, August 2026",
     },
     "forward_backward_pipelining_without_interleaving": {

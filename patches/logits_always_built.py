@@ -218,6 +218,8 @@ PATCH = Patch(
                 "feff6abb0bea": "0.16.0 to 0.16.1",
                 "96d818591b9c": "dev, December 2025",
                 "50f008705494": "0.17.0 to 0.17.1",
+                "023d9db89203": "miles' fork, August 2026",
+                "46005bc84d11": "slime's patch, August 2026",
             },
         ),
     ),

@@ -7,19 +7,37 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent import casebook
+from megatron_idempotent import casebook, compatibility
 from megatron_idempotent.engine.catalogue import hazards
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-COMMITS = {each["name"]: each for each in PROJECT["tool"]["megatron-idempotent"]["commits"]}
+TABLE = PROJECT["tool"]["megatron-idempotent"]
+COMMITS = {each["name"]: each for each in TABLE["commits"]}
 REMEDY = "run `python -m megatron_idempotent.casebook` in the repository"
 
 
 def test_hazards_md_is_current():
     proven = json.loads((ROOT / casebook.PROVEN).read_text())
     assert (ROOT / "HAZARDS.md").read_text() == casebook.hazards_markdown(proven), REMEDY
+
+
+def test_the_page_of_frameworks_is_current():
+    proven = json.loads((ROOT / casebook.PROVEN).read_text())
+    page = compatibility.page(TABLE, proven)
+    assert (ROOT / casebook.COMPATIBILITY).read_text() == page, REMEDY
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [({"megatron": ["0.1"]}, "0.1, which is none of"), ({"patches": ["nope"]}, "names nope")],
+)
+def test_a_framework_on_what_was_never_run_is_refused(change, fault):
+    proven = json.loads((ROOT / casebook.PROVEN).read_text())
+    frameworks = [TABLE["frameworks"][0] | change]
+    with pytest.raises(ValueError, match=fault):
+        compatibility.page(TABLE | {"frameworks": frameworks}, proven)
 
 
 def test_every_hazard_was_run_on_every_release():
