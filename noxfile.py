@@ -23,6 +23,7 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 TABLE = PROJECT["tool"]["megatron-idempotent"]
 RELEASES = {release["megatron"]: release for release in TABLE["releases"]}
 NEWEST = list(RELEASES)[-1]
+TORCHES = {each["torch"]: each for each in TABLE["torches"]}
 COMMITS = {commit["name"]: commit for commit in TABLE["commits"]}
 UPSTREAM = "https://github.com/NVIDIA/Megatron-LM"
 WORK = Path(".nox")
@@ -32,7 +33,7 @@ SUITES = (
     *("tests/patches", "tests/step", "tests/logprobs", "tests/models", "tests/parity"),
     "tests/engine/test_case_files.py",
     "--ignore=tests/parity/test_hazards.py",
-    "--ignore-glob=tests/step/test_fsdp*",  # there is no Megatron in it
+    "--ignore-glob=tests/step/test_fsdp*",  # there is no Megatron in it, and `fsdp` runs it
     *("-m", "not exhaustive"),
 )
 SUITES_OF_COMMITS = (
@@ -40,6 +41,8 @@ SUITES_OF_COMMITS = (
     *("tests/patches/test_newer_megatron.py", "tests/patches/test_megatron_fsdp.py"),
     "--ignore=tests/parity/test_hazards.py",
 )
+#: FSDPTrainStep's own tests, and those that both engines are held to.
+FSDP = ("tests/step", "tests/models/test_hf_fsdp.py")
 #: What the gate runs of them; it proves every hazard, too.
 GATE = ("tests/engine/test_case_files.py",)
 # 0.15 builds a CUDA extension while it is imported; without a device torch finds no architecture to
@@ -68,6 +71,28 @@ def newest(session: nox.Session, version: str) -> None:
 
 
 @nox.session(venv_backend="none")
+@nox.parametrize(
+    ("torch", "version"), [(t, each) for t in TORCHES for each in TORCHES[t].get("suites", ())]
+)
+def older(session: nox.Session, torch: str, version: str) -> None:
+    """The newest release with an older torch: `nox -s "older(torch='2.11.0', version='3.12')"`."""
+    folder = WORK / f"older-{torch}-{version}"
+    if _run_release(session, NEWEST, version, folder, torch=torch):
+        _prove(session, folder, folder / "proven.json")
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("torch", [*TORCHES, TABLE["torch"]])
+def fsdp(session: nox.Session, torch: str) -> None:
+    """FSDPTrainStep on one torch: `nox -s "fsdp(torch='2.9.1')" -- [pytest arguments]`."""
+    version = RELEASES[NEWEST]["python"]
+    folder = WORK / f"fsdp-{torch}"
+    deselected = TORCHES.get(torch, {}).get("deselect", ())
+    wanted = " and ".join(["fsdp", *(f"not {name}" for name in deselected)])
+    _run_release(session, NEWEST, version, folder, torch=torch, suites=(*FSDP, "-k", wanted))
+
+
+@nox.session(venv_backend="none")
 @nox.parametrize("version", TABLE["engine"])
 def engine(session: nox.Session, version: str) -> None:
     """The patch engine's tests without torch or Megatron: `nox -s "engine(version='3.10')"`."""
@@ -93,19 +118,27 @@ def _install(session: nox.Session, python: Path, *packages: str) -> None:
     session.run(*command, external=True)
 
 
-def _run_release(session: nox.Session, megatron: str, version: str, folder: Path) -> bool:
+def _run_release(
+    session: nox.Session,
+    megatron: str,
+    version: str,
+    folder: Path,
+    *,
+    torch: str = TABLE["torch"],
+    suites: tuple[str, ...] = SUITES,
+) -> bool:
     """The suites on one release; whether these were all, and its hazards are to be proven too."""
     wants = RELEASES[megatron]
     python = _environment(session, version, folder)
     core, extra = (
         ("megatron-core[training]", "[trainer]") if wants["training"] else ("megatron-core", "")
     )
-    packages = [f"torch=={TABLE['torch']}", f"{core}=={megatron}", *wants["requires"]]
+    packages = [f"torch=={torch}", f"{core}=={megatron}", *wants["requires"]]
     groups = nox.project.dependency_groups(PROJECT, "test")
     _install(session, python, *packages, "-e", f".{extra}", *groups)
     cache = f"cache_dir={folder / 'pytest'}"
     gate_only = session.posargs == ["gate"]
-    chosen = GATE if gate_only else session.posargs or SUITES
+    chosen = GATE if gate_only else session.posargs or suites
     session.run(str(python), "-m", "pytest", "-o", cache, *chosen, env=ENVIRON, external=True)
     return gate_only or not session.posargs
 
@@ -120,12 +153,16 @@ def _prove(session: nox.Session, folder: Path, findings: Path) -> None:
 
 @nox.session(venv_backend="none")
 def matrix(session: nox.Session) -> None:
-    """Every release, the newest on each Python, and the engine alone; logs in .nox/.
+    """Every release, the newest on each Python and torch, and the engine alone; logs in .nox/.
 
     As many at once as there are cores (MATRIX_JOBS).
     """
     others = [f"newest(version='{version}')" for version in RELEASES[NEWEST]["also"]]
+    for torch, wants in TORCHES.items():
+        pythons = wants.get("suites", ())
+        others += [f"older(torch='{torch}', version='{version}')" for version in pythons]
     if not session.posargs:
+        others += [f"fsdp(torch='{torch}')" for torch in (*TORCHES, TABLE["torch"])]
         others += [f"engine(version='{version}')" for version in TABLE["engine"]]
     _run_all(session, [*_releases(RELEASES), *others], session.posargs)
     if not session.posargs:
@@ -152,7 +189,7 @@ def _run_all(session: nox.Session, names: list[str], arguments: list[str]) -> No
     with ThreadPoolExecutor(JOBS) as pool:
         results = list(pool.map(_in_a_process, names, [arguments] * len(names)))
     for name, code, seconds, last in results:
-        session.log(f"{name:28} {'passed' if code == 0 else 'FAILED':7} {seconds:5.0f} s  {last}")
+        session.log(f"{name:40} {'passed' if code == 0 else 'FAILED':7} {seconds:5.0f} s  {last}")
     failed = [name for name, code, _, _ in results if code]
     for name in failed:
         print(_log(name).read_text()[-8000:])
@@ -297,8 +334,8 @@ def pins(session: nox.Session) -> None:
 
 
 def _log(name: str) -> Path:
-    kind, _, value = name.partition("(")
-    return WORK / f"{kind}-{value.split(chr(39))[1]}.log"
+    kind, _, values = name.partition("(")
+    return WORK / f"{'-'.join([kind, *values.split(chr(39))[1::2]])}.log"
 
 
 def _in_a_process(name: str, arguments: list[str]) -> tuple[str, int, float, str]:

@@ -75,7 +75,8 @@ def locals_of(function: str, error: BaseException) -> Mapping[str, Any] | None:
     while link is not None:
         frame = link.tb_frame
         if frame.f_code.co_name == function and frame.f_globals.get("__name__") == MODULE:
-            return frame.f_locals
+            # From Python 3.13 on a proxy, whose keys() are a list that no set compares with.
+            return dict(frame.f_locals)
         link = link.tb_next
     return None
 

@@ -1,6 +1,6 @@
 """Process groups: gloo wherever NCCL is asked for. Imports torch; loaded by `enable()` only.
 
-gloo of torch 2.13 can do nearly all that Megatron calls: reduce_scatter_tensor,
+gloo of torch 2.8 to 2.13 can do nearly all that Megatron calls: reduce_scatter_tensor,
 all_gather_into_tensor, their coalesced forms, AVG, bf16 and fp16, unequal parts in reduce_scatter
 and all_to_all_single, and batch_isend_irecv. So the collectives are real ones, asynchronous handles
 included; only the backend and the form of some arguments change. An all_gather of unequal sizes,
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
 
 GROUP_MAKERS = (
     "init_process_group",
@@ -158,6 +158,8 @@ def replacements() -> list[tuple[Any, str, Any]]:
     for name in GROUP_MAKERS:
         replacement = on_gloo(getattr(dist, name))
         found += [(dist, name, replacement), (distributed_c10d, name, replacement)]
+        if name in vars(device_mesh):  # bound early; asks for NCCL before torch 2.11
+            found.append((device_mesh, name, replacement))
     exchange = with_listed_splits(dist.all_to_all_single)
     gather = with_unequal_sizes(dist.all_gather)
     send = holding_the_storage(dist.isend)

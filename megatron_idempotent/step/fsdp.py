@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from megatron_idempotent.window.agreement import DEADLINE_S
 
 from .fsdp_backend import FSDPBackend, stranger_shapes
+from .fsdp_internals import check_internals
 from .fsdp_run import Forward
 from .fsdp_state import AccumulatedSnapshot, Shards
 from .lifecycle import SplitStep
@@ -61,7 +62,7 @@ class FSDPTrainStep(SplitStep):
     Raises:
         ValueError: a model that is not sharded, or not all of it; an optimizer of other parameters;
             a scheduler that cannot be put back.
-        RuntimeError: a torch whose FSDP2 cannot be reset after an exception.
+        RuntimeError: a torch whose FSDP2 lacks what a step relies on; the error names it.
 
     Example:
         step = FSDPTrainStep(model, optimizer, scheduler)
@@ -139,11 +140,7 @@ def _check_scheduler(scheduler: Any) -> None:
 
 
 def _checked(model: Any, optimizer: Any) -> Shards:
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        raise RuntimeError(
-            "FSDPTrainStep() needs FSDPModule.reset_iter_state to go on after an exception, which "
-            f"torch {torch.__version__} lacks and 2.13 has"
-        )
+    check_internals()
     if not isinstance(model, FSDPModule):
         raise ValueError(
             f"FSDPTrainStep() got a {type(model).__name__} that is not fully sharded: apply "

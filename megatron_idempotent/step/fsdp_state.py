@@ -1,7 +1,8 @@
 """What `fully_shard` keeps while a step is open, how it is reduced at once, and how it is dropped.
 
-Stands on parts of torch.distributed.fsdp._fully_shard that have no public name, as of torch 2.13:
-the parameter groups of a model, the flags on them, and the callback that ends each backward.
+Stands on parts of torch.distributed.fsdp._fully_shard that have no public name: the parameter
+groups of a model, the flags on them, and the callback that ends each backward. `fsdp_internals`
+lists all of them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
+
+from .fsdp_internals import groups_of, mark_sharded, reset
 
 
 class Shards:
@@ -27,7 +29,7 @@ class Shards:
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         # fully_shard([a, b]) gives both modules one state.
         states = {id(s): s for s in (module._get_fsdp_state() for module in self._modules)}
-        self._groups = [group for s in states.values() for group in s._fsdp_param_groups]
+        self._groups = [group for s in states.values() for group in groups_of(s)]
         self._root = model._get_fsdp_state()
         widest = max(self._groups, key=lambda group: int(group.mesh_info.mesh.size()))
         # Each rank on a line of its own through the other dimensions, such as tensor parallelism.
@@ -117,15 +119,15 @@ class Shards:
     def settle(self) -> None:
         """Put back what forwards and backwards leave in FSDP2, exceptions in them included."""
         if self._root._is_root:  # before the first forward there is nothing, nor its streams
-            self.model.reset_iter_state()
+            reset(self.model)
         for group in self._groups:
             # Whatever the group has noted: an exception may have come between its parameters.
             for param in group.fsdp_params:
                 param.to_sharded()
-            group._sharded_state = ShardedState.SHARDED
+            mark_sharded(group)
 
     def drop(self) -> None:
-        """`settle`, and no gradients: reset_iter_state() leaves those that are accumulated."""
+        """`settle`, and no gradients: a reset leaves those that are accumulated."""
         self.settle()
         for group in self._groups:
             for param in group.fsdp_params:

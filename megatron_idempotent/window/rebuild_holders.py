@@ -71,10 +71,11 @@ def replace_everywhere(old: list[Any], new: list[Any]) -> list[str]:
 def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
     """Every object that refers to an outdated one, except for frames of this module."""
     wanted = substitutes.ids
-    found = gc.get_referrers(*substitutes.old)
+    asked = tuple(substitutes.old)  # from Python 3.13 on the tuple of arguments is found, too
+    found = gc.get_referrers(*asked)
     queue = gc.get_objects()
     seen: set[int] = set()
-    spared = {*spared, id(queue), id(found)}
+    spared = {*spared, id(queue), id(found), id(asked)}
     # What the collector does not list is found through what it lists. A million objects refer to
     # many more, so that each step of this is one loop in C.
     while queue:

@@ -16,6 +16,7 @@ DOC = Path(__file__).parents[2] / "docs" / "cpu-runtime.md"
 def snapshot():
     """Every name in the namespaces that the runtime touches, by identity."""
     import torch
+    import torch.distributed.device_mesh
     import torch.distributed.distributed_c10d
     import torch.utils._device
 
@@ -28,6 +29,7 @@ def snapshot():
         torch.cuda.ExternalStream,
         torch.accelerator,
         torch.distributed,
+        torch.distributed.device_mesh,
         torch.distributed.distributed_c10d,
         torch.autocast,
         torch.utils._device.DeviceContext,
@@ -135,7 +137,8 @@ def test_the_table_lists_exactly_what_is_replaced():
         # The same objects under the names of the submodules they come from.
         if name.rsplit(".", 1)[0]
         not in {f"torch.cuda.{m}" for m in ("graphs", "memory", "nvtx", "profiler", "random")}
-        | {"torch.cuda.streams", "torch.distributed.distributed_c10d"}
+        | {"torch.cuda.streams"}
+        | {"torch.distributed.device_mesh", "torch.distributed.distributed_c10d"}
     }
     assert unlisted == set()
     assert torch.cuda.is_available() is False
@@ -240,6 +243,14 @@ def test_other_devices_and_plain_calls_are_untouched():
         assert torch.zeros(2, device="meta").device.type == "meta"
         assert torch.zeros(2).to(torch.bfloat16).dtype is torch.bfloat16
         assert torch.ones(2).to(torch.zeros(1, dtype=torch.int8)).dtype is torch.int8
+
+
+def test_a_device_mesh_makes_its_groups_on_gloo_too():
+    import torch.distributed as dist
+    from torch.distributed import device_mesh
+
+    with cpu.enabled():  # before torch 2.11 it asks for NCCL where a device is available
+        assert device_mesh.new_group is dist.new_group
 
 
 def test_types_have_the_names_that_megatron_compares():

@@ -24,6 +24,8 @@ RELEASES = [release["megatron"] for release in TABLE["releases"]]
 PYTHONS = {
     python for each in TABLE["releases"] for python in (each["python"], *each.get("also", ()))
 }
+#: In order, with the one that the rest is run with as the last.
+TORCHES = [*(each["torch"] for each in TABLE["torches"]), TABLE["torch"]]
 LINES = [release.rpartition(".")[0] for release in RELEASES]
 
 
@@ -37,6 +39,21 @@ def test_a_tabled_release_is_the_newest_of_its_line_and_read_ones_are_older():
     for read in TABLE["read"]:
         newest = RELEASES[LINES.index(read.rpartition(".")[0])]
         assert Version(read) < Version(newest)
+
+
+def test_the_table_has_one_torch_per_line_in_order_without_gaps():
+    assert sorted(TORCHES, key=Version) == TORCHES
+    minors = [Version(torch).minor for torch in TORCHES]
+    assert minors == list(range(minors[0], minors[-1] + 1))
+    for each in TABLE["torches"]:
+        assert set(each.get("suites", ())) <= PYTHONS
+
+
+def test_the_torches_of_fsdp_are_said_where_people_look():
+    oldest, newest = (torch.rpartition(".")[0] for torch in (TORCHES[0], TORCHES[-1]))
+    for place in ("docs/train-step.md", "megatron_idempotent/step/fsdp_internals.py"):
+        text = " ".join((ROOT / place).read_text().replace('"', "").split())
+        assert f"torch from {oldest} to {newest}" in text, place
 
 
 def test_the_gate_holds_the_oldest_release_and_one_in_between():
@@ -78,6 +95,10 @@ def test_the_readme_names_the_releases_and_what_they_run_with():
     *pythons, newest = sorted(PYTHONS, key=Version)
     said = f"{', '.join(RELEASES[:-1])} and {RELEASES[-1]} with torch {TABLE['torch']} on Python "
     assert f"Tested on megatron-core {said}{', '.join(pythons)} and {newest}" in readme
+    for each in TABLE["torches"]:
+        if "suites" in each:
+            assert f"with torch {each['torch']} on Python {' and '.join(each['suites'])}" in readme
+    assert f"`FSDPTrainStep` on torch {TORCHES[0]} to {TORCHES[-1]}" in readme
 
 
 def test_the_hazards_were_run_on_the_tabled_releases():
@@ -87,19 +108,25 @@ def test_the_hazards_were_run_on_the_tabled_releases():
 
 def test_the_ci_workflow_takes_its_releases_from_nox():
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    assert "nox --session release newest engine --list --json" in workflow
-    assert not [release for release in RELEASES if release in workflow]
+    assert "nox --session release newest older fsdp engine --list --json" in workflow
+    assert not [release for release in (*RELEASES, *TORCHES) if release in workflow]
 
 
 @pytest.mark.skipif(find_spec("nox") is None, reason="nox is for development, not for the matrix")
 def test_nox_has_a_session_per_release():
-    asked = ["--session", "release", "newest", "engine", "--list", "--json"]
+    asked = ["--session", "release", "newest", "older", "fsdp", "engine", "--list", "--json"]
     command = [sys.executable, "-m", "nox", *asked]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     sessions = [session["session"] for session in json.loads(listed)]
     assert sessions == [
         *(f"release(megatron='{release}')" for release in RELEASES),
         *(f"newest(version='{version}')" for version in TABLE["releases"][-1]["also"]),
+        *(
+            f"older(torch='{each['torch']}', version='{version}')"
+            for each in TABLE["torches"]
+            for version in each.get("suites", ())
+        ),
+        *(f"fsdp(torch='{torch}')" for torch in TORCHES),
         *(f"engine(version='{version}')" for version in TABLE["engine"]),
     ]
 

@@ -12,11 +12,8 @@ import torch
 from split_bench import ROWS, cut, mask_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -119,6 +116,10 @@ class Trip:
 
 def watch_collectives(model, called):
     """Have `called` get "gather" or "scatter" before each."""
+    if not hasattr(FSDPModule, "set_custom_all_gather"):  # before torch 2.9
+        for function, name in (("foreach_all_gather", "gather"), ("foreach_reduce", "scatter")):
+            _watch_function(model, function, functools.partial(called, name))
+        return
 
     def watched(kind, name):
         class Watched(kind):
@@ -129,8 +130,19 @@ def watch_collectives(model, called):
         return Watched()
 
     for module in (*model.blocks, model):
-        module.set_custom_all_gather(watched(DefaultAllGather, "gather"))
-        module.set_custom_reduce_scatter(watched(DefaultReduceScatter, "scatter"))
+        module.set_custom_all_gather(watched(_fsdp_collectives.DefaultAllGather, "gather"))
+        module.set_custom_reduce_scatter(watched(_fsdp_collectives.DefaultReduceScatter, "scatter"))
+
+
+def _watch_function(model, name, called):
+    original = getattr(_fsdp_param_group, name)
+
+    def watched(params, *args, **kwargs):
+        if any(params[0]._module_info.module is module for module in model.modules()):
+            called()
+        return original(params, *args, **kwargs)
+
+    setattr(_fsdp_param_group, name, watched)
 
 
 def build(layout="shard", seed=7):
@@ -207,7 +219,9 @@ def one_shot(model, optimizer, scheduler, loss, batch, *, clip=True, replicas=No
         parameter.grad.mul_(replicas / float(counts[int(loss.kind == "token")]))
     # torch takes no norm over parameters of several meshes; without clipping, in float64.
     if clip:
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP).full_tensor()
+        # Not clip_grad_norm_: before torch 2.10 each rank adds its epsilon to its part of the norm.
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()
+        nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)
     else:
         whole = [parameter.grad.full_tensor().double() for parameter in model.parameters()]
         norm = nn.utils.get_total_norm(whole)

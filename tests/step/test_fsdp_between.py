@@ -10,6 +10,7 @@ def between_parameters() -> None:
     from torch import distributed
 
     from megatron_idempotent import WindowAborted
+    from megatron_idempotent.step.fsdp_internals import groups_of
 
     batch = data(1, 8, distributed.get_rank())
     loss = TokenLoss()
@@ -22,7 +23,7 @@ def between_parameters() -> None:
     parts = build()
     step = step_of(*parts)
     split_step(step, loss, batch, [1, 3])
-    (group,) = parts[0].blocks[0]._get_fsdp_state()._fsdp_param_groups
+    (group,) = groups_of(parts[0].blocks[0]._get_fsdp_state())
 
     def trip() -> None:
         raise Tripped("between")

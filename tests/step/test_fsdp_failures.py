@@ -76,6 +76,21 @@ def test_all_ranks_leave_at_places_of_each_kind(megatron_ranks):
     check_places(megatron_ranks(2, steps_with_failures, "shard", True, every=False))
 
 
+def with_our_reset(*args, **kwargs):
+    """On a rank: the same as before torch 2.13, which brings a reset of its own."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if hasattr(FSDPModule, "reset_iter_state"):
+        del FSDPModule.reset_iter_state
+    return steps_with_failures(*args, **kwargs)
+
+
+@pytest.mark.parametrize("layout", ["shard", "replicate and shard"])
+def test_our_own_reset_does_what_torchs_does(megatron_ranks, layout):
+    ranks = 4 if layout == "replicate and shard" else 2
+    check_places(megatron_ranks(ranks, with_our_reset, layout, True, every=False))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("last", [False, True])
 def test_all_ranks_leave_at_each_place(megatron_ranks, last):

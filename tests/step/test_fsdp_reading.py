@@ -166,7 +166,7 @@ def bad_arguments():
     import torch
     from fsdp_bench import Model, build, step_of
     from split_bench import ROWS, TokenLoss, data
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     from megatron_idempotent import FSDPTrainStep
 
@@ -201,9 +201,6 @@ def bad_arguments():
     step.abort()
     with pytest.raises(ValueError, match="part of a larger sharded model: pass that"):
         FSDPTrainStep(model.blocks[0], torch.optim.SGD(model.blocks[0].parameters()))
-    del FSDPModule.reset_iter_state  # as before torch 2.13
-    with pytest.raises(RuntimeError, match=r"needs FSDPModule\.reset_iter_state"):
-        FSDPTrainStep(model, optimizer)
 
 
 def test_bad_arguments_are_errors_that_name_the_remedy(megatron_ranks):
