@@ -43,7 +43,7 @@ class Drift:
     """`reviewed`: a person read every body; `holds`: not all, but they hold the fragments that the
     patch relies on; `fixed_upstream`; `missing`: a target is not in the tree (wheels before 0.17
     lack `megatron.training`); `drifted`: a body is new and the patch would be refused;
-    `not_affected`: the release is older than the hazard."""
+    `not_affected`: the release, or a body whatever the release says, is older than the hazard."""
     in_range: bool
     """True if the bodies decide. Where upstream has mended the hazard, `apply()` refuses the patch,
     whatever they say."""
@@ -143,6 +143,8 @@ def _stand(
         return "missing", verdict.reason, ""
     if verdict.status == "fixed_upstream":
         return "fixed_upstream", verdict.reason, ""
+    if verdict.status == "unsupported_version":
+        return "not_affected", verdict.reason, ""
     if verdict.status is None:
         known = all(verdict.bodies[t.address].hash in t.reviewed for t in patch.targets)
         return ("reviewed" if known else "holds"), verdict.reason, ""

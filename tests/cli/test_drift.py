@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_idempotent.cli import main
-from megatron_idempotent.engine import OPEN, UNTRIED
+from megatron_idempotent.engine import OPEN, UNTRIED, Patch, Reproduction, Target
 from megatron_idempotent.engine.catalogue import patches
-from megatron_idempotent.engine.source import locate
+from megatron_idempotent.engine.source import locate, read_body
 
 INFO = "megatron.core.package_info"
 RANDOM = "megatron.core.tensor_parallel.random"
@@ -248,3 +248,24 @@ def test_a_body_that_drifted_is_compared_by_statements_where_no_tree_has_the_one
     assert "start_grad_sync in " in after
     assert (at, gone) == ("@@", "-(1 statement)")
     assert new.startswith("+async def start_grad_sync(self")
+
+
+def test_a_body_of_before_the_hazard_is_not_called_new(tree, capsys, monkeypatch):
+    (target,) = patches()[PATCH].targets
+    body = read_body(tree / f"{target.module.replace('.', '/')}.py", target.qualname)
+    old = Target(
+        address=target.address, wrapper=target.wrapper, reviewed={body.hash: "0.12.0 to 0.15.3"}
+    )
+    patch = Patch(
+        id="some-symptom",
+        summary="it hurts",
+        since="0.16",
+        before=UNTRIED,
+        targets=(old,),
+        upstream="https://example.com",
+        reproduction=Reproduction(run=print, ranks=1, stock_error="."),
+    )
+    monkeypatch.setattr("megatron_idempotent.drift.patches", lambda: {patch.id: patch})
+    code, (row,) = rows(capsys, tree)
+    assert (code, row["standing"]) == (0, "not_affected")
+    assert "the hazard came with 0.16" in row["reason"]
