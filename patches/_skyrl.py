@@ -49,7 +49,9 @@ class SkyRL(Windows):
         )
         bench = self.bench
         bench.config.no_sync_func = None  # SkyRL sets none
-        self.model = self.module.MegatronModelWrapper(cfg, bench.chunks, bench.optimizer, self._policy_loss)
+        self.model = self.module.MegatronModelWrapper(
+            cfg, bench.chunks, bench.optimizer, self._policy_loss
+        )
         worker = _standins.import_alone(f"{WORKERS}.megatron_worker", *_ABSENT)
         worker.WeightChunk = SimpleNamespace
         self.worker = methods(
@@ -127,7 +129,7 @@ class SkyRL(Windows):
         module.to_te_attention_mask = lambda mask: mask
         module.recover_left_padding = lambda outputs, *_, **__: outputs
         module.from_parallel_logits_to_logprobs = self._logprobs_of
-        self._policy_loss = lambda *_, **__: (self._last, {})
+        self._policy_loss: Any = lambda *_, **__: (self._last, {})
         module.PolicyLossRegistry.get = lambda _: self._policy_loss
 
     def _logprobs_of(self, logits_BTV: Any, tokens_BT: Any, **_: Any) -> Any:

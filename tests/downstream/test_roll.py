@@ -11,7 +11,6 @@ import sys
 
 import pytest
 
-
 SOURCE = os.environ.get("ROLL_SOURCE", "")
 Outcome = tuple[list[float], bytes]
 
