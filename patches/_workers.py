@@ -97,10 +97,15 @@ class Windows:
         return self.fail == (site, self._read)
 
 
-def methods(of: type, **attributes: Any) -> Any:
-    """An object with the methods of a framework's class, and with nothing of its bases."""
-    own = {name: value for name, value in vars(of).items() if not name.startswith("__")}
-    made = type(of.__name__, (), own)()
+def methods(*of: type, **attributes: Any) -> Any:
+    """An object with the methods of a framework's classes, the last one's first, and no others."""
+    own = {
+        name: value
+        for each in of
+        for name, value in vars(each).items()
+        if not name.startswith("__")
+    }
+    made = type(of[-1].__name__, (), own)()
     vars(made).update(attributes)
     return made
 
