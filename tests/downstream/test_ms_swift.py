@@ -1,7 +1,7 @@
 """ms-swift's own `train_step` and `evaluate` on two ranks with both overlap flags: failures.
 
-`MS_SWIFT_SOURCE` names a checkout of ms-swift, or an unpacked wheel. Data and losses are replaced by
-small ones; window, step and evaluation are ms-swift's.
+`MS_SWIFT_SOURCE` names a checkout of ms-swift, or an unpacked wheel. Data and losses are replaced
+by small ones; window, step and evaluation are ms-swift's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not SOURCE, reason="MS_SWIFT_SOURCE names no che
 def windows(
     fail: tuple[str, int] | None, *, inferring: bool = False, applied: bool = True
 ) -> Outcome:
-    """On a rank: steps; after the first one, one that raises, or evaluations, one of which raises."""
+    """On a rank: steps; after the first, one that raises, or evaluations, one of which raises."""
     import megatron_idempotent
 
     sys.path.insert(0, SOURCE)
