@@ -155,6 +155,26 @@ def gather(chunk: Any) -> None:
             wait(group)
 
 
+def finish_update(chunks: list[Any]) -> None:
+    """Gather in these chunks, wrapped or not, what a step has left to the next forward.
+
+    All ranks of the chunks' data-parallel groups take part. Where nobody has watched the updates
+    everything is gathered. MXFP8 parameters that share memory with gradients are left alone.
+    """
+    for chunk in chunks:
+        options = getattr(chunk, "ddp_config", None)
+        if not getattr(options, "overlap_param_gather", False) or shares_memory_with_gradients(
+            chunk
+        ):
+            continue
+        groups = bucket_groups(chunk)
+        for group in groups:
+            if marked(group) is None:
+                mark(group)
+        if any(marked(group) or group.param_gather_handle is not None for group in groups):
+            gather(chunk)
+
+
 def shares_memory_with_gradients(chunk: Any) -> bool:
     """MXFP8 with reuse_grad_buf_for_mxfp8_param_ag: only the training loop can stage the update."""
     return bool(getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False))

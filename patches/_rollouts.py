@@ -19,6 +19,7 @@ _OPTIONS = {
     "ci_load_grad_norm": None,
     "ci_save_grad_norm": None,
     "ci_test": False,
+    "custom_megatron_before_log_prob_hook_path": None,
     "custom_megatron_before_train_step_hook_path": None,
     "data_pad_size_multiplier": 1,
     "debug_disable_optimizer": False,
@@ -30,6 +31,8 @@ _OPTIONS = {
     "rollout_batch_size": 1,
     "rollout_top_p": 1.0,
     "save_debug_train_data": None,
+    "use_dynamic_batch_size": False,
+    "use_rollout_entropy": False,
     "use_wandb": False,
 }
 
@@ -99,6 +102,22 @@ class Rollouts:
         self._rollout += 1
         self.module.train(**{name: offered[name] for name in parameters if name in offered})
 
+    def infer(self, *, first: int) -> None:
+        """The log-probs of a step's data: one call of slime's `forward_only()`."""
+        import torch
+
+        while len(self._batches) < (first + 1) * MICROBATCHES:
+            self._batches.append(next(self.program.data[0]))
+        data = _Data(self._batches[first * MICROBATCHES : (first + 1) * MICROBATCHES])
+        with torch.no_grad():
+            self.module.forward_only(
+                lambda output, **_: (torch.zeros(()), {"log_probs": [output]}),
+                self.program.args,
+                self.program.chunks,
+                [data],
+                [MICROBATCHES],
+            )
+
     def _stand_in(self, framework: str) -> None:
         from unittest.mock import MagicMock
 
@@ -130,6 +149,9 @@ class Rollouts:
             "multimodal_train_inputs": None,
             "packed_seq_params": None,
             "full_loss_masks": None,
+            "unconcat_tokens": None,
+            "total_lengths": None,
+            "response_lengths": None,
         }
 
     def _complete(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -42,6 +42,16 @@ def import_alone(module: str, *absent: str) -> Any:
     return importlib.import_module(module)
 
 
+def replace(*packages: str) -> None:
+    """Stand in for these packages from here on, installed or not."""
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    _finder.packages.update(packages)
+    for name in list(sys.modules):
+        if any(_is_in(name, package) for package in packages):
+            del sys.modules[name]
+
+
 class _Finder(MetaPathFinder):
     """Leaves what is `real` to the import system, and stands in for the rest of `packages`."""
 
@@ -53,11 +63,10 @@ class _Finder(MetaPathFinder):
         if fullname in self.real or not any(_is_in(fullname, name) for name in self.packages):
             return None
         spec = ModuleSpec(fullname, _Empty(), is_package=True)
-        if any(_is_in(name, fullname) for name in self.real):  # a parent, which leads to the file
-            parent = PathFinder.find_spec(fullname, path)
-            if parent is not None:
-                spec.submodule_search_locations = list(parent.submodule_search_locations or ())
-                spec.origin, spec.has_location = parent.origin, parent.has_location
+        there = PathFinder.find_spec(fullname, path)
+        if there is not None:  # it may lead to a file that is, or will be, real
+            spec.submodule_search_locations = list(there.submodule_search_locations or ())
+            spec.origin, spec.has_location = there.origin, there.has_location
         return spec
 
 
@@ -91,6 +100,10 @@ class Thing(metaclass=_Names):
 
     def __getattr__(self, name: str) -> Any:
         return _made(self, name)
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        """Itself: annotations may subscript it."""
+        return cls
 
 
 class _Standin(ModuleType):

@@ -1,4 +1,4 @@
-"""For reproductions: what a Megatron trainer of ms-swift is to its own methods."""
+"""For reproductions and tests: what a Megatron trainer of ms-swift is to its own methods."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import _standins
+from ._workers import Windows, methods
+
+_ABSENT = ("mcore_bridge", "modelscope", "transformers")
+MICROBATCHES = 4
 
 
 def trainer(method: str, options: Sequence[str]) -> Any:
@@ -20,9 +24,7 @@ def trainer(method: str, options: Sequence[str]) -> Any:
 
     running = program.start(options)
     running.args.is_multimodal = running.args.nccl_comm_warmup = False
-    module = _standins.import_alone(
-        "swift.megatron.trainers.base", "mcore_bridge", "modelscope", "transformers"
-    )
+    module = _standins.import_alone("swift.megatron.trainers.base", *_ABSENT)
     made = SimpleNamespace(
         args=running.args,
         config=running.config,
@@ -34,3 +36,52 @@ def trainer(method: str, options: Sequence[str]) -> Any:
     )
     made.call = lambda *args: getattr(module.BaseMegatronTrainer, method)(made, *args)
     return made
+
+
+class Swift(Windows):
+    """A model whose steps and evaluations are `train_step` and `evaluate` of ms-swift's trainer."""
+
+    def __init__(self, **layout: Any) -> None:
+        from megatron_idempotent.cpu import tiny
+
+        super().__init__(**layout)
+        module = _standins.import_alone("swift.megatron.trainers.base", *_ABSENT)
+        module.logical_and_across_model_parallel_group = lambda value: value
+        module.reduce_max_stat_across_model_parallel_group = lambda value: value
+        self.trainer = methods(
+            module.BaseMegatronTrainer,
+            args=SimpleNamespace(
+                num_microbatches=MICROBATCHES,
+                seq_length=tiny.SEQUENCE,
+                micro_batch_size=tiny.BATCH,
+                global_batch_size=1,
+                eval_iters=1,
+            ),
+            wrapped_models=self.bench.chunks,
+            optimizer=self.bench.optimizer,
+            opt_param_scheduler=SimpleNamespace(step=lambda increment: None),
+            enable_routing_replay=False,
+            eval_metrics=None,
+            forward_step=self._forward_step,
+            call_event=lambda _: None,
+            on_log=lambda **_: None,
+            _aggregated_metrics=lambda *_: None,
+        )
+
+    def train(self, seed: int) -> None:
+        """One `train_step`, in training mode."""
+        for chunk in self.bench.chunks:
+            chunk.train()
+        self.trainer.train_step(self._data(seed))
+
+    def logprobs(self, seed: int) -> None:
+        """One `evaluate`."""
+        self.trainer.evaluate(self._data(seed))
+
+    def _data(self, seed: int) -> Any:
+        return self.reading(self.batches(seed, MICROBATCHES))
+
+    def _forward_step(self, data: Any, model: Any) -> tuple[Any, Any]:
+        row = next(data)
+        logits_BTV = model(row["tokens"], row["positions"], row["mask"])
+        return logits_BTV, lambda output: (self.loss(output, row["tokens"]), {})

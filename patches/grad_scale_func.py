@@ -19,7 +19,8 @@ Affects:
     weakly: copies of the config do not copy the optimizer, and a pickled config arrives with None.
     Where the optimizer is gone the loss is left as it is, since nobody will unscale the gradients;
     so it is in a step for which the program's loss function has called `optimizer.scale_loss`
-    itself.
+    itself. AReaL's engine multiplies its losses by `get_loss_scale()`: while it does, what it
+    builds is left as it is.
 
 Upstream:
     https://github.com/NovaSky-AI/SkyRL/pull/1212 sets it for SkyRL's Megatron worker.
@@ -30,6 +31,7 @@ Remove when:
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
 _SCALED = "_megatron_idempotent_scaled_by_caller"
 _OURS = "_megatron_idempotent_scaling"
+# Module → class and method, of frameworks that multiply their losses by the scale themselves.
+_SCALE_THEMSELVES = {"areal.engine.megatron_engine": ("MegatronEngine", "train_batch")}
 
 
 class LossScale:
@@ -83,7 +87,7 @@ def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     chunks = arguments(original, args, kwargs)["model_chunks"]
     before = [(config, config.grad_scale_func) for config in map(get_model_config, chunks)]
     optimizer = original(*args, **kwargs)
-    if not isinstance(optimizer, MegatronOptimizer):
+    if not isinstance(optimizer, MegatronOptimizer) or _caller_scales():
         return optimizer
     scale = LossScale(optimizer)
     for config, function in before:
@@ -92,6 +96,19 @@ def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if unchanged and (function is None or _of_an_optimizer(function)):
             config.grad_scale_func = scale
     return optimizer
+
+
+def _caller_scales() -> bool:
+    """Whether a framework builds this optimizer whose own losses are multiplied by its scale."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        where = frame.f_globals
+        found = _SCALE_THEMSELVES.get(where.get("__name__", ""))
+        if found is not None:
+            method = getattr(where.get(found[0]), found[1], None)
+            return "get_loss_scale" in getattr(getattr(method, "__code__", None), "co_names", ())
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _of_an_optimizer(function: Any) -> bool:

@@ -3,7 +3,9 @@
 Symptom:
     `optimizer.step()` reports success with a gradient norm of 0 and moves the parameters by its
     momentum alone, after `offload_grad_buffers()` and `restore_grad_buffers()` since the backward:
-    a generation or an evaluation between the window and its step. No error.
+    a generation or an evaluation between the window and its step. No error. The same with a
+    buffer's own `offload_to_cpu()` and `reload_from_cpu()`, which NeMo-RL's workers call: of a step
+    in several pieces only the gradients after the last offload are left.
 
 Cause:
     Upstream frees the buffers and zeroes what it allocates instead; it never asks whether somebody
@@ -61,6 +63,15 @@ def offload(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any)
         setattr(_whole(buffer.grad_data), _DROPPED, True)
 
 
+def offload_buffer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Around a buffer's `offload_to_cpu`, which may leave the gradients where they are."""
+    grads = self.grad_data
+    pending = grads is not None and _pending(grads)
+    original(self, *args, **kwargs)
+    if pending and not grads.untyped_storage().size():
+        setattr(_whole(grads), _DROPPED, True)
+
+
 def reset(original: Callable[..., None], self: Any) -> None:
     """Around a buffer's zeroing: what was dropped is not wanted any more."""
     original(self)
@@ -77,7 +88,7 @@ def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> 
     dropped = sum(_DROPPED in vars(grad) for grad in grads)
     if dropped:
         raise RuntimeError(
-            f"optimizer.step() needs gradients that offload_grad_buffers() has dropped, in "
+            f"optimizer.step() needs gradients that an offload of their buffer has dropped, in "
             f"{dropped} of {len(grads)} buffers: no step had used them by then. Step before the "
             "buffers are offloaded; to do without these gradients, call zero_grad_buffer() and run "
             "the window again"
@@ -125,18 +136,18 @@ def reproduce() -> None:
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build()
-    model.forward_backward(2, data_seed=0)
-    for chunk in model.chunks:
-        chunk.offload_grad_buffers()
-        chunk.restore_grad_buffers()
-    try:
-        _, norm, _ = model.step()
-    except RuntimeError as refusal:
-        if "has dropped" in str(refusal):
-            return
-        raise
-    if float(norm) == 0.0:
-        raise RuntimeError("the step's gradient norm is 0 after an offload of the buffers")
+    for way in (_offloaded, _offloaded_one_by_one):
+        model.forward_backward(2, data_seed=0)
+        for chunk in model.chunks:
+            way(chunk)
+        try:
+            _, norm, _ = model.step()
+        except RuntimeError as refusal:
+            if "has dropped" in str(refusal):
+                continue
+            raise
+        if float(norm) == 0.0:
+            raise RuntimeError("the step's gradient norm is 0 after an offload of the buffers")
 
 
 def neighbour() -> object:
@@ -164,6 +175,7 @@ def neighbour() -> object:
             if success != (data_seed != 1):
                 raise RuntimeError(f"step {data_seed} returned {success}")
             _offloaded(chunk)
+            _offloaded_one_by_one(chunk)
         found.append(model.parameters().numpy().tobytes())
     return found
 
@@ -171,6 +183,12 @@ def neighbour() -> object:
 def _offloaded(chunk: Any) -> None:
     chunk.offload_grad_buffers()
     chunk.restore_grad_buffers()
+
+
+def _offloaded_one_by_one(chunk: Any) -> None:
+    for buffer in chunk.buffers:
+        buffer.offload_to_cpu(move_params=False)
+        buffer.reload_from_cpu(move_params=False)
 
 
 PATCH = Patch(
@@ -185,6 +203,12 @@ PATCH = Patch(
             "DistributedDataParallel.offload_grad_buffers",
             wrapper=offload,
             reviewed={"72b609a42926": "0.16.0 to 0.19.2"},
+        ),
+        Target(
+            address="megatron.core.distributed.param_and_grad_buffer:"
+            "_ParamAndGradBuffer.offload_to_cpu",
+            wrapper=offload_buffer,
+            reviewed={"b6cd38da33a5": "0.16.0 to 0.19.2"},
         ),
         buffer_reset_target(reset),
         _optimizers.step_target("ChainedOptimizer", step),

@@ -1,7 +1,7 @@
 """Each patch for a framework against that framework's own code, where a checkout or wheel is given.
 
-`SLIME_SOURCE`, `MILES_SOURCE`, `MEGATRON_BRIDGE_SOURCE`, `MS_SWIFT_SOURCE`, `MCORE_ADAPTER_SOURCE`
-and `VERL_SOURCE` name the folder that holds the package (of a wheel: unpacked).
+`SLIME_SOURCE`, `MILES_SOURCE`, `MEGATRON_BRIDGE_SOURCE`, `MS_SWIFT_SOURCE`, `MCORE_ADAPTER_SOURCE`,
+`VERL_SOURCE` and `NEMO_RL_SOURCE` name the folder that holds the package (of a wheel: unpacked).
 """
 
 from __future__ import annotations

@@ -135,3 +135,26 @@ def train_with_a_custom_no_sync() -> None:
 def test_a_custom_no_sync_func_still_meets_slimes_assertion(megatron_ranks):
     with pytest.raises(RankError, match=r"config\.no_sync_func must be None"):
         megatron_ranks(2, train_with_a_custom_no_sync)
+
+
+def inferring(fail_at: int | None, passes: bool = True):
+    """On a rank: two rollouts, and log-probs before each, of which a pass may fail."""
+    from megatron_idempotent.patches._train import Broken
+
+    rollouts = start()
+    for number in range(2):
+        if passes:
+            rollouts._read, rollouts.fail_at = 0, fail_at
+            if fail_at is None:
+                rollouts.infer(first=number)
+            else:
+                with pytest.raises(Broken):
+                    rollouts.infer(first=number)
+            rollouts.fail_at = None
+        rollouts.train(1, first=number)
+    return outcome(rollouts)
+
+
+@pytest.mark.parametrize("fail_at", [None, 1, 3])
+def test_log_probs_between_rollouts_change_nothing(fail_at, megatron_ranks):
+    assert megatron_ranks(2, inferring, fail_at) == megatron_ranks(2, inferring, None, passes=False)

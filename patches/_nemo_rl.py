@@ -1,0 +1,269 @@
+"""What the case files about NeMo-RL's Megatron workers share.
+
+`NemoRL` is for reproductions: the workers around a tiny model.
+The workers, the forward and backward, the timers and the decorators are NeMo-RL's, from the modules
+on the path. Its data, metrics and weight exchange are stand-ins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+from . import _standins
+from ._workers import Windows, methods
+
+POLICY = "nemo_rl.models.policy.workers.megatron_policy_worker:MegatronPolicyWorkerImpl"
+VALUE = "nemo_rl.models.value.workers.megatron_value_worker:MegatronValueWorkerImpl"
+UPSTREAM = (
+    "https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/policy/workers/"
+    "megatron_policy_worker.py"
+)
+MICROBATCHES = 4
+_ABSENT = ("megatron.bridge", "transformers")
+
+
+class NemoRL(Windows):
+    """A model that one of NeMo-RL's workers holds, as after the worker's `__init__`.
+
+    Args:
+        worker: `policy` or `value`.
+        layout: for `cpu.tiny.build`.
+
+    Example:
+        nemo = NemoRL(overlap_param_gather=True)
+        nemo.train(0)
+        nemo.logprobs(1)
+    """
+
+    def __init__(self, worker: str = "policy", **layout: Any) -> None:
+        super().__init__(
+            **{"config_overrides": {"calculate_per_token_loss": True}, "align": True, **layout}
+        )
+        from megatron.core import parallel_state
+
+        (model,) = self.bench.chunks
+        ddp = model.ddp_config
+        self.module, made = _modules(worker)
+        self._stand_in()
+        self.worker = methods(
+            made,
+            model=model,
+            optimizer=self.bench.optimizer,
+            scheduler=SimpleNamespace(
+                get_lr=lambda _: 1e-3, get_wd=lambda: 0.0, step=lambda increment: None
+            ),
+            cfg=_Config(
+                train_global_batch_size=parallel_state.get_data_parallel_world_size(),
+                train_micro_batch_size=1,
+                logprob_batch_size=1,
+                max_total_sequence_length=1,
+                sequence_packing={"enabled": False},
+                megatron_cfg=_Config(
+                    empty_unused_memory_level=0,
+                    moe_per_layer_logging=False,
+                    distributed_data_parallel_config={
+                        "overlap_grad_reduce": ddp.overlap_grad_reduce
+                    },
+                ),
+            ),
+            rank=0,
+            dtype=None,
+            dp_size=1,
+            fp8_cfg=None,
+            sampling_params=None,
+            draft_model=None,
+            defer_fp32_logits=False,
+            optimizer_cpu_offload=False,
+            offload_optimizer_for_logprob=False,
+            offload_optimizer_for_refit=False,
+            media_placeholder_token_id=None,
+            delegate_pack_to_model=False,
+            delegate_mtp_loss_mask_to_model=False,
+            model_slices_context_parallel_inputs=False,
+            refit_conversion_tasks=[],
+            checkpointing_context=None,
+            should_disable_forward_pre_hook=ddp.overlap_param_gather,
+            mcore_state=SimpleNamespace(
+                straggler_timer=None,
+                cfg=SimpleNamespace(
+                    checkpoint=SimpleNamespace(save=None, async_save=False),
+                    model=SimpleNamespace(seq_length=1),
+                ),
+                train_state=SimpleNamespace(floating_point_operations_so_far=0),
+            ),
+            megatron_cfg=SimpleNamespace(optimizer=None, ddp=None),
+            megatron_bridge=SimpleNamespace(export_hf_weights=_weights),
+            _policy_like_cfg={"sequence_packing": {"enabled": False}},
+            _router_replay_enabled=False,
+            _first_train_step_forward_pre_hook_disabled=False,
+            _first_train_step_param_sync_func=None,
+            _async_checkpoint_cuda_cache_active=False,
+        )
+        if worker == "value":
+            self.worker.timer = None
+        else:
+            timer = _standins.import_alone("nemo_rl.utils.timer")
+            self.worker.timer = timer.Timer()
+            self.worker._collect_mtp_metrics = lambda *_: None
+
+    def train(self, seed: int, *, eval_mode: bool = False) -> Any:
+        """One call of the worker's `train`: a window and, unless told otherwise, a step."""
+        return self.worker.train(self._data(seed), self._loss_of, eval_mode=eval_mode)
+
+    def begin(self) -> None:
+        """One call of the policy worker's `begin_train_step`."""
+        self.worker.begin_train_step(self._loss_of)
+
+    def chunk(self, seed: int) -> None:
+        """One call of the policy worker's `train_microbatch`, of several microbatches."""
+        self.worker.train_microbatch(self._data(seed))
+
+    def logprobs(self, seed: int) -> bytes:
+        """The bits that the policy worker's `get_logprobs` returns."""
+        return _bits(self.worker.get_logprobs(data=self._data(seed))["logprobs"])
+
+    def reference(self, seed: int) -> bytes:
+        """The bits that the policy worker's `get_reference_policy_logprobs` returns."""
+        found = self.worker.get_reference_policy_logprobs(data=self._data(seed))
+        return _bits(found["reference_logprobs"])
+
+    def values(self, seed: int) -> bytes:
+        """The bits that the value worker's `get_values` returns."""
+        return _bits(self.worker.get_values(self._data(seed))["values"])
+
+    def exported(self) -> bytes:
+        """The bits of the weights that the policy worker hands out."""
+        import torch
+
+        with torch.no_grad():
+            pairs = list(self.worker._iter_params_with_optional_kv_scales())
+        return b"".join(_bits(tensor) for _, tensor in pairs)
+
+    def remember_reference(self) -> None:
+        """Let the reference be another model than the policy, as the worker's set-up does."""
+        self.worker.reference_state_dict = {
+            name: item.detach().clone() * 0.5
+            for name, item in self.worker.model.state_dict().items()
+            if hasattr(item, "detach")
+        }
+
+    def _data(self, seed: int) -> Any:
+        import torch
+
+        batches = self.batches(seed, MICROBATCHES)
+        data = _Data(
+            input_ids=torch.cat([batch["tokens"] for batch in batches]),
+            sample_mask=torch.ones(len(batches)),
+        )
+        data.size, data.microbatches = 1, batches
+        return data
+
+    def _loss_of(self, logits_BTV: Any, tokens_BT: Any, tokens: Any) -> tuple[Any, dict[str, Any]]:
+        loss = self.loss(logits_BTV, tokens_BT) / tokens
+        return loss, {"loss": loss.detach().clone()}
+
+    def _iterator(self, data: Any, *_: Any, **__: Any) -> tuple[Any, ...]:
+        from megatron_idempotent.cpu import tiny
+
+        rows = [_microbatch(batch) for batch in data.microbatches]
+        return self.reading(rows), len(rows), tiny.BATCH, tiny.SEQUENCE, tiny.SEQUENCE
+
+    def _stand_in(self) -> None:
+        import torch
+
+        one = torch.tensor(1.0)
+        given: dict[str, Any] = {
+            "BatchedDataDict": _Data,
+            "get_microbatch_iterator": self._iterator,
+            "process_global_batch": lambda data, **_: {
+                "batch": data,
+                "global_valid_seqs": one,
+                "global_valid_toks": torch.tensor(2.0),
+            },
+            "logical_and_across_model_parallel_group": lambda value, **_: value,
+            "reduce_max_stat_across_model_parallel_group": lambda value, **_: value,
+            "broadcast_loss_metrics_from_last_stage": lambda value: value,
+            "broadcast_tensors_from_last_stage": lambda value: value,
+        }
+        for name, value in given.items():
+            setattr(self.module, name, value)
+        train = _standins.import_alone("nemo_rl.models.megatron.train")
+        train.wrap_loss_fn_with_input_preparation = _call_loss
+        train.get_capture_context = lambda *_: (contextlib.nullcontext(), None)
+        train.need_top_k_or_top_p_filtering = lambda _: False
+        train.from_parallel_logits_to_logprobs = self._logprobs_of
+
+    def _logprobs_of(self, logits_BTV: Any, *, target: Any, **_: Any) -> Any:
+        self.loss(logits_BTV, target)
+        return logits_BTV.float().log_softmax(-1).gather(-1, target[..., None])[:, :-1, 0]
+
+
+class _Config(dict):  # type: ignore[type-arg]
+    """NeMo-RL's configurations are dictionaries."""
+
+
+class _Data(dict):  # type: ignore[type-arg]
+    """What NeMo-RL's `BatchedDataDict` is to the workers."""
+
+    size: int
+    microbatches: list[Any]
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        return cls
+
+    def get_multimodal_dict(self, **_: Any) -> dict[str, Any]:
+        return {}
+
+    def to(self, _: str) -> _Data:
+        return self
+
+
+def _modules(worker: str) -> tuple[Any, type]:
+    """The module of a worker, and the class whose methods it defines."""
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+
+    for name in ("FullyShardedDataParallelV1", "FullyShardedDataParallelV2"):
+        if not hasattr(mcore_fsdp_adapter, name):  # up to 0.19 there is one
+            setattr(mcore_fsdp_adapter, name, type(name, (), {}))
+    _standins.replace("ray")  # which would make an actor of a class with stand-ins for bases
+    for module in ("nemo_rl.utils.nsys", "nemo_rl.utils.timer", "nemo_rl.models.megatron.train"):
+        _standins.import_alone(module, *_ABSENT)
+    if worker == "policy":
+        module = _standins.import_alone(POLICY.split(":")[0], *_ABSENT)
+        return module, module.MegatronPolicyWorkerImpl
+    module = _standins.import_alone(VALUE.split(":")[0], *_ABSENT)
+    return module, module.MegatronValueWorkerImpl
+
+
+def _microbatch(batch: dict[str, Any]) -> SimpleNamespace:
+    return SimpleNamespace(
+        data_dict=_Data(input_ids=batch["tokens"]),
+        input_ids=batch["tokens"],
+        input_ids_cp_sharded=batch["tokens"],
+        attention_mask=batch["mask"],
+        position_ids=batch["positions"],
+        packed_seq_params=None,
+        cu_seqlens_padded=None,
+        mtp_loss_mask=None,
+        routed_experts_cp_sharded=None,
+        media_token_validity_mask=None,
+    )
+
+
+def _call_loss(
+    logits_BTV: Any, *, loss_fn: Any, data: Any, global_valid_toks: Any, **_: Any
+) -> tuple[Any, dict[str, Any]]:
+    made: tuple[Any, dict[str, Any]] = loss_fn(logits_BTV, data["input_ids"], global_valid_toks)
+    return made
+
+
+def _weights(chunks: list[Any], **_: Any) -> Any:
+    for chunk in chunks:
+        yield from chunk.module.named_parameters()
+
+
+def _bits(tensor: Any) -> bytes:
+    bits: bytes = tensor.detach().float().numpy().tobytes()
+    return bits

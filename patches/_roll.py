@@ -1,0 +1,95 @@
+"""What the case files about ROLL's Megatron strategy share.
+
+`Roll` is for reproductions: ROLL's own `train_step` around a tiny model. Its data, and the forward
+step of a microbatch, are stand-ins.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from . import _standins
+from ._workers import Windows, methods
+
+MODULE = "roll.distributed.strategy.megatron_strategy"
+MICROBATCHES = 4
+_ABSENT = ("codetiming", "transformers", "datasets", "tensordict", "peft")
+
+
+class Roll(Windows):
+    """A model that ROLL's strategy trains, as after `initialize`.
+
+    Example:
+        roll = Roll(overlap_param_gather=True)
+        roll.train(0)
+    """
+
+    def __init__(self, **layout: Any) -> None:
+        super().__init__(**layout)
+        _standins.replace("ray", "mcore_adapter")  # a folder of the checkout
+        self.module = _standins.import_alone(MODULE, *_ABSENT)
+        bench = self.bench
+        for name in ("make_micro_batch_iter_for_dynamic_batching", "append_to_dict"):
+            setattr(self.module, name, lambda *_: None)
+        self.strategy = methods(
+            self.module.MegatronTrainStrategy,
+            model=_Models(bench.chunks, bench.config),
+            optimizer=bench.optimizer,
+            scheduler=SimpleNamespace(step=lambda: None),
+            enable_router_replay=False,
+            use_sequence_packing=False,
+            seq_length=bench.chunks[0].module.max_sequence_length,
+            worker_config=SimpleNamespace(
+                name="actor",
+                use_dynamic_batching_in_train=False,
+                training_args=SimpleNamespace(per_device_train_batch_size=1),
+            ),
+            megatron_train_args=SimpleNamespace(gradient_accumulation_steps=MICROBATCHES),
+            forward_backward_func=self._forward_backward,
+            inner_forward_step=self._forward_step,
+            load_states=lambda **_: None,
+            offload_states=lambda **_: None,
+            _get_batch_num_tokens=lambda *_, **__: 1,
+            _get_global_valid_samples=lambda *_, **__: 1,
+        )
+
+    def train(self, seed: int) -> None:
+        """One call of the strategy's `train_step`."""
+        rows = [_row(batch) for batch in self.batches(seed, MICROBATCHES)]
+        batch = SimpleNamespace(
+            meta_info={},
+            batch=SimpleNamespace(batch_size=[MICROBATCHES]),
+            chunk=lambda chunks: rows,
+        )
+        self.strategy.train_step(batch, None)
+
+    def _forward_backward(self, *, data_iterator: Any, **call: Any) -> Any:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        data = [self.reading(list(each)) for each in data_iterator]
+        return get_forward_backward_func()(data_iterator=data, **call)
+
+    def _forward_step(self, _: Any, data: Any, model: Any) -> tuple[Any, Any]:
+        row = next(data).row
+        logits_BTV = model(row["tokens"], row["positions"], row["mask"])
+        return logits_BTV, lambda output: (self.loss(output, row["tokens"]), {})
+
+
+class _Models(list):  # type: ignore[type-arg]
+    """What mcore_adapter's list of model chunks is to the strategy."""
+
+    def __init__(self, chunks: list[Any], config: Any) -> None:
+        super().__init__(chunks)
+        self.config = config
+
+    def get_models(self) -> list[Any]:
+        return list(self)
+
+    def train(self) -> None:
+        for chunk in self:
+            chunk.train()
+
+
+def _row(batch: dict[str, Any]) -> SimpleNamespace:
+    return SimpleNamespace(meta_info={}, batch=SimpleNamespace(batch_size=[1]), row=batch)

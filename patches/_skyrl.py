@@ -1,0 +1,167 @@
+"""What the case files about SkyRL's Megatron worker share.
+
+`SkyRL` is for reproductions: SkyRL's own model wrapper and `optim_step` around a tiny model.
+The rest of its worker, its data and its losses are stand-ins.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from . import _standins
+from ._workers import Windows, methods
+
+WORKERS = "skyrl.backends.skyrl_train.workers.megatron"
+WRAPPER = f"{WORKERS}.megatron_model_wrapper:MegatronModelWrapper"
+UPSTREAM = (
+    "https://github.com/NovaSky-AI/SkyRL/blob/main/skyrl/backends/skyrl_train/workers/megatron/"
+    "megatron_model_wrapper.py"
+)
+MICROBATCHES = 4
+_ABSENT = ("megatron.bridge", "transformers", "omegaconf", "loguru", "huggingface_hub", "peft")
+
+
+class SkyRL(Windows):
+    """A model that SkyRL's Megatron worker trains, as after `init_model`.
+
+    Example:
+        skyrl = SkyRL()
+        skyrl.forward_backward(0)
+        skyrl.forward_backward(1)
+        skyrl.step()
+    """
+
+    def __init__(self, **layout: Any) -> None:
+        super().__init__(**layout)
+        _standins.replace("ray")
+        self.module = _standins.import_alone(WRAPPER.split(":")[0], *_ABSENT)
+        self._stand_in()
+        cfg = SimpleNamespace(
+            remove_microbatch_padding=False,
+            logprobs_chunk_size=None,
+            policy=SimpleNamespace(
+                megatron_config=SimpleNamespace(
+                    mtp_loss_weight=0.0, mtp_loss_chunk_size=None, mtp_loss_topk=None
+                )
+            ),
+            algorithm=SimpleNamespace(policy_loss_type="cross_entropy"),
+        )
+        bench = self.bench
+        bench.config.no_sync_func = None  # SkyRL sets none
+        self.model = self.module.MegatronModelWrapper(
+            cfg, bench.chunks, bench.optimizer, self._policy_loss
+        )
+        worker = _standins.import_alone(f"{WORKERS}.megatron_worker", *_ABSENT)
+        worker.WeightChunk = SimpleNamespace
+        self.worker = methods(
+            worker.MegatronPolicyWorkerBase,
+            model=self.model,
+            actor_module=bench.chunks,
+            optimizer=bench.optimizer,
+            scheduler=None,
+            strategy=SimpleNamespace(optimizer_step=_optimizer_step),
+        )
+        self.exporter = methods(
+            worker.MegatronWeightExtractor,
+            actor_module=bench.chunks,
+            enable_bucketing=False,
+            bridge=SimpleNamespace(export_hf_weights=_weights),
+            _ensure_buckets_initialized=lambda: None,
+        )
+
+    def forward_backward(self, seed: int) -> None:
+        """One call of `forward_backward_mini_batch`."""
+        self.model.train()
+        self._call(seed, forward_only=False)
+
+    def train(self, seed: int) -> None:
+        """A window of one call, and its step."""
+        self.forward_backward(seed)
+        self.step()
+
+    def step(self) -> float | None:
+        """One call of the worker's `optim_step`: its gradient norm."""
+        norm: float | None = self.worker.optim_step()
+        return norm
+
+    def logprobs(self, seed: int) -> None:
+        """A forward-only call, as for log-probs."""
+        import torch
+
+        self.model.eval()
+        with torch.no_grad():
+            self._call(seed, forward_only=True)
+
+    def exported(self) -> bytes:
+        """The bits of the weights that the worker hands out."""
+        import torch
+
+        with torch.no_grad():
+            chunks = list(self.exporter.extract_weights(torch.float32))
+        return b"".join(t.detach().numpy().tobytes() for chunk in chunks for t in chunk.tensors)
+
+    def _call(self, seed: int, *, forward_only: bool) -> None:
+        from megatron_idempotent.cpu import tiny
+
+        self.model.forward_backward_mini_batch(
+            micro_batches=[_microbatch(batch) for batch in self.batches(seed, MICROBATCHES)],
+            seq_len=tiny.SEQUENCE,
+            micro_batch_size=tiny.BATCH,
+            forward_only=forward_only,
+            return_per_token_outputs=False,
+        )
+
+    def _stand_in(self) -> None:
+        import torch
+        from megatron.core.utils import get_model_config
+
+        module = self.module
+        module.get_model_config = get_model_config
+        module.make_batch_generator = lambda batches, vpp_size: self.reading(batches)
+        module._copy_tensor_dict_to_device = lambda batch, _: dict(batch)
+        module.is_fp8_enabled = lambda _: False
+        module.remove_left_padding = lambda tokens_BT, mask, positions_BT, **_: (
+            tokens_BT,
+            torch.ones(1, 1, *[tokens_BT.shape[1]] * 2).tril() < 0.5,
+            positions_BT,
+        )
+        module.to_te_attention_mask = lambda mask: mask
+        module.recover_left_padding = lambda outputs, *_, **__: outputs
+        module.from_parallel_logits_to_logprobs = self._logprobs_of
+        self._policy_loss: Any = lambda *_, **__: (self._last, {})
+        module.PolicyLossRegistry.get = lambda _: self._policy_loss
+
+    def _logprobs_of(self, logits_BTV: Any, tokens_BT: Any, **_: Any) -> Any:
+        self._last = self.loss(logits_BTV, tokens_BT)
+        return logits_BTV.float().log_softmax(-1).gather(-1, tokens_BT[..., None])[:, :-1, 0]
+
+
+def _optimizer_step(optimizer: Any, model: Any, scheduler: Any, name: str) -> Any:
+    """What SkyRL's strategy does, but for the scheduler."""
+    _, norm, _ = optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def _microbatch(batch: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    return {
+        "sequences": batch["tokens"],
+        "attention_mask": torch.ones_like(batch["tokens"]),
+        "position_ids": batch["positions"],
+        "num_actions": batch["tokens"].shape[1] - 1,
+        "old_action_log_probs": None,
+        "base_action_log_probs": None,
+        "advantages": None,
+        "loss_mask": None,
+        "rollout_action_logprobs": None,
+        "rollout_expert_indices": None,
+        "num_microbatches": MICROBATCHES,
+    }
+
+
+def _weights(chunks: list[Any], **_: Any) -> Any:
+    for chunk in chunks:
+        yield from chunk.module.named_parameters()

@@ -1,0 +1,84 @@
+"""For tests: verl's own Megatron engine around a tiny model.
+
+`train_batch`, `infer_batch`, the wiring and the modes are verl's; its data and losses are
+stand-ins.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from . import _standins
+from ._workers import Windows, methods
+
+BASE = "verl.workers.engine.base"
+MODULE = "verl.workers.engine.megatron.transformer_impl"
+WIRING = "verl.utils.megatron_utils"
+MICROBATCHES = 4
+_ABSENT = ("transformers", "omegaconf", "tensordict", "mbridge", "peft")
+
+
+class Verl(Windows):
+    """A model that verl's engine trains, as after `initialize`, with nothing offloaded."""
+
+    def __init__(self, **layout: Any) -> None:
+        import torch
+
+        super().__init__(wire=False, **layout)
+        _standins.replace("ray")
+        wiring = _standins.import_alone(WIRING, *_ABSENT)
+        base = _standins.import_alone(BASE, *_ABSENT)
+        self.module = module = _standins.import_alone(MODULE, *_ABSENT)
+        bench = self.bench
+        wiring.register_megatron_training_hooks(bench.chunks, bench.optimizer)
+        base.maybe_fix_3d_position_ids = lambda _: None
+        base.get_device_name = module.get_device_name = lambda: "cuda"
+        module.get_device_id = lambda: "cpu"
+        module.prepare_micro_batches = lambda data, **_: (data.rows, None)
+        module.make_batch_generator = lambda rows, vpp_size: self.reading(rows)
+        module.postprocess_batch_func = lambda output_lst, **_: {"metrics": {}}
+        self.engine = methods(
+            base.BaseEngine,
+            module.MegatronEngine,
+            module=bench.chunks,
+            optimizer=bench.optimizer,
+            engine_config=SimpleNamespace(context_parallel_size=1),
+            forward_step=self._forward_step,
+            to=lambda **_: None,
+            is_mp_src_rank_with_outputs=lambda: True,
+        )
+        self._modes = {"train": module.EngineTrainModeCtx, "eval": module.EngineEvalModeCtx}
+        for mode in self._modes.values():
+            mode.__enter__.__globals__["MegatronEngine"] = type(self.engine)
+        type(self.engine).is_param_offload_enabled = False
+        type(self.engine).is_optimizer_offload_enabled = False
+        self._ones = torch.ones(1)
+
+    def train(self, seed: int) -> None:
+        """One `train_batch` in training mode."""
+        with self._modes["train"](self.engine):
+            self.engine.train_batch(self._data(seed), None)
+
+    def logprobs(self, seed: int) -> None:
+        """One `infer_batch` in evaluation mode."""
+        with self._modes["eval"](self.engine):
+            self.engine.infer_batch(self._data(seed), None)
+
+    def _data(self, seed: int) -> _Data:
+        data = _Data(loss_mask=self._ones)
+        data.rows = self.batches(seed, MICROBATCHES)
+        return data
+
+    def _forward_step(
+        self, data: Any, model: Any, postprocess_micro_batch_func: Any
+    ) -> tuple[Any, Any]:
+        row = next(data)
+        logits_BTV = model(row["tokens"], row["positions"], row["mask"])
+        return logits_BTV, lambda output: (self.loss(output, row["tokens"]), {})
+
+
+class _Data(dict):  # type: ignore[type-arg]
+    """What a TensorDict is to the engine."""
+
+    rows: list[Any]

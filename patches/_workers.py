@@ -1,0 +1,114 @@
+"""For reproductions: a small model in the hands of a framework's own worker.
+
+The worker's methods are the framework's, from the module on the path; what they are called on is a
+stand-in that has the attributes they read. Its model is a tiny GPT of `cpu.tiny`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ._train import Broken
+
+#: Where a microbatch can fail: before its forward, in its loss function, in its backward.
+SITES = ("data", "loss", "backward")
+
+
+class Windows:
+    """A model of `cpu.tiny`, its data, and a microbatch that fails on demand.
+
+    Args:
+        layout: for `cpu.tiny.build`.
+    """
+
+    def __init__(self, **layout: Any) -> None:
+        from megatron_idempotent.cpu import tiny
+
+        self.bench = tiny.build(**layout)
+        self.losses: list[float] = []
+        """Every microbatch's, over all windows."""
+        self.fail: tuple[str, int] | None = None
+        """One of `SITES`, and the number of the microbatch that fails there, from 0 on."""
+        self._read = 0
+
+    def batches(self, seed: int, number: int) -> list[dict[str, Any]]:
+        """`number` microbatches of this data-parallel rank: the same for the same seed."""
+        import itertools
+
+        import torch
+
+        from megatron_idempotent.cpu import tiny
+
+        positions_BT = torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1)
+        hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+        tokens = itertools.islice(tiny.microbatches(seed), number)
+        return [
+            {"tokens": tokens_BT, "positions": positions_BT, "mask": hidden} for tokens_BT in tokens
+        ]
+
+    def reading(self, batches: list[Any]) -> Iterator[Any]:
+        """The batches one by one, until one of them cannot be read."""
+        for batch in batches:
+            self._break("data")
+            yield batch
+
+    def loss(self, logits_BTV: Any, tokens_BT: Any) -> Any:
+        """The mean negative log-probability; it, or its backward, may fail."""
+        import torch
+
+        self._break("loss")
+        log_probs_BTV = torch.log_softmax(logits_BTV.float(), dim=-1)
+        loss = -log_probs_BTV.gather(-1, tokens_BT[..., None]).mean()
+        self.losses.append(float(loss))
+        if self._fails("backward") and loss.requires_grad:
+            loss.register_hook(_broken)  # type: ignore[no-untyped-call]
+        self._read += 1
+        return loss
+
+    def failing(self, at: tuple[str, int], call: Callable[[], Any]) -> None:
+        """`call()`, in which a microbatch fails; what it had measured before that is forgotten.
+
+        On all ranks at once: a rank that fails alone leaves the others waiting for it.
+        """
+        kept = len(self.losses)
+        self.fail, self._read = at, 0
+        try:
+            call()
+        except Broken:
+            del self.losses[kept:]
+            return
+        finally:
+            self.fail = None
+        raise AssertionError(f"nothing failed at {at}")
+
+    def outcome(self) -> tuple[list[float], bytes]:
+        """Every loss, and the bits of the parameters on this rank once they are gathered."""
+        for chunk in self.bench.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+        return self.losses, self.bench.parameters().numpy().tobytes()
+
+    def _break(self, site: str) -> None:
+        if self._fails(site):
+            raise Broken(f"a microbatch that fails: {site}")
+
+    def _fails(self, site: str) -> bool:
+        return self.fail == (site, self._read)
+
+
+def methods(*of: type, **attributes: Any) -> Any:
+    """An object with the methods of a framework's classes, the last one's first, and no others."""
+    own = {
+        name: value
+        for each in of
+        for name, value in vars(each).items()
+        if not name.startswith("__")
+    }
+    made = type(of[-1].__name__, (), own)()
+    vars(made).update(attributes)
+    return made
+
+
+def _broken(_: Any) -> None:
+    raise Broken("a microbatch that fails: backward")

@@ -1,0 +1,110 @@
+"""An exception in a method of NeMo-RL's Megatron workers leaves gradients off, and a timer running.
+
+Symptom:
+    `ValueError: Timer 'train' is already running` from the policy worker's `train` after one that
+    raised, and from all later ones; the same for `get_logprobs`. After `get_logprobs`,
+    `get_topk_logits`, `offload_before_refit` or the value worker's `get_values` raised, gradients
+    are off in the process: the next `train` asserts `Communication call has not been issued for
+    this bucket`, or, with the patches for Megatron, steps on nothing.
+
+Cause:
+    They start the worker's timer, and enter `torch.no_grad()` by hand, and undo it in their last
+    lines: no `finally`.
+
+Affects:
+    The workers of main, August 2026. What the patch does: a method with the decorator
+    `wrap_with_nvtx_name("megatron_policy_worker/…")` or `"megatron_value_worker/…"` that raises
+    leaves the grad mode as it found it, and takes back the timers that it started. (The rerun state
+    machine, which would make the next window train on nothing, is repaired in Megatron itself.)
+    Methods that were decorated before `apply()` are not reached: call it before the workers'
+    modules are imported.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/policy/workers/megatron_policy_worker.py,
+    `train`, `get_logprobs`.
+
+Remove when:
+    the workers stop timers in a `finally`, and hold `with torch.no_grad():` blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from typing import Any
+
+from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
+
+from . import _nemo_rl
+
+_WORKERS = ("megatron_policy_worker/", "megatron_value_worker/")
+
+
+def wrap_with_nvtx_name(original: Callable[..., Any], name: str) -> Any:
+    """Around the decorator's maker: what it decorates from here on undoes what it left open."""
+    decorate = original(name)
+    return partial(_decorate, decorate) if name.startswith(_WORKERS) else decorate
+
+
+def _decorate(decorate: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    decorated = decorate(method)
+
+    def undoing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _undoing(decorated, self, *args, **kwargs)
+
+    # NeMo-RL's own decorator copies no name; this is as bare.
+    return update_wrapper(undoing, decorated, updated=())
+
+
+def _undoing(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    gradients = torch.is_grad_enabled()
+    running = getattr(vars(self).get("timer"), "_start_times", {})
+    before = set(running)
+    try:
+        return method(self, *args, **kwargs)
+    except BaseException:
+        torch.set_grad_enabled(gradients)
+        for label in set(running) - before:
+            del running[label]
+        raise
+
+
+def reproduce() -> None:
+    """A pass for log-probs, one for values and a window that raise, and good ones after them."""
+    for worker in ("policy", "value"):
+        _raise_and_go_on(worker)
+
+
+def _raise_and_go_on(worker: str) -> None:
+    import torch
+
+    nemo = _nemo_rl.NemoRL(worker, overlap_param_gather=True)
+    infer = nemo.logprobs if worker == "policy" else nemo.values
+    nemo.failing(("data", 0), lambda: infer(1))
+    if not torch.is_grad_enabled():
+        raise RuntimeError(f"gradients are off after a pass of the {worker} worker that raised")
+    infer(1)
+    nemo.failing(("loss", 1), lambda: nemo.train(0))
+    nemo.train(0)
+
+
+PATCH = Patch(
+    id="nemo-rl-method-not-undone",
+    distribution="nemo-rl",
+    summary="an exception in a method of NeMo-RL's workers leaves gradients off, a timer running",
+    since="0.1",
+    before=OPEN,
+    targets=(
+        Target(
+            address="nemo_rl.utils.nsys:wrap_with_nvtx_name",
+            wrapper=wrap_with_nvtx_name,
+            relies_on=("ret = func(*args, **kwargs)", "return decorator"),
+        ),
+    ),
+    upstream=_nemo_rl.UPSTREAM,
+    reproduction=Reproduction(
+        run=reproduce, ranks=2, stock_error=r"RuntimeError: gradients are off after a pass"
+    ),
+)

@@ -1,0 +1,84 @@
+"""An exception in NeMo-RL's reference pass leaves the reference's weights in the policy, silently.
+
+Symptom:
+    After `get_reference_policy_logprobs` of the Megatron policy worker raised, the policy computes
+    with the reference's weights, without an error, until the next step puts the optimizer's copy
+    back; the log-probs taken before that are the reference's. Top-k and top-p filtering stay off,
+    and so do the forward pre-hooks.
+
+Cause:
+    `use_reference_model` copies the reference into the model, yields, and copies back behind the
+    `yield`, without a `finally`.
+
+Affects:
+    The worker of main, August 2026. What the patch does: where the block raises, the context
+    manager is left as if it had not, and the exception goes on. What fails in the middle of the
+    first copy is not undone.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/policy/workers/megatron_policy_worker.py,
+    `use_reference_model`.
+
+Remove when:
+    it restores the policy in a `finally`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
+
+from . import _nemo_rl
+
+
+def use_reference_model(
+    original: Callable[..., AbstractContextManager[None]], self: Any
+) -> AbstractContextManager[None]:
+    """Around `use_reference_model`: an exception in the block restores the policy too."""
+    return _restoring(original(self))
+
+
+@contextmanager
+def _restoring(swapped: AbstractContextManager[None]) -> Iterator[None]:
+    swapped.__enter__()
+    try:
+        yield
+    finally:
+        swapped.__exit__(None, None, None)
+
+
+def reproduce() -> None:
+    """A pass of the reference in which a microbatch cannot be read."""
+    nemo = _nemo_rl.NemoRL(overlap_param_gather=True)
+    nemo.remember_reference()
+    nemo.train(0)
+    before = nemo.outcome()
+    nemo.failing(("data", 1), lambda: nemo.reference(1))
+    if nemo.outcome() != before:
+        raise RuntimeError("the policy holds the reference's weights")
+
+
+PATCH = Patch(
+    id="nemo-rl-reference-left-in-policy",
+    distribution="nemo-rl",
+    summary="an exception in NeMo-RL's reference pass leaves its weights in the policy, silently",
+    since="0.1",
+    before=OPEN,
+    targets=(
+        Target(
+            address=f"{_nemo_rl.POLICY}.use_reference_model",
+            wrapper=use_reference_model,
+            reviewed={"f290f28a7256": "main, August 2026"},
+            relies_on=("self._apply_state_dict_to_model", "self.reference_state_dict", "yield"),
+        ),
+    ),
+    upstream=_nemo_rl.UPSTREAM,
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: the policy holds the reference's weights",
+    ),
+)

@@ -1,0 +1,70 @@
+"""With overlap_param_gather, NeMo-RL's refit hands the engine parameters that lack the step.
+
+Symptom:
+    The inference engine gets, from each data-parallel rank, that rank's shard of the new parameters
+    and the old ones for the rest. Rollouts come from a model that never was; nothing is raised.
+
+Cause:
+    The step leaves the gather to the next forward, and the refit reads the parameters before one.
+    The worker's own generation with Megatron gathers first; the refit of another engine does not.
+
+Affects:
+    The worker of main, August 2026, with overlap_param_gather and the distributed optimizer. What
+    the patch does: the weights that go through `_iter_params_with_optional_kv_scales` (ZMQ and
+    collective refit) are gathered first where an update waits. All of the model's ranks take part
+    in such a refit. Left to the caller: `nccl_reshard_refit` and the sparse refit read parameters
+    by themselves, so call `ensure_params_synced` before them.
+
+Upstream:
+    https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/policy/workers/megatron_policy_worker.py,
+    `_iter_params_with_optional_kv_scales`.
+
+Remove when:
+    the worker synchronises the parameters before it exports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
+
+from . import _gather, _nemo_rl
+
+
+def export(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `_iter_params_with_optional_kv_scales`: finish the update that is exported."""
+    _gather.finish_update([self.model])
+    return original(self, *args, **kwargs)
+
+
+def reproduce() -> None:
+    """A refit right after a step."""
+    nemo = _nemo_rl.NemoRL(overlap_param_gather=True)
+    nemo.train(0)
+    nemo.exported()
+    _gather.expect_agreement(nemo.bench, "in a refit behind the step")
+
+
+PATCH = Patch(
+    id="nemo-rl-refit-before-gather",
+    distribution="nemo-rl",
+    summary="with overlap_param_gather, NeMo-RL's refit sends parameters that lack the last step",
+    since="0.1",
+    before=OPEN,
+    targets=(
+        Target(
+            address=f"{_nemo_rl.POLICY}._iter_params_with_optional_kv_scales",
+            wrapper=export,
+            reviewed={"de459b344504": "main, August 2026"},
+            relies_on=("self.megatron_bridge.export_hf_weights", "[self.model]"),
+        ),
+    ),
+    upstream=_nemo_rl.UPSTREAM,
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: parameters differ .* in a refit behind the step",
+    ),
+)

@@ -1,0 +1,74 @@
+"""After an exception in ROLL's train_step the next one adds the failed window's gradients.
+
+Symptom:
+    A `train_step` of the Megatron strategy that raises leaves gradients in the buffers. The next
+    one adds its own and steps on the sum, silently. Where hooks had started reductions it asserts,
+    or reduces again.
+
+Cause:
+    `train_step` zeroes the buffers in its last lines only.
+
+Affects:
+    The strategy of main, August 2026. What the patch does: where `train_step` raises, the buffers
+    and the optimizer's gradients are zeroed, as it would have done in the end. All ranks have to
+    fail alike.
+
+Upstream:
+    https://github.com/alibaba/ROLL/blob/main/roll/distributed/strategy/megatron_strategy.py,
+    `MegatronTrainStrategy.train_step`.
+
+Remove when:
+    `train_step` zeroes the buffers before its window, or in a `finally`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
+
+from . import _roll
+
+
+def train_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `train_step`: one that raises leaves what the next one expects."""
+    try:
+        return original(self, *args, **kwargs)
+    except BaseException:
+        for model in self.model:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        raise
+
+
+def reproduce() -> None:
+    """A step in which a loss raises; then what the next one finds."""
+    roll = _roll.Roll(overlap_grad_reduce=False)
+    roll.failing(("loss", 2), lambda: roll.train(7))
+    for chunk in roll.bench.chunks:
+        if any(bool(buffer.grad_data.any()) for buffer in chunk.buffers):
+            raise RuntimeError("the gradients of a window that raised are still there")
+    roll.train(0)
+
+
+PATCH = Patch(
+    id="roll-failed-window-kept",
+    distribution="roll",
+    summary="after an exception ROLL's next train_step adds the failed one's gradients, silently",
+    since="0.0",
+    before=OPEN,
+    targets=(
+        Target(
+            address=f"{_roll.MODULE}:MegatronTrainStrategy.train_step",
+            wrapper=train_step,
+            relies_on=("model.zero_grad_buffer()", "self.optimizer.zero_grad()"),
+        ),
+    ),
+    upstream="https://github.com/alibaba/ROLL/blob/main/roll/distributed/strategy/megatron_strategy.py",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: the gradients of a window that raised are still there",
+    ),
+)

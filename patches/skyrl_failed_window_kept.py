@@ -1,0 +1,125 @@
+"""After an exception in SkyRL's forward_backward the next step adds the failed window's gradients.
+
+Symptom:
+    A `forward_backward` that raises leaves the gradients of the microbatches before the exception
+    in the buffers. The next window adds its own, and `optim_step` takes the sum, silently.
+
+Cause:
+    The buffers are zeroed after a step only: a window may be several calls. No call takes back what
+    it had added when it raised, and SkyRL has no call that aborts a window.
+
+Affects:
+    The wrapper of main, August 2026. What the patch does: a call that raises, the window's first,
+    leaves zeroed buffers, so that the next window is right to the bit. Where earlier calls of the
+    window had gone well, their gradients cannot be told from the failed call's: all of them are
+    dropped, and the step that would have used them raises a RuntimeError, once. All ranks have to
+    fail alike.
+
+Upstream:
+    https://github.com/NovaSky-AI/SkyRL/blob/main/skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py,
+    `forward_backward_mini_batch`.
+
+Remove when:
+    SkyRL drops the window of a call that raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
+
+from . import _skyrl
+from ._skyrl import SkyRL
+
+_LOST = "megatron_idempotent_lost_window"
+
+
+def forward_backward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `forward_backward_mini_batch`: a call that raises takes its window along."""
+    earlier = self._pending_grad_sync is not None
+    try:
+        return original(self, *args, **kwargs)
+    except BaseException:
+        if not kwargs.get("forward_only", False):
+            for chunk in self.actor_module:
+                chunk.zero_grad_buffer()
+            self._pending_grad_sync = None
+            if earlier:
+                setattr(self, _LOST, True)
+        raise
+
+
+def run_pending_grad_sync(original: Callable[..., None], self: Any) -> None:
+    """Around `run_pending_grad_sync`, with which a step begins: not without what was dropped."""
+    if vars(self).pop(_LOST, False):
+        for chunk in self.actor_module:
+            chunk.zero_grad_buffer()
+        self._pending_grad_sync = None
+        raise RuntimeError(
+            "optim_step() found a window in which a forward_backward() raised after others had "
+            "gone well: their gradients could not be told apart and were dropped, all of them. Run "
+            "the whole window again; the next step is right"
+        )
+    original(self)
+
+
+def reproduce() -> None:
+    """A window that raises, one of two calls, and one of two whose second raises."""
+    skyrl = SkyRL(overlap_grad_reduce=False)
+    skyrl.failing(("loss", 2), lambda: skyrl.forward_backward(7))
+    for chunk in skyrl.bench.chunks:
+        if any(bool(buffer.grad_data.any()) for buffer in chunk.buffers):
+            raise RuntimeError("the gradients of a window that raised are still there")
+    skyrl.forward_backward(0)
+    skyrl.failing(("loss", 2), lambda: skyrl.forward_backward(7))
+    skyrl.forward_backward(1)
+    try:
+        skyrl.step()
+    except RuntimeError as refusal:
+        if "Run the whole window again" in str(refusal):
+            return
+        raise
+    raise RuntimeError("a step used a window that had lost gradients")
+
+
+def neighbour() -> object:
+    """Windows of one call and of two, with log-probs in between, one of which raises."""
+    skyrl = SkyRL(overlap_grad_reduce=False)
+    for seed in range(3):
+        skyrl.forward_backward(seed)
+        skyrl.logprobs(5)
+        skyrl.failing(("loss", 1), lambda: skyrl.logprobs(5))
+        skyrl.forward_backward(seed + 10)
+        skyrl.step()
+    losses, bits = skyrl.outcome()
+    return [*map(str, losses), bits]
+
+
+PATCH = Patch(
+    id="skyrl-failed-window-kept",
+    distribution="skyrl",
+    summary="after an exception SkyRL's next step adds the failed window's gradients, silently",
+    since="0.1",
+    before=OPEN,
+    targets=(
+        Target(
+            address=f"{_skyrl.WRAPPER}.forward_backward_mini_batch",
+            wrapper=forward_backward,
+            relies_on=("forward_backward_func", "self.actor_module"),
+        ),
+        Target(
+            address=f"{_skyrl.WRAPPER}.run_pending_grad_sync",
+            wrapper=run_pending_grad_sync,
+            relies_on=("self._pending_grad_sync = None", "pending = self._pending_grad_sync"),
+        ),
+    ),
+    upstream=_skyrl.UPSTREAM,
+    reproduction=Reproduction(
+        run=reproduce,
+        neighbour=neighbour,
+        ranks=2,
+        stock_error=r"RuntimeError: the gradients of a window that raised are still there",
+    ),
+)

@@ -1,0 +1,68 @@
+"""With overlap_param_gather, SkyRL's weight sync hands the engine parameters that lack the step.
+
+Symptom:
+    The inference engine gets, from each data-parallel rank, that rank's shard of the new parameters
+    and the old ones for the rest. Nothing is raised.
+
+Cause:
+    The step leaves the gather to the next forward, and `extract_weights` reads the parameters
+    before one.
+
+Affects:
+    The worker of main, August 2026, with overlap_param_gather (off by default there). What the
+    patch does: `extract_weights` first gathers where an update waits. All of the model's ranks take
+    part in a weight sync.
+
+Upstream:
+    https://github.com/NovaSky-AI/SkyRL/blob/main/skyrl/backends/skyrl_train/workers/megatron/megatron_worker.py,
+    `MegatronWeightExtractor.extract_weights`.
+
+Remove when:
+    the worker synchronises the parameters before it exports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
+
+from . import _gather, _skyrl
+
+
+def extract_weights(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `extract_weights`: finish the update that is exported."""
+    _gather.finish_update(self.actor_module)
+    return original(self, *args, **kwargs)
+
+
+def reproduce() -> None:
+    """A weight sync right after a step."""
+    skyrl = _skyrl.SkyRL(overlap_param_gather=True)
+    skyrl.train(0)
+    skyrl.exported()
+    _gather.expect_agreement(skyrl.bench, "in a refit behind the step")
+
+
+PATCH = Patch(
+    id="skyrl-refit-before-gather",
+    distribution="skyrl",
+    summary="with overlap_param_gather, SkyRL's weight sync sends parameters that lack the step",
+    since="0.1",
+    before=OPEN,
+    targets=(
+        Target(
+            address=f"{_skyrl.WORKERS}.megatron_worker:MegatronWeightExtractor.extract_weights",
+            wrapper=extract_weights,
+            reviewed={"35e433c48991": "main, August 2026"},
+            relies_on=("self.bridge.export_hf_weights", "self.actor_module"),
+        ),
+    ),
+    upstream=_skyrl.UPSTREAM,
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: parameters differ .* in a refit behind the step",
+    ),
+)
