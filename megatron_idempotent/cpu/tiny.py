@@ -5,7 +5,7 @@ Runs on megatron-core 0.11 to 0.19.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,6 +48,7 @@ def build(
     config_overrides: Mapping[str, Any] | None = None,
     ddp_overrides: Mapping[str, Any] | None = None,
     optimizer_overrides: Mapping[str, Any] | None = None,
+    before_ddp: Callable[[Any], None] | None = None,
     seed: int = 1234,
 ) -> Tiny:
     """Build a GPT (hidden 64, 4 heads, vocabulary 128, sequence 32) on every rank.
@@ -61,7 +62,8 @@ def build(
     rank whole parameters; it gathers out of DDP's buffers (from 0.18), and with
     distributed_optimizer=False through lists of parameters.
     The overrides are fields of TransformerConfig, DistributedDataParallelConfig and
-    OptimizerConfig. Weights depend on `seed` and not on tp.
+    OptimizerConfig. `before_ddp` is called with each chunk's module before DDP wraps it: a framework
+    freezes parameters and adds adapters there. Weights depend on `seed` and not on tp.
     """
     import torch
     from megatron.core import parallel_state
@@ -134,6 +136,8 @@ def build(
     chunks = []
     for stage in range(vpp) if vpp else [None]:
         module = _model(config, stage, bool(half), tied)
+        if before_ddp is not None:
+            before_ddp(module)
         layout = {}
         if layer_wise:
             muon = (optimizer_overrides or {}).get("optimizer") == "muon"
