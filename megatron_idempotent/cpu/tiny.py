@@ -62,8 +62,8 @@ def build(
     rank whole parameters; it gathers out of DDP's buffers (from 0.18), and with
     distributed_optimizer=False through lists of parameters.
     The overrides are fields of TransformerConfig, DistributedDataParallelConfig and
-    OptimizerConfig. `before_ddp` is called with each chunk's module before DDP wraps it: a framework
-    freezes parameters and adds adapters there. Weights depend on `seed` and not on tp.
+    OptimizerConfig. `before_ddp` is called with each chunk's module before DDP wraps it, where a
+    framework freezes parameters and adds adapters. Weights depend on `seed` and not on tp.
     """
     import torch
     from megatron.core import parallel_state

@@ -119,7 +119,7 @@ class Lora:
     def __call__(self, module: Any) -> None:
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(any(part in name for part in self.trained))
-        for index, layer in enumerate(_layers(module)):
+        for layer in _layers(module):
             number = layer.layer_number
             if self.layers is not None and number not in self.layers:
                 continue
