@@ -27,19 +27,16 @@ class Adapter(nn.Module):
         from megatron.core import parallel_state as ps
 
         self.column = "Column" in type(base).__name__
+        part, parts = (
+            ps.get_tensor_model_parallel_rank(),
+            ps.get_tensor_model_parallel_world_size(),
+        )
         if expert:
-            part, parts = (
-                ps.get_expert_tensor_parallel_rank(),
-                ps.get_expert_tensor_parallel_world_size(),
-            )
-        else:
-            part, parts = (
-                ps.get_tensor_model_parallel_rank(),
-                ps.get_tensor_model_parallel_world_size(),
-            )
-        # Experts are given whole rows of tokens, and their layers communicate nothing.
-        self.parts = 1 if expert else parts
-        self.sequence = bool(base.config.sequence_parallel) and not expert and parts > 1
+            if base.config.expert_tensor_parallel_size != 1:
+                raise ValueError("adapters of experts that several ranks share are not built here")
+            part, parts = 0, 1
+        self.parts = parts
+        self.sequence = bool(base.config.sequence_parallel) and parts > 1
         outputs, inputs = base.weight.shape
         whole = (outputs * parts, inputs) if self.column else (outputs, inputs * parts)
         self.a = _weight(f"{name}.a", (rank, whole[1]), base.weight, expert=expert)

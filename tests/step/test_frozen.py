@@ -50,9 +50,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ep2, attention only": (2, {"experts": 4, "ep": 2} | GATHERS, ATTENTION),
     "ep2, experts only": (2, {"experts": 4, "ep": 2}, {"targets": ("linear_fc1", "linear_fc2")}),
     "ep2, the router only": (2, {"experts": 4, "ep": 2}, {"targets": (), "trained": ("router",)}),
-    "tp2, experts": (2, {"experts": 4, "tp": 2, "sequence_parallel": True}, {}),
+    "tp2, experts": (2, {"experts": 4, "tp": 2, "etp": 1, "sequence_parallel": True}, {}),
     "pp2, experts of the last stage": (2, {"experts": 4, "pp": 2}, LAST),
 }
+LAYOUTS["pp2, recomputed"] = (
+    2,
+    {
+        "pp": 2,
+        "config_overrides": {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    },
+    {},
+)
 ALWAYS = (
     "dp2, gathers",
     "tp2, sequence parallel",
@@ -199,3 +211,86 @@ def test_all_ranks_are_told_the_same(megatron_ranks, layout):
     assert all(each["updated"] and each["lr"] > 0 for each in first if each["skipped"] is None)
     for other in others:
         assert other == first
+
+
+BOTH, ONE, OTHER = ("first", "second"), ("first",), ("second",)
+
+
+def in_turn(overlap: bool, turns: list[tuple[str, ...]]) -> list[bytes]:
+    """On a rank: parameters after steps that train some of the adapters each."""
+    from lora import Lora, use
+    from split_bench import DEADLINE_S, TokenLoss, build, data, forward, parameters, split_step
+
+    from megatron_idempotent import TrainStep
+
+    # No clipping: a norm is summed in another order where buckets are others.
+    model, scheduler, replica = build(
+        before_ddp=Lora(adapters=BOTH),
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        optimizer_overrides={"clip_grad": 0.0},
+        **SMALL,
+    )
+    step = TrainStep(
+        model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=DEADLINE_S
+    )
+    found = []
+    for seed, names in enumerate(turns):
+        use(model.chunks, *names)
+        split_step(step, TokenLoss(), data(seed, 4, replica), [1, 1])
+        found.append(parameters(model).numpy().tobytes())
+    return found
+
+
+def test_adapters_may_take_turns_where_reductions_are_held_back(megatron_ranks):
+    turns = [BOTH, BOTH, ONE, OTHER, BOTH]
+    held, plain = (megatron_ranks(2, in_turn, overlap, turns) for overlap in (True, False))
+    assert held == plain
+    assert held[0] == held[1]
+
+
+def head_gradients(instead: bool, options: dict[str, Any]) -> list[Any]:
+    """On a rank: gradients by log-probs of a frozen head, from hidden states or logits."""
+    from lora import Lora
+
+    import megatron_idempotent
+    from megatron_idempotent import model_logprobs, shift_targets, token_logprobs
+    from megatron_idempotent.cpu import tiny
+
+    megatron_idempotent.apply()
+    import torch
+    from megatron.core import parallel_state
+
+    model = tiny.build(before_ddp=Lora(), with_optimizer=False, **options)
+    (chunk,) = model.chunks
+    tokens_BT = next(tiny.microbatches(0))
+    positions_BT = torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1)
+    mask = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+    inputs, targets = (tokens_BT, positions_BT, mask), shift_targets(tokens_BT)
+    if instead:
+        stats = model_logprobs(chunk, *inputs, targets=targets)
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
+        stats = token_logprobs(logits=chunk(*inputs), targets=targets, tp_group=group)
+    stats.logprob.sum().backward()
+    return [p.main_grad.clone() for p in chunk.module.parameters() if p.requires_grad]
+
+
+# What is added up in float32 on the way: words, features, and positions of all rows.
+TERMS = 128 + 64 + 2 * 32
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tp": 2, "sequence_parallel": True}, {"tied": True}], ids=str
+)
+def test_logprobs_of_a_frozen_head_train_the_adapters(megatron_ranks, options):
+    import torch
+
+    ranks = options.get("tp", 1)
+    both = [megatron_ranks(ranks, head_gradients, way, options) for way in (True, False)]
+    for found, wanted in zip(*both, strict=True):
+        assert len(found) == len(wanted) > 0
+        for mine, want in zip(found, wanted, strict=True):
+            assert want.abs().max() > 0
+            bound = TERMS * 2.0**-24 * float(want.abs().max())
+            torch.testing.assert_close(mine, want, rtol=0, atol=bound)
