@@ -42,14 +42,16 @@ def buffers(model: Any) -> tuple[list[Any], list[Any]] | None:
 
 
 def weight(chunk: Any) -> Any:
-    """The weight whose gradient the chunk defers; None where it defers none."""
+    """The weight whose gradient the chunk defers; None where it defers none, or it is frozen."""
     holder = _holder(chunk)
     if holder is None:
         return None
     # As upstream's schedules find it.
     if holder.share_embeddings_and_output_weights:
-        return holder.output_layer.weight
-    return holder.shared_embedding_or_output_weight()
+        found = holder.output_layer.weight
+    else:
+        found = holder.shared_embedding_or_output_weight()
+    return found if found is not None and found.requires_grad else None
 
 
 def _holder(chunk: Any) -> Any:

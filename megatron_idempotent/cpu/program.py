@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +103,7 @@ def start(
     micro_batch_size: int = 2,
     distributed_optimizer: bool = True,
     shared_config: bool = False,
+    before_ddp: Callable[[Any], None] | None = None,
     data_seed: int = 7,
     quiet: bool = True,
 ) -> Program:
@@ -110,7 +111,8 @@ def start(
 
     To be called once per rank, on all ranks. `extra_args` are Megatron's command-line options
     and win over those given here; `shared_config` gives all virtual stages one config object,
-    as frameworks do. `quiet` drops what upstream prints.
+    as frameworks do. `before_ddp` is called with each chunk's module before DDP wraps it. `quiet`
+    drops what upstream prints.
 
     Raises:
         ModuleNotFoundError: the installed release does not carry `megatron.training`.
@@ -166,7 +168,7 @@ def start(
             arguments.parse_and_validate_args()
         initialize.initialize_megatron()
         args = get_args()
-        provide = _Provider(args, shared_config)
+        provide = _Provider(args, shared_config, before_ddp)
         chunks, optimizer, scheduler = training.setup_model_and_optimizer(
             model_type=ModelType.encoder_or_decoder,
             model_provider_func=provide,
@@ -195,9 +197,12 @@ def start(
 class _Provider:
     """Builds one pipeline stage, as upstream's pretrain_gpt does, with the local layer spec."""
 
-    def __init__(self, args: Any, shared_config: bool) -> None:
+    def __init__(
+        self, args: Any, shared_config: bool, before_ddp: Callable[[Any], None] | None
+    ) -> None:
         self._args = args
         self._shared_config = shared_config
+        self._before_ddp = before_ddp
         self._config: Any = None
 
     def __call__(
@@ -216,7 +221,7 @@ class _Provider:
             config = self._config or core_transformer_config_from_args(self._args)
         if self._shared_config:
             self._config = config
-        return gpt_stage(
+        stage = gpt_stage(
             config,
             vp_stage=vp_stage,
             vocab_size=self._args.padded_vocab_size,
@@ -225,6 +230,9 @@ class _Provider:
             post_process=post_process,
             share_embeddings_and_output_weights=not self._args.untie_embeddings_and_output_weights,
         )
+        if self._before_ddp is not None:
+            self._before_ddp(stage)
+        return stage
 
 
 def _batches(seed: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

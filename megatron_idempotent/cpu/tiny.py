@@ -5,7 +5,7 @@ Runs on megatron-core 0.11 to 0.19.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,6 +50,7 @@ def build(
     config_overrides: Mapping[str, Any] | None = None,
     ddp_overrides: Mapping[str, Any] | None = None,
     optimizer_overrides: Mapping[str, Any] | None = None,
+    before_ddp: Callable[[Any], None] | None = None,
     seed: int = 1234,
 ) -> Tiny:
     """Build a GPT (hidden 64, 4 heads, vocabulary 128, sequence 32) on every rank.
@@ -65,7 +66,8 @@ def build(
     Megatron-FSDP instead of DDP (from 0.15), with that sharding strategy; "v2" into the second
     version of it, of Megatron main.
     The overrides are fields of TransformerConfig, DistributedDataParallelConfig and
-    OptimizerConfig. Weights depend on `seed` and not on tp.
+    OptimizerConfig. `before_ddp` is called with each chunk's module before DDP wraps it, where a
+    framework freezes parameters and adds adapters. Weights depend on `seed` and not on tp.
     """
     import torch
     from megatron.core import parallel_state
@@ -139,6 +141,8 @@ def build(
     chunks = []
     for stage in range(vpp) if vpp else [None]:
         module = _model(config, stage, bool(half), tied)
+        if before_ddp is not None:
+            before_ddp(module)
         if fsdp:
             chunks.append(megatron_fsdp.wrapped(config, ddp_config, module))
             continue

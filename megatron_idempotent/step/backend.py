@@ -14,14 +14,12 @@ from .totals import Row, Totals
 class Update:
     """Tells what an optimizer step did.
 
-    Example: `Update(skipped=None, grad_norm=1.5, lr=1e-6, weight_decay=0.1)`.
+    Example: `Update(skipped=None, grad_norm=1.5)`.
     """
 
     skipped: str | None
     """Why no parameter was updated; None where they were."""
     grad_norm: float | None
-    lr: float
-    weight_decay: float
 
 
 class Backend(Protocol):
@@ -104,8 +102,8 @@ class Backend(Protocol):
         where the norm is not finite and that is to be refused; nothing is updated then.
         """
 
-    def rates(self) -> tuple[float, float]:
-        """Learning rate and weight decay as they are now."""
+    def rates(self) -> tuple[float, float] | None:
+        """Learning rate and weight decay as they are now; None where nothing is trained here."""
 
     def skip(self) -> None:
         """Drop the gradients of a step that has nothing valid; parameters stay."""

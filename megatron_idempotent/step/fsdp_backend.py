@@ -172,8 +172,7 @@ class FSDPBackend:
             self.shards.multiply(1.0 / totals.normalizer)
             grad_norm, skipped = self._clipped()
         if skipped is not None:
-            lr, decay = self.rates()
-            return Update(skipped=skipped, grad_norm=grad_norm, lr=lr, weight_decay=decay)
+            return Update(skipped=skipped, grad_norm=grad_norm)
         if self._keeps_undo:
             self._undo = StateUndo([], [self._optimizer])
         self._updating = True
@@ -183,10 +182,9 @@ class FSDPBackend:
         else:
             self._scaler.step(self._optimizer)
             self._scaler.update()
-        lr, weight_decay = self.rates()
         if self._scheduler is not None:
             self._scheduler.step()
-        return Update(skipped=None, grad_norm=grad_norm, lr=lr, weight_decay=weight_decay)
+        return Update(skipped=None, grad_norm=grad_norm)
 
     def _clipped(self) -> tuple[float | None, str | None]:
         """Clip; return the norm before that, and why the update is to be skipped.
@@ -220,7 +218,7 @@ class FSDPBackend:
             torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
         return grad_norm, None
 
-    def rates(self) -> tuple[float, float]:
+    def rates(self) -> tuple[float, float] | None:
         return lr_and_weight_decay(self._optimizer)
 
     def skip(self) -> None:

@@ -156,10 +156,9 @@ class MegatronBackend:
         with bounded(self._runner.groups(), timeout_s):
             self._finalize(totals, local)
             grad_norm, skipped = self._step.run()
-        lr, weight_decay = self.rates()
         if skipped is None and self._scheduler is not None:
             self._scheduler.step(increment=increment)
-        return Update(skipped=skipped, grad_norm=grad_norm, lr=lr, weight_decay=weight_decay)
+        return Update(skipped=skipped, grad_norm=grad_norm)
 
     def _finalize(self, totals: Totals, local: float) -> None:
         for chunk in self.chunks:
@@ -173,7 +172,7 @@ class MegatronBackend:
                 # DDP has divided by the number of ranks, and the losses by 2 ** shift.
                 chunk.scale_gradients(size * 2.0**self._runner.shift / totals.normalizer)
 
-    def rates(self) -> tuple[float, float]:
+    def rates(self) -> tuple[float, float] | None:
         return lr_and_weight_decay(self._optimizer)
 
     def skip(self) -> None:

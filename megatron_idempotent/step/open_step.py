@@ -33,6 +33,8 @@ class OpenStep(Turns):
         self._batch_rows = 0
         self._microbatches = 0
         self._updating = False
+        # Learning rate and weight decay of the step, on all ranks alike.
+        self._rates = 0.0, 0.0
         # What this rank has done, and what all ranks have said of that.
         self._done: tuple[Totals, Update | str] | None = None
         self._votes: list[Say] | None = None
@@ -103,7 +105,7 @@ class OpenStep(Turns):
             self.step_id,
             totals,
             update,
-            self._backend.rates(),
+            self._rates,
             own_microbatches=self._microbatches,
         )
 
@@ -182,6 +184,7 @@ class OpenStep(Turns):
             shift=self._shift,
             counts=local if speaks else (0.0, 0.0),
             rows=rows if speaks else (),
+            rates=self._backend.rates(),
         )
         while True:
             self.owes = coupled and group is None
@@ -198,6 +201,8 @@ class OpenStep(Turns):
             if coupled and group is None:
                 # Others still have data, and meet this rank inside of the model.
                 self._run([], said, release=False)
+        told = [each.rates for each in (say, *said) if each.rates is not None]
+        self._rates = told[0] if told else (0.0, 0.0)
         every_row = [
             (rank, each.replica, row) for rank, each in enumerate(said) for row in each.rows
         ]

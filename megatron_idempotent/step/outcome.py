@@ -19,14 +19,10 @@ def result_of(
 ) -> StepResult:
     """The result of a step with this update, or of one without, for the reason that is given.
 
-    `rates` are learning rate and weight decay as they are now, for a step that has used none.
+    `rates` are the learning rate and weight decay that it has used, or would have.
     """
-    skipped: str | None
     lr, weight_decay = rates
-    if isinstance(update, str):
-        skipped = update
-    else:
-        lr, weight_decay, skipped = update.lr, update.weight_decay, update.skipped
+    skipped = update if isinstance(update, str) else update.skipped
     return StepResult(
         step_id=step_id,
         updated=skipped is None,

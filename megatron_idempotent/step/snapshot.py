@@ -182,11 +182,16 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
         random.restore()
 
 
-def lr_and_weight_decay(optimizer: Any) -> tuple[float, float]:
-    """Those of the parameters that neither is scaled for; 0 where the optimizer has no groups."""
+def lr_and_weight_decay(optimizer: Any) -> tuple[float, float] | None:
+    """Those of the parameters that neither is scaled for; None where the optimizer has no groups.
+
+    Before 0.14 that of a pipeline stage with frozen parameters only has none.
+    """
     groups = list(getattr(optimizer, "param_groups", ()))
     plain = [g for g in groups if g.get("lr_mult", 1.0) == 1.0 and g.get("wd_mult", 1.0) == 1.0]
-    group = (plain or groups or [{}])[0]
+    if not groups:
+        return None
+    group = (plain or groups)[0]
     return float(group.get("lr", 0.0)), float(group.get("weight_decay", 0.0))
 
 

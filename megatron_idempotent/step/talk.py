@@ -55,6 +55,8 @@ class Say:
     """Valid sequences and tokens, on one rank of each replica."""
     rows: tuple[Mapping[str, float], ...] = ()
     """Un-normalised metrics of each microbatch, on that rank too."""
+    rates: tuple[float, float] | None = None
+    """Learning rate and weight decay; None on a rank that trains no parameter."""
 
 
 class Carried(Exception):

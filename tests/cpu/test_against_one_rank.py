@@ -5,7 +5,9 @@ docs/cpu-runtime.md says what runs; this is what it rests on.
 
 import itertools
 import math
+import sys
 import zlib
+from pathlib import Path
 
 import pytest
 
@@ -18,10 +20,11 @@ SHARDED = {"tp": 2, "sequence_parallel": True}
 EXPERT_PARALLEL = {"experts": EXPERTS, "ep": 2}
 
 
-def gradients(dispatcher="alltoall", **layout):
+def gradients(dispatcher="alltoall", adapted=None, **layout):
     """(losses of this rank's last stage, {name in the whole model: (dimension, part, of, grad)}).
 
-    Weights depend on their place in the whole model and on nothing else.
+    Weights depend on their place in the whole model and on nothing else. With `adapted`, arguments
+    of `lora.Lora`, only adapters are trained.
     """
     import torch
     from megatron.core import parallel_state
@@ -29,6 +32,11 @@ def gradients(dispatcher="alltoall", **layout):
     from megatron_idempotent.cpu import tiny
 
     torch.set_default_dtype(torch.float64)  # the norms' too
+    if adapted is not None:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "step"))
+        from lora import Lora
+
+        layout["before_ddp"] = Lora(**adapted)
     config = {"params_dtype": torch.float64, "pipeline_dtype": torch.float64}
     if "experts" in layout:
         config["moe_token_dispatcher_type"] = dispatcher
@@ -59,7 +67,9 @@ def gradients(dispatcher="alltoall", **layout):
     losses = bench.forward_backward(MICROBATCHES // share, data_seed=0)
     index = parallel_state.get_data_parallel_rank()
     return (index, share, losses), {
-        name: (*where, parameter.main_grad.clone()) for name, (*where, parameter) in found.items()
+        name: (*where, parameter.main_grad.clone())
+        for name, (*where, parameter) in found.items()
+        if parameter.requires_grad
     }
 
 
@@ -87,21 +97,24 @@ def _part(tensor, dimension, rank, size):
 
 @pytest.fixture(scope="module")
 def one_rank(megatron_rank_pool):
-    """By whether there are experts: (losses, gradients by name) of one rank."""
+    """By whether there are experts and adapters: (losses, gradients by name) of one rank."""
     known = {}
 
-    def compute(experts):
-        if experts not in known:
+    def compute(experts, adapted=None):
+        key = experts, repr(adapted)
+        if key not in known:
             layout = {"experts": EXPERTS} if experts else {}
-            [((_, _, losses), found)] = megatron_rank_pool.run(1, gradients, **layout)
-            known[experts] = losses, {name: value[-1] for name, value in found.items()}
-        return known[experts]
+            [((_, _, losses), found)] = megatron_rank_pool.run(
+                1, gradients, adapted=adapted, **layout
+            )
+            known[key] = losses, {name: value[-1] for name, value in found.items()}
+        return known[key]
 
     return compute
 
 
-def assert_as_one_rank(ranks, one_rank, experts):
-    losses, whole = one_rank(experts)
+def assert_as_one_rank(ranks, one_rank, experts, adapted=None):
+    losses, whole = one_rank(experts, adapted)
     seen = set()
     for (index, share, own_losses), found in ranks:
         if own_losses:  # the last stage
@@ -127,6 +140,23 @@ def assert_as_one_rank(ranks, one_rank, experts):
 def test_a_layout_computes_what_one_rank_does(megatron_ranks, one_rank, world, layout):
     ranks = megatron_ranks(world, gradients, **layout)
     assert_as_one_rank(ranks, one_rank, "experts" in layout)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "adapted"),
+    [
+        (2, {"tp": 2}, {}),
+        (2, SHARDED, {}),
+        (2, {"pp": 2}, {"layers": (3, 4)}),
+        pytest.param(4, SHARDED | {"pp": 2, "vpp": 2}, {}, marks=pytest.mark.exhaustive),
+        pytest.param(4, SHARDED | EXPERT_PARALLEL | {"etp": 1}, {}, marks=pytest.mark.exhaustive),
+        pytest.param(2, EXPERT_PARALLEL, {"layers": (2,)}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["tp", "tp-sp", "pp", "tp-sp-vpp", "tp-sp-ep", "ep"],
+)
+def test_adapters_get_the_gradients_of_one_rank(megatron_ranks, one_rank, world, layout, adapted):
+    ranks = megatron_ranks(world, gradients, adapted=adapted, **layout)
+    assert_as_one_rank(ranks, one_rank, "experts" in layout, adapted)
 
 
 def every_layout():

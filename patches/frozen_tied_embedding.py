@@ -1,0 +1,85 @@
+"""With a frozen embedding that both ends of a pipeline share, each window ends in a TypeError.
+
+Symptom:
+    `TypeError: Invalid function argument. Expected parameter tensor of type torch.Tensor but got
+    <class 'NoneType'> instead`, from `finalize_model_grads`, where the output layer shares the
+    embedding's weight, the model has several pipeline stages, and that weight is not trained, as
+    adapters leave it.
+
+Cause:
+    The gradients of the shared weight's copies are added up without a look at whether there are
+    any.
+
+Affects:
+    0.12. What the patch does: a frozen weight has none, and nothing is added up.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.13.0/megatron/core/distributed/finalize_model_grads.py,
+    "When the embedding is frozen, the grad is None."
+
+Remove when:
+    0.12 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.engine import Patch, Reproduction, Target
+
+
+def add_up(original: Callable[..., None], model: list[Any], config: Any) -> None:
+    """Around `_allreduce_word_embedding_grads`: only what has a gradient."""
+    if not any(map(_is_frozen, model)):
+        original(model, config)
+
+
+def _is_frozen(chunk: Any) -> bool:
+    from megatron.core.utils import get_attr_wrapped_model
+
+    module = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+    # The chunk at either end; one between them has no weight that it shares.
+    if not (module.pre_process or module.post_process):
+        return False
+    weight = module.shared_embedding_or_output_weight()
+    return weight is not None and not weight.requires_grad
+
+
+def _freeze(module: Any) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("decoder.layers" in name)
+
+
+def reproduce() -> None:
+    """A window of a model whose embedding is tied and frozen; what is trained gets a gradient."""
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(pp=2, tied=True, before_ddp=_freeze)
+    model.forward_backward(2, data_seed=0)
+    if not model.gradients().any():
+        raise RuntimeError("the gradients are zero")
+
+
+PATCH = Patch(
+    id="frozen-tied-embedding",
+    summary="a frozen embedding that both ends of a pipeline share ends each window in a TypeError",
+    since="0.12",
+    before="0.13",
+    targets=(
+        Target(
+            address="megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
+            wrapper=add_up,
+            reviewed={"8146cbc0b4d4": "0.12.0 to 0.12.3"},
+        ),
+    ),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.13.0/megatron/core/distributed/"
+        "finalize_model_grads.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"TypeError: .*Expected parameter `tensor` of type torch.Tensor",
+    ),
+)

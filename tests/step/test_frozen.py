@@ -1,0 +1,296 @@
+"""Adapters beside frozen weights: a split step, an aborted one, and one with a rank without data.
+
+Everywhere else all parameters are trained. Here most are in no gradient buffer, and of a stage, or
+of all the experts, often none is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+VPP = {"pp": 2, "vpp": 2, "layers_per_stage": 1}
+GATHERS = {"overlap_param_gather": True}
+# A few adapters in each bucket.
+SMALL = {"ddp_overrides": {"bucket_size": 600}}
+FIRST, LAST = {"layers": (1, 2)}, {"layers": (3, 4)}
+ATTENTION = {"targets": ("linear_qkv", "linear_proj")}
+
+#: Name → (ranks, options of the model, what is trained of it).
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "dp2": (2, SMALL, {}),
+    "dp2, gathers": (2, GATHERS | SMALL, {}),
+    "dp2, no overlap": (2, {"overlap_grad_reduce": False}, {}),
+    "dp2, all-reduce": (2, {"distributed_optimizer": False} | SMALL, {}),
+    "dp2, bf16": (2, {"dtype": "bf16"} | GATHERS | SMALL, {}),
+    "dp2, fp16": (2, {"dtype": "fp16", "loss_scale": 256.0}, {}),
+    "dp2, a norm and the head too": (2, GATHERS, {"trained": ("final_layernorm", "output_layer")}),
+    "tp2": (2, {"tp": 2}, {}),
+    "tp2, sequence parallel": (2, {"tp": 2, "sequence_parallel": True}, {}),
+    "tp2 dp2, tied": (4, {"tp": 2, "tied": True} | GATHERS, {}),
+    "pp2, nothing on the last stage": (2, {"pp": 2}, FIRST),
+    "pp2, nothing on the first stage": (2, {"pp": 2}, LAST),
+    "pp2, nothing on the first stage, all-reduce": (
+        2,
+        {"pp": 2, "distributed_optimizer": False},
+        LAST,
+    ),
+    "pp2, nothing on the first stage, fp16": (
+        2,
+        {"pp": 2, "dtype": "fp16", "loss_scale": 256.0},
+        LAST,
+    ),
+    "pp2, tied and frozen": (2, {"pp": 2, "tied": True}, FIRST),
+    "pp2 dp2, nothing on the first stage": (4, {"pp": 2} | GATHERS, LAST),
+    "pp2 vpp2, one chunk": (2, VPP, {"layers": (3,)}),
+    "pp2 vpp2 dp2, aligned, one chunk": (4, {**VPP, "align": True} | GATHERS, {"layers": (3,)}),
+    "experts": (2, {"experts": 4}, {}),
+    "ep2": (2, {"experts": 4, "ep": 2} | GATHERS, {}),
+    "ep2, attention only": (2, {"experts": 4, "ep": 2} | GATHERS, ATTENTION),
+    "ep2, experts only": (2, {"experts": 4, "ep": 2}, {"targets": ("linear_fc1", "linear_fc2")}),
+    "ep2, the router only": (2, {"experts": 4, "ep": 2}, {"targets": (), "trained": ("router",)}),
+    "tp2, experts": (2, {"experts": 4, "tp": 2, "etp": 1, "sequence_parallel": True}, {}),
+    "pp2, experts of the last stage": (2, {"experts": 4, "pp": 2}, LAST),
+}
+LAYOUTS["pp2, recomputed"] = (
+    2,
+    {
+        "pp": 2,
+        "config_overrides": {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    },
+    {},
+)
+ALWAYS = (
+    "dp2, gathers",
+    "tp2, sequence parallel",
+    "pp2, nothing on the first stage",
+    "pp2 vpp2 dp2, aligned, one chunk",
+    "ep2, attention only",
+)
+
+
+def _some() -> list[Any]:
+    return [
+        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
+        for each in LAYOUTS
+    ]
+
+
+class FailingLoss:
+    """A token loss that raises in its backward or forward, once it is told to."""
+
+    def __init__(self) -> None:
+        from split_bench import TokenLoss
+
+        self._loss = TokenLoss()
+        self.kind, self.normalizers = self._loss.kind, self._loss.normalizers
+        self.fails: str | None = None
+
+    def __call__(self, output, microbatch):
+        total, metrics = self._loss(output, microbatch)
+        if self.fails == "loss":
+            raise ValueError("a bad sample")
+        if self.fails == "backward":
+            total.register_hook(self._fail)
+        return total, metrics
+
+    def _fail(self, _):
+        raise ValueError("interrupted")
+
+
+def made(options: dict[str, Any], adapted: dict[str, Any]):
+    """A tiny model with adapters, its scheduler, its replica and its TrainStep."""
+    from lora import Lora
+    from split_bench import DEADLINE_S, build, forward
+
+    from megatron_idempotent import TrainStep
+
+    model, scheduler, replica = build(before_ddp=Lora(**adapted), **options)
+    step = TrainStep(
+        model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=DEADLINE_S
+    )
+    return model, scheduler, replica, step
+
+
+def seen(model: Any) -> list[Any]:
+    from split_bench import parameters
+
+    return [*_gradients(model), parameters(model)]
+
+
+def _gradients(model: Any) -> list[Any]:
+    return [
+        buffer.grad_data.clone()
+        for chunk in model.chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
+
+
+def compared(options: dict[str, Any], adapted: dict[str, Any]) -> dict[str, list[bool]]:
+    """On a rank: two steps in pieces, and behind aborted ones, against two one-shot ones."""
+    import torch
+    from split_bench import data, one_shot, raised_by, split_step
+
+    def run(pieces: list[int], how: str, last: bool = False) -> list[Any]:
+        model, scheduler, replica, step = made(options, adapted)
+        loss, found = FailingLoss(), []
+        for seed in (1, 2):
+            batch = data(seed, 2 * sum(pieces), replica)
+            if how == "one shot":
+                norm = one_shot(model, scheduler, loss, batch)
+            else:
+                if how != "split":
+                    loss.fails = how
+                    step_id = step.begin(loss, global_batch_size=8, micro_batch_size=2)
+                    assert raised_by(step.microbatch, step_id, batch) is not None
+                    step.abort(step_id)
+                    loss.fails = None
+                norm = split_step(step, loss, batch, pieces, last=last).grad_norm
+            found += [torch.tensor(float(norm)), *seen(model)]
+        return found
+
+    count = 4 if options.get("vpp") else 3
+    parts = [2, 2] if count == 4 else [1, 2]
+    want = run([count], "one shot")
+    assert float(want[0]) > 0
+    found = {}
+    ways = {"whole": ([count], "split", False), "last": (parts, "split", True)}
+    ways["pieces"] = (parts, "split", False)
+    failing = ["loss"]
+    if options.get("tp", 1) == options.get("ep", 1) == options.get("pp", 1) == 1:
+        failing.append("backward")  # with others to wait for it, this poisons
+    for how in failing:
+        ways[f"aborted in the {how}"] = (parts, how, True)
+    for name, (pieces, how, last) in ways.items():
+        got = run(pieces, how, last)
+        found[name] = [torch.equal(a, b) for a, b in zip(got, want, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("layout", _some())
+def test_pieces_and_aborted_steps_are_the_step_at_once(megatron_ranks, layout):
+    ranks, options, adapted = LAYOUTS[layout]
+    for found in megatron_ranks(ranks, compared, options, adapted, timeout_s=120):
+        assert all(all(v) for v in found.values()), found
+
+
+def told(options: dict[str, Any], adapted: dict[str, Any]) -> Any:
+    """On a rank: what the result of a step says, and the same for ranks without data."""
+    from dataclasses import asdict
+
+    from split_bench import ROWS, TokenLoss, data
+
+    from megatron_idempotent.step.records import StepResult
+
+    _, scheduler, replica, step = made(options, adapted)
+    scheduler.step(increment=8)  # the first rate is 0
+    results: list[StepResult] = []
+    for absent in (None, 0):
+        step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
+        if replica != absent:
+            step.microbatch(step_id, data(1, 6, replica))
+        elif options.get("ep", 1) > 1:
+            step.microbatch(step_id, None)
+        results.append(step.finish(step_id))
+    own = ("reported_by", "auxiliary_loss_scale")
+    return [{k: v for k, v in asdict(each).items() if k not in own} for each in results]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["dp2, gathers", "pp2, nothing on the first stage", "pp2 dp2, nothing on the first stage"],
+)
+def test_all_ranks_are_told_the_same(megatron_ranks, layout):
+    ranks, options, adapted = LAYOUTS[layout]
+    first, *others = megatron_ranks(ranks, told, options, adapted, timeout_s=120)
+    assert all(each["updated"] and each["lr"] > 0 for each in first if each["skipped"] is None)
+    for other in others:
+        assert other == first
+
+
+BOTH, ONE, OTHER = ("first", "second"), ("first",), ("second",)
+
+
+def in_turn(overlap: bool, turns: list[tuple[str, ...]]) -> list[bytes]:
+    """On a rank: parameters after steps that train some of the adapters each."""
+    from lora import Lora, use
+    from split_bench import DEADLINE_S, TokenLoss, build, data, forward, parameters, split_step
+
+    from megatron_idempotent import TrainStep
+
+    # No clipping: a norm is summed in another order where buckets are others.
+    model, scheduler, replica = build(
+        before_ddp=Lora(adapters=BOTH),
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        optimizer_overrides={"clip_grad": 0.0},
+        **SMALL,
+    )
+    step = TrainStep(
+        model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=DEADLINE_S
+    )
+    found = []
+    for seed, names in enumerate(turns):
+        use(model.chunks, *names)
+        split_step(step, TokenLoss(), data(seed, 4, replica), [1, 1])
+        found.append(parameters(model).numpy().tobytes())
+    return found
+
+
+def test_adapters_may_take_turns_where_reductions_are_held_back(megatron_ranks):
+    turns = [BOTH, BOTH, ONE, OTHER, BOTH]
+    held, plain = (megatron_ranks(2, in_turn, overlap, turns) for overlap in (True, False))
+    assert held == plain
+    assert held[0] == held[1]
+
+
+def head_gradients(instead: bool, options: dict[str, Any]) -> list[Any]:
+    """On a rank: gradients by log-probs of a frozen head, from hidden states or logits."""
+    from lora import Lora
+
+    import megatron_idempotent
+    from megatron_idempotent import model_logprobs, shift_targets, token_logprobs
+    from megatron_idempotent.cpu import tiny
+
+    megatron_idempotent.apply()
+    import torch
+    from megatron.core import parallel_state
+
+    model = tiny.build(before_ddp=Lora(), with_optimizer=False, **options)
+    (chunk,) = model.chunks
+    tokens_BT = next(tiny.microbatches(0))
+    positions_BT = torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1)
+    mask = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+    inputs, targets = (tokens_BT, positions_BT, mask), shift_targets(tokens_BT)
+    if instead:
+        stats = model_logprobs(chunk, *inputs, targets=targets)
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
+        stats = token_logprobs(logits=chunk(*inputs), targets=targets, tp_group=group)
+    stats.logprob.sum().backward()
+    return [p.main_grad.clone() for p in chunk.module.parameters() if p.requires_grad]
+
+
+# What is added up in float32 on the way: words, features, and positions of all rows.
+TERMS = 128 + 64 + 2 * 32
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tp": 2, "sequence_parallel": True}, {"tied": True}], ids=str
+)
+def test_logprobs_of_a_frozen_head_train_the_adapters(megatron_ranks, options):
+    import torch
+
+    ranks = options.get("tp", 1)
+    both = [megatron_ranks(ranks, head_gradients, way, options) for way in (True, False)]
+    for found, wanted in zip(*both, strict=True):
+        assert len(found) == len(wanted) > 0
+        for mine, want in zip(found, wanted, strict=True):
+            assert want.abs().max() > 0
+            bound = TERMS * 2.0**-24 * float(want.abs().max())
+            torch.testing.assert_close(mine, want, rtol=0, atol=bound)
