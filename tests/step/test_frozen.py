@@ -343,3 +343,41 @@ def test_the_norm_is_that_of_what_is_trained_and_clips_it(megatron_ranks, layout
         assert norms[0] > small
         # Megatron adds a millionth to the norm that it divides by.
         assert used == pytest.approx(min(norms[0], clip), rel=tolerance + 1e-6 / norms[0])
+
+
+def exchanged(dtype: str) -> list[bool]:
+    """On a rank: whether adapters that were put into the same memory are those of what follows.
+
+    That is, of a forward, and of a step whose rate is 0.
+    """
+    import torch
+    from lora import Lora
+
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    megatron_idempotent.apply()
+    model = tiny.build(before_ddp=Lora(), dtype=dtype, **GATHERS, **SMALL)
+    model.forward_backward(2, data_seed=0)
+    model.step()
+    generator, others = torch.Generator().manual_seed(3), []
+    megatron_idempotent.ensure_params_synced(model.chunks)
+    for parameter in model.chunks[0].module.parameters():
+        if parameter.requires_grad:
+            other = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            parameter.data.copy_(other)
+            others.append((parameter, other))
+    model.optimizer.reload_model_params()
+    model.forward_backward(1, data_seed=1, forward_only=True)
+    found = [all(torch.equal(parameter, other) for parameter, other in others)]
+    for group in model.optimizer.param_groups:
+        group["lr"] = 0.0
+    model.forward_backward(2, data_seed=2)
+    model.step()
+    megatron_idempotent.ensure_params_synced(model.chunks)
+    return [*found, all(torch.equal(parameter, other) for parameter, other in others)]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_other_adapters_in_the_same_memory_are_trained_from_there(megatron_ranks, dtype):
+    assert megatron_ranks(2, exchanged, dtype) == [[True, True]] * 2
