@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_idempotent.cpu import RankError
+
 
 def behind_an_abort() -> list[tuple[int, int]]:
     """On a rank: how much the two lists hold behind a window that raises, and a whole one."""
@@ -213,3 +215,24 @@ def carried(site: str) -> bool:
 @pytest.mark.parametrize("site", ["layer@1", "backward@0", "loss"])
 def test_a_carried_failure_leaves_no_peer_waiting_for_the_deferred_gradient(site, megatron_ranks):
     assert megatron_ranks(4, carried, site) == [True] * 4
+
+
+def frozen(applied: bool) -> None:
+    """On a rank: a window of a frozen output layer that is to defer."""
+    from megatron_idempotent.patches import _deferred_embedding
+
+    import megatron_idempotent
+
+    def freeze(module):
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_("output_layer" not in name)
+
+    if applied:
+        megatron_idempotent.apply()
+    _deferred_embedding.build(before_ddp=freeze).forward_backward(1, data_seed=0)
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_a_frozen_output_layer_that_is_to_defer_meets_upstreams_error(megatron_ranks, applied):
+    with pytest.raises(RankError, match="grad_output_buffer kwarg is only supported"):
+        megatron_ranks(2, frozen, applied)

@@ -294,3 +294,90 @@ def test_logprobs_of_a_frozen_head_train_the_adapters(megatron_ranks, options):
             assert want.abs().max() > 0
             bound = TERMS * 2.0**-24 * float(want.abs().max())
             torch.testing.assert_close(mine, want, rtol=0, atol=bound)
+
+
+def stepped_on(options: dict[str, Any], adapted: dict[str, Any], clip: float) -> Any:
+    """On a rank: the norm that a step tells; and of the gradients that this rank has stepped on,
+    as Adam's first moments tell, the sum of squares and the number.
+    """
+    from lora import Lora
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    megatron_idempotent.apply()
+    model = tiny.build(
+        before_ddp=Lora(**adapted), optimizer_overrides={"clip_grad": clip}, **options
+    )
+    model.forward_backward(2, data_seed=0)
+    _, norm, _ = model.step()
+    squares, elements = 0.0, 0
+    for one in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
+        for parameter, state in one.optimizer.state.items() if one.optimizer else ():
+            if param_is_not_tensor_parallel_duplicate(parameter):
+                beta = one.optimizer.defaults["betas"][0]
+                squares += float((state["exp_avg"].double() / (1 - beta)).square().sum())
+                elements += parameter.numel()
+    return float(norm), squares, elements
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp2, gathers",
+        "tp2, sequence parallel",
+        "pp2, nothing on the first stage",
+        "ep2, attention only",
+        "pp2, experts of the last stage",
+    ],
+)
+def test_the_norm_is_that_of_what_is_trained_and_clips_it(megatron_ranks, layout):
+    ranks, options, adapted = LAYOUTS[layout]
+    small = 1e-3
+    for clip in (1e9, small):
+        found = megatron_ranks(ranks, stepped_on, options, adapted, clip)
+        norms, squares, elements = zip(*found, strict=True)
+        used, tolerance = sum(squares) ** 0.5, sum(elements) * 2.0**-24
+        assert len(set(norms)) == 1
+        assert norms[0] > small
+        # Megatron adds a millionth to the norm that it divides by.
+        assert used == pytest.approx(min(norms[0], clip), rel=tolerance + 1e-6 / norms[0])
+
+
+def exchanged(dtype: str) -> list[bool]:
+    """On a rank: whether adapters that were put into the same memory are those of what follows.
+
+    That is, of a forward, and of a step whose rate is 0.
+    """
+    import torch
+    from lora import Lora
+
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    megatron_idempotent.apply()
+    model = tiny.build(before_ddp=Lora(), dtype=dtype, **GATHERS, **SMALL)
+    model.forward_backward(2, data_seed=0)
+    model.step()
+    generator, others = torch.Generator().manual_seed(3), []
+    megatron_idempotent.ensure_params_synced(model.chunks)
+    for parameter in model.chunks[0].module.parameters():
+        if parameter.requires_grad:
+            other = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            parameter.data.copy_(other)
+            others.append((parameter, other))
+    model.optimizer.reload_model_params()
+    model.forward_backward(1, data_seed=1, forward_only=True)
+    found = [all(torch.equal(parameter, other) for parameter, other in others)]
+    for group in model.optimizer.param_groups:
+        group["lr"] = 0.0
+    model.forward_backward(2, data_seed=2)
+    model.step()
+    megatron_idempotent.ensure_params_synced(model.chunks)
+    return [*found, all(torch.equal(parameter, other) for parameter, other in others)]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_other_adapters_in_the_same_memory_are_trained_from_there(megatron_ranks, dtype):
+    assert megatron_ranks(2, exchanged, dtype) == [[True, True]] * 2
