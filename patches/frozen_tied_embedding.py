@@ -73,6 +73,11 @@ PATCH = Patch(
             reviewed={"8146cbc0b4d4": "0.12.0 to 0.12.3"},
         ),
     ),
+    # 0.13 asks whether there is a gradient; from 0.14 on a function of its own does.
+    fixed_when=lambda bodies: any(
+        body.contains("grad is None") or body.contains("_allreduce_embedding_grad")
+        for body in bodies.values()
+    ),
     upstream=(
         "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.13.0/megatron/core/distributed/"
         "finalize_model_grads.py"
