@@ -16,8 +16,8 @@ Affects:
     `wrap_with_nvtx_name("megatron_policy_worker/…")` or `"megatron_value_worker/…"` that raises
     leaves the grad mode as it found it, and takes back the timers that it started. (The rerun state
     machine, which would make the next window train on nothing, is repaired in Megatron itself.)
-    Methods that were decorated before `apply()` are not reached: call it before the workers'
-    modules are imported.
+    Methods that were decorated before `apply()` are not reached, and a warning says so: call it
+    before the workers' modules are imported.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/policy/workers/megatron_policy_worker.py,
@@ -101,6 +101,10 @@ PATCH = Patch(
             address="nemo_rl.utils.nsys:wrap_with_nvtx_name",
             wrapper=wrap_with_nvtx_name,
             relies_on=("ret = func(*args, **kwargs)", "return decorator"),
+            early_users=(
+                "nemo_rl.models.policy.workers.megatron_policy_worker",
+                "nemo_rl.models.value.workers.megatron_value_worker",
+            ),
         ),
     ),
     upstream=_nemo_rl.UPSTREAM,

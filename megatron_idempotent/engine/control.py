@@ -194,7 +194,7 @@ def _changed(before: dict[str, Row]) -> list[Row]:
 
 
 def _log(changed: list[Row]) -> None:
-    problems = [row for row in changed if row.status in PROBLEMS]
+    problems = [r for r in changed if r.status in PROBLEMS or landing.LEFT in r.reason]
     applied = [row.id for row in changed if row.status == "applied"]
     # Where nobody has imported logging, nobody has asked for messages that are no warnings.
     if not problems and not (applied and "logging" in sys.modules):

@@ -45,6 +45,7 @@ class State(PerProcess):
 
 
 REVERTED = "reverted"
+LEFT = "bound before us and left alone"
 
 state = State(__name__, "state")
 lock = PerProcessLock(__name__, "lock", RLock)
@@ -123,8 +124,10 @@ def _accepted(patch: Outline, reason: str) -> Row:
     reasons = [reason]
     sites = [state.sites[t.address] for t in patch.targets if t.address in state.sites]
     left = [name for site in sites for name in site.left]
+    users = [name for target in load(patch.id).targets for name in target.early_users]
+    left += [name for name in users if late.is_complete(name)]
     if left:
-        reasons.append(f"bound before us and left alone: {', '.join(left)}")
+        reasons.append(f"{LEFT}: {', '.join(left)}")
     waits = missing(patch)
     if waits:
         reasons.append(f"rest lands with {', '.join(waits)}")

@@ -45,6 +45,10 @@ class Target(Place):
     """Hash of a part (`engine.part`) → the releases on which a person read it. Where this is empty,
     as for frameworks that nobody reads release by release, the fragments alone decide."""
 
+    early_users: tuple[str, ...] = ()
+    """Modules that call the function while they are imported, as a decorator's maker is. One that
+    was imported before the wrapper came keeps what it made, and the report says so."""
+
     def __post_init__(self) -> None:
         if not _is_address(self.address):
             raise ValueError(f"target address {self.address!r} is not 'module:qualname'")

@@ -113,6 +113,21 @@ def test_names_left_alone_are_still_reported_when_the_rest_has_landed(toys, gree
     assert report()["toy-two"].reason.endswith("bound before us and left alone: toy_user.greet")
 
 
+@pytest.mark.parametrize("first", ["toy_user", "toy_up.greet"])
+def test_a_module_that_has_used_a_function_before_apply_is_warned_of(toys, greet, caplog, first):
+    toys.write("toy_user", "from toy_up import greet\nGREETING = greet.greet('x')\n")
+    toys.patch("toy-one", "toy_up.greet:greet", early_users=("toy_user",))
+    importlib.import_module(first)
+    toys.apply()
+    greeting = importlib.import_module("toy_user").GREETING
+    assert greeting == ("hello x" if first == "toy_user" else "hello x!")
+    said = "bound before us and left alone: toy_user"
+    assert report()["toy-one"].status == "applied"
+    assert (said in report()["toy-one"].reason) == (first == "toy_user")
+    warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert [said in each for each in warned] == ([True] if first == "toy_user" else [])
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(["toy-a", "toy-b", "toy-c"])))
 def test_patches_on_one_target_are_added_and_removed_in_any_order(toys, greet, order):
     module = greet()

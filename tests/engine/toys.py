@@ -58,6 +58,7 @@ class Toys:
         *addresses: str,
         wrapper: Callable[..., Any] = shout,
         relies_on: str = "return",
+        early_users: tuple[str, ...] = (),
         **fields: Any,
     ) -> None:
         """Declare a patch of these addresses."""
@@ -66,7 +67,12 @@ class Toys:
             id=patch_id,
             summary="too quiet",
             targets=tuple(
-                Target(address=address, wrapper=wrapper, relies_on=fragment)
+                Target(
+                    address=address,
+                    wrapper=wrapper,
+                    relies_on=fragment,
+                    early_users=early_users,
+                )
                 for address in addresses
             ),
             upstream="https://example.com",
