@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import importlib
+import inspect
 import os
 import sys
 import tempfile
@@ -132,6 +133,9 @@ def saving() -> Iterator[Event]:
 
     _alone()
     model = tiny.build(overlap_param_gather=True)
+    # Commits of before 0.17 ask for the format and its version.
+    asked = inspect.signature(TorchDistSaveShardedStrategy).parameters
+    form = ("torch_dist", 1) if "backend" in asked else ()
     for name, options in (
         ("by position", {}),
         ("with a manifest", {"validate_access_integrity": False, "verify_integrity": True}),
@@ -140,7 +144,7 @@ def saving() -> Iterator[Event]:
         model.forward_backward(1, data_seed=0)
         model.step()
         sharded = model.chunks[0].module.sharded_state_dict()
-        writer = Writer()
+        writer = Writer(*form)
         with tempfile.TemporaryDirectory() as folder:
             if options:
                 given = {"sharded_state_dict": sharded, "checkpoint_dir": folder}
