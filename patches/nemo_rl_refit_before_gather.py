@@ -44,7 +44,7 @@ def reproduce() -> None:
     nemo = _nemo_rl.NemoRL(overlap_param_gather=True)
     nemo.train(0)
     nemo.exported()
-    _gather.expect_agreement(nemo.bench, "in a refit behind the step")
+    _gather.expect_agreement(nemo.bench, "in a refit after the step")
 
 
 PATCH = Patch(
@@ -65,6 +65,6 @@ PATCH = Patch(
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,
-        stock_error=r"RuntimeError: parameters differ .* in a refit behind the step",
+        stock_error=r"RuntimeError: parameters differ .* in a refit after the step",
     ),
 )

@@ -42,7 +42,7 @@ def reproduce() -> None:
     skyrl = _skyrl.SkyRL(overlap_param_gather=True)
     skyrl.train(0)
     skyrl.exported()
-    _gather.expect_agreement(skyrl.bench, "in a refit behind the step")
+    _gather.expect_agreement(skyrl.bench, "in a refit after the step")
 
 
 PATCH = Patch(
@@ -63,6 +63,6 @@ PATCH = Patch(
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,
-        stock_error=r"RuntimeError: parameters differ .* in a refit behind the step",
+        stock_error=r"RuntimeError: parameters differ .* in a refit after the step",
     ),
 )
