@@ -39,6 +39,7 @@ SUITES = (
 SUITES_OF_COMMITS = (
     *("tests/parity", "tests/engine/fuzz/test_pinned.py"),
     *("tests/patches/test_newer_megatron.py", "tests/patches/test_megatron_fsdp.py"),
+    "tests/patches/test_finalize_func.py",
     "--ignore=tests/parity/test_hazards.py",
 )
 #: FSDPTrainStep's own tests, and those that both engines are held to.
@@ -131,7 +132,9 @@ def _run_release(
     wants = RELEASES[megatron]
     python = _environment(session, version, folder)
     core, extra = (
-        ("megatron-core[training]", "[trainer]") if wants["training"] else ("megatron-core", "")
+        ("megatron-core[training]", "[trainer]")
+        if wants["training"]
+        else ("megatron-core", "[controller]")
     )
     packages = [f"torch=={torch}", f"{core}=={megatron}", *wants["requires"]]
     groups = nox.project.dependency_groups(PROJECT, "test")

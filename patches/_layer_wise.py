@@ -43,6 +43,7 @@ def chunks_target() -> Target:
         wrapper=remember_chunks,
         reviewed={
             "db6d20368be6": "0.17.0 to 0.17.1",
+            "86d5a2f4bf49": "main, April 2026",
             "b40214db7eb1": "0.18.0 to 0.18.2",
             "15796a7c7ddc": "0.19.0 to 0.19.2",
             "10c0be459ae3": "main, July 2026, and dev, August 2026",
@@ -51,7 +52,7 @@ def chunks_target() -> Target:
 
 
 def remember_chunks(original: Callable[..., None], self: Any, model_chunks: Any) -> None:
-    """Release 0.17 forgets them."""
+    """0.17, and commits between it and 0.18, forget them."""
     original(self, model_chunks)
     setattr(self, _CHUNKS, list(model_chunks))
 
@@ -106,9 +107,9 @@ def _chunks(optimizer: Any) -> list[Any]:
         import warnings
 
         warnings.warn(
-            "a LayerWiseDistributedOptimizer of megatron-core 0.17 was built before "
-            "megatron_idempotent.apply(), so its model chunks are not known and its updates are "
-            "not watched: call apply() first",
+            "a LayerWiseDistributedOptimizer, which on this Megatron forgets its model chunks, was "
+            "built before megatron_idempotent.apply(): its updates are not watched. Call apply() "
+            "first",
             stacklevel=2,
         )
         setattr(optimizer, _CHUNKS, [])  # said once

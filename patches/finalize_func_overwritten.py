@@ -11,7 +11,9 @@ Affects:
     0.12 to 0.18; 0.19 assigns it only where there is none. Releases before 0.17 carry
     `megatron.training` in a source checkout only. What the patch does: for the time of the call
     the module's name `finalize_model_grads`, which `train()` reads in this one assignment, stands
-    for the caller's function. Where the config holds None, upstream's is set as before.
+    for the caller's function. Where the config holds None, upstream's is set as before. On commits
+    on which `train()` wraps that function to reload an offloaded optimizer (slime's and miles'), it
+    wraps the caller's, and what it left in the config is not taken for the caller's.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/training/training.py, `train`.
@@ -34,15 +36,25 @@ from . import _train
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around upstream's `train`: let it assign what the config holds."""
     module: Any = sys.modules[_train.MODULE]
-    custom = arguments(original, args, kwargs)["config"].finalize_model_grads_func
+    config = arguments(original, args, kwargs)["config"]
+    custom = config.finalize_model_grads_func
     default = module.finalize_model_grads
-    if custom is None or custom is default:
+    if custom is None or custom is default or _is_of_train(custom):
         return original(*args, **kwargs)
     module.finalize_model_grads = custom
     try:
         return original(*args, **kwargs)
     finally:
         module.finalize_model_grads = default
+        if _is_of_train(config.finalize_model_grads_func):  # it would call the default from now on
+            config.finalize_model_grads_func = custom
+
+
+def _is_of_train(function: Any) -> bool:
+    """Whether `train()` has made this function around the one of that name in its module."""
+    return getattr(function, "__qualname__", "").startswith("train.<locals>.") and (
+        getattr(function, "__module__", None) == _train.MODULE
+    )
 
 
 def reproduce() -> None:
@@ -77,6 +89,7 @@ PATCH = Patch(
             parts={
                 "9912bafde830": "0.12.0 to 0.18.2",
                 "20070e0b730d": "0.19.0 to 0.19.2",
+                "e4298c5a5095": "slime's image and miles' fork, August 2026",
             },
         ),
     ),

@@ -94,9 +94,12 @@ def _around_adam(config: Any, chunks: list[Any]) -> Any:
     ]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay)
     layer_wise = _optimizer_class()
-    overlap = {}
-    if takes(layer_wise.__init__, "async_allgather"):  # 0.17
-        overlap["async_allgather"] = config.overlap_param_gather
+    # 0.17 and commits between it and 0.18 have an argument for it, later ones read the config.
+    overlap = {
+        name: config.overlap_param_gather
+        for name in ("async_allgather", "overlap_param_gather")
+        if takes(layer_wise.__init__, name)
+    }
     return layer_wise(
         [optimizer],
         config,

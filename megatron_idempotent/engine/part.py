@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 
+from .computed import computed
 from .source import Body, canonical, digest
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -37,7 +37,7 @@ class Part:
         self._fragments = tuple(fragments)
         self._parameters = sorted(set(parameters))
 
-    @cached_property
+    @computed
     def hash(self) -> str:
         """Twelve hexadecimal digits, equal for equal parts on every Python version."""
         lines = (
@@ -51,7 +51,7 @@ class Part:
         """A line per statement, for people."""
         return "\n".join(" > ".join(map(_readable, line)) for line in self._lines)
 
-    @cached_property
+    @computed
     def _lines(self) -> list[tuple[_Step, ...]]:
         things = _Things(self._fragments, _locals(self._tree))
         declared = _declarations(self._tree.args)

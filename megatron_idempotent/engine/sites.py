@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 ABSENT: Any = object()
 """Stands for the raw value where a class has inherited the function."""
 
+#: What `functools.lru_cache` gives a function, and upstream calls.
+_CACHED = ("cache_clear", "cache_info", "cache_parameters")
+
 
 class Site:
     """A function of Megatron with our layers around it.
@@ -68,6 +71,9 @@ class Site:
         def patched(*args: Any, **kwargs: Any) -> Any:
             return self._call(*args, **kwargs)
 
+        for name in _CACHED:
+            if hasattr(original, name):  # no part of a function's __dict__, which wraps() copies
+                setattr(patched, name, getattr(original, name))
         self.function = patched
         self.installed: Any = type(stands)(patched) if stands is not original else patched
 

@@ -13,9 +13,10 @@ import copy
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
+from .computed import computed
 from .finding import find
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -46,7 +47,7 @@ class Body:
         self.module = module
         """The source of the module that it is from."""
 
-    @cached_property
+    @computed
     def hash(self) -> str:
         """Twelve hexadecimal digits, equal for equal code on every Python version."""
         bare = copy.copy(self.tree)
@@ -58,7 +59,7 @@ class Body:
         """The line of its first decorator in its file: `co_firstlineno` of its code."""
         return min([self.tree.lineno, *(node.lineno for node in self.tree.decorator_list)])
 
-    @cached_property
+    @computed
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters, in order."""
         arguments = self.tree.args
@@ -81,7 +82,7 @@ class Body:
         everywhere, outside = self._fragments
         return hash(canonical(node)) in (outside if outside_loops else everywhere)
 
-    @cached_property
+    @computed
     def _fragments(self) -> tuple[set[int], set[int]]:
         # Of all expressions and statements, and of those in no loop. Hashes, because every text
         # contains those of its parts: train()'s are megabytes.

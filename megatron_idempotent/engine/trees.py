@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 
 from . import versions
+from .computed import computed
 from .decide import MEGATRON, package_of
 from .record import Patch
 from .source import Body, parse_body
@@ -81,7 +81,7 @@ class SourceTree:
         text = self.text(module)
         return None if text is None else parse_body(text, qualname)
 
-    @cached_property
+    @computed
     def _files(self) -> frozenset[str]:
         return frozenset() if self._wheel is None else frozenset(self._wheel.namelist())
 
@@ -95,7 +95,7 @@ class SourceTree:
             raise ValueError(f"{self.path} says no version in {INFO}: is it Megatron's?")
         return version
 
-    @cached_property
+    @computed
     def _metadata(self) -> list[str]:
         if self._wheel is not None:
             names = [name for name in self._files if name.endswith(".dist-info/METADATA")]

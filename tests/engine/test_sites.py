@@ -17,6 +17,7 @@ from megatron_idempotent.engine.source import parse_body
 
 SOURCE = """
 import contextlib
+import functools
 
 def greet(name: str = "you") -> str:
     return f"hello {name}"
@@ -43,6 +44,9 @@ class Thing(Base):
     @contextlib.contextmanager
     def managed(self, name):
         yield name
+    @functools.lru_cache
+    def cached(self, name):
+        return [name]
 """
 
 
@@ -89,6 +93,17 @@ def test_uninstalling_puts_the_raw_value_back(module, qualname):
     site.remove("shout")
     assert uninstall(site)
     assert vars(owner)[name] is raw
+
+
+def test_a_cached_method_can_still_be_told_to_forget(module):
+    thing = module.Thing()
+    site = site_of("Thing.cached")
+    install(site)
+    site.add("shout", shout)
+    assert thing.cached("x") == "['x']!"
+    assert thing.cached.cache_info().currsize == 1
+    thing.cached.cache_clear()
+    assert thing.cached.cache_info().currsize == 0
 
 
 @pytest.mark.parametrize(("name", "answer"), [("inherited", "Thing x!"), ("made", "Thing x!")])

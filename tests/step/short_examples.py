@@ -10,7 +10,7 @@ import ast
 import asyncio
 import builtins
 import functools
-import importlib
+import importlib.util
 import inspect
 import re
 import sys
@@ -18,8 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 import megatron_idempotent
 
+NEEDS_ALL = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,
+    reason="the trainer's examples are among them, and its packages are not installed",
+)
 PACKAGE = Path(megatron_idempotent.__file__).parent
 _EXAMPLE = re.compile(
     r"Example: (?:`(?P<code>[^`]+)`(?: is `?(?P<value>[^`]+?)`?\.(?=\s|$))?"

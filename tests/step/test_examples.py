@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from short_examples import PACKAGE, binds, names_of, resolved, seen_by
+from short_examples import NEEDS_ALL, PACKAGE, binds, names_of, resolved, seen_by
+
+pytestmark = NEEDS_ALL
 
 CLUSTER = "processes of its own, which cost 5 CPU seconds each"
 #: What is not run, by file, and what it would need.
@@ -102,6 +104,7 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
     return {
         "cpu/allocations.py": {"logits": logits_BTV, "loss_of": torch.sum},
         "drift.py": {},
+        "engine/computed.py": {},
         "engine/contract.py": {"train": _run},
         "engine/control.py": {},
         "engine/scoped.py": {"train": lambda _: None},

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import short_examples
-from short_examples import OTHER, PACKAGE, Checked, Short
+from short_examples import NEEDS_ALL, OTHER, PACKAGE, Checked, Short
+
+pytestmark = NEEDS_ALL
 
 
 def examples() -> list[Short]:
