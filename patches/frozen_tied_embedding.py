@@ -31,8 +31,18 @@ from megatron_idempotent.engine import Patch, Reproduction, Target
 
 def add_up(original: Callable[..., None], model: list[Any], config: Any) -> None:
     """Around `_allreduce_word_embedding_grads`: only what has a gradient."""
-    if not any(map(_is_frozen, model)):
+    if not (_is_shared() and any(map(_is_frozen, model))):
         original(model, config)
+
+
+def _is_shared() -> bool:
+    """Whether upstream looks at the model at all: it may be any module where it does not."""
+    import torch
+    from megatron.core import parallel_state
+
+    return parallel_state.is_rank_in_embedding_group(ignore_virtual=True) and (
+        torch.distributed.get_world_size(parallel_state.get_embedding_group()) > 1
+    )
 
 
 def _is_frozen(chunk: Any) -> bool:
@@ -61,6 +71,23 @@ def reproduce() -> None:
         raise RuntimeError("the gradients are zero")
 
 
+def neighbour() -> object:
+    """Finalize a module that is no GPTModel, on one pipeline stage."""
+    import torch
+    from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+
+    from megatron_idempotent.cpu import tiny
+
+    bench = tiny.build(with_optimizer=False, overlap_grad_reduce=False)
+    (chunk,) = bench.chunks
+    layer = torch.nn.Linear(4, 4).cuda()
+    torch.nn.init.constant_(layer.weight, 0.5)
+    model = DistributedDataParallel(bench.config, chunk.ddp_config, layer)
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+    finalize_model_grads([model])
+    return [buffer.grad_data.tolist() for buffer in model.buffers]
+
+
 PATCH = Patch(
     id="frozen-tied-embedding",
     summary="a frozen embedding that both ends of a pipeline share ends each window in a TypeError",
@@ -84,6 +111,7 @@ PATCH = Patch(
     ),
     reproduction=Reproduction(
         run=reproduce,
+        neighbour=neighbour,
         ranks=2,
         stock_error=r"TypeError: .*Expected parameter `tensor` of type torch.Tensor",
     ),
