@@ -63,8 +63,8 @@ class Sides:
         )
         self.microbatches, self.rows = microbatches, rows
         self._schedule = get_forward_backward_func()
-        self._positions_BT = torch.arange(T).expand(rows, -1)
-        self._hidden = torch.ones(1, 1, T, T).tril() < 0.5
+        self._positions_BT = torch.arange(T, device="cuda").expand(rows, -1)
+        self._hidden = torch.ones(1, 1, T, T, device="cuda").tril() < 0.5
         self._loss = TokenLoss()
         self._batch = _data(microbatches * rows, parallel_state.get_data_parallel_rank())
         self._step = TrainStep(
@@ -128,13 +128,13 @@ class Sides:
 def _data(rows: int, replica: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(replica)
     return {
-        "input_ids": torch.randint(0, tiny.VOCABULARY, (rows, T), generator=generator),
-        "token_mask": (torch.rand(rows, T, generator=generator) < 0.5).float(),
-        "sample_mask": torch.ones(rows),
+        "input_ids": torch.randint(0, tiny.VOCABULARY, (rows, T), generator=generator).cuda(),
+        "token_mask": (torch.rand(rows, T, generator=generator) < 0.5).float().cuda(),
+        "sample_mask": torch.ones(rows, device="cuda"),
     }
 
 
 def _mask(microbatch: Any) -> Any:
     """1 where position t predicts a valid token, [B, T]; the last position predicts none."""
     valid_BT = microbatch["token_mask"] * microbatch["sample_mask"][:, None]
-    return torch.cat((valid_BT[:, 1:], torch.zeros(len(valid_BT), 1)), 1)
+    return torch.cat((valid_BT[:, 1:], valid_BT.new_zeros(len(valid_BT), 1)), 1)

@@ -71,7 +71,7 @@ class Tiny:
         """All gradient buffers of this rank as one vector, a copy.
 
         With the distributed optimizer only this rank's shards are reduced. Under Megatron-FSDP it
-        is what the optimizer would step with.
+        is what the optimizer would step with. On the host, as the parameters.
         """
         import torch
 
@@ -84,7 +84,7 @@ class Tiny:
                 else [b.grad_data for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             )
         ]
-        return torch.cat([tensor.float().flatten() for tensor in tensors])
+        return torch.cat([tensor.float().flatten() for tensor in tensors]).cpu()
 
     def parameters(self) -> torch.Tensor:
         """All parameters of this rank as one float32 vector, a copy.
@@ -103,13 +103,14 @@ class Tiny:
                 else chunk.module.parameters()
             )
         ]
-        return torch.cat([tensor.detach().float().flatten() for tensor in tensors])
+        return torch.cat([tensor.detach().float().flatten() for tensor in tensors]).cpu()
 
     def _forward_step(self, losses: list[float]) -> Callable[..., Any]:
         import torch
 
-        positions_BT = torch.arange(SEQUENCE).expand(BATCH, -1)
-        hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
+        # The runtime makes "cuda" the CPU.
+        positions_BT = torch.arange(SEQUENCE, device="cuda").expand(BATCH, -1)
+        hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE, device="cuda").tril() < 0.5
         count = iter(range(1 << 30))
 
         def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
@@ -141,5 +142,6 @@ def microbatches(data_seed: int) -> Iterator[torch.Tensor]:
     index = parallel_state.get_data_parallel_rank()
     while True:
         generator = torch.Generator().manual_seed(data_seed * 10_007 + index)
-        yield torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+        # Drawn on the host, so that the data are the same on every device.
+        yield torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator).cuda()
         index += parallel_state.get_data_parallel_world_size()

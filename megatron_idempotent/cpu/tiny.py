@@ -47,6 +47,7 @@ def build(
     loss_scale: float | None = None,
     with_optimizer: bool = True,
     wire: bool = True,
+    graph_safe_rng: bool = False,
     config_overrides: Mapping[str, Any] | None = None,
     ddp_overrides: Mapping[str, Any] | None = None,
     optimizer_overrides: Mapping[str, Any] | None = None,
@@ -60,6 +61,7 @@ def build(
     `layers_per_stage` counts per virtual stage. With `tied` the output layer shares the embedding's
     weight. `wire` sets the config's
     no_sync_func, grad_sync_func, param_sync_func, grad_scale_func and finalize_model_grads_func.
+    `graph_safe_rng` has random trackers that a CUDA graph can capture (from 0.13, on a GPU).
     `layer_wise` wants dtype="bf16" and megatron-core 0.17, and takes the optimizer that gives each
     rank whole parameters; it gathers out of DDP's buffers (from 0.18), and with
     distributed_optimizer=False through lists of parameters. `fsdp` puts the model into
@@ -85,7 +87,9 @@ def build(
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=etp,
         )
-    model_parallel_cuda_manual_seed(seed)
+    model_parallel_cuda_manual_seed(
+        seed, **({"use_cudagraphable_rng": True} if graph_safe_rng else {})
+    )
     # Last, because both seed one generator here, and weights are cut from one master copy.
     torch.manual_seed(seed)
     half, params_dtype = _precision(dtype)
@@ -107,7 +111,9 @@ def build(
             "use_cpu_initialization": True,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
+            # Kernels of Apex.
             "gradient_accumulation_fusion": False,
+            "masked_softmax_fusion": False,
             "tensor_model_parallel_size": tp,
             "pipeline_model_parallel_size": pp,
             "virtual_pipeline_model_parallel_size": vpp,
@@ -208,6 +214,7 @@ def _model(config: Any, vp_stage: int | None, half: bool, tied: bool) -> Any:
         parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
         if takes(parallel_state.is_pipeline_first_stage, "vp_stage"):
             where["vp_stage"] = vp_stage
+    # Made on the host, so that weights are the same on every device.
     model = gpt_stage(
         config,
         vp_stage=vp_stage,
@@ -216,7 +223,7 @@ def _model(config: Any, vp_stage: int | None, half: bool, tied: bool) -> Any:
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=tied,
-    )
+    ).cuda()
     return Float16Module(config=config, module=model) if half else model
 
 
