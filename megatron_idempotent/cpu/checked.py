@@ -86,12 +86,9 @@ class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif func._opname not in _COPIES:
                 _check_mixture(func, tensors, places)
         result = func(*args, **kwargs)
-        place = _state.making
-        if place is None:
-            if "device" in places:
-                place = "device"
-            else:
-                place = "host" if "host" in places or not tensors else "unknown"
+        # What torch makes for itself is where it belongs; `_made` knows what a caller makes.
+        inputs = next((place for place in ("device", "host") if place in places), "unknown")
+        place = _state.making or inputs
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 _put(leaf, place)
@@ -160,7 +157,9 @@ def _made(original: Callable[..., Any], *, like_self: bool = False) -> Callable[
         device = kwargs.get("device")
         if device is None:
             if not like_self:
-                return original(*args, **kwargs)
+                given = any(isinstance(each, torch.Tensor) for each in tree_leaves((args, kwargs)))
+                with contextlib.nullcontext() if given else making("host"):
+                    return original(*args, **kwargs)
             device = args[0]
         place = _asked(device)
         generator = kwargs.get("generator")

@@ -48,13 +48,16 @@ def build(
     with_optimizer: bool = True,
     wire: bool = True,
     graph_safe_rng: bool = False,
+    sequence: int = SEQUENCE,
+    batch: int = BATCH,
+    vocabulary: int = VOCABULARY,
     config_overrides: Mapping[str, Any] | None = None,
     ddp_overrides: Mapping[str, Any] | None = None,
     optimizer_overrides: Mapping[str, Any] | None = None,
     before_ddp: Callable[[Any], None] | None = None,
     seed: int = 1234,
 ) -> Tiny:
-    """Build a GPT (hidden 64, 4 heads, vocabulary 128, sequence 32) on every rank.
+    """Build a GPT (hidden 64, 4 heads, vocabulary 128, 2 rows of 32 tokens) on every rank.
 
     Initialises model parallelism unless it is up, in which case tp, pp, vpp, ep, etp and cp must be
     those it is up with. `etp` is the tensor parallel size of experts; None means tp.
@@ -146,7 +149,7 @@ def build(
     )
     chunks = []
     for stage in range(vpp) if vpp else [None]:
-        module = _model(config, stage, bool(half), tied)
+        module = _model(config, stage, bool(half), tied, (vocabulary, sequence))
         if before_ddp is not None:
             before_ddp(module)
         if fsdp:
@@ -180,7 +183,14 @@ def build(
         )
     if wire:
         _wire(config, chunks, optimizer, align)
-    return Tiny(config=config, chunks=chunks, optimizer=optimizer)
+    return Tiny(
+        config=config,
+        chunks=chunks,
+        optimizer=optimizer,
+        sequence=sequence,
+        batch=batch,
+        vocabulary=vocabulary,
+    )
 
 
 def _wire(config: Any, chunks: list[Any], optimizer: Any, align: bool) -> None:
@@ -201,7 +211,9 @@ def _wire(config: Any, chunks: list[Any], optimizer: Any, align: bool) -> None:
         config.param_sync_func = per_chunk("start_param_sync")
 
 
-def _model(config: Any, vp_stage: int | None, half: bool, tied: bool) -> Any:
+def _model(
+    config: Any, vp_stage: int | None, half: bool, tied: bool, sizes: tuple[int, int]
+) -> Any:
     """One pipeline stage: a GPTModel, in Float16Module where its weights are half precision."""
     from megatron.core import parallel_state
     from megatron.core.transformer.module import Float16Module
@@ -218,8 +230,8 @@ def _model(config: Any, vp_stage: int | None, half: bool, tied: bool) -> Any:
     model = gpt_stage(
         config,
         vp_stage=vp_stage,
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
+        vocab_size=sizes[0],
+        max_sequence_length=sizes[1],
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=tied,
