@@ -35,17 +35,19 @@ class Run:
 
     def start(self, name: str, *arguments: str, **environ: str) -> Process:
         """Start `python ARGUMENTS` in the tree, with its output in files of that name."""
-        out = (self.out / f"{name}.out").open("wb")
-        err = (self.out / f"{name}.err").open("wb")
-        process = subprocess.Popen(
-            [str(self.python), *arguments],
-            cwd=ROOT,
-            env={**self.environ, **environ},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
+        with (
+            (self.out / f"{name}.out").open("wb") as out,
+            (self.out / f"{name}.err").open("wb") as err,
+        ):
+            process = subprocess.Popen(
+                [str(self.python), *arguments],
+                cwd=ROOT,
+                env={**self.environ, **environ},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
         return Process(process, self.out / name, self.deadline_s)
 
 
