@@ -145,7 +145,8 @@ class _Pickler(pickle.Pickler):
 def _load_storage(data: bytes) -> Any:
     import torch
 
-    return torch.load(io.BytesIO(data), weights_only=False)
+    # The caller may have no device, and would start the driver for one that it has.
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def dump_result(result: Any) -> bytes:

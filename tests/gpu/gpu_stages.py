@@ -156,6 +156,8 @@ def suites(run: Run) -> tuple[Rows, str]:
     process = run.start(
         "suites",
         *("-m", "pytest", "-p", "gpu_outcomes", "-q", "-n", str(run.jobs), "--dist", "worksteal"),
+        # Plugins that such a machine may have, and that warn where they meet xdist.
+        *("-p", "no:benchmark", "-p", "no:jaxtyping", "-p", "no:cov"),
         *("-m", "not exhaustive and not matrix", "--megatron-device", run.device),
         *(f"--deselect={one}" for one in DESELECTED),
         *("-o", f"cache_dir={run.out / 'pytest'}"),
