@@ -115,6 +115,12 @@ def make(python: str, machine: Machine, wheels: Path, folder: Path) -> Path:
     return (folder / "bin" / "python").absolute()
 
 
+def versions(wheels: Path) -> dict[str, str]:
+    """Of Megatron and of this package, as their wheels name them."""
+    named = {name_of(wheel): wheel.name.split("-")[1] for wheel in wheels.glob("*.whl")}
+    return {name: named[name] for name in _OURS if name in named}
+
+
 def name_of(wheel: Path) -> str:
     """Example: `name_of(Path("pydantic_core-2.0-cp312-none.whl")) == "pydantic-core"`."""
     return re.sub(r"[-_.]+", "-", wheel.name.partition("-")[0]).lower()

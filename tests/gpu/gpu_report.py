@@ -73,7 +73,10 @@ def markdown(found: dict[str, Any]) -> str:
     """The report as a table per stage."""
     machine = found["machine"]
     title = "A dry run, without a GPU" if found["dry"] else f"{machine.get('device', 'A GPU')}"
-    lines = [f"# {title}", "", f"Written {found['written']} UTC.", "", "| | |", "|---|---|"]
+    lines = [f"# {title}", "", f"Written {found['written']} UTC.", ""]
+    if found["dry"]:
+        lines += ["Its numbers are a busy CPU's, in the smallest size: they say nothing.", ""]
+    lines += ["| | |", "|---|---|"]
     lines += [f"| {name} | {_cell(value)} |" for name, value in machine.items()]
     for name, stage in found["stages"].items():
         lines += ["", f"## {name}: {stage['outcome']}, {stage['seconds']:.0f} s", ""]

@@ -43,7 +43,8 @@ def main() -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
     python = gpu_environment.make(asked.python, machine, asked.wheels, asked.out / "venv")
     print(f"environment: {time.monotonic() - started:.0f} s, on {asked.python}", flush=True)
-    report = Report(asked.out, machine.facts, dry=asked.dry)
+    facts = machine.facts | gpu_environment.versions(asked.wheels)
+    report = Report(asked.out, facts, dry=asked.dry)
     run = Run(
         python=python,
         environ=gpu_environment.environ(ROOT, device),

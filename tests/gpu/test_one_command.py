@@ -71,6 +71,9 @@ def test_an_environment_sees_what_its_python_sees_and_gets_only_what_that_lacks(
         _write_wheel(folder, name)
     machine = gpu_environment.look(sys.executable)
     python = gpu_environment.make(sys.executable, machine, folder, tmp_path / "venv")
+    assert gpu_environment.versions(folder) == {}
+    (folder / "megatron_core-0.19.2-cp312-cp312-x.whl").touch()
+    assert gpu_environment.versions(folder) == {"megatron-core": "0.19.2"}
     program = "import torch, wrapt, lacking; print(wrapt.__file__, lacking.__file__)"
     run = subprocess.run([str(python), "-c", program], capture_output=True, text=True, check=True)
     seen, installed = run.stdout.split()
