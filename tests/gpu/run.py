@@ -40,15 +40,16 @@ def main() -> int:
         return NO_GPU
     device = "checked" if asked.dry else "cuda"
     started = time.monotonic()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    python = gpu_environment.make(asked.python, machine, asked.wheels, asked.out / "venv")
+    asked.work.mkdir(parents=True, exist_ok=True)
+    python = gpu_environment.make(asked.python, machine, asked.wheels, asked.work / "venv")
     print(f"environment: {time.monotonic() - started:.0f} s, on {asked.python}", flush=True)
     facts = machine.facts | gpu_environment.versions(asked.wheels)
-    report = Report(asked.out, facts, dry=asked.dry)
+    out = asked.out or asked.work
+    report = Report(out, facts, dry=asked.dry)
     run = Run(
         python=python,
         environ=gpu_environment.environ(ROOT, device),
-        out=asked.out.absolute(),
+        out=asked.work.absolute(),
         device=device,
         jobs=asked.jobs,
     )
@@ -71,8 +72,8 @@ def main() -> int:
             name, outcome=outcome, seconds=seconds, budget_s=budget_s, rows=rows, said=said
         )
         print(f"{name}: {outcome}, {seconds:.0f} s, {len(rows)} rows", flush=True)
-    print((asked.out / NAMES["markdown"]).read_text(encoding="utf-8"))
-    print(f"written to {asked.out / NAMES['json']} and {asked.out / NAMES['markdown']}")
+    print((out / NAMES["markdown"]).read_text(encoding="utf-8"))
+    print(f"written to {out / NAMES['json']} and {out / NAMES['markdown']}")
     return 1 if any(name in report.failed for name in asked.stages) else 0
 
 
@@ -80,7 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--python", default=sys.executable, help="holds torch with CUDA")
     parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "wheels")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "gpu", help="environment, logs"
+    )
+    parser.add_argument("--out", type=Path, help="for the report; default: --work")
     parser.add_argument("--limit-s", type=float, default=540.0, help="for all stages of this call")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--dry", action="store_true", help="every step up to the device")

@@ -25,7 +25,7 @@ FACTS = {
 
 def test_without_a_gpu_it_says_so_in_one_line_and_does_nothing(tmp_path):
     run = subprocess.run(
-        [sys.executable, str(HERE / "run.py"), "--out", str(tmp_path / "out")],
+        [sys.executable, str(HERE / "run.py"), "--work", str(tmp_path / "out")],
         capture_output=True, text=True, check=False,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip

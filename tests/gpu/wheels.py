@@ -64,7 +64,7 @@ def main() -> int:
     for left in (ROOT / "build" / "lib", *(ROOT / "build").glob("bdist.*")):
         shutil.rmtree(left, ignore_errors=True)
     subprocess.run(
-        [*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir",
+        [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir",
          str(asked.to), str(ROOT)],
         check=True,
     )  # fmt: skip
