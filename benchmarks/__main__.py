@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from megatron_idempotent.cpu.choice import DEVICES
+from megatron_idempotent.cpu.errors import NoDeviceError
 
 HERE = Path(__file__).parent
 known = [
@@ -31,4 +32,7 @@ for name in names:
         sys.exit(f"{name} takes no --device; those that do are {', '.join(on_device)}")
     print(f"# {name}", flush=True)
     sys.argv = [name, *(["--device", asked.device] if asked.device else [])]
-    importlib.import_module(f"benchmarks.{name}").main()
+    try:
+        importlib.import_module(f"benchmarks.{name}").main()
+    except NoDeviceError as error:
+        sys.exit(str(error))

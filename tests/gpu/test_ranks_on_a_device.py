@@ -140,3 +140,57 @@ def test_ranks_on_a_gpu_use_deterministic_kernels_and_others_see_none(device, me
         assert found["workspace"] == ":4096:8"
     else:
         assert found["visible"] == ""
+
+
+# The launcher's way up to the fork, less the question for a GPU; no runtime is on.
+_PREPARED = """
+import importlib, json, sys, warnings
+warnings.simplefilter("ignore")
+from megatron_idempotent.cpu import gpu
+gpu.require = lambda: None
+gpu.prepare()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    gpu.check_untouched(name)
+import torch, torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer as buffers
+from megatron.core.transformer.moe import moe_utils
+from megatron_idempotent.cpu import is_enabled, staging
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+seen = []
+copy_back = staging._Staged.copy_back
+staging._Staged.copy_back = lambda self: (seen.append(len(self._copies)), copy_back(self))[1]
+def reduced():
+    out = torch.zeros(2)
+    buffers.dist_reduce_scatter_func(out, torch.ones(2), group=dist.group.WORLD)
+    return out.tolist()
+found = [reduced()]
+plain = list(seen)
+staging.begin("cpu")
+found.append(reduced())
+print(json.dumps({"found": found, "plain": plain, "staged": seen, "runtime": is_enabled(),
+                  "manager": buffers._coalescing_manager is dist._coalescing_manager,
+                  "completed": hasattr(moe_utils, "te_general_gemm")}))
+"""
+
+
+def test_a_launchers_imports_bind_collectives_that_pass_by_until_ranks_share_a_gpu():
+    modules = (
+        "megatron.core.distributed",
+        "megatron.core.models.gpt.gpt_layer_specs",
+        "megatron.core.optimizer",
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", _PREPARED, *modules],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **gpu.ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["found"] == [[1.0, 1.0]] * 2
+    assert found["plain"] == [], "torch's own collective, as long as each rank has a GPU"
+    assert 1 in found["staged"]
+    assert found["manager"]
+    assert found["completed"], "what needs Transformer Engine by oversight"
+    assert not found["runtime"]
