@@ -20,7 +20,7 @@ VLLM_PYTHON ?= 3.11
 VLLM_VENV := .nox/vllm
 RAY_VENV := .nox/ray
 
-.PHONY: help train test test-ray test-vllm matrix gate pins drift lint bench setup clean
+.PHONY: help train test test-gpu wheels test-ray test-vllm matrix gate pins drift lint bench setup clean
 
 help:
 	@echo "make train    run the reference RL trainer on two CPU ranks (ARGS='--help' for its options)"
@@ -28,6 +28,8 @@ help:
 	@echo "make test     run the tests (ARGS='-k name' to choose)"
 	@echo "make test-ray   ranks, engines and the trainer on a local Ray cluster, and TransferQueue"
 	@echo "make test-vllm  engine, sync, failures and the trainer on a real vLLM"
+	@echo "make wheels     fill build/wheels with what a GPU machine without a network needs"
+	@echo "make test-gpu   on such a machine: hazards, tests and benchmarks on its GPU (DRY=1 without one)"
 	@echo "make matrix   hazards, patches and parity on every supported Megatron release"
 	@echo "make gate     ... on the oldest one and one in between"
 	@echo "make pins     hazards and parity on the commits that frameworks pin (MEGATRON_LM=a clone)"
@@ -52,6 +54,14 @@ train: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+# For a machine with an NVIDIA GPU, which brings its own torch and may reach no network: PYTHON is the
+# one that holds torch, and nothing but build/wheels is installed. Neither target sets anything else up.
+wheels:
+	$(PYTHON) tests/gpu/wheels.py
+
+test-gpu:
+	$(PYTHON) tests/gpu/run.py $(if $(DRY),--dry) $(ARGS)
 
 $(VLLM_VENV)/.ready: $(STAMP) pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || \

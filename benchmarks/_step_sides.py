@@ -14,8 +14,6 @@ import megatron_idempotent
 from megatron_idempotent import TrainStep
 from megatron_idempotent.cpu import tiny
 
-T = tiny.SEQUENCE
-
 
 class TokenLoss:
     """Cross entropy, summed over valid tokens."""
@@ -32,18 +30,22 @@ class TokenLoss:
 class Sides:
     """A tiny GPT that is trained by either of two programs on the same rows.
 
-    `options` are those of `tiny.build`. Each replica has `microbatches` of B=`rows` in a step.
+    `options` are those of `tiny.build`, and win. Each replica has `microbatches` of B=`rows` in a
+    step.
     """
 
     def __init__(self, hidden: int, microbatches: int, rows: int, **options: Any) -> None:
         megatron_idempotent.apply()
-        self.model = tiny.build(
-            config_overrides={"hidden_size": hidden, "calculate_per_token_loss": True},
+        usual = {
             # A layer has 12 x hidden x hidden weights: four to five buckets, whatever the size.
-            ddp_overrides={"bucket_size": 8 * hidden * hidden},
-            optimizer_overrides={"lr": 1e-4, "min_lr": 1e-5},
-            **options,
+            "ddp_overrides": {"bucket_size": 8 * hidden * hidden},
+            "optimizer_overrides": {"lr": 1e-4, "min_lr": 1e-5},
+        }
+        config = {"hidden_size": hidden, **options.pop("config_overrides", {})}
+        self.model = tiny.build(
+            config_overrides={**config, "calculate_per_token_loss": True}, **(usual | options)
         )
+        self._length = self.model.sequence
         from megatron.core import parallel_state
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -63,11 +65,12 @@ class Sides:
         )
         self.microbatches, self.rows = microbatches, rows
         self._schedule = get_forward_backward_func()
-        self._positions_BT = torch.arange(T).expand(rows, -1)
-        self._hidden = torch.ones(1, 1, T, T).tril() < 0.5
+        self._positions_BT = torch.arange(self._length, device="cuda").expand(rows, -1)
+        self._hidden = torch.ones(1, 1, self._length, self._length, device="cuda").tril() < 0.5
         self._loss = TokenLoss()
-        self._batch = _data(microbatches * rows, parallel_state.get_data_parallel_rank())
-        self._step = TrainStep(
+        replica = parallel_state.get_data_parallel_rank()
+        self._batch = _data(microbatches * rows, replica, self._length, self.model.vocabulary)
+        self.step = TrainStep(
             self.model.chunks, self.model.optimizer, self.scheduler, forward=self._forward
         )
 
@@ -89,10 +92,10 @@ class Sides:
 
         self._schedule(
             forward_step_func=forward_step,
-            data_iterator=self._pieces(self.microbatches),
+            data_iterator=self.pieces(self.microbatches),
             model=self.model.chunks,
             num_microbatches=self.microbatches,
-            seq_length=T,
+            seq_length=self._length,
             micro_batch_size=self.rows,
             forward_only=False,
         )
@@ -103,14 +106,14 @@ class Sides:
         """The same step as `chunks` calls of `microbatch`."""
 
         def step() -> None:
-            step_id = self._step.begin(
+            step_id = self.step.begin(
                 self._loss,
                 global_batch_size=self.microbatches * self.rows,
                 micro_batch_size=self.rows,
             )
-            for index, piece in enumerate(self._pieces(chunks)):
-                self._step.microbatch(step_id, piece, last=last and index == chunks - 1)
-            self._step.finish(step_id)
+            for index, piece in enumerate(self.pieces(chunks)):
+                self.step.microbatch(step_id, piece, last=last and index == chunks - 1)
+            self.step.finish(step_id)
 
         return step
 
@@ -119,22 +122,22 @@ class Sides:
         labels_BT = tokens_BT.roll(-1, 1)
         return chunk(tokens_BT, self._positions_BT, self._hidden, labels=labels_BT)
 
-    def _pieces(self, number: int) -> Any:
+    def pieces(self, number: int) -> Any:
         size = self.microbatches // number * self.rows
         for start in range(0, self.microbatches * self.rows, size):
             yield {name: value[start : start + size] for name, value in self._batch.items()}
 
 
-def _data(rows: int, replica: int) -> dict[str, Any]:
+def _data(rows: int, replica: int, length: int, vocabulary: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(replica)
     return {
-        "input_ids": torch.randint(0, tiny.VOCABULARY, (rows, T), generator=generator),
-        "token_mask": (torch.rand(rows, T, generator=generator) < 0.5).float(),
-        "sample_mask": torch.ones(rows),
+        "input_ids": torch.randint(0, vocabulary, (rows, length), generator=generator).cuda(),
+        "token_mask": (torch.rand(rows, length, generator=generator) < 0.5).float().cuda(),
+        "sample_mask": torch.ones(rows, device="cuda"),
     }
 
 
 def _mask(microbatch: Any) -> Any:
     """1 where position t predicts a valid token, [B, T]; the last position predicts none."""
     valid_BT = microbatch["token_mask"] * microbatch["sample_mask"][:, None]
-    return torch.cat((valid_BT[:, 1:], torch.zeros(len(valid_BT), 1)), 1)
+    return torch.cat((valid_BT[:, 1:], valid_BT.new_zeros(len(valid_BT), 1)), 1)

@@ -1,6 +1,7 @@
 """What the patches cost a training step that hits no hazard: patched ÷ stock, in one run.
 
     python -m benchmarks.patched_step [--rounds 40] [--ranks 2] [--hidden 256] [--json]
+                                      [--device cuda]
 
 A window of microbatches through upstream's schedule and an optimizer step, on one model in one
 process per rank, with overlapped reductions and gathers. Rounds alternate between `apply()` and
@@ -9,6 +10,12 @@ are printed, so a busy machine slows both down. The first step behind a change o
 measured: it finds what looking through all modules has left in the caches. CPU time of the rank's
 process beside wall time, and lower quartiles, because that is what a busy machine leaves
 repeatable. `--hidden 64` has steps so short that Python is most of them.
+
+Then one step of each side under torch's profiler: what patches add in operators, and on a GPU in
+kernel launches, waits of the host for the device, and copies to the host.
+
+With `--device cuda` it is one rank with a model in bf16 at real sizes (hidden 4096 by default, rows
+of 4096 tokens), and a round waits for the device before each of its readings of the clock.
 """
 
 from __future__ import annotations
@@ -20,16 +27,21 @@ import time
 from typing import Any
 
 import megatron_idempotent
+from benchmarks._device import add_device, aim, fast_kernels, real_sizes
 from megatron_idempotent import cpu
+from megatron_idempotent.cpu.launches import activity
 
 MICROBATCHES = 8
 WARM_UP = 3
 #: Measured together.
 STEPS = 3
+#: Patched / stock at real sizes.
+AIM = 1.01
+Seconds = dict[str, list[tuple[float, float]]]
 
 
-def measure(rounds: int, hidden: int) -> dict[str, list[tuple[float, float]]]:
-    """On a rank: wall and CPU seconds of each round per side."""
+def measure(rounds: int, hidden: int, real: bool) -> tuple[Seconds, dict[str, Any]]:
+    """On a rank: wall and CPU seconds of each round per side, and what a profiled step shows."""
     import logging
 
     import torch
@@ -38,30 +50,48 @@ def measure(rounds: int, hidden: int) -> dict[str, list[tuple[float, float]]]:
 
     logging.disable(logging.WARNING)
     megatron_idempotent.apply()
-    bench = tiny.build(
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        config_overrides={"hidden_size": hidden},
-        ddp_overrides={"bucket_size": 20 * hidden * hidden},
-    )
+    if real:
+        fast_kernels()
+        sizes = real_sizes(hidden, sequence=4096, layers=4)
+    else:
+        sizes = {
+            "config_overrides": {"hidden_size": hidden},
+            "ddp_overrides": {"bucket_size": 20 * hidden * hidden},
+        }
+    bench = tiny.build(overlap_grad_reduce=True, overlap_param_gather=True, **sizes)
     sides = {"stock": megatron_idempotent.revert, "patched": megatron_idempotent.apply}
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    seconds: Seconds = {name: [] for name in sides}
     for round_number in range(rounds + WARM_UP):
         order = list(sides) if round_number % 2 else list(sides)[::-1]
         for name in order:
             sides[name]()
             _step(bench)
             torch.distributed.barrier()
+            torch.cuda.synchronize()
             start, start_cpu = time.perf_counter(), time.process_time()
             for _ in range(STEPS):
                 _step(bench)
+            torch.cuda.synchronize()
             elapsed = (
                 (time.perf_counter() - start) / STEPS,
                 (time.process_time() - start_cpu) / STEPS,
             )
             if round_number >= WARM_UP:
                 seconds[name].append(elapsed)
-    return seconds
+    return seconds, _counts(bench, sides)
+
+
+def _counts(bench: Any, sides: dict[str, Any]) -> dict[str, Any]:
+    """What one step of each side asks of the device, and what patches add to it by name."""
+    seen = {}
+    for name, side in sides.items():
+        side()
+        _step(bench)  # makes what is made once
+        seen[name] = activity(lambda: _step(bench))
+    return {
+        **{name: found.totals() for name, found in seen.items()},
+        "added": seen["patched"].added_to(seen["stock"]),
+    }
 
 
 def _step(bench: Any) -> None:
@@ -74,13 +104,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=256, help="size of the hidden layers")
+    parser.add_argument("--hidden", type=int, help="size of the hidden layers")
     parser.add_argument("--json", action="store_true")
+    add_device(parser)
     options = parser.parse_args()
-    seconds = cpu.run_ranks(
-        options.ranks, measure, options.rounds, options.hidden, timeout_s=600.0
+    real = options.device == "cuda"
+    seconds, counts = cpu.run_ranks(
+        1 if real else options.ranks,
+        measure,
+        options.rounds,
+        options.hidden or (4096 if real else 256),
+        real,
+        timeout_s=600.0,
+        device=options.device,
     )[0]
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"counts": counts}
     for clock, kind in enumerate(("wall", "CPU")):
         stock, patched = ([both[clock] for both in seconds[s]] for s in ("stock", "patched"))
         ratios = [p / s for p, s in zip(patched, stock, strict=True)]
@@ -93,10 +131,18 @@ def main() -> None:
             "quartiles": [low, high],
             "of_lower_quartiles": quarter,
         }
+    if real:
+        results["wall"]["ratio"] = aim(results["wall"]["ratio"], AIM)
+        added = counts["patched"].items()
+        results["added"] = {name: aim(n - counts["stock"][name], 0) for name, n in added}
     if options.json:
         print(json.dumps(results))
         return
-    for kind, found in results.items():
+    print(f"one step: {counts}")
+    for kind in ("wall", "CPU"):
+        found = results[kind]
+        if real and kind == "wall":
+            found = {**found, "ratio": found["ratio"]["value"]}
         low, high = found["quartiles"]
         print(
             f"{kind:4} stock {found['stock_ms']:7.2f} ms, patched {found['patched_ms']:7.2f} ms "

@@ -1,7 +1,8 @@
 """What a step in pieces costs: `TrainStep` ÷ a plain Megatron step, and eight chunks ÷ one.
 
     python -m benchmarks.split_step [--rounds 20] [--hidden 256] [--json]
-                                    [--latency-ms 2] [--gigabytes-per-s 0.2]
+                                    [--latency-ms 2] [--gigabytes-per-s 0.2] [--only-steps]
+                                    [--device cuda]
 
 On CPU ranks, in one run per layout, by programs that take turns on one model and the same data:
 a step of Megatron's alone, and split ones with and without `last=True`. Medians of each round's
@@ -12,7 +13,9 @@ those bubbles do: (microbatches + 8 x (stages - 1)) / (microbatches + stages - 1
 and a backward each. The wall ratio is printed beside it. No bubble is in the CPU time.
 
 Then what is left of communication, with a delay in each reduction of two replicas, on microbatches
-of 16 rows; and the most memory that a step holds, by the allocator's events.
+of 16 rows; and the most memory that a step holds, by the allocator's events. `--only-steps` leaves
+both out, and so does `--device cuda`, which takes one rank, a model in bf16 at real sizes (hidden
+2048 by default, rows of 2048 tokens), and waits for the device before each reading of the clock.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks._device import add_device, aim, fast_kernels, real_sizes
 from megatron_idempotent import cpu
 
 CHUNKS = 8
@@ -42,6 +46,8 @@ PAIRS = [
     ("eight", "one"),
     ("eight, last", "one, last"),
 ]
+#: On a GPU, by the wall: a step in one piece, and in eight, over a plain one.
+AIMS = {"(one, last)/(plain)": 1.02, "(eight, last)/(plain)": 1.05}
 Seconds = dict[str, list[tuple[float, ...]]]
 
 
@@ -73,19 +79,29 @@ def _in_turn(rounds: int, sides: dict[str, Callable[[], None]], clocks: Any) -> 
         for name in order if number % 2 else order[::-1]:
             sides[name]()  # finds what the other side has left in the caches
             torch.distributed.barrier()
+            torch.cuda.synchronize()
             start = [clock() for clock in clocks]
             for _ in range(STEPS):
                 sides[name]()
+            torch.cuda.synchronize()
             passed = tuple((c() - s) / STEPS for c, s in zip(clocks, start, strict=True))
             if number >= WARM_UP:
                 found[name].append(passed)
     return found
 
 
-def times(rounds: int, hidden: int, microbatches: int, options: dict[str, Any]) -> Seconds:
+def times(
+    rounds: int, hidden: int, microbatches: int, options: dict[str, Any], rows: int = 2
+) -> Seconds:
     """On a rank: wall and CPU seconds."""
-    _, sides = _sides(hidden, microbatches, 2, **options)
+    _, sides = _sides(hidden, microbatches, rows, **options)
     return _in_turn(rounds, sides, (time.perf_counter, time.process_time))
+
+
+def times_on_device(rounds: int, hidden: int) -> Seconds:
+    """On a rank with a GPU: wall and CPU seconds at real sizes."""
+    fast_kernels()
+    return times(rounds, hidden, CHUNKS, real_sizes(hidden, sequence=2048, layers=4), rows=1)
 
 
 def exposed(rounds: int, hidden: int, latency_s: float, bytes_per_s: float) -> tuple[Seconds, int]:
@@ -114,11 +130,17 @@ def main() -> None:
     """Print ratios of times, exposed communication, and memory."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--hidden", type=int, default=256, help="size of the hidden layers")
+    parser.add_argument("--hidden", type=int, help="size of the hidden layers")
+    parser.add_argument("--only-steps", action="store_true", help="no network, no memory")
+    add_device(parser)
     parser.add_argument("--latency-ms", type=float, default=2.0)
     parser.add_argument("--gigabytes-per-s", type=float, default=0.2)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.device == "cuda":
+        _on_device(options)
+        return
+    options.hidden = options.hidden or 256
     results: dict[str, Any] = {}
 
     def show(name: str, found: Any, text: str) -> None:
@@ -140,6 +162,10 @@ def main() -> None:
         if stages > 1:
             slots = (microbatches + CHUNKS * (stages - 1)) / (microbatches + stages - 1)
             show(f"{layout}, bubbles", slots, f"{layout:12} bubbles alone: eight/one {slots:.3f}")
+    if options.only_steps:
+        if options.json:
+            print(json.dumps(results))
+        return
     network = (options.latency_ms / 1e3, options.gigabytes_per_s * 1e9)
     (mine, size), (theirs, _) = cpu.run_ranks(
         2, exposed, options.rounds, options.hidden, *network, timeout_s=1200.0
@@ -162,6 +188,28 @@ def main() -> None:
     show("memory", held, f"memory at most, in gradient buffers: {text}")
     if options.json:
         print(json.dumps(results))
+
+
+def _on_device(options: argparse.Namespace) -> None:
+    seconds = cpu.run_ranks(
+        1,
+        times_on_device,
+        options.rounds,
+        options.hidden or 2048,
+        timeout_s=600.0,
+        device=options.device,
+    )[0]
+    pairs = [*PAIRS, ("eight, last", "plain"), ("eight", "plain")]
+    found = _ratios(seconds, 0, pairs)
+    results: dict[str, Any] = {
+        "plain_ms": 1e3 * statistics.median(wall for wall, _ in seconds["plain"]),
+        **{name: aim(v, AIMS[name]) if name in AIMS else v for name, v in found.items()},
+    }
+    if options.json:
+        print(json.dumps(results))
+        return
+    text = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+    print(f"one GPU, wall: plain {results['plain_ms']:.1f} ms; {text}")
 
 
 def _ratios(seconds: Seconds, clock: int, pairs: Sequence[tuple[str, str]]) -> dict[str, float]:

@@ -1,13 +1,16 @@
 """How long requests wait for new weights: the pause of a sync ÷ all of it, staged and inline.
 
     python -m benchmarks.weight_sync [--rounds 5] [--hidden 768] [--streams 8] [--json]
-                                     [--vllm-python .nox/vllm/bin/python]
+                                     [--vllm-python .nox/vllm/bin/python] [--device cuda]
 
 A real Megatron model of some 100 MB on a CPU rank, and an engine that keeps sampling: in the same
 process, or a vLLM server that is started with the Python given. Staged, weights arrive while it
 samples, and the switch alone is what requests wait for; inline, as most frameworks do it, it is
 paused before the first byte is sent. Medians of the rounds; the two sides take turns. Tokens in
 those rounds are counted, and none may be missing.
+
+With `--device cuda` model and engine share a GPU (hidden 4096 by default), and the rate of a sync
+is put beside that of a copy within the device's memory of as many bytes.
 """
 
 from __future__ import annotations
@@ -23,24 +26,51 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks._device import add_device, aim, fast_kernels
 from megatron_idempotent import cpu
 
 TOKENS = 64
+#: Seconds that requests wait for new weights / seconds of the sync.
+AIM = 0.15
 
 
-def measure(rounds: int, hidden: int, streams: int, vllm_python: str) -> dict[str, Any]:
+def measure(
+    rounds: int, hidden: int, streams: int, vllm_python: str, device: str
+) -> dict[str, Any]:
     """On a rank: seconds of pauses and syncs, and what became of the streams."""
+    if device == "cuda":
+        fast_kernels()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         model = _model(folder, hidden)
-        make = _vllm(folder, vllm_python, stack) if vllm_python else _local(folder)
-        return asyncio.run(_measure(model, make, rounds, streams))
+        make = _vllm(folder, vllm_python, stack) if vllm_python else _local(folder, device)
+        found = asyncio.run(_measure(model, make, rounds, streams))
+        if device == "cuda":
+            found["copy_gb_per_s"] = _copy_rate(int(found["mb"] * 1e6))
+        return found
 
 
-def _local(folder: Path) -> Callable[[], Any]:
+def _copy_rate(nbytes: int) -> float:
+    """GB/s of copies within the device's memory, the median of some, by CUDA's events."""
+    import torch
+
+    source, target = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    rates = []
+    for _ in range(12):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        rates.append(nbytes / start.elapsed_time(end) / 1e6)
+    return statistics.median(rates[2:])
+
+
+def _local(folder: Path, device: str) -> Callable[[], Any]:
     from megatron_idempotent.rollout.local import TransformersEngine
 
-    return lambda: TransformersEngine(folder, name="engine")
+    where = None if device == "cpu" else "cuda"
+    return lambda: TransformersEngine(folder, name="engine", device=where)
 
 
 def _vllm(folder: Path, python: str, stack: contextlib.ExitStack) -> Callable[[], Any]:
@@ -144,7 +174,7 @@ def _model(folder: Path, hidden: int) -> tuple[list[Any], Any]:
     ).save_pretrained(folder)
     arch = Architecture.read(folder)
     config = arch.transformer_config(use_cpu_initialization=True)
-    chunks = [build_gpt(arch, config)]
+    chunks = [build_gpt(arch, config).cuda()]
     load_hf(folder, chunks)
     return chunks, arch
 
@@ -161,14 +191,25 @@ def _train(chunks: list[Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--hidden", type=int)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--vllm-python", default="", help="of an environment with vLLM")
     parser.add_argument("--json", action="store_true")
+    add_device(parser)
     asked = parser.parse_args()
+    hidden = asked.hidden or (4096 if asked.device == "cuda" else 768)
     (found,) = cpu.run_ranks(
-        1, measure, asked.rounds, asked.hidden, asked.streams, asked.vllm_python, timeout_s=900.0
+        1,
+        measure,
+        *(asked.rounds, hidden, asked.streams, asked.vllm_python, asked.device),
+        timeout_s=900.0,
+        device=asked.device,
     )
+    staged = zip(found["pauses"]["staged"], found["totals"]["staged"], strict=True)
+    share = statistics.median(pause / total for pause, total in staged)
+    found["pause/sync"] = aim(share, AIM) if asked.device == "cuda" else share
+    rate = found["mb"] / 1e3 / statistics.median(found["totals"]["staged"])
+    found["sync_gb_per_s"] = rate
     if asked.json:
         print(json.dumps(found))
         return
@@ -177,6 +218,8 @@ def main() -> None:
         pause = statistics.median(found["pauses"][side])
         total = statistics.median(found["totals"][side])
         print(f"{side}: pause {pause:.3f} s of {total:.3f} s, {pause / total:.3f}")
+    beside = f", a copy in memory {found['copy_gb_per_s']:.0f}" if asked.device == "cuda" else ""
+    print(f"a staged sync: {rate:.2f} GB/s{beside}")
     given = found["tokens"]
     print(f"tokens: {given[1]} of {given[0]}; {found['versions_in_one_response']} versions in one")
 

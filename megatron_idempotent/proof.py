@@ -1,4 +1,4 @@
-"""Run each hazard's reproduction on CPU ranks against the installed Megatron, stock and patched.
+"""Run each hazard's reproduction on ranks against the installed Megatron, stock and patched.
 
 A hazard is proven where stock Megatron fails with the error that its case file names, and the same
 code runs with the patches applied; or, for a hazard that only the caller can avoid, the code that
@@ -67,15 +67,22 @@ class Finding:
         return self.verdict not in ("proven", "documented", "not_applicable")
 
 
-def prove(ids: Iterable[str] | None = None, *, pool: RankPool | None = None) -> Iterator[Finding]:
+def prove(
+    ids: Iterable[str] | None = None,
+    *,
+    pool: RankPool | None = None,
+    device: str | None = None,
+) -> Iterator[Finding]:
     """Yield a finding per hazard, in order of id.
 
     Args:
         ids: which hazards; None for all.
         pool: ranks to run on; None starts a pool and ends it again.
+        device: of a pool that is started; as for `RankPool`.
 
     Raises:
         UnknownPatchError: an id that no case file has.
+        NoDeviceError: `device` is "cuda", and this machine has no GPU for it.
     """
     chosen = hazards() if ids is None else check_ids(ids, "prove", hazards())
     wanted = [hazard for hazard in hazards().values() if hazard.id in chosen]
@@ -86,7 +93,7 @@ def prove(ids: Iterable[str] | None = None, *, pool: RankPool | None = None) -> 
     if pool is None and affected:
         ranks = max(hazard.reproduction.ranks for hazard in affected)
         # Standard output is for the findings; releases print there while they are imported.
-        pool = own = RankPool(ranks, preload=PROGRAM_PRELOAD, stdout=2)
+        pool = own = RankPool(ranks, preload=PROGRAM_PRELOAD, stdout=2, device=device)
     try:
         if own is not None:
             own.run(1, _ready, distributed=False)  # or the first hazard would pay for the imports

@@ -184,7 +184,7 @@ def expect_agreement(model: Any, when: str) -> None:
     """For reproductions: raise where the data-parallel ranks hold different parameters."""
     import torch
 
-    mine = model.parameters()
+    mine = model.parameters().cuda()  # NCCL takes nothing from the host
     most, least = mine.clone(), mine.clone()
     torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
     torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)

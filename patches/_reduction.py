@@ -112,8 +112,8 @@ def backward(model: Any, *, data_seed: int) -> None:
 
     (chunk,) = model.chunks
     tokens_BT = next(tiny.microbatches(data_seed))
-    positions_BT = torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1)
-    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+    positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand(tiny.BATCH, -1)
+    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
     chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT).float().mean().backward()
 
 

@@ -40,8 +40,8 @@ class Windows:
 
         from megatron_idempotent.cpu import tiny
 
-        positions_BT = torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1)
-        hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+        positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand(tiny.BATCH, -1)
+        hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
         tokens = itertools.islice(tiny.microbatches(seed), number)
         return [
             {"tokens": tokens_BT, "positions": positions_BT, "mask": hidden} for tokens_BT in tokens

@@ -82,8 +82,8 @@ def reproduce() -> None:
     (chunk,) = model.chunks
     router = chunk.module.decoder.layers[0].mlp.router.weight
     tokens_BT = next(tiny.microbatches(0))
-    positions_BT = torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1)
-    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+    positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand(tiny.BATCH, -1)
+    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
 
     def gradient_after(num_microbatches: int) -> torch.Tensor:
         model.forward_backward(num_microbatches, data_seed=1)

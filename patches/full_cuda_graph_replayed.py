@@ -109,7 +109,10 @@ def _forget(stage: str) -> None:
 
 
 class Graph:
-    """Stands in for `torch.cuda.CUDAGraph`: what it captured has run; a replay runs nothing."""
+    """Stands in for `torch.cuda.CUDAGraph`: what it captured has run; a replay runs nothing.
+
+    On a GPU it only counts the replays of real ones.
+    """
 
     replays = 0
 
@@ -122,12 +125,26 @@ class Graph:
 
 
 def stand_in() -> None:
-    """Let this process, which ends soon after, believe that it captures graphs."""
+    """Let this process, which ends soon after, count replays of graphs.
+
+    Without a GPU it believes that it captures some.
+    """
     import contextlib
 
     import torch
 
+    from megatron_idempotent.cpu import is_enabled
+
     cuda: Any = torch.cuda
+    if not is_enabled():
+
+        class Counted(cuda.CUDAGraph):  # type: ignore[misc]
+            def replay(self) -> None:
+                Graph.replays += 1
+                super().replay()
+
+        cuda.CUDAGraph = Counted
+        return
     cuda.CUDAGraph = Graph
     cuda.graph = lambda *_, **__: contextlib.nullcontext()
     cuda.graph_pool_handle = lambda: None
@@ -138,8 +155,9 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any
     import torch
 
     tokens_BT = next(data_iterator)["tokens"]
-    positions_BT = torch.arange(tokens_BT.shape[1]).expand(*tokens_BT.shape)
-    hidden = torch.ones(1, 1, tokens_BT.shape[1], tokens_BT.shape[1]).tril() < 0.5
+    length = tokens_BT.shape[1]
+    positions_BT = torch.arange(length, device="cuda").expand(*tokens_BT.shape)
+    hidden = torch.ones(1, 1, length, length, device="cuda").tril() < 0.5
 
     def loss_func(loss_BT: Any) -> tuple[Any, dict[str, Any]]:
         loss = loss_BT.float().mean()
@@ -167,15 +185,20 @@ def window(schedule: Callable[..., Any], model: Any, microbatches: int, **other:
     return [float(each["loss"]) for each in schedule(**arguments)]
 
 
+def build(**options: Any) -> Any:
+    """A bench without an optimizer, which a graph can capture where there is a GPU."""
+    from megatron_idempotent.cpu import is_enabled, tiny
+
+    return tiny.build(with_optimizer=False, graph_safe_rng=not is_enabled(), **options)
+
+
 def reproduce() -> None:
     """A model trained with a graph, then a second one with a wrapper of its own."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_idempotent.cpu import tiny
-
     stand_in()
-    first, second = (tiny.build(with_optimizer=False, seed=seed) for seed in (1, 2))
+    first, second = (build(seed=seed) for seed in (1, 2))
     schedule = get_forward_backward_func()
     expected = window(schedule, second, 3)
     wrapper = FullCudaGraphWrapper(schedule, cuda_graph_warmup_steps=1)

@@ -70,12 +70,12 @@ def _one_window(model: Any) -> bytes:
     import torch
 
     model.forward_backward(2, data_seed=0)
-    mine = model.gradients()
+    mine = model.gradients().cuda()
     ranks = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(ranks, mine)
     if not all(torch.equal(ranks[0], other) for other in ranks):
         raise RuntimeError("gradients differ between data-parallel ranks")
-    bits: bytes = mine.numpy().tobytes()
+    bits: bytes = mine.cpu().numpy().tobytes()
     return bits
 
 

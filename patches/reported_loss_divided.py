@@ -73,8 +73,8 @@ def reproduce() -> None:
 
     model = tiny.build(overlap_grad_reduce=False, with_optimizer=False)
     tokens_BT = next(tiny.microbatches(0))
-    positions_BT = torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1)
-    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+    positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand(tiny.BATCH, -1)
+    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
     losses = []
 
     def loss_func(loss_BT: Any) -> tuple[Any, dict[str, Any]]:

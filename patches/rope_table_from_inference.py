@@ -51,7 +51,7 @@ def reproduce() -> None:
     embedding = RotaryEmbedding(kv_channels=16, rotary_percent=1.0)
     with torch.inference_mode():
         embedding(32)
-    query = torch.ones(32, 1, 1, 16, requires_grad=True)
+    query = torch.ones(32, 1, 1, 16, device="cuda", requires_grad=True)
     (query * embedding(32)).sum().backward()
 
 

@@ -247,7 +247,7 @@ def _shards(model: Any) -> bytes:
         for group in bucket_groups(model.chunks[0])
         for bucket in group.buckets
     ]
-    whole: bytes = torch.cat(shards).numpy().tobytes()
+    whole: bytes = torch.cat(shards).cpu().numpy().tobytes()
     return whole
 
 

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from megatron_idempotent import __version__
+from megatron_idempotent.cpu.choice import DEVICES
+from megatron_idempotent.cpu.errors import NoDeviceError
 from megatron_idempotent.engine.errors import PatchError, UnknownPatchError
 from megatron_idempotent.missing import REMEDIES, naming_the_remedy
 
@@ -89,8 +91,12 @@ def _run(argv: list[str]) -> int:
         from .explain import as_id
         from .prove import prove
 
-        return prove([as_id(each) for each in arguments.ids] or None, as_json=arguments.json)
-    except (UnknownPatchError, PatchError, ValueError) as error:
+        return prove(
+            [as_id(each) for each in arguments.ids] or None,
+            as_json=arguments.json,
+            device=arguments.device,
+        )
+    except (UnknownPatchError, PatchError, NoDeviceError, ValueError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
 
@@ -119,6 +125,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     prove.add_argument("ids", nargs="*", metavar="ID", help="which hazards; default: all")
     prove.add_argument("--json", action="store_true", help="print the findings as JSON")
+    prove.add_argument(
+        "--device", choices=DEVICES, help="run on the GPUs of this machine, or on the CPU (default)"
+    )
 
     drift = commands.add_parser(
         "drift",

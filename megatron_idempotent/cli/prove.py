@@ -13,15 +13,16 @@ from megatron_idempotent.proof import Finding
 from megatron_idempotent.proof import prove as findings_of
 
 
-def prove(ids: Sequence[str] | None, *, as_json: bool) -> int:
+def prove(ids: Sequence[str] | None, *, as_json: bool, device: str | None) -> int:
     """Print a finding per hazard as it comes; 1 where a release and its case file disagree.
 
     Raises:
         UnknownPatchError: an id that no case file has.
+        NoDeviceError: there is no GPU, and the device is "cuda".
     """
     total = len(hazards() if ids is None else set(ids))
     findings: list[Finding] = []
-    for finding in findings_of(ids):
+    for finding in findings_of(ids, device=device):
         findings.append(finding)
         if not as_json and sys.stderr.isatty():
             print(f"\r{len(findings)}/{total} {finding.id:<40}", end="", file=sys.stderr)

@@ -20,7 +20,9 @@ from megatron_idempotent.cpu.table import EMULATED
 
 if TYPE_CHECKING:
     from megatron_idempotent.cpu.errors import (
+        NoDeviceError,
         NotEmulatedError,
+        PlacementError,
         RankError,
         RankFailure,
         RankTimeout,
@@ -30,7 +32,10 @@ if TYPE_CHECKING:
 
 # Resolved at first use: every pytest run of everybody who installs us loads this package.
 _HOMES = {
-    "errors": ("NotEmulatedError", "RankError", "RankFailure", "RankTimeout"),
+    "errors": (
+        *("NoDeviceError", "NotEmulatedError", "PlacementError"),
+        *("RankError", "RankFailure", "RankTimeout"),
+    ),
     "pool": ("PROGRAM_PRELOAD", "RankPool", "run_ranks"),
     "runtime": ("disable", "enable", "enabled", "is_enabled"),
 }
@@ -40,7 +45,9 @@ __doc__ += "\n\nEvery other public name of `torch.cuda` raises `NotEmulatedError
 
 __all__ = [
     "PROGRAM_PRELOAD",
+    "NoDeviceError",
     "NotEmulatedError",
+    "PlacementError",
     "RankError",
     "RankFailure",
     "RankPool",

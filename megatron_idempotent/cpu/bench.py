@@ -23,6 +23,10 @@ class Tiny:
     chunks: list[Any]
     #: None where built with `with_optimizer=False`.
     optimizer: Any
+    #: Tokens of a row, rows of a microbatch, and ids of tokens.
+    sequence: int = SEQUENCE
+    batch: int = BATCH
+    vocabulary: int = VOCABULARY
     #: Called as (microbatch index on this rank, loss tensor or None before the forward).
     on_microbatch: Callable[[int, Any], Any] | None = None
 
@@ -48,7 +52,8 @@ class Tiny:
                 chunk.zero_grad_buffer()
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
-        data = [microbatches(data_seed) for _ in self.chunks]
+        sizes = (self.batch, self.sequence, self.vocabulary)
+        data = [microbatches(data_seed, *sizes) for _ in self.chunks]
         losses: list[float] = []
         with torch.no_grad() if forward_only else contextlib.nullcontext():
             get_forward_backward_func()(
@@ -56,8 +61,8 @@ class Tiny:
                 data_iterator=data if len(data) > 1 else data[0],
                 model=self.chunks,
                 num_microbatches=num_microbatches,
-                seq_length=SEQUENCE,
-                micro_batch_size=BATCH,
+                seq_length=self.sequence,
+                micro_batch_size=self.batch,
                 forward_only=forward_only,
             )
         return losses
@@ -71,7 +76,7 @@ class Tiny:
         """All gradient buffers of this rank as one vector, a copy.
 
         With the distributed optimizer only this rank's shards are reduced. Under Megatron-FSDP it
-        is what the optimizer would step with.
+        is what the optimizer would step with. On the host, as the parameters.
         """
         import torch
 
@@ -84,7 +89,7 @@ class Tiny:
                 else [b.grad_data for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             )
         ]
-        return torch.cat([tensor.float().flatten() for tensor in tensors])
+        return torch.cat([tensor.float().flatten() for tensor in tensors]).cpu()
 
     def parameters(self) -> torch.Tensor:
         """All parameters of this rank as one float32 vector, a copy.
@@ -103,13 +108,15 @@ class Tiny:
                 else chunk.module.parameters()
             )
         ]
-        return torch.cat([tensor.detach().float().flatten() for tensor in tensors])
+        return torch.cat([tensor.detach().float().flatten() for tensor in tensors]).cpu()
 
     def _forward_step(self, losses: list[float]) -> Callable[..., Any]:
         import torch
 
-        positions_BT = torch.arange(SEQUENCE).expand(BATCH, -1)
-        hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
+        # The runtime makes "cuda" the CPU.
+        length = self.sequence
+        positions_BT = torch.arange(length, device="cuda").expand(self.batch, -1)
+        hidden = torch.ones(1, 1, length, length, device="cuda").tril() < 0.5
         count = iter(range(1 << 30))
 
         def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
@@ -133,7 +140,9 @@ class Tiny:
         return forward_step
 
 
-def microbatches(data_seed: int) -> Iterator[torch.Tensor]:
+def microbatches(
+    data_seed: int, batch: int = BATCH, sequence: int = SEQUENCE, vocabulary: int = VOCABULARY
+) -> Iterator[torch.Tensor]:
     """This data-parallel rank's token ids [B, T], without end."""
     import torch
     from megatron.core import parallel_state
@@ -141,5 +150,6 @@ def microbatches(data_seed: int) -> Iterator[torch.Tensor]:
     index = parallel_state.get_data_parallel_rank()
     while True:
         generator = torch.Generator().manual_seed(data_seed * 10_007 + index)
-        yield torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+        # Drawn on the host, so that the data are the same on every device.
+        yield torch.randint(0, vocabulary, (batch, sequence), generator=generator).cuda()
         index += parallel_state.get_data_parallel_world_size()

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_idempotent.cpu.choice import Device
 from megatron_idempotent.cpu.errors import RankFailure
 
 #: The name multiprocessing gives the parent's main module in a child; importing multiprocessing
@@ -52,6 +53,7 @@ class Call:
     environ: dict[str, str]
     #: File of the caller's `__main__`, for arguments whose classes live there.
     main_file: str | None
+    device: Device = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +145,8 @@ class _Pickler(pickle.Pickler):
 def _load_storage(data: bytes) -> Any:
     import torch
 
-    return torch.load(io.BytesIO(data), weights_only=False)
+    # The caller may have no device, and would start the driver for one that it has.
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def dump_result(result: Any) -> bytes:

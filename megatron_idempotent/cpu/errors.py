@@ -22,6 +22,14 @@ class NotEmulatedError(RuntimeError):
         return type(self), (self.call,)
 
 
+class NoDeviceError(RuntimeError):
+    """Ranks on CUDA are asked for, and there is no GPU that they could use."""
+
+
+class PlacementError(RuntimeError):
+    """An operation that would fail on a GPU, since its tensors are not where it needs them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
     """Why one rank failed.

@@ -18,22 +18,32 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
+from megatron_idempotent.cpu.choice import Device
+from megatron_idempotent.cpu.errors import NoDeviceError
+from megatron_idempotent.cpu.gpu import check_untouched, prepare
 from megatron_idempotent.cpu.rank import describe
 from megatron_idempotent.cpu.round import PoolGone, Round
+from megatron_idempotent.cpu.runtime import enable
 
 
-def main(connection_fd: int, modules: Sequence[str]) -> None:
-    """Import `modules` with the runtime on, then serve calls until the connection closes."""
+def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> None:
+    """Import `modules`, then serve calls until the connection closes.
+
+    With the runtime on, or for ranks on a GPU without it, and without starting the driver.
+    """
     connection = Connection(connection_fd)
     with _ReportTo(connection):
-        from megatron_idempotent.cpu.runtime import enable
-
-        enable()
+        if device == "cuda":
+            prepare()
+        else:
+            enable()
         for name in modules:
             if importlib.util.find_spec(name.partition(".")[0]) is None:
                 continue  # a pool without Megatron runs plain torch functions
             if name.count(".") == 0 or _exists(name):
                 _import(name)
+                if device == "cuda":
+                    check_untouched(name)
         _read_ahead()
     # Upstream reports every bucket and setting at level INFO; a call may lower the level again.
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -89,3 +99,5 @@ class _ReportTo:
     def __exit__(self, exc_type: object, exc: BaseException | None, tb: object) -> None:
         if exc is not None:
             self._connection.send(describe(-1, type(exc), exc, exc.__traceback__))
+        if isinstance(exc, NoDeviceError):
+            raise SystemExit(1)  # the pool says it; a traceback would say no more

@@ -1,4 +1,4 @@
-"""Running a function on several gloo ranks of this machine: `run_ranks` and `RankPool`.
+"""Running a function on several ranks of this machine: `run_ranks` and `RankPool`.
 
 Free of torch: the ranks import it, not the caller.
 """
@@ -17,8 +17,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megatron_idempotent.cpu import gpu
 from megatron_idempotent.cpu.calls import Call, Outcome, refer
-from megatron_idempotent.cpu.errors import RankError, RankFailure, RankTimeout
+from megatron_idempotent.cpu.choice import Device, chosen
+from megatron_idempotent.cpu.errors import NoDeviceError, RankError, RankFailure, RankTimeout
 
 #: What the launcher imports before it forks. Those that are not installed are skipped.
 PRELOAD = (
@@ -59,6 +61,9 @@ class RankPool:
         preload: modules to import before the first call.
         stdout: file descriptor that the ranks' standard output goes to, and what upstream prints
             while it is imported; None for that of this process.
+        device: "cpu" for the runtime and gloo, "cuda" for the GPUs of this machine and NCCL, or
+            gloo where ranks outnumber them; None for what MEGATRON_IDEMPOTENT_DEVICE says, and
+            without it the CPU.
 
     Example:
         with RankPool(2) as pool:
@@ -71,12 +76,14 @@ class RankPool:
         *,
         preload: Sequence[str] = PRELOAD,
         stdout: int | None = None,
+        device: str | None = None,
     ) -> None:
         if max_world_size < 1:
             raise ValueError(f"max_world_size must be at least 1, found {max_world_size}")
         self.max_world_size = max_world_size
         self._preload = tuple(preload)
         self._stdout = stdout
+        self.device = chosen(device)
         self._lock = threading.Lock()
         self._launcher: _Launcher | None = None
 
@@ -92,9 +99,9 @@ class RankPool:
         """Call `fn(*args, **kwargs)` on `world_size` ranks; their results, in order of rank.
 
         `fn` stands at the top of a module; it, its arguments and its results travel pickled.
-        In a rank the CPU runtime is on, RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-        MASTER_PORT are set and, with `distributed`, the default gloo group is up. `timeout_s`
-        counts from the fork of the ranks.
+        In a rank the CPU runtime is on unless the pool is on "cuda", RANK, WORLD_SIZE, LOCAL_RANK,
+        MASTER_ADDR and MASTER_PORT are set and, with `distributed`, the default group is up.
+        `timeout_s` counts from the fork of the ranks.
 
         Raises:
             RankError: a rank raised or died.
@@ -118,6 +125,7 @@ class RankPool:
             cwd=os.getcwd(),
             environ=dict(os.environ),
             main_file=main_file and os.path.abspath(main_file),
+            device=self.device,
         )
         with self._lock:
             outcome = self._send(call)
@@ -125,7 +133,7 @@ class RankPool:
 
     def _send(self, call: Call) -> Outcome:
         if self._launcher is None:
-            self._launcher = _Launcher(self._preload, self._stdout)
+            self._launcher = _Launcher(self._preload, self._stdout, self.device)
         with contextlib.ExitStack() as unless_answered:
             # Also on KeyboardInterrupt: ranks without a listener must not go on.
             unless_answered.callback(self.close)
@@ -152,6 +160,7 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 120.0,
     distributed: bool = True,
+    device: str | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """`RankPool.run` on a pool of its own: pays for the imports, leaves nothing behind.
@@ -160,7 +169,7 @@ def run_ranks(
         from megatron_idempotent import cpu
         losses = cpu.run_ranks(2, train, 10)
     """
-    with RankPool(world_size) as pool:
+    with RankPool(world_size, device=device) as pool:
         return pool.run(
             world_size, fn, *args, timeout_s=timeout_s, distributed=distributed, **kwargs
         )
@@ -177,13 +186,14 @@ def _results(outcome: Outcome, timeout_s: float) -> list[Any]:
 class _Launcher:
     """The launcher process and our end of the connection to it."""
 
-    def __init__(self, preload: Sequence[str], stdout: int | None) -> None:
+    def __init__(self, preload: Sequence[str], stdout: int | None, device: Device) -> None:
         self._connection, theirs = Pipe()
         program = (
             "from megatron_idempotent.cpu.launcher import main; "
-            f"main({theirs.fileno()}, {tuple(preload)!r})"
+            f"main({theirs.fileno()}, {tuple(preload)!r}, {device!r})"
         )
-        environ = dict(os.environ, CUDA_VISIBLE_DEVICES="")
+        on_device = {"CUDA_VISIBLE_DEVICES": ""} if device != "cuda" else gpu.ENVIRONMENT
+        environ = {**os.environ, **on_device}
         # Ranks share few cores, and OpenMP threads of the launcher would not survive a fork.
         environ.setdefault("OMP_NUM_THREADS", "1")
         # 0.15 builds an allocator while it is imported, and where there is a CUDA compiler but no
@@ -209,6 +219,8 @@ class _Launcher:
         if not self._ready:
             word = self._receive(START_TIMEOUT_S, "importing torch and Megatron")
             if isinstance(word, RankFailure):
+                if word.exception_type.endswith(NoDeviceError.__name__):
+                    raise NoDeviceError(word.message)
                 raise RuntimeError(
                     f"the ranks could not be started: {word.exception_type}: {word.message}\n"
                     f"{word.traceback}"

@@ -62,7 +62,7 @@ class Program:
             training.train(**offered)
 
     def parameters(self) -> torch.Tensor:
-        """All parameters of this rank as one vector [P], float32, a copy.
+        """All parameters of this rank as one vector [P], float32, a copy on the host.
 
         Under Megatron-FSDP it is what this rank's optimizer holds of them.
         """
@@ -77,7 +77,7 @@ class Program:
                 else chunk.parameters()
             )
         ]
-        return torch.cat([tensor.detach().float().flatten() for tensor in tensors])
+        return torch.cat([tensor.detach().float().flatten() for tensor in tensors]).cpu()
 
     def _forward_step(self, data_iterator: Any, model: Any, *_: Any) -> tuple[Any, Any]:
         tokens_BT, positions_BT, mask = next(data_iterator)
@@ -240,11 +240,11 @@ def _batches(seed: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor,
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    positions_BT = torch.arange(SEQUENCE).expand(size, -1)
-    hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
+    positions_BT = torch.arange(SEQUENCE, device="cuda").expand(size, -1)
+    hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE, device="cuda").tril() < 0.5
     while True:
         tokens_BT = torch.randint(0, VOCABULARY, (size, SEQUENCE), generator=generator)
-        yield tokens_BT, positions_BT, hidden
+        yield tokens_BT.cuda(), positions_BT, hidden
 
 
 def _options(**values: Any) -> list[str]:

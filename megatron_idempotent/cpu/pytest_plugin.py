@@ -1,8 +1,9 @@
 """The `megatron_ranks` fixture: real Megatron on gloo ranks in any test suite.
 
 Loaded by every pytest run where this package is installed, so it imports nothing that costs.
-Options, in the ini file: `megatron_ranks_timeout_s` (60), `megatron_ranks_max` (4) and
-`megatron_ranks_preload`, modules that all ranks get without importing them again.
+`--megatron-device cuda` has the ranks on the GPUs of this machine. Options, in the ini file:
+`megatron_ranks_timeout_s` (60), `megatron_ranks_max` (4) and `megatron_ranks_preload`, modules that
+all ranks get without importing them again.
 """
 
 from __future__ import annotations
@@ -12,11 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from megatron_idempotent.cpu.choice import DEVICES
+
 if TYPE_CHECKING:
     from megatron_idempotent.cpu.pool import RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("megatron").addoption(
+        "--megatron-device",
+        choices=DEVICES,
+        help="device of the ranks of megatron_ranks; default: MEGATRON_IDEMPOTENT_DEVICE, or the "
+        "CPU, with CUDA emulated",
+    )
     parser.addini(
         "megatron_ranks_timeout_s",
         "deadline in seconds of a call of the megatron_ranks fixture",
@@ -41,7 +50,8 @@ def megatron_rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     max_world_size = int(request.config.getini("megatron_ranks_max"))
     # Ranks import the test's module, and that imports pytest.
     preload = (*PROGRAM_PRELOAD, "pytest", *request.config.getini("megatron_ranks_preload"))
-    with RankPool(max_world_size, preload=preload) as pool:
+    device = request.config.getoption("--megatron-device")
+    with RankPool(max_world_size, preload=preload, device=device) as pool:
         yield pool
 
 

@@ -13,10 +13,12 @@ import socket
 import struct
 import sys
 import traceback
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import IO
 
+from megatron_idempotent.cpu import gpu
 from megatron_idempotent.cpu.calls import Call, dump_result, load_arguments, resolve
 from megatron_idempotent.cpu.errors import RankFailure
 
@@ -63,7 +65,17 @@ def occupy(call: Call, seat: Seat) -> None:
         args, kwargs = load_arguments(call)
         if call.distributed:
             _join_default_group(call, seat)
-        reporter.payload = dump_result(function(*args, **kwargs))
+        with _checks(call):
+            result = function(*args, **kwargs)
+        reporter.payload = dump_result(result)
+
+
+def _checks(call: Call) -> AbstractContextManager[None]:
+    if call.device != "checked":
+        return contextlib.nullcontext()
+    from megatron_idempotent.cpu.checked import checking
+
+    return checking()
 
 
 class _Reporter:
@@ -131,8 +143,9 @@ def _settle(call: Call, seat: Seat) -> None:
         LOCAL_WORLD_SIZE=str(call.world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(seat.master_port),
-        CUDA_VISIBLE_DEVICES="",
     )
+    if call.device != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Megatron asks for 1 before it accepts tensor parallelism with overlap.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # Without it gloo resolves the host name, which may be slow or wrong in a container.
@@ -144,7 +157,10 @@ def _settle(call: Call, seat: Seat) -> None:
     import torch
 
     torch.set_num_threads(1)
-    torch.cuda.set_device(seat.rank)
+    if call.device == "cuda":
+        gpu.settle(seat.rank, call.world_size)
+    else:
+        torch.cuda.set_device(seat.rank)
 
 
 def _join_default_group(call: Call, seat: Seat) -> None:
@@ -164,8 +180,9 @@ def _join_default_group(call: Call, seat: Seat) -> None:
         master_listen_fd=seat.store_fd if is_master else None,
         use_libuv=False,
     )
+    how = gpu.group_options(call.world_size) if call.device == "cuda" else {"backend": "gloo"}
     dist.init_process_group(
-        "gloo", store=store, rank=seat.rank, world_size=call.world_size, timeout=timeout
+        store=store, rank=seat.rank, world_size=call.world_size, timeout=timeout, **how
     )
     # Rank 0 holds the store: if it raised and left while another rank still joins, that rank would
     # report a broken connection in place of its own error.

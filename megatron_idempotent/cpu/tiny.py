@@ -47,19 +47,24 @@ def build(
     loss_scale: float | None = None,
     with_optimizer: bool = True,
     wire: bool = True,
+    graph_safe_rng: bool = False,
+    sequence: int = SEQUENCE,
+    batch: int = BATCH,
+    vocabulary: int = VOCABULARY,
     config_overrides: Mapping[str, Any] | None = None,
     ddp_overrides: Mapping[str, Any] | None = None,
     optimizer_overrides: Mapping[str, Any] | None = None,
     before_ddp: Callable[[Any], None] | None = None,
     seed: int = 1234,
 ) -> Tiny:
-    """Build a GPT (hidden 64, 4 heads, vocabulary 128, sequence 32) on every rank.
+    """Build a GPT (hidden 64, 4 heads, vocabulary 128, 2 rows of 32 tokens) on every rank.
 
     Initialises model parallelism unless it is up, in which case tp, pp, vpp, ep, etp and cp must be
     those it is up with. `etp` is the tensor parallel size of experts; None means tp.
     `layers_per_stage` counts per virtual stage. With `tied` the output layer shares the embedding's
     weight. `wire` sets the config's
     no_sync_func, grad_sync_func, param_sync_func, grad_scale_func and finalize_model_grads_func.
+    `graph_safe_rng` has random trackers that a CUDA graph can capture (from 0.13, on a GPU).
     `layer_wise` wants dtype="bf16" and megatron-core 0.17, and takes the optimizer that gives each
     rank whole parameters; it gathers out of DDP's buffers (from 0.18), and with
     distributed_optimizer=False through lists of parameters. `fsdp` puts the model into
@@ -85,7 +90,9 @@ def build(
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=etp,
         )
-    model_parallel_cuda_manual_seed(seed)
+    model_parallel_cuda_manual_seed(
+        seed, **({"use_cudagraphable_rng": True} if graph_safe_rng else {})
+    )
     # Last, because both seed one generator here, and weights are cut from one master copy.
     torch.manual_seed(seed)
     half, params_dtype = _precision(dtype)
@@ -107,7 +114,9 @@ def build(
             "use_cpu_initialization": True,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
+            # Kernels of Apex.
             "gradient_accumulation_fusion": False,
+            "masked_softmax_fusion": False,
             "tensor_model_parallel_size": tp,
             "pipeline_model_parallel_size": pp,
             "virtual_pipeline_model_parallel_size": vpp,
@@ -140,7 +149,7 @@ def build(
     )
     chunks = []
     for stage in range(vpp) if vpp else [None]:
-        module = _model(config, stage, bool(half), tied)
+        module = _model(config, stage, bool(half), tied, (vocabulary, sequence))
         if before_ddp is not None:
             before_ddp(module)
         if fsdp:
@@ -174,7 +183,14 @@ def build(
         )
     if wire:
         _wire(config, chunks, optimizer, align)
-    return Tiny(config=config, chunks=chunks, optimizer=optimizer)
+    return Tiny(
+        config=config,
+        chunks=chunks,
+        optimizer=optimizer,
+        sequence=sequence,
+        batch=batch,
+        vocabulary=vocabulary,
+    )
 
 
 def _wire(config: Any, chunks: list[Any], optimizer: Any, align: bool) -> None:
@@ -195,7 +211,9 @@ def _wire(config: Any, chunks: list[Any], optimizer: Any, align: bool) -> None:
         config.param_sync_func = per_chunk("start_param_sync")
 
 
-def _model(config: Any, vp_stage: int | None, half: bool, tied: bool) -> Any:
+def _model(
+    config: Any, vp_stage: int | None, half: bool, tied: bool, sizes: tuple[int, int]
+) -> Any:
     """One pipeline stage: a GPTModel, in Float16Module where its weights are half precision."""
     from megatron.core import parallel_state
     from megatron.core.transformer.module import Float16Module
@@ -208,15 +226,16 @@ def _model(config: Any, vp_stage: int | None, half: bool, tied: bool) -> Any:
         parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
         if takes(parallel_state.is_pipeline_first_stage, "vp_stage"):
             where["vp_stage"] = vp_stage
+    # Made on the host, so that weights are the same on every device.
     model = gpt_stage(
         config,
         vp_stage=vp_stage,
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
+        vocab_size=sizes[0],
+        max_sequence_length=sizes[1],
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=tied,
-    )
+    ).cuda()
     return Float16Module(config=config, module=model) if half else model
 
 

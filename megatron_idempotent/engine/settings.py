@@ -28,6 +28,7 @@ VARIABLES = {
 _ELSEWHERE = frozenset(
     f"{SWITCH}_{name}"
     for name in (
+        "DEVICE",  # of ranks that are started without one
         *("HOST", "LIFE", "TORCHRUN_RANKS"),  # from one process of a trainer to another
         *("PEER_PYTHON", "RAY", "VLLM_PYTHON"),  # of this project's own tests and benchmarks
     )

@@ -26,7 +26,10 @@ class RunConfig:
     seed: int = Field(default=1, ge=0, le=2**31 - 1)
     """Seed of the initial weights, the order of the prompts and the sampled tokens."""
     ranks: int = Field(default=2, ge=1, le=64)
-    """Data-parallel processes on this machine, connected by gloo."""
+    """Data-parallel processes on this machine, connected by gloo, or by NCCL on GPUs."""
+    device: Literal["cpu", "cuda", "checked"] = "cpu"
+    """Where ranks and engines compute: the CPU, this machine's GPUs, or a CPU that refuses what a
+    GPU would refuse, to try a change without one."""
     out: str = ""
     """Output directory: logs, curves, checkpoints; empty for the next free `runs/train-NNN`."""
     checkpoint_every: int = Field(default=25, ge=0)

@@ -39,7 +39,7 @@ def run_rank(job: Job) -> None:
 def start_ranks(job: Job) -> None:
     """Run `run_rank` on all ranks. Errors: those of `cpu.RankPool.run`."""
     run = job.config.run
-    with cpu.RankPool(run.ranks, preload=PRELOAD) as pool:
+    with cpu.RankPool(run.ranks, preload=PRELOAD, device=run.device) as pool:
         pool.run(run.ranks, run_rank, job, timeout_s=run.timeout_s)
 
 

@@ -76,7 +76,8 @@ def train(config: Config, prompts: PromptSet, parts: Parts, *, first_rollout: in
         ):
             with watch.phase("checkpoint"):
                 parts.save(done)
-        parts.logger.log(metrics | watch.timings(step.response_tokens), step=done)
+        measured = watch.timings(step.response_tokens) | watch.memory()
+        parts.logger.log(metrics | measured, step=done)
 
 
 def score(

@@ -19,6 +19,7 @@ _NAMED = {
     "rollouts": "run.rollouts",
     "seed": "run.seed",
     "ranks": "run.ranks",
+    "device": "run.device",
     "out": "run.out",
     "data": "task.data",
     "model": "model.path",
@@ -106,6 +107,9 @@ def _run(options: argparse.Namespace) -> int:
         _restore_cursor()
         print(f"\ninterrupted; continue with --resume --out {job.out}", file=sys.stderr)
         return 130
+    except cpu.NoDeviceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except cpu.RankError as error:
         _restore_cursor()
         print(explain_failure(error, job), file=sys.stderr)
@@ -164,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rollouts", metavar="N", help="rollouts in the whole run")
     parser.add_argument("--seed", metavar="N", help="seed of everything random")
     parser.add_argument("--ranks", metavar="N", help="data-parallel processes")
+    parser.add_argument("--device", metavar="NAME", help="cpu, or cuda for this machine's GPUs")
     parser.add_argument("--out", metavar="DIR", help="output directory, empty or new")
     parser.add_argument("--data", metavar="FILE", help="prompts in JSONL")
     parser.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint to start from")

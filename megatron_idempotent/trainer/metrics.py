@@ -1,7 +1,7 @@
 """Formulas of what is measured per rollout.
 
 `train/` and `evaluation/` hold what a repeated run reproduces bit for bit; everything that depends
-on the clock is under `timing/train/`.
+on the clock is under `timing/train/`, and what a device's memory held under `memory/train/`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_idempotent.trainer import ranks
+from megatron_idempotent.trainer.memory import MemoryLedger
 from megatron_idempotent.trainer.names import (
     GRAD_NORM,
     HELD_OUT,
@@ -24,18 +25,27 @@ from megatron_idempotent.trainer.rollout.records import ScoredGroup
 
 
 class Stopwatch:
-    """Seconds per phase of one rollout, on this rank. Example: `with watch.phase("generation"):`"""
+    """Seconds and memory per phase of one rollout, on this rank.
 
-    def __init__(self) -> None:
+    Example: `with watch.phase("generation"):`
+    """
+
+    def __init__(self, ledger: MemoryLedger | None = None) -> None:
         self._started = time.perf_counter()
         self._phases: dict[str, float] = {}
+        self._ledger = ledger or MemoryLedger()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure a block; a phase that raises is not recorded."""
         started = time.perf_counter()
-        yield
+        with self._ledger.phase(name):
+            yield
         self._phases[name] = time.perf_counter() - started
+
+    def memory(self) -> dict[str, float]:
+        """GiB of device memory per phase; nothing on a CPU."""
+        return self._ledger.metrics()
 
     def timings(self, tokens: int) -> dict[str, float]:
         """Seconds per phase and in all, and response tokens of all ranks per second."""

@@ -18,7 +18,7 @@ def share(items: Sequence[Item]) -> tuple[Item, ...]:
 
 def sums(values: Sequence[float]) -> list[float]:
     """Each value summed over all ranks, in float64. Collective: all ranks give as many values."""
-    total = torch.tensor(values, dtype=torch.float64)
+    total = torch.tensor(values, dtype=torch.float64, device=torch.cuda.current_device())
     dist.all_reduce(total)
     result: list[float] = total.tolist()
     return result

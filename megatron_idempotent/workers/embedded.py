@@ -31,7 +31,7 @@ _END_S, _KILL_S = 2.0, 10.0
 
 
 class EmbeddedRanks(SocketRanks):
-    """gloo ranks on the CPU, each a process: a `RankGroup` for this machine.
+    """Ranks of this machine, on the CPU unless told otherwise, each a process: a `RankGroup`.
 
     A launcher pays for the imports with the first `start` (some ten seconds); a later one, behind
     a loss, forks fresh ranks. Ranks and launcher end with this process, however it ends.
@@ -53,6 +53,7 @@ class EmbeddedRanks(SocketRanks):
         start_timeout_s: float = 300.0,
         pool: RankPool | None = None,
         preload: Sequence[str] = PROGRAM_PRELOAD,
+        device: str | None = None,
     ) -> None:
         """
         Args:
@@ -63,6 +64,7 @@ class EmbeddedRanks(SocketRanks):
             start_timeout_s: for all ranks to be there, and again for all workers to be made.
             pool: whose launcher is used, by one group at a time, and stays; None for one's own.
             preload: modules that a launcher of one's own imports before it forks ranks.
+            device: of a pool of one's own; see `RankPool`.
         """
         super().__init__(size, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s)
         if pool is not None and pool.max_world_size < size:
@@ -70,12 +72,12 @@ class EmbeddedRanks(SocketRanks):
                 f"{size} ranks, and the pool is of up to {pool.max_world_size}; make it larger"
             )
         self._spec, self._log_dir, self._preload = spec, log_dir, preload
-        self._pool, self._owns_pool = pool, pool is None
+        self._pool, self._owns_pool, self._device = pool, pool is None, device
         self._run: _Run | None = None
 
     async def _launch(self) -> list[Connection]:
         if self._pool is None:
-            self._pool = RankPool(self._size, preload=self._preload)
+            self._pool = RankPool(self._size, preload=self._preload, device=self._device)
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         token, generation = wire.new_token(), wire.new_generation()

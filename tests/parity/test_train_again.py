@@ -92,8 +92,8 @@ def train_and_use(layout: Layout, folder: str) -> tuple[list[float], bytes, int]
     # Or upstream starts a process for it, which imports Megatron: some ten seconds.
     filesystem_async._results_queue = queue.Queue()
     running = program.start(layout.options)
-    positions_BT = torch.arange(program.SEQUENCE)[None]
-    hidden = torch.ones(1, 1, program.SEQUENCE, program.SEQUENCE).tril() < 0.5
+    positions_BT = torch.arange(program.SEQUENCE, device="cuda")[None]
+    hidden = torch.ones(1, 1, program.SEQUENCE, program.SEQUENCE, device="cuda").tril() < 0.5
     (chunk,) = running.chunks
     for _ in range(3):
         running.train(2)

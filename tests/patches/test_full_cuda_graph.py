@@ -20,12 +20,11 @@ class Bench:
         from megatron_idempotent.patches import full_cuda_graph_replayed as case
 
         import megatron_idempotent
-        from megatron_idempotent.cpu import tiny
 
         megatron_idempotent.apply(only=[ID])
         case.stand_in()
         self.case = case
-        self.model = tiny.build(with_optimizer=False, **layout)
+        self.model = case.build(**layout)
 
     def run(self, microbatches, model=None, wrapper=None, **other):
         """Windows' (losses, whether a graph was replayed)."""
@@ -99,8 +98,6 @@ def deleted_model() -> tuple[bool, bool]:
     import gc
     import weakref
 
-    from megatron_idempotent.cpu import tiny
-
     bench = Bench(overlap_grad_reduce=False)
     for _ in range(2):
         bench.run(2)
@@ -110,7 +107,7 @@ def deleted_model() -> tuple[bool, bool]:
     # What upstream itself keeps of a model, which is not at issue here.
     config.no_sync_func = config.finalize_model_grads_func = None
     gc.collect()
-    replayed = bench.run(2, model=tiny.build(with_optimizer=False))[1]
+    replayed = bench.run(2, model=bench.case.build())[1]
     return gone() is None, replayed
 
 

@@ -49,14 +49,15 @@ class SequenceLoss(TokenLoss):
 def mask_of(microbatch):
     """1 where position t predicts a valid token, [B, T]; the last position predicts none."""
     valid_BT = microbatch["token_mask"] * microbatch["sample_mask"][:, None]
-    return torch.cat((valid_BT[:, 1:], torch.zeros(len(valid_BT), 1)), 1)
+    return torch.cat((valid_BT[:, 1:], valid_BT.new_zeros(len(valid_BT), 1)), 1)
 
 
 def forward(model, microbatch):
     """The tiny GPT's loss of each position [B, T] on the last stage."""
     tokens_BT = microbatch["input_ids"]
-    positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
-    hidden = torch.ones(1, 1, tokens_BT.shape[1], tokens_BT.shape[1]).tril() < 0.5
+    length = tokens_BT.shape[1]
+    positions_BT = torch.arange(length, device="cuda").expand_as(tokens_BT)
+    hidden = torch.ones(1, 1, length, length, device="cuda").tril() < 0.5
     return model(tokens_BT, positions_BT, hidden, labels=tokens_BT.roll(-1, 1))
 
 
@@ -68,7 +69,12 @@ def data(seed: int, rows: int, replica: int, *, full: bool = False) -> dict[str,
     sample_mask_B = (torch.rand(rows, generator=generator) < 0.8).float()
     if full:
         token_mask_BT, sample_mask_B = torch.ones(rows, T), torch.ones(rows)
-    return {"input_ids": tokens_BT, "token_mask": token_mask_BT, "sample_mask": sample_mask_B}
+    # Drawn on the host: the same on every device.
+    return {
+        "input_ids": tokens_BT.cuda(),
+        "token_mask": token_mask_BT.cuda(),
+        "sample_mask": sample_mask_B.cuda(),
+    }
 
 
 def cut(batch, sizes):

@@ -46,6 +46,7 @@ class TransformersEngine:
         max_running: int = 256,
         max_positions: int | None = None,
         prefill_tokens: int = 8192,
+        device: str | None = None,
     ) -> None:
         """
         Args:
@@ -56,6 +57,7 @@ class TransformersEngine:
             max_running: requests that share a forward; more wait.
             max_positions: prompt and response together; None for what the model was made for.
             prefill_tokens: positions that one forward computes for requests that join.
+            device: where a checkpoint is loaded to; None for the CPU. A model stays where it is.
 
         Errors: `ValueError` for a model with layers that this engine cannot serve.
         """
@@ -65,7 +67,7 @@ class TransformersEngine:
                 f"prefill_tokens={prefill_tokens}: 1 or more"
             )
         if isinstance(model, (str, os.PathLike)):
-            model = _load(Path(model))
+            model = _load(Path(model), device)
         _check_layers(model.config)
         self._name = name
         self._vocabulary: int = model.config.vocab_size
@@ -226,10 +228,11 @@ class TransformersEngine:
             )
 
 
-def _load(directory: Path) -> Any:
+def _load(directory: Path, device: str | None) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    return model if device is None else model.to(device)
 
 
 def _check_layers(config: Any) -> None:

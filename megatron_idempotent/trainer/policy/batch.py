@@ -48,6 +48,12 @@ class Batch:
             weights_BT=None if weights is None else weights[index],
         )
 
+    def on_device(self) -> Batch:
+        """A copy on this rank's device; batches are made, cut and sent on the host."""
+        held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved = {name: each.cuda() for name, each in held.items() if each is not None}
+        return dataclasses.replace(self, **moved)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The batch as `TrainStep.microbatch` takes it.
 

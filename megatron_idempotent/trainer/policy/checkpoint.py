@@ -91,7 +91,7 @@ def weights_digest(module: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(module.named_parameters()):
         digest.update(name.encode())
-        digest.update(parameter.detach().contiguous().numpy().tobytes())
+        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

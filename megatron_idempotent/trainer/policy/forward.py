@@ -16,14 +16,18 @@ from megatron_idempotent.trainer.policy.loss import grpo_loss
 
 
 def causal_mask(positions: int) -> torch.Tensor:
-    """Bool [1, 1, T, T], True where attention is forbidden: Megatron's convention."""
-    return torch.ones(1, 1, positions, positions, dtype=torch.bool).triu(diagonal=1)
+    """Bool [1, 1, T, T] on the device, True where attention is forbidden: Megatron's convention."""
+    everywhere = torch.ones(1, 1, positions, positions, dtype=torch.bool, device="cuda")
+    return everywhere.triu(diagonal=1)
 
 
 def decoder_logits(module: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """Logits [B, T, V] of right-padded sequences; what follows a position does not reach it."""
+    """Logits [B, T, V] of right-padded sequences; what follows a position does not reach it.
+
+    A rank's device is "cuda": the CPU runtime makes that the CPU.
+    """
     positions = tokens_BT.shape[1]
-    position_ids_BT = torch.arange(positions).expand_as(tokens_BT)
+    position_ids_BT = torch.arange(positions, device="cuda").expand_as(tokens_BT)
     logits_BTV: torch.Tensor = module(tokens_BT, position_ids_BT, causal_mask(positions))
     return logits_BTV
 

@@ -130,7 +130,8 @@ class MegatronPolicy:
         self, step_id: str, batch: Batch, *, microbatch_id: str | None = None, last: bool = False
     ) -> None:
         """Forward and backward of this rank's rows."""
-        self._step.microbatch(step_id, batch.tensors(), microbatch_id=microbatch_id, last=last)
+        tensors = batch.on_device().tensors()
+        self._step.microbatch(step_id, tensors, microbatch_id=microbatch_id, last=last)
 
     def finish(self, step_id: str) -> megatron_idempotent.StepResult:
         """One reduction and one update. Collective."""
@@ -177,13 +178,18 @@ class MegatronPolicy:
         return self.logprobs(batch, "reference")
 
     def _logprobs(self, module: Any, batch: Batch) -> torch.Tensor:
-        """Log-probs [B, T] of a batch's targets, at the temperature that they are sampled at."""
-        return megatron_idempotent.token_logprobs(
+        """Log-probs [B, T] of a batch's targets, at the temperature that they are sampled at.
+
+        On the host, as the batch is.
+        """
+        batch = batch.on_device()
+        found = megatron_idempotent.token_logprobs(
             logits=decoder_logits(module, batch.tokens_BT),
             targets=batch.targets_BT,
             temperature=self._config.rollout.temperature,
             token_mask=batch.loss_mask_BT > 0,
-        ).logprob
+        )
+        return found.logprob.cpu()
 
 
 def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> StepMetrics:

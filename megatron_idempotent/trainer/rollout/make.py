@@ -46,7 +46,12 @@ def server_engines(config: Config, checkpoint: Path, out: Path) -> Sequence[Roll
 def _transformers(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
     from megatron_idempotent.rollout.local import TransformersEngine
 
-    return [TransformersEngine(checkpoint, name=f"rank-{dist.get_rank()}")]
+    name = f"rank-{dist.get_rank()}"
+    return [TransformersEngine(checkpoint, name=name, device=_device(config))]
+
+
+def _device(config: Config) -> str | None:
+    return None if config.run.device == "cpu" else "cuda"
 
 
 def _vllm(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:

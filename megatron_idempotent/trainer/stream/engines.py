@@ -36,4 +36,9 @@ async def make_engines(config: Config, checkpoint: Path, out: Path) -> Sequence[
 
     # Of loading a checkpoint: it would be drawn into the middle of the live table.
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    return [await asyncio.to_thread(TransformersEngine, checkpoint, name=n) for n in names]
+    # No runtime is on in this process: "cuda" is a GPU.
+    device = "cuda" if config.run.device == "cuda" else None
+    return [
+        await asyncio.to_thread(TransformersEngine, checkpoint, name=name, device=device)
+        for name in names
+    ]

@@ -33,5 +33,10 @@ def make_ranks(job: Job, *, pool: RankPool | None = None) -> RankGroup:
     # One thread per rank: the ranks are what fills the cores, and one thread adds up in one order.
     os.environ["OMP_NUM_THREADS"] = "1"
     return EmbeddedRanks(
-        worker_spec(job), size, log_dir=job.out / "logs", pool=pool, preload=PRELOAD
+        worker_spec(job),
+        size,
+        log_dir=job.out / "logs",
+        pool=pool,
+        preload=PRELOAD,
+        device=job.config.run.device,
     )

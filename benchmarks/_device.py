@@ -1,0 +1,43 @@
+"""The device of a benchmark's ranks, and sizes that keep a GPU busy. Free of torch."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron_idempotent.cpu.choice import DEVICES, chosen
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Take `--device`; without it the environment decides, and without that it is the CPU."""
+    parser.add_argument("--device", choices=DEVICES, type=str, default=chosen())
+
+
+def real_sizes(hidden: int, sequence: int, layers: int) -> dict[str, Any]:
+    """Options of `tiny.build` for a model in bf16 whose matrix products are most of a step."""
+    return {
+        "dtype": "bf16",
+        "layers_per_stage": layers,
+        "sequence": sequence,
+        "batch": 1,
+        "vocabulary": 32_000,
+        "config_overrides": {
+            "hidden_size": hidden,
+            "num_attention_heads": hidden // 128,
+            "use_cpu_initialization": False,  # one core would take longer than the benchmark
+        },
+        # A layer has 12 x hidden x hidden weights: several buckets, so that reductions overlap.
+        "ddp_overrides": {"bucket_size": 12 * hidden * hidden},
+    }
+
+
+def fast_kernels() -> None:
+    """On a rank: kernels as a training run has them, not the deterministic ones of tests."""
+    import torch
+
+    torch.use_deterministic_algorithms(False)
+
+
+def aim(value: float, at_most: float) -> dict[str, float]:
+    """A number with what it should be at most, as it stands in a report."""
+    return {"value": value, "at_most": at_most}

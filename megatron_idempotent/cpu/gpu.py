@@ -1,0 +1,115 @@
+"""Ranks on real GPUs: what their launcher may do before it forks, and how a rank begins.
+
+A CUDA context does not survive a fork, and neither does the driver once a process has started it.
+So the launcher imports torch and Megatron, and leaves the driver alone: the one question that
+Megatron asks while it is imported, `torch.cuda.is_available()`, is answered by NVML, which torch
+has an option for. A rank starts the driver for itself. Imports torch inside of functions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_idempotent.cpu.choice import VARIABLE
+from megatron_idempotent.cpu.errors import NoDeviceError
+
+#: For the launcher: torch counts devices without the driver.
+ENVIRONMENT: Mapping[str, str] = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+#: What `cuDeviceGetCount` answers in a process that has not called `cuInit`.
+_NOT_INITIALIZED = 3
+
+
+def prepare() -> None:
+    """In the launcher, before Megatron is imported: what ranks without a GPU of their own need.
+
+    Megatron binds collectives by names of its own while it is imported, so they are replaced here;
+    each is torch's until a rank calls `staging.begin`.
+
+    Raises:
+        NoDeviceError: this torch can use no GPU of this machine.
+    """
+    from megatron_idempotent.cpu import late, staging
+
+    require()
+    for owner, name, value in staging.replacements():
+        setattr(owner, name, value)
+    # A GPU machine may lack Transformer Engine and Apex too.
+    sys.meta_path.insert(0, late.Completer(setattr))
+
+
+def require() -> None:
+    """Raises NoDeviceError where torch finds no GPU; leaves the driver alone in a launcher."""
+    import torch
+
+    if torch.version.cuda is None:
+        raise NoDeviceError(f"no NVIDIA GPU here: torch {torch.__version__} is built without CUDA")
+    if not torch.cuda.device_count():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        setting = "is not set" if visible is None else f"is {visible!r}"
+        raise NoDeviceError(
+            f"no NVIDIA GPU here: torch {torch.__version__}, built for CUDA {torch.version.cuda}, "
+            f"finds none (CUDA_VISIBLE_DEVICES {setting}); without device='cuda' and "
+            f"{VARIABLE}=cuda ranks run on the CPU"
+        )
+
+
+def check_untouched(module: str) -> None:
+    """In the launcher, after an import: no forked rank could use a driver that is started.
+
+    Raises:
+        RuntimeError: naming the module that has started it.
+    """
+    import torch
+
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if initialized or driver_started():
+        raise RuntimeError(
+            f"importing {module} has started the CUDA driver, and ranks that are forked from this "
+            f"process could not use it; take {module} out of `preload`, so that ranks import it"
+        )
+
+
+def driver_started(maps: Path = Path("/proc/self/maps")) -> bool:
+    """Whether this process has called `cuInit`; asks the driver's library only if it is loaded."""
+    if "libcuda.so" not in maps.read_text(encoding="utf-8"):
+        return False
+    count = ctypes.c_int()
+    answer: int = ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count))
+    return answer != _NOT_INITIALIZED
+
+
+def settle(rank: int, world_size: int) -> None:
+    """Take this rank's GPU, with deterministic kernels, since ranks are compared bit by bit.
+
+    Kernels that have no deterministic form run all the same. LOCAL_RANK becomes the GPU's number:
+    programs take it for that.
+    """
+    # Read when cuBLAS is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+
+    from megatron_idempotent.cpu import staging
+
+    require()
+    devices = torch.cuda.device_count()
+    os.environ["LOCAL_RANK"] = str(rank % devices)
+    torch.cuda.set_device(rank % devices)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # It would add a kernel to each allocation, to find what reads memory before it is written.
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 (untyped)
+    if world_size > devices:
+        staging.begin("cuda")
+
+
+def group_options(world_size: int) -> dict[str, Any]:
+    """Arguments of `init_process_group` for ranks that `settle` has placed."""
+    import torch
+
+    if world_size > torch.cuda.device_count():
+        return {"backend": "gloo"}
+    return {"backend": "nccl", "device_id": torch.device("cuda", torch.cuda.current_device())}

@@ -1,0 +1,24 @@
+"""Tests that are held on every device; those marked `gpu` need a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_idempotent.cpu.choice import Device, chosen
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> Device:
+    """What `megatron_ranks` runs on: "cpu", "checked" or "cuda"."""
+    return chosen(request.config.getoption("--megatron-device"))
+
+
+@pytest.fixture
+def gpu_ranks(device: Device, megatron_ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """`megatron_ranks`, for a test that has nothing to run without a GPU."""
+    if device != "cuda":
+        pytest.skip("needs a GPU: run with --megatron-device cuda")
+    return megatron_ranks

@@ -1,0 +1,97 @@
+"""What a step takes of the device it gives back, whatever its end, and random states with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def random_states(abort: bool) -> list[Any]:
+    """On a rank: what is drawn next, after a step in pieces that was undone or never begun."""
+    import torch
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    import megatron_idempotent
+    from benchmarks._step_sides import Sides, TokenLoss
+
+    sides = Sides(64, 4, 2, config_overrides={"hidden_dropout": 0.1, "attention_dropout": 0.1})
+    megatron_idempotent.apply()
+    if abort:
+        step = sides.step
+        step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=2)
+        for piece in list(sides.pieces(4))[:3]:
+            step.microbatch(step_id, piece)
+        step.abort(step_id)
+    drawn = [torch.rand(4, device="cuda").tolist(), torch.rand(4).tolist()]
+    with get_cuda_rng_tracker().fork():
+        drawn.append(torch.rand(4, device="cuda").tolist())
+    return drawn
+
+
+def test_an_undone_step_leaves_the_random_states_as_they_were(megatron_ranks):
+    assert megatron_ranks(1, random_states, True) == megatron_ranks(1, random_states, False)
+
+
+def allocated(ends: tuple[str, ...]) -> list[int]:
+    """On a rank with a GPU: bytes that are allocated after steps that end so."""
+    import gc
+
+    import torch
+
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    megatron_idempotent.apply()
+    bench = tiny.build(overlap_param_gather=True, config_overrides={"hidden_size": 256})
+    found = []
+    for end in ends:
+
+        def on_microbatch(index: int, loss: Any, end: str = end) -> None:
+            if index == 2 and loss is not None and end == "abort":
+                raise ValueError("a bad batch")
+
+        bench.on_microbatch = on_microbatch
+        try:
+            bench.forward_backward(4, data_seed=0)
+            bench.step()
+        except ValueError:
+            megatron_idempotent.abort_window(bench.chunks, bench.optimizer)
+        gc.collect()
+        torch.cuda.synchronize()
+        found.append(torch.cuda.memory_allocated())
+    return found
+
+
+@pytest.mark.gpu
+def test_an_aborted_window_gives_back_the_memory_that_it_took(gpu_ranks):
+    (found,) = gpu_ranks(1, allocated, ("step", "step", "abort", "step", "abort", "abort"))
+    # The first step makes the optimizer's state; no later end may hold more than a good one.
+    assert max(found[2:]) <= found[1], found
+
+
+def taken_and_given_back() -> tuple[int, int, bool]:
+    """On a rank with a GPU: bytes allocated with gradients on it and off it, and what came back."""
+    import torch
+
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    megatron_idempotent.apply()
+    bench = tiny.build(config_overrides={"hidden_size": 256})
+    bench.forward_backward(4, data_seed=0)
+    before, on_device = bench.gradients(), torch.cuda.memory_allocated()
+    (chunk,) = bench.chunks
+    chunk.offload_grad_buffers()
+    torch.cuda.synchronize()
+    off_device = torch.cuda.memory_allocated()
+    chunk.restore_grad_buffers()
+    torch.cuda.synchronize()
+    return on_device, off_device, torch.equal(bench.gradients(), before)
+
+
+@pytest.mark.gpu
+def test_offloaded_gradients_leave_the_device_and_come_back(gpu_ranks):
+    ((on_device, off_device, same),) = gpu_ranks(1, taken_and_given_back)
+    assert off_device < on_device
+    assert same

@@ -1,0 +1,177 @@
+"""The command for a machine with a GPU: its folder of wheels, its environment and its report."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_environment
+import gpu_report
+import gpu_stages
+import pytest
+import wheels
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+FACTS = {
+    "python": "3.12.3", "torch": "2.11.0+cu130", "cuda": "13.0", "devices": 1,
+    "device": "NVIDIA H100 80GB HBM3", "driver": "580.159.04", "paths": ["/x"], "installed": [],
+}  # fmt: skip
+
+
+def test_without_a_gpu_it_says_so_in_one_line_and_does_nothing(tmp_path):
+    run = subprocess.run(
+        [sys.executable, str(HERE / "run.py"), "--work", str(tmp_path / "out")],
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert run.returncode == 3
+    assert re.fullmatch(r"no GPU tests: torch \S+ \(CUDA \S+\) finds no GPU here\n", run.stdout)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_stage_is_named_with_those_that_there_are(tmp_path):
+    run = subprocess.run(
+        [sys.executable, str(HERE / "run.py"), "--stages", "prove,bench"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 2
+    assert "'bench' is no stage; known are doctor, prove, suites, benchmarks" in run.stderr
+
+
+def test_the_wheels_are_pinned_and_none_is_the_machines_own():
+    wanted = wheels.requirements((HERE / "wheels.txt").read_text())
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9a-z.]+", each) for each in wanted), wanted
+    assert not [each for each in wanted if each.startswith(wheels.ITS_OWN)]
+    makefile = (ROOT / "Makefile").read_text()
+    newest = re.search(r"MEGATRON \?= (\S+)", makefile)
+    assert newest is not None
+    assert f"megatron-core=={newest[1]}" in wanted
+
+
+def test_a_folder_that_is_too_large_or_holds_torch_does_not_travel(tmp_path):
+    (tmp_path / "ours-0.1-py3-none-any.whl").write_bytes(b"x" * 3_000_000)
+    assert wheels.refused(tmp_path, 50.0) is None
+    why = wheels.refused(tmp_path, 3.0)
+    assert why == "1 wheels are 3.0 MB; allowed: below 3 MB"
+    (tmp_path / "nvidia_nccl_cu13-2.0-py3-none-any.whl").write_bytes(b"x")
+    assert "nvidia_nccl_cu13-2.0" in str(wheels.refused(tmp_path, 50.0))
+
+
+def test_an_environment_sees_what_its_python_sees_and_gets_only_what_that_lacks(tmp_path):
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError, match="run `make wheels`"):
+        gpu_environment.make(sys.executable, gpu_environment.Machine(facts={}), folder, tmp_path)
+    for name in ("wrapt", "lacking"):
+        _write_wheel(folder, name)
+    machine = gpu_environment.look(sys.executable)
+    python = gpu_environment.make(sys.executable, machine, folder, tmp_path / "venv")
+    assert gpu_environment.versions(folder) == {}
+    (folder / "megatron_core-0.19.2-cp312-cp312-x.whl").touch()
+    assert gpu_environment.versions(folder) == {"megatron-core": "0.19.2"}
+    program = "import torch, wrapt, lacking; print(wrapt.__file__, lacking.__file__)"
+    run = subprocess.run([str(python), "-c", program], capture_output=True, text=True, check=True)
+    seen, installed = run.stdout.split()
+    assert str(tmp_path) in installed
+    assert str(tmp_path) not in seen, "the machine's own would be hidden"
+
+
+def _write_wheel(folder: Path, name: str) -> None:
+    import zipfile
+
+    info = f"{name}-9.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-9.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.0\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(
+            f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({**FACTS, "torch": None}, "no GPU tests: this Python has no torch; name another one"),
+        ({**FACTS, "devices": 0}, "no GPU tests: torch 2.11.0+cu130 (CUDA 13.0) finds no GPU here"),
+    ],
+)
+def test_what_a_machine_lacks_is_one_line(facts, why):
+    machine = gpu_environment.Machine(facts=facts)
+    assert str(machine.why_not()).startswith(why)
+    assert gpu_environment.Machine(facts=FACTS).why_not() is None
+
+
+def test_a_report_keeps_the_stages_of_an_earlier_call_on_the_same_machine(tmp_path):
+    rows = [{"id": "a", "verdict": "proven"}, {"id": "b", "verdict": "not_repaired"}]
+    first = gpu_report.Report(tmp_path, FACTS, dry=False)
+    assert not gpu_report.all_good(rows)
+    first.stage("prove", outcome="failed", seconds=3.0, rows=rows, said="")
+    second = gpu_report.Report(tmp_path, FACTS, dry=False)
+    good = [{"test": "t|1", "outcome": "passed", "seconds": 0.25}]
+    second.stage("suites", outcome="passed", seconds=1.0, rows=good, said="")
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert list(found["stages"]) == ["prove", "suites"]
+    assert second.failed == ["prove"]
+    assert "paths" not in found["machine"]
+    page = (tmp_path / "report.md").read_text()
+    for line in (
+        "# NVIDIA H100 80GB HBM3",
+        "| driver | 580.159.04 |",
+        "## prove: failed, 3 s",
+        "| b | not_repaired |",
+        "| t\\|1 | passed | 0.25 |",
+        "| weights broadcast by NCCL (ProcessGroupSender) | two GPUs |",
+    ):
+        assert line in page.splitlines()
+    assert gpu_report.Report(tmp_path, {**FACTS, "device": "B200"}, dry=False).failed == []
+
+
+def test_a_stage_that_is_out_of_time_is_ended_with_what_it_had_found(tmp_path):
+    import time
+
+    run = gpu_stages.Run(
+        python=Path(sys.executable), environ=dict(os.environ), out=tmp_path, device="cuda", jobs=1
+    )
+    run.deadline_s = time.monotonic() + 2.0
+    process = run.start("slow", "-c", "print('found', flush=True); import time; time.sleep(60)")
+    assert process.wait() is None
+    assert process.output == "found\n"
+
+
+def test_the_numbers_of_a_benchmark_are_rows_held_to_their_aims():
+    found = {"wall": {"ratio": {"value": 1.02, "at_most": 1.01}, "stock_ms": 3}, "name": "x"}
+    assert list(gpu_stages._numbers("patched_step", found)) == [
+        {"benchmark": "patched_step", "number": "wall, ratio", "value": 1.02, "aim": "<= 1.01",
+         "outcome": "missed"},
+        {"benchmark": "patched_step", "number": "wall, stock_ms", "value": 3, "aim": "",
+         "outcome": "ok"},
+    ]  # fmt: skip
+    assert not gpu_report.all_good([{"outcome": "missed"}])
+
+
+def test_each_test_is_written_down_as_it_ends(tmp_path):
+    (tmp_path / "test_x.py").write_text(
+        "import pytest\ndef test_good(): pass\ndef test_bad(): assert 1 == 2\n"
+        "@pytest.mark.skip(reason='no GPU')\ndef test_left_out(): pass\n"
+        "@pytest.fixture\ndef broken(): raise OSError('gone')\ndef test_error(broken): pass\n"
+    )
+    found = tmp_path / "outcomes.jsonl"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "gpu_outcomes", "-p", "no:cacheprovider"]
+    environ = {**os.environ, "PYTHONPATH": str(HERE), "GPU_OUTCOMES": str(found)}
+    environ.pop("PYTEST_XDIST_WORKER", None)
+    subprocess.run([*command, str(tmp_path)], cwd=tmp_path, env=environ, capture_output=True)
+    rows = {json.loads(line)["test"]: json.loads(line) for line in found.read_text().splitlines()}
+    outcomes = {name.split("::")[1]: row["outcome"] for name, row in rows.items()}
+    assert outcomes == {
+        "test_good": "passed", "test_bad": "failed", "test_left_out": "skipped",
+        "test_error": "error",
+    }  # fmt: skip
+    assert "assert 1 == 2" in rows["test_x.py::test_bad"]["why"]
