@@ -12,7 +12,7 @@ from .combine import Whole, combine
 from .differentiable import once_differentiable
 from .kernels import partial_of, write_gradient
 from .rows import Order, panels, some
-from .slopes import Slopes, differentiated
+from .slopes import Slopes, differentiated, picked
 
 
 class LogprobsFromLogits(torch.autograd.Function):
@@ -51,9 +51,15 @@ class LogprobsFromLogits(torch.autograd.Function):
         rows, into = panels(order.rows(logits.detach()), order.rows(gradient))
         slopes = Slopes.made(asked.local, Whole(*whole), of_logprob_N, of_entropy_N, temperature)
         live_N = differentiated(of_logprob_N, of_entropy_N)
-        if live_N is not None:
-            slopes, temperature = slopes.of(live_N), temperature_of(temperature, live_N)
-            kept_N = some(kept_N, live_N)
+        if wanted.backend == "triton":
+            from . import on_gpu
+
+            on_gpu.write_gradient(rows, into, kept_N, live_N, slopes, temperature, columns)
+            return gradient, *nothing
+        few_N = picked(live_N)
+        if few_N is not None:
+            slopes, temperature = slopes.of(few_N), temperature_of(temperature, few_N)
+            kept_N = some(kept_N, few_N)
         _zero(into, kept_N, columns.real)
         write_gradient(rows, into, kept_N, slopes, temperature, columns, wanted)
         return gradient, *nothing

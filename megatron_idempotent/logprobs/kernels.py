@@ -80,10 +80,14 @@ def partial_of(
     found.origin.fill_(FINITE)
     if not len(local_N) or not columns.real:
         return found
+    if wanted.backend == "triton":
+        from . import on_gpu
+
+        return on_gpu.partial_of(logits, local_N, kept_N, temperature, columns, wanted)
     rows = [panel[:, : columns.real] for panel in panels(logits)[0]]
     sizes = [len(panel) for panel in rows]
     scratch = _Scratch(rows, columns.real, wanted)
-    if wanted.compiled:
+    if wanted.backend == "compiled":
         for block in blocks(sizes, kept_N, scratch.rows):
             of_rows_n = _of_rows(temperature, like, block)
             targets_n = local_N[block.kept]
@@ -165,7 +169,7 @@ def write_gradient(
     cut = list(blocks(sizes, kept_N, scratch.rows))
     if not cut:
         return
-    if wanted.compiled:
+    if wanted.backend == "compiled":
         for block in cut:
             of_rows_n = _of_rows(temperature, slopes.factor, block)
             here = slopes.of(block.kept)
