@@ -2,7 +2,8 @@
 
 With TRITON_INTERPRET=1 in the environment before Triton is imported, kernels run on a CPU, in
 NumPy. It truncates where a GPU rounds to the nearest number, loses subnormal numbers, and rounds
-twice where a GPU's multiply-add rounds once; what a kernel finds would then say nothing of a GPU's last bits.
+twice where a GPU's multiply-add rounds once; what a kernel finds would then say nothing of a GPU's
+last bits.
 """
 
 from __future__ import annotations
