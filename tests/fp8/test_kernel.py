@@ -80,3 +80,14 @@ def not_finite() -> None:
 
 def test_values_that_are_not_finite_are_refused(kernel_ranks):
     kernel_ranks(1, not_finite)
+
+
+def test_the_same_bytes_on_a_gpu():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("torch finds no CUDA device with E4M3")
+    for scales in ("float32", "ue8m0"):
+        for shape in SHAPES:
+            weight = torch.randn(*shape, device="cuda") * torch.rand(1, device="cuda").exp2()
+            compared(weight.bfloat16(), scales=scales)
+            compared(weight, scales=scales)
