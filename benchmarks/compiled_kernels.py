@@ -67,6 +67,7 @@ def programs(every_shape: bool) -> Iterator[Program]:
             for dtype in ("bfloat16", "float32"):
                 for entropy in (True, False):
                     yield _of_logprobs(kernel, shape, dtype, entropy)
+    yield from _of_tokens()
     import triton.language as tl
 
     for warps in triton_blockwise.WARPS if every_shape else triton_blockwise.WARPS[:1]:
@@ -84,6 +85,31 @@ def programs(every_shape: bool) -> Iterator[Program]:
                 },
                 warps=warps,
             )
+
+
+def _of_tokens() -> Iterator[Program]:
+    """What is computed of a few numbers per token, in float64."""
+    from megatron_idempotent.logprobs import triton_tokens
+
+    common = {"PER_TOKEN": False, "BLOCK": 128}
+    combine = {"parts", "into", "temperatures"}
+    numbers = dict.fromkeys(combine, "*fp32") | {"temperature": "fp32", "place": "*i64"}
+    for whole in (False, True):
+        yield Program(
+            name=f"tokens, {'all ranks' if whole else 'segments'}",
+            kernel=triton_tokens.combine_kernel,
+            constants={**common, "WHOLE": whole},
+            types=numbers,
+            warps=4,
+        )
+    given = "exponentials mean logprob entropy of_logprob of_entropy temperatures into"
+    yield Program(
+        name="tokens, gradient",
+        kernel=triton_tokens.coefficients_kernel,
+        constants={**common, "HAS_LOGPROB": True, "HAS_ENTROPY": True},
+        types=dict.fromkeys(given.split(), "*fp32") | {"live": "*i64", "temperature": "fp32"},
+        warps=4,
+    )
 
 
 def _of_logprobs(kernel: str, shape: Any, name: str, entropy: bool) -> Program:

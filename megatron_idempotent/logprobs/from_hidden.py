@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .asked import Asked, Columns, is_ours, temperature_of
-from .combine import Partial, Whole, combine, merged
+from .combine import Partial, Whole, merged
 from .differentiable import once_differentiable
 from .hidden_by_tokens import gradients_by_tokens, partial_by_tokens
-from .kernels import partial_of, write_gradient
+from .kernels import partial_of, whole_of, write_gradient
 from .parts import Parts, Product
 from .slopes import Slopes, differentiated, picked
 from .weight_gradient import WeightGradient
@@ -37,16 +37,15 @@ class LogprobsFromHidden(torch.autograd.Function):
         Some columns of all tokens at a time, so that each row of the weight is read once; with
         Triton's kernels all columns of some tokens.
         """
-        temperature, columns, wanted = asked.temperature, asked.columns, asked.wanted
-        by_tokens = wanted.backend == "triton"
+        by_tokens = asked.wanted.backend == "triton"
         of_these = partial_by_tokens if by_tokens else _partial_by_columns
         partial = of_these(hidden_NH, weight_VH, asked, parts)
-        whole = combine(partial, asked.owner, temperature, columns.group)
+        whole = whole_of(partial, asked)
         if any(ctx.needs_input_grad[:2]):
             ctx.save_for_backward(hidden_NH, weight_VH, *whole)
         ctx.asked, ctx.parts = asked, parts
         ctx.weight = weight_VH  # what is saved may be another object, without its main_grad
-        return wanted.returned(ctx, whole, temperature)
+        return asked.wanted.returned(ctx, whole, asked.temperature)
 
     @staticmethod
     @once_differentiable
@@ -64,20 +63,13 @@ class LogprobsFromHidden(torch.autograd.Function):
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         # Many parts add up here, and ranks' shares behind it.
         temperature, shape = asked.temperature, hidden_NH.shape
+        if asked.wanted.backend == "triton":
+            arguments = (ctx.weight, hidden_NH, weight_VH, asked, ctx.parts)
+            given = (whole, of_logprob_N, of_entropy_N)
+            found = gradients_by_tokens(*arguments, given=given, needed=(of_hidden, of_weight))
+            return of_all_ranks(found[0], ctx.parts, asked.columns), found[1], *nothing
         slopes = Slopes.made(asked.local, whole, of_logprob_N, of_entropy_N, temperature)
         live_N = differentiated(of_logprob_N, of_entropy_N)
-        if asked.wanted.backend == "triton":
-            found = gradients_by_tokens(
-                hidden_NH,
-                ctx.weight,
-                weight_VH,
-                slopes,
-                live_N,
-                asked,
-                ctx.parts,
-                needed=(of_hidden, of_weight),
-            )
-            return of_all_ranks(found[0], ctx.parts, asked.columns), found[1], *nothing
         few_N = picked(live_N)
         if few_N is not None:
             slopes, temperature = slopes.of(few_N), temperature_of(temperature, few_N)

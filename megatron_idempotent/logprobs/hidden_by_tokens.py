@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from .asked import Asked, temperature_of
-from .combine import Partial
+from .combine import Partial, Whole
 from .kernels import partial_of
 from .parts import Parts, Product
-from .slopes import Slopes
 from .weight_gradient import SummedWeightGradient, product_into
 
 
@@ -39,25 +38,27 @@ def partial_by_tokens(hidden_NH: Tensor, weight_VH: Tensor, asked: Asked, parts:
 
 
 def gradients_by_tokens(
-    hidden_NH: Tensor,
     weight: Tensor,
+    hidden_NH: Tensor,
     weight_VH: Tensor,
-    slopes: Slopes,
-    live_N: Tensor,
     asked: Asked,
     parts: Parts,
+    *,
+    given: tuple[Whole, Tensor | None, Tensor | None],
     needed: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden states, this rank's share, and of the weight.
 
-    `weight` has the `main_grad`; it may be another object than what autograd has saved. The hidden
-    states' is of float32 where shares of several ranks are added up.
+    `weight` has the `main_grad`; it may be another object than what autograd has saved. `given` are
+    the statistics, and the gradients of log-probs and entropies. The hidden states' is of float32
+    where shares of several ranks are added up.
     """
     from . import on_gpu
 
     of_hidden, of_weight = needed
     columns, dtype = asked.columns, hidden_NH.dtype
-    token_L = live_N.nonzero().squeeze(1)
+    slopes, token_N = on_gpu.slopes_of(asked, *given)
+    token_L = (token_N >= 0).nonzero().squeeze(1)
     every = len(token_L) == len(hidden_NH)
     real_VH = weight_VH[: columns.real]
     blocks = list(parts.of_tokens(len(token_L), columns.real, dtype)) if len(token_L) else []

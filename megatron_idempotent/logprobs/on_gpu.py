@@ -8,13 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .asked import Columns, Wanted
-from .combine import Partial, merged
+from .asked import Asked, Columns, Wanted
+from .combine import Partial, Whole, all_gathered
 from .rows import panels
 from .slopes import Slopes
 from .triton_blocks import block_of
 from .triton_gradient import launch_gradient
 from .triton_statistics import launch_statistics
+from .triton_tokens import launch_coefficients, launch_combine
 
 
 def partial_of(
@@ -45,26 +46,47 @@ def partial_of(
         found.append(launch_statistics(*arguments))
     parts_PN4 = found[0] if len(found) == 1 else torch.cat(found, 1)
     width = block.shape.segment
-    own = [local_N.div(width, rounding_mode="floor") == part for part in range(len(parts_PN4))]
-    return merged([Partial(*part.unbind(-1)) for part in parts_PN4], own, temperature)
+    if len(parts_PN4) == 1:
+        return Partial(*parts_PN4[0].unbind(-1))
+    return Partial(*launch_combine(parts_PN4, local_N, width, temperature, whole=False).unbind(-1))
+
+
+def whole_of(partial: Partial, asked: Asked) -> Whole:
+    """As `combine`. A collective of the group's ranks, one all-gather."""
+    columns, temperature = asked.columns, _computed(asked.temperature)
+    parts_RN4 = all_gathered(torch.stack(partial, dim=-1), columns.group)
+    found = launch_combine(parts_RN4, asked.targets, columns.per_rank, temperature, whole=True)
+    return Whole(*found)
+
+
+def slopes_of(
+    asked: Asked, whole: Whole, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None
+) -> tuple[Slopes, Tensor]:
+    """As `Slopes.made`, and each token, or -1 where its outputs have no gradient, [N].
+
+    Nothing is read on the host.
+    """
+    temperature = _computed(asked.temperature)
+    found_3N, token_N = launch_coefficients(whole, of_logprob_N, of_entropy_N, temperature)
+    factor_N, slope_N, of_target_N = found_3N
+    slope = None if of_entropy_N is None else slope_N
+    return Slopes(asked.local, whole.origin, factor_N, slope, of_target_N), token_N
 
 
 def write_gradient(
     rows: list[Tensor],
     into: list[Tensor],
     kept_N: Tensor | None,
-    live_N: Tensor | None,
+    token_N: Tensor | None,
     slopes: Slopes,
     temperature: Tensor | float,
     columns: Columns,
 ) -> None:
-    """Write all of `into`: zeros where tokens are not kept or not live, and in padded columns.
+    """Write all of `into`: zeros where tokens are not kept, and in padded columns.
 
-    `live_N` says it of the kept tokens, `slopes` and `temperature` are of all kept tokens.
+    `slopes` and `temperature` are of all kept tokens; where `token_N` is -1 those are zeros, too.
     """
-    token_M = None
-    if live_N is not None:
-        token_M = torch.where(live_N, torch.arange(len(live_N), device=live_N.device), -1)
+    token_M = token_N
     if kept_N is not None:
         place_M = kept_N.cumsum(0) - 1
         if token_M is not None and len(token_M):

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-#: Of these all numbers are in registers: the widest type, and the most that is kept of a column.
-MOST = ("statistics, bfloat16, entropy", "gradient, bfloat16, entropy", "quantize, float32")
+#: Those that keep the most in registers.
+MOST = (
+    "statistics, bfloat16, entropy",
+    "gradient, bfloat16, entropy",
+    "quantize, float32",
+    "tokens",
+)
 
 
 def checked(found) -> int:
@@ -14,6 +19,8 @@ def checked(found) -> int:
     for each in found:
         count += 1
         assert each.spilled_bytes == 0, each
+        if each.name.startswith("tokens"):  # a few bytes, of which nothing is kept
+            continue
         assert each.widest_load_bits == 128, each
         # Bytes in flight cover the latency of memory: 16 bytes a thread are 6 KiB at the least.
         assert each.threads >= 384, each
@@ -27,7 +34,7 @@ def test_the_largest_kernels_spill_nothing_and_load_16_bytes_at_a_time():
     from benchmarks.compiled_kernels import compile_one, programs
 
     chosen = [each for each in programs(False) if each.name.startswith(MOST)]
-    assert checked(compile_one(each, 90) for each in chosen) == 3
+    assert checked(compile_one(each, 90) for each in chosen) == 6
 
 
 @pytest.mark.exhaustive
