@@ -1,7 +1,8 @@
 """Triton's interpreter, made to round as a GPU does.
 
 With TRITON_INTERPRET=1 in the environment before Triton is imported, kernels run on a CPU, in
-NumPy. It truncates where a GPU rounds to the nearest number, loses subnormal numbers, and rounds
+NumPy. It truncates where a GPU rounds to the nearest number, loses subnormal numbers, keeps NaN
+where a GPU's maximum does not, and rounds
 twice where a GPU's multiply-add rounds once; what a kernel finds would then say nothing of a GPU's
 last bits.
 """
@@ -62,3 +63,6 @@ def round_as_a_gpu() -> None:
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
     InterpreterBuilder.create_fma = create_fma
+    # A GPU's maximum of NaN and a number is the number, unless NaN is asked for.
+    InterpreterBuilder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
+    InterpreterBuilder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)

@@ -233,9 +233,14 @@ def beyond_int32() -> None:
     logits.copy_(small)
     leaf = logits.requires_grad_()
     targets = torch.arange(4)
+    small.requires_grad_()
     wanted = token_logprobs(logits=small, targets=targets)
     mask = torch.tensor([True, False, True, True])
-    assert torch.equal(token_logprobs(logits=leaf, targets=targets).logprob, wanted.logprob)
+    every = token_logprobs(logits=leaf, targets=targets)
+    assert torch.equal(every.logprob, wanted.logprob)
+    (of_leaf,) = torch.autograd.grad(every.logprob.sum(), leaf)
+    (of_small,) = torch.autograd.grad(wanted.logprob.sum(), small, retain_graph=True)
+    assert torch.equal(of_leaf, of_small)
     found = token_logprobs(logits=leaf, targets=targets, token_mask=mask).logprob
     assert torch.equal(found, wanted.logprob * mask)
 
@@ -332,3 +337,52 @@ def zeros_and_padding(ownership: str) -> None:
 @pytest.mark.parametrize("ownership", ["borrow", "consume"])
 def test_tokens_without_gradient_and_padding_are_zeros_and_not_read(kernels, ownership):
     kernels(1, zeros_and_padding, ownership)
+
+
+def columns_apart() -> None:
+    """On a rank: columns that are not next to each other, and whose gradients are, or are not."""
+    import torch
+
+    from megatron_idempotent import token_logprobs
+
+    torch.manual_seed(0)
+    plain = torch.randn(5, 150)
+    leaf = torch.zeros(150, 5)
+    leaf.copy_(plain.t())
+    apart = torch.zeros(5, 300)
+    apart[:, ::2] = plain
+    found = []
+    for logits in (plain, leaf.t(), apart[:, ::2]):
+        given = logits.detach().requires_grad_()
+        stats = token_logprobs(logits=given, targets=torch.arange(5), entropy="grad")
+        total = stats.logprob.sum() + stats.entropy.sum()
+        found.append((*stats, *torch.autograd.grad(total, given)))
+    for others in found[1:]:
+        assert all(map(torch.equal, others, found[0]))
+
+
+def test_columns_need_not_follow_each_other(kernels):
+    kernels(1, columns_apart)
+
+
+def small_probabilities() -> None:
+    """On a rank: of logits whose distances, and their quotients, are whole numbers."""
+    import torch
+
+    from megatron_idempotent import token_logprobs
+
+    z = -torch.arange(0, 81, dtype=torch.float32)
+    exact = -torch.softmax(z.double(), 0)
+    for temperature in (1.0, 7.0):  # of which some products with 1 / 7 are no whole numbers
+        leaf = (z * temperature)[None].clone().requires_grad_()
+        stats = token_logprobs(logits=leaf, targets=torch.tensor([0]), temperature=temperature)
+        stats.logprob.sum().backward()
+        found = leaf.grad[0].double() * temperature
+        error = ((found - exact) / exact)[1:].abs()
+        # Units of 2⁻²⁴: 2ˣ is off by 2; the multiply-add, sum, factor and product by 1 each; log 2
+        # in float32 by 0.05 for each of 80.
+        assert error.max() <= 10 * 2.0**-24, float(error.max() * 2**24)
+
+
+def test_small_probabilities_lose_no_bits_to_a_large_exponent(kernels):
+    kernels(1, small_probabilities)
