@@ -19,8 +19,6 @@ from .triton_blocks import on_device_of
 from .triton_math import FINITE
 
 _TOKENS = 128
-#: Below, the terms of the series that are left out are less than float64 rounds.
-_SERIES = tl.constexpr(1e-5)
 
 
 @triton.jit
@@ -116,30 +114,29 @@ def coefficients_kernel(
         t_B = tl.load(temperatures + token_B, mask=there_B, other=1.0).to(tl.float64)
     sum_B = tl.load(exponentials + token_B, mask=there_B, other=1.0).to(tl.float64)
     logprob_B = tl.load(logprob + token_B, mask=there_B, other=0.0).to(tl.float64)
-    p_B = tl.exp(logprob_B)
     factor_B = tl.zeros([BLOCK], tl.float64)
     of_target_B = tl.zeros([BLOCK], tl.float64)
     is_live_B = token_B < 0
+    p_B = tl.exp(logprob_B)
+    inverse_B = 1 / (sum_B * t_B)
     if HAS_LOGPROB:
         given_B = tl.load(of_logprob + token_B, mask=there_B, other=0.0)
         is_live_B = is_live_B | (given_B != 0)
-        given_B = given_B.to(tl.float64) / t_B
-        factor_B = -given_B / sum_B
-        # 1 - p loses the bits of a p that is all but 1.
-        series_B = logprob_B * (1 + logprob_B * (0.5 + logprob_B / 6))
-        less_B = tl.where(tl.abs(logprob_B) < _SERIES, series_B, p_B - 1)
-        of_target_B = -given_B * less_B
+        factor_B = -given_B.to(tl.float64) * inverse_B
+        # In float64 1 - p has as many bits as the sum had that the log-prob is the logarithm of.
+        of_target_B = -given_B.to(tl.float64) / t_B * (p_B - 1)
     if HAS_ENTROPY:
         given_B = tl.load(of_entropy + token_B, mask=there_B, other=0.0)
         is_live_B = is_live_B | (given_B != 0)
-        given_B = given_B.to(tl.float64) / t_B
+        given_B = given_B.to(tl.float64)
         mean_B = tl.load(mean + token_B, mask=there_B, other=0.0).to(tl.float64)
         entropy_B = tl.load(entropy + token_B, mask=there_B, other=0.0).to(tl.float64)
-        factor_B += given_B * mean_B / sum_B
+        factor_B += given_B * mean_B * inverse_B
         inner_B = logprob_B + entropy_B
         inner_B = tl.where(inner_B < FINITE, FINITE, inner_B)
-        of_target_B -= given_B * p_B * inner_B
-        tl.store(into + tokens + token_B, (-given_B / sum_B).to(tl.float32), mask=there_B)
+        of_target_B -= given_B / t_B * p_B * inner_B
+        slope_B = -given_B * inverse_B
+        tl.store(into + tokens + token_B, slope_B.to(tl.float32), mask=there_B)
     tl.store(into + token_B, factor_B.to(tl.float32), mask=there_B)
     tl.store(into + 2 * tokens + token_B, of_target_B.to(tl.float32), mask=there_B)
     tl.store(live + token_B, tl.where(is_live_B, token_B, -1).to(tl.int64), mask=there_B)
