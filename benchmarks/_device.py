@@ -38,6 +38,9 @@ def fast_kernels() -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def aim(value: float, at_most: float) -> dict[str, float]:
-    """A number with what it should be at most, as it stands in a report."""
-    return {"value": value, "at_most": at_most}
+def aim(
+    value: float, at_most: float | None = None, *, at_least: float | None = None
+) -> dict[str, float]:
+    """A number with what it should be at most, or at least, as it stands in a report."""
+    bounds = {"at_most": at_most, "at_least": at_least}
+    return {"value": value} | {name: each for name, each in bounds.items() if each is not None}

@@ -149,6 +149,6 @@ def _as_output(values: Any) -> Any:
 
         @staticmethod
         def backward(_ctx: Any, _gradient: Any) -> Any:
-            return torch.zeros(())
+            return torch.zeros((), device=values.device)
 
-    return Output.apply(torch.zeros((), requires_grad=True))
+    return Output.apply(torch.zeros((), device=values.device, requires_grad=True))

@@ -6,13 +6,60 @@ None of them has top-k or top-p in the log-probs that it trains on.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from benchmarks._logprob_cases import Case, Given, Side
 
+#: Tokens that SkyRL's fused head computes at a time, by default.
+_SKYRL_CHUNK = 1024
+
+
+def _skyrl(case: Case) -> list[Side]:
+    """Its fused heads, from the files of a checkout; they have no entropy with a gradient."""
+    if case.form == "logits" or case.entropy != "none":
+        return []
+    source = os.environ.get("SKYRL_SOURCE")
+    if not source:
+        raise ModuleNotFoundError("SKYRL_SOURCE names no checkout of SkyRL")
+    folder = Path(source, "skyrl", "backends", "skyrl_train", "distributed", "megatron")
+
+    def side(name: str, file: str, function: str) -> Side:
+        def run(given: Given) -> tuple[Any, Any]:
+            compute = getattr(_from_file(folder / file), function)
+            hidden_NH, weight_VH = given.inputs
+            shard = (0, len(weight_VH), _SKYRL_CHUNK, given.group, False)
+            found = compute.apply(hidden_NH[None], weight_VH, given.targets[None], *shard)
+            return found[0], None
+
+        return Side(name=f"SkyRL, {name}", run=run, entropies=("none",))
+
+    return [
+        side("torch", "model_utils.py", "FusedLinearChunkedDistributedLogprob"),
+        side("Triton", "fused_linear_logprob_triton.py", "FusedLinearLogprobTriton"),
+    ]
+
+
+@functools.cache
+def _from_file(path: Path) -> Any:
+    """A module by itself: its package imports what only a trainer needs."""
+    spec = importlib.util.spec_from_file_location(f"_peer_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ModuleNotFoundError(f"no file {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where Triton looks for the source of its functions
+    spec.loader.exec_module(module)
+    return module
+
 
 def _verl(case: Case) -> list[Side]:
+    if (source := os.environ.get("VERL_SOURCE")) and source not in sys.path:
+        sys.path.insert(0, source)
     if case.form == "hidden":
         return _verl_hidden(case)
     return _verl_parallel() if case.ranks > 1 else _verl_logits()
@@ -165,6 +212,7 @@ def _negated(found: Any, wanted: bool) -> tuple[Any, Any]:
 
 #: By package, what it has for a case. ModuleNotFoundError where it, or what it imports, is missing.
 SIDES: dict[str, Callable[[Case], list[Side]]] = {
+    "skyrl": _skyrl,
     "verl": _verl,
     "liger_kernel": _liger,
     "trl": _trl,

@@ -2,6 +2,7 @@
 
     python -m benchmarks.token_logprobs [--rounds 5] [--tokens 2048] [--vocabulary 32768] [--json]
     python -m benchmarks.token_logprobs --peers [--only "from hidden states" "grad"]
+    python -m benchmarks.token_logprobs --device cuda [--tune] [--only ...] [--json]
 
 Peers, beside torch 2.13.0 and megatron-core 0.19.2, with what their imports need and no more:
 
@@ -15,6 +16,11 @@ fresh, as the output of a layer; or of hidden states and the output layer's weig
 included, where `logits` makes them all, and `hidden` a part of them at a time. `borrow` and
 `consume` are ours, and so are `hidden` and `logits, ...`. Peers are called as their trainers do,
 compiled where they compile, and one that does not run on a CPU is listed with what it says.
+
+With `--device cuda` one GPU has a shard of the vocabulary, and times are beside those of the
+device's own copy and product in the same run; peers take part as far as they import, SkyRL's from
+the checkout that SKYRL_SOURCE names, verl's also from VERL_SOURCE. `--tune` times every shape that
+the kernels may have. On ranks of a CPU:
 
 - time: medians, of rounds in which all sides take turns, of a side's seconds ÷ those of two of ours
 - memory: the most that is held beside the inputs, and beside the gradients of hidden states and
@@ -35,7 +41,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks import _logprob_peers
+from benchmarks import _gpu, _logprob_device, _logprob_peers
 from benchmarks._logprob_cases import Case, Entropy
 from benchmarks._logprob_rounds import Found, Measured, measured
 from megatron_idempotent import cpu
@@ -110,7 +116,14 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", choices=list(_logprob_peers.SIDES))
     parser.add_argument("--only", nargs="*", default=[], help="what a case's line is to contain")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device-tokens", type=int, nargs="+", default=[8192, 65536, 262144])
+    parser.add_argument("--tune", action="store_true", help="on a GPU: every shape of the kernels")
     options = parser.parse_args()
+    if options.device == "cuda":
+        _gpu.require_cuda("benchmarks.token_logprobs")
+        _logprob_device.main(options)
+        return
     if options.peers == []:
         options.peers = list(_logprob_peers.SIDES)
     # Quiet about logits that were there before their memory was watched, and are freed in it.

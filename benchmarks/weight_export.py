@@ -2,6 +2,7 @@
 
     python -m benchmarks.weight_export [--rounds 5] [--megabytes 128] [--bucket-megabytes 16]
                                        [--json]
+    python -m benchmarks.weight_export --device cuda [--json]
 
 On two CPU ranks, tensor parallel and then in two pipeline stages, in one run: an export of all
 weights, bucket by bucket, with and without the checksums that buckets carry, and
@@ -9,11 +10,16 @@ weights, bucket by bucket, with and without the checksums that buckets carry, an
 take turns; medians of each round's ratios. Then the most memory that an export holds beside the
 model, by the allocator's events, in units of (bucket + largest tensor): at most 1 is what
 `MegatronWeights` says of rank 0.
+
+With `--device cuda`, on one GPU: what `quantize_blockwise` makes of weights of bfloat16, for both
+kinds of scales, by Triton's kernel with each number of warps and by torch: its bytes (weight read,
+codes and scales written) per second ÷ those of the device's own copy in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
@@ -22,11 +28,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import _device, _gpu
 from megatron_idempotent import cpu
 
 WARM_UP = 1
 #: Hidden size; layers follow from the size that is asked for.
 HIDDEN = 512
+#: Of a layer of a large dense model, and of all experts of a layer, in bfloat16.
+QUANTIZED = ((29568, 8192), (64, 2048, 4096))
 LAYOUTS = {"tensor parallel": {"tp": 2}, "two stages": {"pp": 2}}
 
 
@@ -126,6 +135,52 @@ def measure(
     return seconds, size, held / (bucket_bytes + max(info.nbytes for info in infos))
 
 
+def quantized(options: argparse.Namespace) -> None:
+    """Print what quantising weights costs on this GPU."""
+    import torch
+
+    from megatron_idempotent.fp8 import triton_blockwise
+    from megatron_idempotent.fp8.blockwise import quantize_blockwise
+
+    copied = _gpu.copied_bytes_per_s()
+    told = {**_gpu.about(), "copied_bytes_per_s": copied}
+    found = []
+    usual = triton_blockwise.launch_quantize
+    for shape in QUANTIZED:
+        weight = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+        least_ms = weight.numel() * (3 + 4 / 128**2) / copied * 1e3
+        for scales in ("float32", "ue8m0"):
+            torchs = quantize_blockwise(weight, scales=scales, triton=False)
+            for warps in (None, *triton_blockwise.WARPS):
+                arguments: dict[str, Any] = {"scales": scales, "triton": warps is not None}
+                triton_blockwise.launch_quantize = functools.partial(usual, warps=warps)
+                ours = quantize_blockwise(weight, **arguments)
+                same = torch.equal(torchs.codes.view(torch.uint8), ours.codes.view(torch.uint8))
+                same &= torch.equal(torchs.scale_inv, ours.scale_inv)
+                del ours
+                call = _gpu.measured(
+                    lambda weight=weight: weight,
+                    lambda given, more=arguments: quantize_blockwise(given, **more),
+                    options.rounds,
+                )
+                row = {"shape": shape, "scales": scales, "same_bytes": same, "ms": call.ms}
+                row |= {"by": f"Triton, {warps} warps" if warps else "torch"}
+                row |= {"share": least_ms / call.ms, "beside_gb": call.beside_gb}
+                found.append(row)
+    triton_blockwise.launch_quantize = usual
+    if options.json:
+        best = max(row["share"] for row in found if row["by"] != "torch")
+        held = {"share of the copy": _device.aim(best, at_least=0.7)}
+        print(json.dumps({"about": told, "quantized": found, "aims": held}))
+        return
+    print(", ".join(f"{name} {value}" for name, value in told.items()))
+    for row in found:
+        print(
+            f"{row['shape']!s:20} {row['scales']:8} {row['by']:18} {row['ms']:8.3f} ms "
+            f"{row['share']:5.0%} of a copy, {'the' if row['same_bytes'] else 'OTHER'} bytes"
+        )
+
+
 def main() -> None:
     """Print bandwidths, their ratios, and memory."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -133,7 +188,12 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=128)
     parser.add_argument("--bucket-megabytes", type=int, default=16)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
+    if options.device == "cuda":
+        _gpu.require_cuda("benchmarks.weight_export")
+        quantized(options)
+        return
     results: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
         arguments = (options.rounds, options.megabytes, options.bucket_megabytes << 20, layout)

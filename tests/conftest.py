@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,3 +32,31 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         yield
+
+
+@pytest.fixture(scope="session")
+def kernel_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """As `megatron_ranks`; Triton is imported with its interpreter there, and nothing of Megatron.
+
+    The interpreter rounds as a GPU does, and Triton's kernels are what is used.
+    """
+    from megatron_idempotent.cpu import RankPool
+
+    with RankPool(4, preload=("torch", "triton", "pytest")) as pool:
+
+        def run(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+            # The first call imports Triton, and each takes the environment to its ranks.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("TRITON_INTERPRET", "1")
+                patch.setenv("MEGATRON_IDEMPOTENT_TRITON", "1")
+                return pool.run(ranks, _interpreted, function, *arguments, timeout_s=300.0)
+
+        yield run
+
+
+def _interpreted(function: Callable[..., Any], *arguments: Any) -> Any:
+    """On a rank."""
+    from megatron_idempotent.cpu.interpreter import round_as_a_gpu
+
+    round_as_a_gpu()
+    return function(*arguments)

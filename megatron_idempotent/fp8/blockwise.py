@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_idempotent.kernel_choice import uses_triton
+
 #: Side of a block, as `weight_block_size` says in an engine's config.json.
 BLOCK = 128
 E4M3 = torch.float8_e4m3fn
@@ -21,6 +23,10 @@ _LARGEST, _ROUNDED_TO_LARGEST = 448.0, 464.0
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 #: Of float32 copies that are held at a time.
 _SLAB_BYTES = 32 << 20
+
+#: That has E4M3, and what the kernel reads and rounds to.
+_E4M3_CAPABILITY = (8, 9)
+_KERNEL_TYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 Scales = Literal["float32", "ue8m0"]
 
@@ -41,6 +47,7 @@ def quantize_blockwise(
     dtype: torch.dtype = torch.bfloat16,
     name: str = "weight",
     slab_bytes: int = _SLAB_BYTES,
+    triton: bool | None = None,
 ) -> Blockwise:
     """Quantize a weight, or those of all experts, by blocks of 128 × 128.
 
@@ -51,7 +58,8 @@ def quantize_blockwise(
     small as the edge leaves them. A block of zeros has scale 1. A scale is at least 2⁻¹²⁶.
 
     The same bytes come of the same weight. Besides the result it takes up to 2.5 times
-    `slab_bytes`. The host reads once whether all values are finite.
+    `slab_bytes`; on a GPU with E4M3 one kernel reads and writes once, and takes nothing besides.
+    The host reads once whether all values are finite.
 
     Args:
         weight: [R, C] or [E, R, C], of a floating point type, on any device.
@@ -60,9 +68,13 @@ def quantize_blockwise(
             of a float32 master differ from those of the bfloat16 that training computes with.
         name: in errors.
         slab_bytes: scratch memory; at least one row of blocks is taken at a time.
+        triton: compute with Triton's kernel, whose bytes are the same; None to do so on GPUs of
+            compute capability 8.9 on, False for PyTorch. float64 is computed by PyTorch. Where it
+            is None the environment's MEGATRON_IDEMPOTENT_TRITON says 1 or 0.
 
     Raises:
-        ValueError: another shape or type, unknown scales, or values that are not finite.
+        ValueError: another shape or type, unknown scales, values that are not finite, or
+            Triton asked for where its kernel cannot run.
 
     Example:
         codes, scale_inv = quantize_blockwise(weight, scales="ue8m0")
@@ -83,7 +95,16 @@ def quantize_blockwise(
     blocks = (experts, _blocks(rows), _blocks(columns))
     scale_Erc = torch.ones(blocks, dtype=torch.float32, device=weight.device)
     largest_Erc = torch.zeros_like(scale_Erc)
-    for e, r, of in _slabs(weight_ERC.shape, slab_bytes):
+    asked = uses_triton(
+        "quantize_blockwise()", weight.device, asked=triton, capability=_E4M3_CAPABILITY
+    )
+    by_kernel = asked and weight.numel() > 0 and {weight.dtype, dtype} <= _KERNEL_TYPES
+    if by_kernel:
+        from .triton_blockwise import launch_quantize
+
+        into = codes_ERC, scale_Erc, largest_Erc
+        launch_quantize(weight_ERC, *into, powers=scales == "ue8m0", dtype=dtype, block=BLOCK)
+    for e, r, of in () if by_kernel else _slabs(weight_ERC.shape, slab_bytes):
         slab = weight_ERC[e, of].to(dtype)
         blocks_erKcK = _as_blocks(slab)
         largest = torch.maximum(blocks_erKcK.amax((2, 4)), -blocks_erKcK.amin((2, 4)))
@@ -202,7 +223,8 @@ def _as_blocks(slab_ERC: Tensor) -> Tensor:
 
 def _scale(largest: Tensor, scales: Scales) -> Tensor:
     if scales == "float32":
-        scale = largest / _LARGEST
+        # By a tensor: a GPU multiplies by the inverse of a number, which rounds otherwise.
+        scale = largest / torch.full_like(largest, _LARGEST)
     else:
         # largest = m · 2ⁿ with m in [0.5, 1), and 464 = 0.90625 · 2⁹. The power is made of its
         # bits: `ldexp` takes what the device's `pow` says.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import check
 from .asked import Asked, Wanted
+from .backend import backend_of
 from .from_hidden import LogprobsFromHidden
 from .from_kept import KeptFromHidden, KeptFromLogits
 from .from_logits import LogprobsFromLogits
@@ -25,6 +26,8 @@ _WORKSPACE_BYTES_ELSEWHERE = 64 << 20
 #: Of logits that are made a part at a time: matrices that are multiplied at full speed.
 _LOGITS_BYTES = {"cpu": 8 << 20}
 _LOGITS_BYTES_ELSEWHERE = 256 << 20
+#: By rows, where the weight's gradient in float32 is read and written once for each part.
+_LOGITS_BYTES_OF_ROWS = 512 << 20
 
 
 class TokenStats(NamedTuple):
@@ -58,6 +61,7 @@ def token_logprobs(
     hidden_layout: Literal["replicated", "sequence_parallel"] = "replicated",
     gradient_accumulation_fusion: bool = False,
     compiled: bool = False,
+    triton: bool | None = None,
     workspace_bytes: int | None = None,
 ) -> TokenStats:
     """Log-probs of the targets, and entropies, over a vocabulary that ranks may share.
@@ -97,12 +101,15 @@ def token_logprobs(
             added to its `main_grad`, and autograd is given zeros.
         compiled: compute with `torch.compile`, which makes one loop of what is done to a logit;
             the first call takes seconds, and all ranks must say the same.
+        triton: compute with Triton's kernels, which read logits once and write gradients once; None
+            to do so on GPUs of compute capability 8.0 on, False for PyTorch. float64 is computed
+            by PyTorch. Where it is None the environment's MEGATRON_IDEMPOTENT_TRITON says 1 or 0.
         workspace_bytes: scratch memory; None for what suits the device.
 
     Raises:
         ValueError: shapes or types that do not fit, a target outside of the vocabulary, a
             temperature that is not positive, fewer columns than tokens, leaf logits to consume, or
-            no `main_grad` to add to.
+            no `main_grad` to add to, or Triton asked for where its kernels cannot run.
 
     Example:
         stats = token_logprobs(logits=logits, targets=labels, entropy="metric")
@@ -150,7 +157,7 @@ def token_logprobs(
         entropy=entropy != "none",
         entropy_gradient=entropy == "grad",
         consume=ownership == "consume" and _may_consume(rows, order),
-        compiled=compiled,
+        backend=backend_of(rows.device, rows.dtype, compiled=compiled, triton=triton),
         workspace_bytes=workspace_bytes or in_cache,
     )
     asked = Asked(chosen(targets), chosen(temperature), columns, wanted)
@@ -166,6 +173,8 @@ def token_logprobs(
             reduce=size > 1 and not gathered,
             fused=gradient_accumulation_fusion,
         )
+        if wanted.backend == "triton" and device != "cpu":
+            parts = parts._replace(logits_bytes=workspace_bytes or _LOGITS_BYTES_OF_ROWS)
         fitting = wanted._replace(workspace_bytes=min(wanted.workspace_bytes, in_cache))
         from_hidden: Any = KeptFromHidden if cut else LogprobsFromHidden
         found = from_hidden.apply(chosen(rows), weight, asked._replace(wanted=fitting), parts)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .backend import Backend
 from .combine import Whole
 from .sampling import Sampling
 
@@ -35,7 +36,7 @@ class Wanted(NamedTuple):
     entropy: bool
     entropy_gradient: bool
     consume: bool
-    compiled: bool
+    backend: Backend
     workspace_bytes: int
 
     def returned(

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .asked import Asked, Columns, is_ours, temperature_of
-from .combine import Whole, combine, merged
+from .combine import Partial, Whole, merged
 from .differentiable import once_differentiable
-from .kernels import partial_of, write_gradient
+from .hidden_by_tokens import gradients_by_tokens, partial_by_tokens
+from .kernels import partial_of, whole_of, write_gradient
 from .parts import Parts, Product
-from .slopes import Slopes, differentiated
+from .slopes import Slopes, differentiated, picked
 from .weight_gradient import WeightGradient
 
 
@@ -33,29 +34,23 @@ class LogprobsFromHidden(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """As from logits of `hidden_NH @ weight_VH.T`, in the type of both.
 
-        Some columns of all tokens at a time, so that each row of the weight is read once.
+        Some columns of all tokens at a time, so that each row of the weight is read once; with
+        Triton's kernels all columns of some tokens.
         """
-        local_N, temperature = asked.local, asked.temperature
-        columns, wanted = asked.columns, asked.wanted
-        found, own, product = [], [], Product()
-        for part in parts.of_columns(len(hidden_NH), columns.real, hidden_NH.dtype):
-            logits_Nv = product(hidden_NH, weight_VH[part].t())
-            here = columns._replace(real=part.stop - part.start)
-            local_n = local_N - part.start
-            found.append(partial_of(logits_Nv, local_n, None, temperature, here, wanted))
-            own.append(is_ours(local_n, here.real))
-        partial = merged(found, own, temperature)
-        whole = combine(partial, asked.owner, temperature, columns.group)
+        by_tokens = asked.wanted.backend == "triton"
+        of_these = partial_by_tokens if by_tokens else _partial_by_columns
+        partial = of_these(hidden_NH, weight_VH, asked, parts)
+        whole = whole_of(partial, asked)
         if any(ctx.needs_input_grad[:2]):
             ctx.save_for_backward(hidden_NH, weight_VH, *whole)
         ctx.asked, ctx.parts = asked, parts
         ctx.weight = weight_VH  # what is saved may be another object, without its main_grad
-        return wanted.returned(ctx, whole, temperature)
+        return asked.wanted.returned(ctx, whole, asked.temperature)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
-        """The same columns of all tokens at a time.
+        """The same columns, or tokens, at a time.
 
         With `reduce` a collective of the group's ranks: one all-reduce, in float32.
         """
@@ -68,11 +63,17 @@ class LogprobsFromHidden(torch.autograd.Function):
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         # Many parts add up here, and ranks' shares behind it.
         temperature, shape = asked.temperature, hidden_NH.shape
+        if asked.wanted.backend == "triton":
+            arguments = (ctx.weight, hidden_NH, weight_VH, asked, ctx.parts)
+            given = (whole, of_logprob_N, of_entropy_N)
+            found = gradients_by_tokens(*arguments, given=given, needed=(of_hidden, of_weight))
+            return of_all_ranks(found[0], ctx.parts, asked.columns), found[1], *nothing
         slopes = Slopes.made(asked.local, whole, of_logprob_N, of_entropy_N, temperature)
         live_N = differentiated(of_logprob_N, of_entropy_N)
-        if live_N is not None:
-            slopes, temperature = slopes.of(live_N), temperature_of(temperature, live_N)
-            hidden_NH = hidden_NH[live_N]
+        few_N = picked(live_N)
+        if few_N is not None:
+            slopes, temperature = slopes.of(few_N), temperature_of(temperature, few_N)
+            hidden_NH = hidden_NH[few_N]
         d_hidden_NH = torch.zeros_like(hidden_NH, dtype=whole.origin.dtype) if of_hidden else None
         real, fused = asked.columns.real, ctx.parts.fused
         d_weight = WeightGradient(ctx.weight, of_weight, fused, written=real)
@@ -89,9 +90,23 @@ class LogprobsFromHidden(torch.autograd.Function):
                 else:
                     d_hidden_NH += logits_Nv @ weight_VH[part]
             d_weight.add(part, logits_Nv, hidden_NH)
-        if live_N is not None and d_hidden_NH is not None:
-            d_hidden_NH = d_hidden_NH.new_zeros(shape).masked_scatter_(live_N[:, None], d_hidden_NH)
+        if few_N is not None and d_hidden_NH is not None:
+            d_hidden_NH = d_hidden_NH.new_zeros(shape).masked_scatter_(few_N[:, None], d_hidden_NH)
         return of_all_ranks(d_hidden_NH, ctx.parts, asked.columns), d_weight.done(), *nothing
+
+
+def _partial_by_columns(
+    hidden_NH: Tensor, weight_VH: Tensor, asked: Asked, parts: Parts
+) -> Partial:
+    """Statistics of this rank's columns."""
+    found, own, product = [], [], Product()
+    for part in parts.of_columns(len(hidden_NH), asked.columns.real, hidden_NH.dtype):
+        logits_Nv = product(hidden_NH, weight_VH[part].t())
+        here = asked.columns._replace(real=part.stop - part.start)
+        local_n = asked.local - part.start
+        found.append(partial_of(logits_Nv, local_n, None, asked.temperature, here, asked.wanted))
+        own.append(is_ours(local_n, here.real))
+    return merged(found, own, asked.temperature)
 
 
 def of_all_ranks(d_hidden_NH: Tensor | None, parts: Parts, columns: Columns) -> Tensor | None:

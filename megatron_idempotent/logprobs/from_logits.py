@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .asked import Asked, temperature_of
-from .combine import Whole, combine
+from .combine import Whole
 from .differentiable import once_differentiable
-from .kernels import partial_of, write_gradient
+from .kernels import partial_of, whole_of, write_gradient
 from .rows import Order, panels, some
-from .slopes import Slopes, differentiated
+from .slopes import Slopes, differentiated, picked
 
 
 class LogprobsFromLogits(torch.autograd.Function):
@@ -29,7 +29,7 @@ class LogprobsFromLogits(torch.autograd.Function):
         rows = Order(logits).rows(logits)
         temperature, columns, wanted = asked.temperature, asked.columns, asked.wanted
         partial = partial_of(rows, asked.local, kept_N, temperature, columns, wanted)
-        whole = combine(partial, asked.owner, temperature, columns.group)
+        whole = whole_of(partial, asked)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(logits, kept_N, *whole)
         ctx.asked = asked
@@ -49,11 +49,18 @@ class LogprobsFromLogits(torch.autograd.Function):
         # An alias that shares the version counter: who has saved the logits too is told of it.
         gradient = logits.detach() if wanted.consume else torch.empty_like(logits)
         rows, into = panels(order.rows(logits.detach()), order.rows(gradient))
+        if wanted.backend == "triton":
+            from . import on_gpu
+
+            found, token_N = on_gpu.slopes_of(asked, Whole(*whole), of_logprob_N, of_entropy_N)
+            on_gpu.write_gradient(rows, into, kept_N, token_N, found, temperature, columns)
+            return gradient, *nothing
         slopes = Slopes.made(asked.local, Whole(*whole), of_logprob_N, of_entropy_N, temperature)
         live_N = differentiated(of_logprob_N, of_entropy_N)
-        if live_N is not None:
-            slopes, temperature = slopes.of(live_N), temperature_of(temperature, live_N)
-            kept_N = some(kept_N, live_N)
+        few_N = picked(live_N)
+        if few_N is not None:
+            slopes, temperature = slopes.of(few_N), temperature_of(temperature, few_N)
+            kept_N = some(kept_N, few_N)
         _zero(into, kept_N, columns.real)
         write_gradient(rows, into, kept_N, slopes, temperature, columns, wanted)
         return gradient, *nothing

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .asked import (
+    Asked,
     Columns,
     Wanted,
     accumulated,
@@ -21,7 +22,7 @@ from .asked import (
     place_of,
     temperature_of,
 )
-from .combine import Partial
+from .combine import Partial, Whole, combine
 from .fused import FINITE, compiled, gradient, statistics
 from .rows import Block, along, blocks, panels, places, rows_of_a_block, some
 from .slopes import Slopes
@@ -80,10 +81,14 @@ def partial_of(
     found.origin.fill_(FINITE)
     if not len(local_N) or not columns.real:
         return found
+    if wanted.backend == "triton":
+        from . import on_gpu
+
+        return on_gpu.partial_of(logits, local_N, kept_N, temperature, columns, wanted)
     rows = [panel[:, : columns.real] for panel in panels(logits)[0]]
     sizes = [len(panel) for panel in rows]
     scratch = _Scratch(rows, columns.real, wanted)
-    if wanted.compiled:
+    if wanted.backend == "compiled":
         for block in blocks(sizes, kept_N, scratch.rows):
             of_rows_n = _of_rows(temperature, like, block)
             targets_n = local_N[block.kept]
@@ -115,6 +120,15 @@ def partial_of(
     z_N = (found.target - found.origin) / temperature
     found.target.copy_(torch.where(ours_N1[:, 0], z_N, 0.0))
     return found
+
+
+def whole_of(partial: Partial, asked: Asked) -> Whole:
+    """Statistics over the whole vocabulary. A collective of the group's ranks, one all-gather."""
+    if asked.wanted.backend == "triton":
+        from . import on_gpu
+
+        return on_gpu.whole_of(partial, asked)
+    return combine(partial, asked.owner, asked.temperature, asked.columns.group)
 
 
 def _sums(
@@ -165,7 +179,7 @@ def write_gradient(
     cut = list(blocks(sizes, kept_N, scratch.rows))
     if not cut:
         return
-    if wanted.compiled:
+    if wanted.backend == "compiled":
         for block in cut:
             of_rows_n = _of_rows(temperature, slopes.factor, block)
             here = slopes.of(block.kept)

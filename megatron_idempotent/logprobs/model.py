@@ -35,6 +35,7 @@ def model_logprobs(
     workspace_bytes: int | None = None,
     sampling: Sampling | None = None,
     compiled: bool = False,
+    triton: bool | None = None,
     **forward: Any,
 ) -> TokenStats | Tensor:
     """One forward of a GPTModel whose hidden states become log-probs, a part at a time.
@@ -53,7 +54,7 @@ def model_logprobs(
         targets: [B, S] of int64, the token whose probability is meant at each position. With
             context parallelism those of this rank's positions.
         temperature, entropy, token_mask, ignore_index, vocab_size, workspace_bytes, sampling,
-            compiled: as of `token_logprobs`; [B, S] what there is one of for each token.
+            compiled, triton: as of `token_logprobs`; [B, S] what there is one of for each token.
         forward: other arguments of `model.forward`. MTP heads have their loss in the forward that
             is given `labels` [B, S], and `loss_mask`.
 
@@ -80,6 +81,7 @@ def model_logprobs(
         workspace_bytes=workspace_bytes,
         sampling=sampling,
         compiled=compiled,
+        triton=triton,
     )
     found: list[TokenStats] = []
 

@@ -13,6 +13,8 @@ from .rows import rows_of_a_block
 
 #: Narrower matrices are multiplied at a fraction of the speed.
 NARROWEST = 256
+#: Rows of a product's tiles on a GPU; the last one of a block may be empty for the most part.
+TILE = 128
 
 
 class Parts(NamedTuple):
@@ -28,6 +30,7 @@ class Parts(NamedTuple):
     def of_tokens(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
         """All columns of some tokens."""
         rows = rows_of_a_block(columns, self.logits_bytes, 1, dtype)
+        rows = rows // TILE * TILE or rows
         for start in range(0, tokens or 1, rows):  # without tokens, once none
             yield slice(start, min(start + rows, tokens))
 

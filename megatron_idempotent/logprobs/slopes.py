@@ -73,12 +73,16 @@ class Slopes(NamedTuple):
         return Slopes(*chosen)
 
 
-def differentiated(of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> Tensor | None:
-    """Which tokens' outputs have a gradient that is not 0; None if that is nearly all.
+def differentiated(of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> Tensor:
+    """Which tokens' outputs have a gradient that is not 0.
 
-    Clipped tokens have none, and those of groups whose rewards are all alike. Read on the host.
+    Clipped tokens have none, and those of groups whose rewards are all alike.
     """
     parts = [each != 0 for each in (of_logprob_N, of_entropy_N) if each is not None]
-    found_N = parts[0] if len(parts) == 1 else parts[0] | parts[1]
-    few = int(found_N.sum()) <= _FEW * len(found_N)
-    return found_N if few and len(found_N) else None
+    return parts[0] if len(parts) == 1 else parts[0] | parts[1]
+
+
+def picked(live_N: Tensor) -> Tensor | None:
+    """The same, or None if that is nearly all tokens. Read on the host."""
+    few = int(live_N.sum()) <= _FEW * len(live_N)
+    return live_N if few and len(live_N) else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .asked import accumulated
+
 
 class WeightGradient:
     """Of a weight [V, H], a few rows at a time; of the first `written` ones each will be added."""
@@ -42,3 +44,65 @@ class WeightGradient:
         if self._fused and hasattr(self._weight_VH, "grad_added_to_main_grad"):
             self._weight_VH.grad_added_to_main_grad = True
         return self._own
+
+
+class SummedWeightGradient:
+    """Of a weight [V, H], whole, a few tokens at a time: a sum of products, in float32."""
+
+    def __init__(
+        self, weight_VH: Tensor, needed: bool, fused: bool, written: int, parts: int
+    ) -> None:
+        self._weight_VH, self._fused = weight_VH, needed and fused
+        self._sum: Tensor | None = None
+        self._into_main_grad = False
+        if not needed:
+            return
+        like = weight_VH
+        if fused:
+            main_grad: Tensor = weight_VH.main_grad  # type: ignore[attr-defined]
+            self._into_main_grad = main_grad.dtype == accumulated(like.dtype)
+            if self._into_main_grad:
+                self._sum = main_grad[:written]
+                return
+        # One product is rounded once, straight to what autograd is given.
+        dtype = like.dtype if parts <= 1 and not fused else accumulated(like.dtype)
+        self._sum = torch.zeros(written, like.shape[1], dtype=dtype, device=like.device)
+
+    def add(self, d_logits_nV: Tensor, hidden_nH: Tensor) -> None:
+        """What comes of these tokens."""
+        if self._sum is not None:
+            product_into(self._sum, d_logits_nV.t(), hidden_nH, add=True)
+
+    def done(self) -> Tensor | None:
+        """What autograd is given."""
+        if self._sum is None:
+            return None
+        written = len(self._sum)
+        if not self._fused:
+            if written == len(self._weight_VH):
+                return self._sum.to(self._weight_VH.dtype)
+            own = torch.zeros_like(self._weight_VH)
+            own[:written] = self._sum
+            return own
+        if not self._into_main_grad:
+            main_grad: Tensor = self._weight_VH.main_grad  # type: ignore[attr-defined]
+            main_grad[:written] += self._sum
+        if hasattr(self._weight_VH, "grad_added_to_main_grad"):
+            self._weight_VH.grad_added_to_main_grad = True
+        # Zeros, because weights that are tied to another layer's have theirs added to it.
+        return torch.zeros_like(self._weight_VH)
+
+
+def product_into(into: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> Tensor:
+    """`left @ right`, written or added to what may be of float32 where they are of half of it."""
+    beta = int(add)
+    if into.dtype == left.dtype:
+        return torch.addmm(into, left, right, beta=beta, out=into)
+    if into.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):  # from torch 2.8 on
+        # The product's own sums are of float32, and are not rounded to half of it in between.
+        found: Tensor = torch.ops.aten.addmm.dtype_out(
+            into, left, right, into.dtype, beta=beta, out=into
+        )
+        return found
+    product = left @ right
+    return into.add_(product) if add else into.copy_(product)

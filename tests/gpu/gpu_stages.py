@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 Rows = list[dict[str, Any]]
+Arguments = tuple[tuple[str, ...], tuple[str, ...]]
+"""A benchmark's on a GPU, and in a dry run."""
 
 
 @dataclass
@@ -182,14 +186,21 @@ BENCHMARKS = {
     "split_step": (("--rounds", "6"), ("--rounds", "2", "--hidden", "64", "--only-steps")),
     "weight_sync": ((), ("--rounds", "1", "--hidden", "128", "--streams", "2")),
 }
+KERNELS = {
+    "token_logprobs": (
+        (),
+        ("--rounds", "1", "--tokens", "64", "--vocabulary", "512", "--only", "from logits"),
+    ),
+    "weight_export": ((), ("--rounds", "1", "--megabytes", "1", "--bucket-megabytes", "1")),
+}
 
 
-def benchmarks(run: Run) -> tuple[Rows, str]:
+def benchmarks(of: Mapping[str, Arguments], run: Run) -> tuple[Rows, str]:
     """Each benchmark's numbers, and whether they are within their aims; one after the other."""
     rows: Rows = []
     said = ""
     device = "cpu" if run.dry else "cuda"
-    for name, (usual, smallest) in BENCHMARKS.items():
+    for name, (usual, smallest) in of.items():
         arguments = (f"benchmarks.{name}", "--device", device, "--json")
         process = run.start(name, "-m", *arguments, *(smallest if run.dry else usual))
         code = process.wait()
@@ -202,20 +213,31 @@ def benchmarks(run: Run) -> tuple[Rows, str]:
     return rows, said
 
 
+_AIMS = {"at_most": ("<=", operator.le), "at_least": (">=", operator.ge)}
+
+
 def _numbers(benchmark: str, found: Any, path: str = "") -> Iterable[dict[str, Any]]:
-    """A row per number of a benchmark's JSON; those with an aim are {"value": x, "at_most": y}."""
-    if isinstance(found, dict) and "value" in found and "at_most" in found:
-        good = found["value"] <= found["at_most"]
+    """A row per number of a benchmark's JSON; `benchmarks._device.aim` makes those with an aim."""
+    aims = _AIMS.keys() & found.keys() if isinstance(found, dict) else ()
+    if aims:
+        (aim,) = aims
+        sign, holds = _AIMS[aim]
         yield {
             "benchmark": benchmark,
             "number": path,
             "value": found["value"],
-            "aim": f"<= {found['at_most']:g}",
-            "outcome": "ok" if good else "missed",
+            "aim": f"{sign} {found[aim]:g}",
+            "outcome": "ok" if holds(found["value"], found[aim]) else "missed",
         }
     elif isinstance(found, dict):
         for name, value in found.items():
             yield from _numbers(benchmark, value, f"{path}, {name}" if path else str(name))
+    elif isinstance(found, list):
+        # Rows of a table, which are told apart by what is no measurement.
+        for each in found:
+            texts = [text for text in each.values() if isinstance(text, str)]
+            label = ", ".join([*texts, *(f"{each[n]} {n}" for n in ("tokens",) if n in each)])
+            yield from _numbers(benchmark, each, f"{path}: {label}")
     elif isinstance(found, (int, float)):
         yield {"benchmark": benchmark, "number": path, "value": found, "aim": "", "outcome": "ok"}
 
@@ -224,5 +246,6 @@ STAGES = {
     "doctor": Stage(30.0, doctor),
     "prove": Stage(200.0, prove),
     "suites": Stage(300.0, suites),
-    "benchmarks": Stage(420.0, benchmarks),
+    "benchmarks": Stage(420.0, partial(benchmarks, BENCHMARKS)),
+    "kernels": Stage(300.0, partial(benchmarks, KERNELS)),
 }

@@ -40,7 +40,7 @@ def test_an_unknown_stage_is_named_with_those_that_there_are(tmp_path):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 2
-    assert "'bench' is no stage; known are doctor, prove, suites, benchmarks" in run.stderr
+    assert "'bench' is no stage; known are doctor, prove, suites, benchmarks, kernels" in run.stderr
 
 
 def test_the_wheels_are_pinned_and_none_is_the_machines_own():
@@ -155,6 +155,11 @@ def test_the_numbers_of_a_benchmark_are_rows_held_to_their_aims():
          "outcome": "ok"},
     ]  # fmt: skip
     assert not gpu_report.all_good([{"outcome": "missed"}])
+    rows = [{"side": "consume", "tokens": 8, "share": {"value": 0.9, "at_least": 0.85}}]
+    assert [row for row in gpu_stages._numbers("x", {"cases": rows}) if row["aim"]] == [
+        {"benchmark": "x", "number": "cases: consume, 8 tokens, share", "value": 0.9,
+         "aim": ">= 0.85", "outcome": "ok"},
+    ]  # fmt: skip
 
 
 def test_each_test_is_written_down_as_it_ends(tmp_path):

@@ -29,9 +29,9 @@ class Case:
     of_logprob: Any
     of_entropy: Any
 
-    def shard(self, rank: int, size: int) -> tuple[Any, Any]:
+    def shard(self, rank: int, size: int, device: str = "cpu") -> tuple[Any, Any]:
         """A rank's leaf, and logits made of it that lie in memory as the case says."""
-        leaf = self.whole.chunk(size, -1)[rank].contiguous().requires_grad_()
+        leaf = self.whole.chunk(size, -1)[rank].contiguous().to(device).requires_grad_()
         if self.layout == "transposed" and leaf.dim() > 2:
             return leaf, leaf.transpose(0, 1).contiguous().transpose(0, 1)
         if self.layout == "sliced" and leaf.dim() > 1 and leaf.numel():
@@ -177,7 +177,7 @@ def truth(given: Case) -> Truth:
         )
 
 
-def within_bounds(given: Case, name: object) -> list[bytes]:
+def within_bounds(given: Case, name: object, device: str = "cpu") -> list[bytes]:
     """A call on a rank that shares the vocabulary with all others, held to its bounds.
 
     What it found, as bytes.
@@ -189,10 +189,14 @@ def within_bounds(given: Case, name: object) -> list[bytes]:
     from megatron_idempotent import token_logprobs
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    leaf, logits = given.shard(rank, size)
+    leaf, logits = given.shard(rank, size, device)
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in given.arguments.items()
+    }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*borrows")
-        stats = token_logprobs(logits=logits, tp_group=dist.group.WORLD, **given.arguments)
+        stats = token_logprobs(logits=logits, tp_group=dist.group.WORLD, **arguments)
     expected = truth(given)
     entropy = given.arguments["entropy"]
     assert (stats.entropy is None) == (entropy == "none")
@@ -200,7 +204,7 @@ def within_bounds(given: Case, name: object) -> list[bytes]:
     assert stats.entropy is None or stats.entropy.requires_grad == (entropy == "grad")
 
     def close(what: str, value: Any) -> None:
-        error = (value.double() - getattr(expected, what)).abs()
+        error = (value.cpu().double() - getattr(expected, what)).abs()
         bound = getattr(expected, f"of_{what}")
         beyond = (error / bound)[~(error <= bound)].tolist()  # NaN too
         assert not beyond, f"{what} of case {name}, {given.whole.dtype}: {beyond[:9]}"
@@ -209,12 +213,12 @@ def within_bounds(given: Case, name: object) -> list[bytes]:
     close("lse", stats.lse)
     if stats.entropy is not None:
         close("entropy", stats.entropy.detach())
-    total = (stats.logprob * given.of_logprob).sum()
+    total = (stats.logprob * given.of_logprob.to(device)).sum()
     if entropy == "grad":
-        total = total + (stats.entropy * given.of_entropy).sum()
+        total = total + (stats.entropy * given.of_entropy.to(device)).sum()
     total.backward()
     expected.gradient, expected.of_gradient = (
         each.chunk(size, -1)[rank] for each in (expected.gradient, expected.of_gradient)
     )
     close("gradient", leaf.grad)
-    return [each.detach().numpy().tobytes() for each in stats if each is not None]
+    return [each.detach().cpu().numpy().tobytes() for each in stats if each is not None]

@@ -1,0 +1,254 @@
+"""The `token_logprobs` benchmark on a GPU: each side's share of the speed that there is.
+
+From logits that is the device's own copy, in the same run: the bytes that have to be moved (logits
+read in the forward; read, and a gradient written, in the backward) ÷ its bytes per second ÷ the
+time. From hidden states it is that of a product of 8192 × 8192: one in the forward, and three more
+in the backward. The shapes are those that SkyRL publishes for an H100: hidden size 2,048, a shard
+of 62,080 columns, 8 to 262 thousand tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import _logprob_peers, _logprob_sides
+from benchmarks._device import aim
+from benchmarks._gpu import (
+    DEVICE,
+    about,
+    copied_bytes_per_s,
+    measured,
+    multiplied_flops_per_s,
+)
+from benchmarks._logprob_cases import Case, Inputs, Side
+from benchmarks._logprob_rounds import _errors, _step, _words
+
+COLUMNS, FEATURES = 62080, 2048
+#: The first tokens, which float64 is computed of.
+_COMPARED = 64
+#: Whose own numbers are compared with these: at 262,144 tokens, entropy without gradient.
+PUBLISHED = {"SkyRL, torch": (4.3, 3.7), "SkyRL, Triton": (9.9, 0.88)}
+
+
+def cases(options: Any) -> Iterator[Case]:
+    """From logits as many as fit beside their gradients, then from hidden states."""
+    common: dict[str, Any] = {"ranks": 1, "vocabulary": COLUMNS, "features": FEATURES}
+    for dtype, tokens in (("bfloat16", 8192), ("bfloat16", 32768), ("float32", 8192)):
+        for entropy in ("none", "grad"):
+            yield Case(form="logits", dtype=dtype, entropy=entropy, tokens=tokens, **common)
+    for tokens in options.device_tokens:
+        for entropy in ("none", "grad"):
+            yield Case(form="hidden", dtype="bfloat16", entropy=entropy, tokens=tokens, **common)
+
+
+def sides(case: Case) -> tuple[list[Side], dict[str, str]]:
+    """Ours, Megatron's, torch's, and of peers what is there; and why others are not."""
+    from megatron_idempotent import token_logprobs
+
+    absent: dict[str, str] = {}
+    found = _logprob_sides.sides(case)
+
+    def by_torch(given: Any) -> tuple[Any, Any]:
+        form = ("logits",) if case.form == "logits" else ("hidden", "weight")
+        stats = token_logprobs(
+            **dict(zip(form, given.inputs, strict=True)),
+            targets=given.targets,
+            token_mask=given.kept,
+            entropy=given.entropy,
+            triton=False,
+        )
+        return stats.logprob, stats.entropy
+
+    found.insert(2 if case.form == "logits" else 1, Side(name="ours, by torch", run=by_torch))
+    if case.form == "logits":
+        try:
+            found += _logprob_sides._megatron()
+        except ModuleNotFoundError as missing:
+            absent["Megatron"] = f"not installed: {missing}"
+    for peer, make in _logprob_peers.SIDES.items():
+        try:
+            found += make(case)
+        except Exception as refusal:  # noqa: BLE001  # its own words are the result
+            absent[peer] = _words(refusal)
+    return [side for side in found if case.entropy in side.entropies], absent
+
+
+def _group() -> Any:
+    """Megatron's group of this one rank, for its cross entropy; None without Megatron."""
+    try:
+        from megatron.core import parallel_state
+    except ModuleNotFoundError:
+        return None
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def rows(case: Case, rounds: int, copied: float, multiplied: float) -> Iterator[dict[str, Any]]:
+    """Of each side, forward alone and with the backward."""
+    import torch
+
+    group = _group()
+    with torch.device(DEVICE):
+        few = Inputs(case, group, _COMPARED)
+        truth = few.truth()
+        inputs = Inputs(case, group, case.tokens)
+    given_gb = sum(each.nbytes for each in inputs.part) / 1e9
+    elements = case.tokens * case.vocabulary
+    size = getattr(torch, case.dtype).itemsize
+    product_ms = 2 * elements * case.features / multiplied * 1e3
+    chosen, absent = sides(case)
+    for side in chosen:
+        row: dict[str, Any] = {"side": side.name, "inputs_gb": given_gb}
+        try:
+            row |= _errors(side, few, truth)
+            torch.compiler.reset()
+            forward = measured(inputs.fresh, side.run, rounds)
+            both = measured(
+                inputs.fresh, lambda given, side=side: _step(side, inputs, given), rounds
+            )
+        except Exception as refusal:  # noqa: BLE001  # its own words are the result
+            row["refused"] = _words(refusal)
+            torch.cuda.empty_cache()
+            yield row
+            continue
+        for name, call, passes, products in (("forward", forward, 1, 1), ("both", both, 3, 4)):
+            least_ms = passes * elements * size / copied * 1e3
+            if case.form == "hidden":
+                least_ms = products * product_ms
+            row[name] = {
+                **dataclasses.asdict(call),
+                "least_ms": least_ms,
+                "share": least_ms / call.ms,
+            }
+        yield row
+    for name, words in absent.items():
+        yield {"side": name, "refused": words}
+
+
+def tuned(rounds: int, copied: float) -> Iterator[dict[str, Any]]:
+    """Every shape of the kernels' table, from logits: its share of the copy's bandwidth."""
+    import torch
+
+    from megatron_idempotent import token_logprobs
+    from megatron_idempotent.logprobs import triton_blocks
+
+    for dtype, entropy in itertools.product(("bfloat16", "float32"), ("none", "grad")):
+        tokens = 16384 if dtype == "bfloat16" else 8192
+        case = Case(
+            form="logits", ranks=1, dtype=dtype, entropy=entropy, tokens=tokens, vocabulary=COLUMNS
+        )
+        with torch.device(DEVICE):
+            inputs = Inputs(case, None, tokens)
+        nbytes = inputs.part[0].nbytes
+        side = Side(name="consume", run=_logprob_sides._ours_from_logits("consume"))
+        for kernel, shapes in triton_blocks.SHAPES.items():
+            for shape in shapes:
+                with triton_blocks.using(**{kernel: shape}):
+                    if kernel == "statistics":
+                        arguments = {"targets": inputs.targets_N, "entropy": entropy}
+                        call = measured(
+                            lambda inputs=inputs: inputs.part[0],
+                            lambda logits, more=arguments: token_logprobs(logits=logits, **more),
+                            rounds,
+                        )
+                    else:
+                        call = measured(
+                            inputs.fresh,
+                            lambda given, inputs=inputs, side=side: _step(side, inputs, given),
+                            rounds,
+                        )
+                passes = 1 if kernel == "statistics" else 3
+                least_ms = passes * nbytes / copied * 1e3
+                yield {
+                    "kernel": kernel,
+                    "dtype": dtype,
+                    "entropy": entropy,
+                    "shape": shape._asdict(),
+                    "ms": call.ms,
+                    "share": least_ms / call.ms,
+                }
+        del inputs
+
+
+def aims(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Our numbers beside what they should be on an H100 or H200."""
+    held: dict[str, Any] = {}
+    for row in found:
+        if row["side"] != "consume" and row["side"] != "hidden":
+            continue
+        if "refused" in row:
+            continue
+        name = f"{row['side']}, {row['dtype']}, {row['tokens']} tokens, entropy {row['entropy']}"
+        both = row["both"]
+        if row["form"] == "logits":
+            held[f"{name}: forward, share of the copy"] = aim(
+                row["forward"]["share"], at_least=0.85
+            )
+            held[f"{name}: with backward, share of the copy"] = aim(both["share"], at_least=0.8)
+        elif row["tokens"] == 262144:
+            held[f"{name}: GB"] = aim(row["inputs_gb"] + both["beside_gb"], 4.3)
+            held[f"{name}: seconds"] = aim(both["ms"] / 1e3, 0.8)
+    return held
+
+
+def show(row: dict[str, Any]) -> None:
+    """One line of a table."""
+    if "refused" in row:
+        print(f"  {row['side']:18} {row['refused']}", flush=True)
+        return
+    forward, both = row["forward"], row["both"]
+    entropy = row["entropy_error"]
+    print(
+        f"  {row['side']:18}{forward['ms']:9.2f} {forward['share']:6.0%} {both['ms']:9.2f} "
+        f"{both['share']:6.0%} {both['beside_gb']:8.2f} "
+        f"{row['inputs_gb'] + both['beside_gb']:7.2f} "
+        f"{row['logprob_error']:9.1e} {'' if entropy is None else format(entropy, '.1e'):>9} "
+        f"{row['gradient_error']:9.1e}",
+        flush=True,
+    )
+
+
+def main(options: Any) -> None:
+    """Print one table per case, or with `--json` everything as one object."""
+    told = about()
+    copied, multiplied = copied_bytes_per_s(), multiplied_flops_per_s()
+    told |= {"copied_bytes_per_s": copied, "multiplied_flops_per_s": multiplied}
+    quiet = options.json
+    if not quiet:
+        print(", ".join(f"{name} {value}" for name, value in told.items()))
+    results: dict[str, Any] = {"about": told, "published_gb_and_s": PUBLISHED}
+    if options.tune:
+        results["shapes"] = []
+        for row in tuned(options.rounds, copied):
+            results["shapes"].append(row)
+            if not quiet:
+                name = f"{row['kernel']}, {row['dtype']}, entropy {row['entropy']}"
+                print(
+                    f"{name:40} {row['ms']:8.3f} ms {row['share']:5.0%} {row['shape']}", flush=True
+                )
+    else:
+        results["cases"] = []
+        for case in cases(options):
+            if not all(word in str(case) for word in options.only):
+                continue
+            if not quiet:
+                print(f"\n{case}")
+                print(
+                    f"  {'':18}{'forward':>9} {'share':>6} {'and back':>9} {'share':>6} "
+                    f"{'GB more':>8} {'GB':>7} {'log-prob':>9} {'entropy':>9} {'gradient':>9}"
+                )
+            for row in rows(case, options.rounds, copied, multiplied):
+                results["cases"].append({**dataclasses.asdict(case), **row})
+                if not quiet:
+                    show(row)
+        results["aims"] = aims(results["cases"])
+    if quiet:
+        print(json.dumps(results))

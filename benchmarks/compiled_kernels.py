@@ -1,0 +1,238 @@
+"""Compile Triton's kernels for a GPU that is not there, and say what came of it.
+
+    python -m benchmarks.compiled_kernels [--all] [--capability 90] [--json]
+
+For each kernel, type of logits and kind of call: registers of a thread, bytes that it spills, how
+many threads a multiprocessor then holds, and the widest loads and stores. `--all` does so for every
+shape that `--tune` of `benchmarks.token_logprobs` would time, not only for those in use. Wants
+Triton, whose wheel has the assembler, and no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+#: Registers and threads of a multiprocessor, from compute capability 8.0 on.
+_REGISTERS, _THREADS = 65536, 2048
+_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+#: Arguments that are 1 where columns are next to each other, as Triton then compiles them in.
+_ONE = ("column_stride", "into_column_stride")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    """What came of one kernel.
+
+    Example:
+        [each] = [each for each in compiled() if each.spilled_bytes]
+    """
+
+    name: str
+    registers: int
+    spilled_bytes: int
+    threads: int
+    """That a multiprocessor holds, of those that it could: by registers alone."""
+    widest_load_bits: int
+    """Of the loads from global memory, and copies to shared memory."""
+    widest_store_bits: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A kernel, with what it is compiled for."""
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    types: dict[str, str]
+    """Of arguments that are neither constants nor whole numbers."""
+    warps: int
+
+
+def programs(every_shape: bool) -> Iterator[Program]:
+    """Every kernel that a call on adjacent columns launches."""
+    from megatron_idempotent.fp8 import triton_blockwise
+    from megatron_idempotent.logprobs.triton_blocks import SHAPES
+
+    for kernel in ("statistics", "gradient"):
+        for shape in SHAPES[kernel] if every_shape else SHAPES[kernel][:1]:
+            for dtype in ("bfloat16", "float32"):
+                for entropy in (True, False):
+                    yield _of_logprobs(kernel, shape, dtype, entropy)
+    yield from _of_tokens()
+    import triton.language as tl
+
+    for warps in triton_blockwise.WARPS if every_shape else triton_blockwise.WARPS[:1]:
+        for powers in (False, True):
+            constants = {"POWERS": powers, "ADJACENT": True, "EXPORTED": tl.bfloat16, "BLOCK": 128}
+            yield Program(
+                name=f"quantize, {'powers of two' if powers else 'float32'}, {warps} warps",
+                kernel=triton_blockwise.quantize_kernel,
+                constants=constants,
+                types={
+                    "weight": "*bf16",
+                    "codes": "*fp8e4nv",
+                    "scales": "*fp32",
+                    "largest_of": "*fp32",
+                },
+                warps=warps,
+            )
+
+
+def _of_tokens() -> Iterator[Program]:
+    """What is computed of a few numbers per token, in float64."""
+    from megatron_idempotent.logprobs import triton_tokens
+
+    common = {"PER_TOKEN": False, "BLOCK": 128}
+    combine = {"parts", "into", "temperatures"}
+    numbers = dict.fromkeys(combine, "*fp32") | {"temperature": "fp32", "place": "*i64"}
+    for whole in (False, True):
+        yield Program(
+            name=f"tokens, {'all ranks' if whole else 'segments'}",
+            kernel=triton_tokens.combine_kernel,
+            constants={**common, "WHOLE": whole},
+            types=numbers,
+            warps=4,
+        )
+    given = "exponentials mean logprob entropy of_logprob of_entropy temperatures into"
+    yield Program(
+        name="tokens, gradient",
+        kernel=triton_tokens.coefficients_kernel,
+        constants={**common, "HAS_LOGPROB": True, "HAS_ENTROPY": True},
+        types=dict.fromkeys(given.split(), "*fp32") | {"live": "*i64", "temperature": "fp32"},
+        warps=4,
+    )
+
+
+def _of_logprobs(kernel: str, shape: Any, name: str, entropy: bool) -> Program:
+    import torch
+
+    from megatron_idempotent.logprobs import triton_gradient, triton_statistics
+
+    constants = shape.of(getattr(torch, name)).constants()
+    warps = constants.pop("num_warps")
+    constants |= {"PER_TOKEN": False, "UNIT": True, "ADJACENT": True}
+    logits = "*" + _TYPES[name]
+    types = {"logits": logits, "temperatures": "*fp32", "temperature": "fp32", "local": "*i64"}
+    if kernel == "statistics":
+        constants |= {"HAS_ROWS": False, "ENTROPY": entropy}
+        types |= {"rows": "*i64", "found": "*fp32"}
+        compute = triton_statistics.statistics_kernel
+    else:
+        constants |= {"HAS_TOKENS": False, "HAS_ORIGIN": entropy, "HAS_SLOPE": entropy}
+        per_token = ("origins", "factors", "slopes", "of_targets")
+        types |= {"into": logits, "tokens": "*i64", **dict.fromkeys(per_token, "*fp32")}
+        compute = triton_gradient.gradient_kernel
+    told = f"{shape.warps} warps, {shape.unroll} loads, {shape.stages} stages"
+    return Program(
+        name=f"{kernel}, {name}, {'entropy' if entropy else 'log-prob'}, {told}",
+        kernel=compute,
+        constants=constants,
+        types=types,
+        warps=warps,
+    )
+
+
+def compile_one(program: Program, capability: int) -> Compiled:
+    """Compile one kernel for a GPU of this compute capability."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = program.kernel.arg_names
+    constants = dict(program.constants) | {name: 1 for name in _ONE if name in names}
+    signature = {
+        name: "constexpr" if name in constants else program.types.get(name, "i32") for name in names
+    }
+    # What Triton finds out of the arguments of a call: addresses, strides and sizes in whole loads.
+    whole = [
+        i for i, name in enumerate(names) if signature[name] == "i32" or "*" in signature[name]
+    ]
+    found = triton.compile(
+        ASTSource(
+            program.kernel,
+            signature,
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={(place,): [["tt.divisibility", 16]] for place in whole},
+        ),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": program.warps},
+    )
+    registers, spilled = _resources(found.asm["cubin"])
+    in_warps = program.warps * 32
+    fitting = min(_THREADS, _REGISTERS // (registers * in_warps) * in_warps)
+    ptx = found.asm["ptx"]
+    return Compiled(
+        name=program.name,
+        registers=registers,
+        spilled_bytes=spilled,
+        threads=fitting,
+        widest_load_bits=max(_widths(ptx, "ld"), _copied(ptx)),
+        widest_store_bits=_widths(ptx, "st"),
+    )
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers, and bytes of local memory and stack, by CUDA's own tool in Triton's wheel."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        told = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+    return numbers["REG"], numbers["STACK"] + numbers["LOCAL"]
+
+
+def _widths(ptx: str, kind: str) -> int:
+    """The most bits of one access to global memory."""
+    found = re.findall(rf"\b{kind}\.global\S*?(?:\.v(\d))?\.[a-z](\d+)\b", ptx)
+    return max((int(vector or 1) * int(bits) for vector, bits in found), default=0)
+
+
+def _copied(ptx: str) -> int:
+    """The most bits that one asynchronous copy brings to shared memory."""
+    found = re.findall(r"cp\.async\.c[ag]\.shared\.global\S* \[.*?\], \[.*?\], (?:0x)?(\w+)", ptx)
+    return max((int(each, 16) * 8 for each in found), default=0)
+
+
+def compiled(*, every_shape: bool = False, capability: int = 90) -> Iterator[Compiled]:
+    """Compile all of them, a second each."""
+    for program in programs(every_shape):
+        yield compile_one(program, capability)
+
+
+def main() -> None:
+    """Print one line per kernel."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = list(compiled(every_shape=options.all, capability=options.capability))
+    if options.json:
+        print(json.dumps([dataclasses.asdict(each) for each in found]))
+        return
+    print(f"{'':60}{'regs':>5} {'spilled':>8} {'threads':>8} {'load':>5} {'store':>6}")
+    for each in found:
+        print(
+            f"{each.name:60}{each.registers:5} {each.spilled_bytes:8} {each.threads:8} "
+            f"{each.widest_load_bits:5} {each.widest_store_bits:6}"
+        )
+
+
+if __name__ == "__main__":
+    main()

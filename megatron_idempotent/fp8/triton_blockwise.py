@@ -1,0 +1,106 @@
+"""Quantize a weight by blocks of 128 × 128 in one reading and one writing: a Triton kernel.
+
+A program has one block. The largest magnitude is found among the bits without their sign, as whole
+numbers: their order is that of the magnitudes, and NaN and infinity are above all others, so they
+reach the host as what they are. Quotients are divided, not multiplied by an inverse, which would
+round some of them to the other side.
+"""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-call,misc"
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Warps of a program, whose threads hold 64, 128 or 32 numbers; the first is used until a benchmark
+#: has said otherwise.
+WARPS = (8, 4, 16)
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def quantize_kernel(
+    weight: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    largest_of: tl.tensor,
+    expert_stride: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    POWERS: tl.constexpr,
+    ADJACENT: tl.constexpr,
+    EXPORTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write the codes [E, R, C], scale and largest magnitude [E, r, c] of block `program_id`."""
+    row_blocks, column_blocks = tl.cdiv(rows, BLOCK), tl.cdiv(columns, BLOCK)
+    program = tl.program_id(0)
+    in_row = program % column_blocks
+    in_column = program // column_blocks % row_blocks
+    expert = (program // column_blocks // row_blocks).to(tl.int64)
+    row_K1 = in_column * BLOCK + tl.arange(0, BLOCK)[:, None]
+    column_1K = in_row * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there_KK = (row_K1 < rows) & (column_1K < columns)
+    place_1K = column_1K if ADJACENT else column_1K.to(tl.int64) * column_stride
+    place_KK = row_K1.to(tl.int64) * row_stride + place_1K
+    x_KK = tl.load(
+        weight + expert * expert_stride + place_KK,
+        mask=there_KK,
+        other=0.0,
+        eviction_policy="evict_first",
+    )
+    x_KK = x_KK.to(tl.float32).to(EXPORTED).to(tl.float32)
+    bits = tl.max(tl.max(x_KK.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
+    largest = bits.to(tl.float32, bitcast=True)
+    if POWERS:
+        # largest = m · 2ⁿ with m in [1, 2), and 464 = 1.8125 · 2⁸; 1.8125 has these bits below its
+        # exponent.
+        power = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x680000).to(tl.int32)
+        power = tl.minimum(tl.maximum(power, 1), 254)
+        scale = (power << 23).to(tl.float32, bitcast=True)
+    else:
+        # No scale is below the least normal number.
+        scale = tl.maximum(tl.div_rn(largest, 448.0), 1.1754943508222875e-38)
+    scale = tl.where(bits > 0, scale, 1.0)
+    code_KK = tl.div_rn(x_KK, tl.broadcast_to(scale, [BLOCK, BLOCK])).to(tl.float8e4nv)
+    into_KK = (expert * rows + row_K1) * columns + column_1K
+    tl.store(codes + into_KK, code_KK, mask=there_KK)
+    tl.store(scales + program, scale)
+    tl.store(largest_of + program, largest)
+
+
+def launch_quantize(
+    weight_ERC: Tensor,
+    codes_ERC: Tensor,
+    scale_Erc: Tensor,
+    largest_Erc: Tensor,
+    *,
+    powers: bool,
+    dtype: torch.dtype,
+    block: int,
+    warps: int = WARPS[0],
+) -> None:
+    """Write codes, scales and largest magnitudes, which follow each other in memory."""
+    on_device = (
+        torch.cuda.device(weight_ERC.device) if weight_ERC.is_cuda else contextlib.nullcontext()
+    )
+    with on_device:
+        quantize_kernel[(scale_Erc.numel(),)](
+            weight_ERC,
+            codes_ERC,
+            scale_Erc,
+            largest_Erc,
+            *weight_ERC.stride(),
+            *weight_ERC.shape[1:],
+            POWERS=powers,
+            ADJACENT=weight_ERC.stride(2) == 1,
+            EXPORTED=_TYPES[dtype],
+            BLOCK=block,
+            num_warps=warps,
+        )

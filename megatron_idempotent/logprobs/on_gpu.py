@@ -1,0 +1,115 @@
+"""What `kernels` computes, by Triton's kernels: rows are read once, and written once.
+
+Only this file launches them, and it is imported only where they are used.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .asked import Asked, Columns, Wanted
+from .combine import Partial, Whole, all_gathered
+from .rows import panels
+from .slopes import Slopes
+from .triton_blocks import block_of
+from .triton_gradient import launch_gradient
+from .triton_statistics import launch_statistics
+from .triton_tokens import launch_coefficients, launch_combine
+
+
+def partial_of(
+    logits: Tensor,
+    local_N: Tensor,
+    kept_N: Tensor | None,
+    temperature: Tensor | float,
+    columns: Columns,
+    wanted: Wanted,
+) -> Partial:
+    """Statistics of the kept tokens, without a copy of their rows."""
+    matrices = panels(logits)[0]
+    block = block_of("statistics", logits.dtype)
+    temperature = _computed(temperature)
+    found: list[Tensor] = []
+    done = 0
+    sizes = [len(matrix) for matrix in matrices]
+    masks = [None] * len(sizes) if kept_N is None else torch.split(kept_N, sizes)
+    for matrix, mask in zip(matrices, masks, strict=True):
+        row_n = None if mask is None else mask.nonzero().squeeze(1)
+        tokens = slice(done, done + (len(matrix) if row_n is None else len(row_n)))
+        done = tokens.stop
+        if tokens.start == tokens.stop:
+            continue
+        of_these = temperature[tokens] if isinstance(temperature, Tensor) else temperature
+        here = local_N[tokens]
+        arguments = (matrix, row_n, here, of_these, columns.real, wanted.entropy, block)
+        found.append(launch_statistics(*arguments))
+    parts_PN4 = found[0] if len(found) == 1 else torch.cat(found, 1)
+    width = block.shape.segment
+    if len(parts_PN4) == 1:
+        return Partial(*parts_PN4[0].unbind(-1))
+    return Partial(*launch_combine(parts_PN4, local_N, width, temperature, whole=False).unbind(-1))
+
+
+def whole_of(partial: Partial, asked: Asked) -> Whole:
+    """As `combine`. A collective of the group's ranks, one all-gather."""
+    columns, temperature = asked.columns, _computed(asked.temperature)
+    parts_RN4 = all_gathered(torch.stack(partial, dim=-1), columns.group)
+    found = launch_combine(parts_RN4, asked.targets, columns.per_rank, temperature, whole=True)
+    return Whole(*found)
+
+
+def slopes_of(
+    asked: Asked, whole: Whole, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None
+) -> tuple[Slopes, Tensor]:
+    """As `Slopes.made`, and each token, or -1 where its outputs have no gradient, [N].
+
+    Nothing is read on the host.
+    """
+    temperature = _computed(asked.temperature)
+    found_3N, token_N = launch_coefficients(whole, of_logprob_N, of_entropy_N, temperature)
+    factor_N, slope_N, of_target_N = found_3N
+    slope = None if of_entropy_N is None else slope_N
+    return Slopes(asked.local, whole.origin, factor_N, slope, of_target_N), token_N
+
+
+def write_gradient(
+    rows: list[Tensor],
+    into: list[Tensor],
+    kept_N: Tensor | None,
+    token_N: Tensor | None,
+    slopes: Slopes,
+    temperature: Tensor | float,
+    columns: Columns,
+) -> None:
+    """Write all of `into`: zeros where tokens are not kept, and in padded columns.
+
+    `slopes` and `temperature` are of all kept tokens; where `token_N` is -1 those are zeros, too.
+    """
+    token_M = token_N
+    if kept_N is not None:
+        place_M = kept_N.cumsum(0) - 1
+        if token_M is not None and len(token_M):
+            place_M = token_M[place_M.clamp(min=0)]
+        token_M = torch.where(kept_N, place_M, -1)
+    temperature = _computed(temperature)
+    done = 0
+    for matrix, into_matrix in zip(rows, into, strict=True):
+        if not into_matrix.numel():
+            continue
+        here = slice(done, done + len(matrix))
+        done = here.stop
+        of_these = None if token_M is None else token_M[here]
+        some = slopes if token_M is not None or len(rows) == 1 else slopes.of(here)
+        t = temperature
+        if isinstance(t, Tensor) and some is not slopes:
+            t = t[here]
+        block = block_of("gradient", matrix.dtype)
+        launch_gradient(matrix, into_matrix, of_these, some, t, columns.real, block)
+
+
+def _computed(temperature: Tensor | float) -> Tensor | float:
+    """As the kernels take it: of float32, one after the other."""
+    if isinstance(temperature, Tensor):
+        return temperature.to(torch.float32).contiguous()
+    return temperature

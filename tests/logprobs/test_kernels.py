@@ -1,0 +1,388 @@
+"""Triton's kernels, in its interpreter, by the same cases and bounds as torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+#: Of the cases that torch is held to; others are asked for by -m exhaustive.
+CASES = 30
+
+
+@pytest.fixture
+def kernels(kernel_ranks) -> Callable[..., list[Any]]:
+    """`kernels(ranks, function, *arguments)`: on ranks, by Triton's kernels in small blocks."""
+    return lambda ranks, run, *arguments: kernel_ranks(ranks, in_small_blocks, run, *arguments)
+
+
+def in_small_blocks(run: Callable[..., Any], *arguments: Any) -> Any:
+    """On a rank."""
+    from kernels import in_blocks
+
+    with in_blocks():
+        return run(*arguments)
+
+
+def against_float64(first: int, last: int) -> list[bytes]:
+    """On a rank that shares the vocabulary with all others; in blocks of three shapes in turn."""
+    import torch
+    import torch.distributed as dist
+    from cases import case, within_bounds
+    from kernels import SHAPES, in_blocks, launches
+
+    size, found, seen = dist.get_world_size(), [], set()
+    shapes = list(SHAPES)
+    for seed in range(first, last):
+        given = case(seed, size)
+        with in_blocks(shapes[seed % len(shapes)]):
+            values, launched = launches(within_bounds, given, seed)
+        found += values
+        if given.whole.dtype == torch.float64:
+            assert not launched
+        seen |= set(launched)
+    assert seen == {"launch_statistics", "launch_gradient"}
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_within_what_rounding_allows_and_alike_on_all_ranks(kernels, ranks):
+    first, *others = kernels(ranks, against_float64, 0, CASES)
+    assert all(other == first for other in others)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_many_more_cases(kernels, ranks):
+    first, *others = kernels(ranks, against_float64, CASES, 400)
+    assert all(other == first for other in others)
+
+
+def of_other_modules() -> None:
+    """On a rank: what torch is held to elsewhere."""
+    from kernels import in_blocks
+    from test_accuracy import changed_in_place, some_without_gradient
+    from test_from_logits import confident
+    from test_magnitudes import alone_and_together, any_magnitude
+
+    with in_blocks("wide"):
+        any_magnitude()
+        alone_and_together("grad")
+        confident("none")
+        confident("grad")
+    changed_in_place()
+    some_without_gradient()
+
+
+def test_magnitudes_neighbours_and_certain_tokens_are_as_with_torch(kernels):
+    kernels(1, of_other_modules)
+
+
+def from_hidden() -> None:
+    """On a rank: in the type of a model, cut by a sampler, and with Megatron's `main_grad`."""
+    from kernels import launches
+    from test_from_hidden import rounded
+
+    for dtype in ("float32", "bfloat16"):
+        _, seen = launches(rounded, dtype)
+        assert {"launch_statistics", "launch_gradient"} <= set(seen)
+
+
+def test_from_hidden_states_within_the_rounding_of_the_type(kernels):
+    kernels(1, from_hidden)
+
+
+def hidden_as_logits(layout: str) -> list[bytes]:
+    """On a rank: gradients of all inputs against float64, tokens left out, and many parts."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_idempotent import token_logprobs
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    tokens, features, columns, real = 24, 8, 40 * size, 40 * size - 3
+    hidden = torch.randn(tokens, features)
+    weight = torch.randn(columns, features) / features**0.5
+    targets = torch.randint(0, real, (tokens,))
+    mask = torch.rand(tokens) < 0.7
+    of_logprob, of_entropy = torch.randn(2, tokens)
+    of_logprob[::3] = of_entropy[::3] = 0.0  # of which nothing is differentiated
+
+    exact = [each.double().requires_grad_() for each in (hidden, weight)]
+    logp = torch.log_softmax((exact[0] @ exact[1].t())[:, :real], -1)
+    logprob = logp.gather(-1, targets[:, None]).squeeze(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    ((logprob * of_logprob + entropy * of_entropy) * mask).sum().backward()
+
+    ours = hidden.chunk(size)[rank] if layout == "sequence_parallel" else hidden
+    found = []
+    for fused in (False, True):
+        leaf = ours.clone().requires_grad_()
+        part = weight.chunk(size)[rank].clone().requires_grad_()
+        if fused:
+            part.main_grad = torch.ones_like(part)
+            part.grad_added_to_main_grad = False
+        stats = token_logprobs(
+            hidden=leaf,
+            weight=part,
+            targets=targets,
+            tp_group=dist.group.WORLD,
+            vocab_size=real,
+            token_mask=mask,
+            entropy="grad",
+            hidden_layout=layout,
+            gradient_accumulation_fusion=fused,
+            workspace_bytes=1000,  # six tokens at a time
+        )
+        (stats.logprob * of_logprob + stats.entropy * of_entropy).sum().backward()
+        of_weight = part.main_grad - 1 if fused else part.grad
+        if fused:
+            assert part.grad_added_to_main_grad
+            assert not part.grad.any()
+        of_hidden = exact[0].grad
+        if layout == "sequence_parallel":
+            of_hidden = of_hidden.chunk(size)[rank]
+        # Products of 8, sums of 24 tokens or 80 columns; the largest element is at most 8 of them.
+        close = {"rtol": 2.0**-23 * 112, "atol": 2.0**-23 * 112}
+        torch.testing.assert_close(leaf.grad.double(), of_hidden, **close)
+        wanted = exact[1].grad.chunk(size)[rank]
+        torch.testing.assert_close(of_weight.double(), wanted, **close)
+        torch.testing.assert_close(stats.logprob.double(), logprob * mask, **close)
+        torch.testing.assert_close(stats.entropy.double(), entropy * mask, **close)
+        found += [each.detach().numpy().tobytes() for each in stats]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(1, "replicated"), (2, "replicated"), (2, "sequence_parallel")]
+)
+def test_from_hidden_states_in_parts_of_tokens(kernels, ranks, layout):
+    first, *others = kernels(ranks, hidden_as_logits, layout)
+    assert all(other == first for other in others)
+
+
+def cut(cases: int) -> list[bytes]:
+    """On a rank: what a sampler left."""
+    from test_sampling import against_float64
+
+    return against_float64(cases)
+
+
+def test_what_a_sampler_left(kernels):
+    kernels(1, cut, 40)
+
+
+def odd_values() -> None:
+    """On a rank: NaN and infinities in one row stay there, and are what they are with torch."""
+    import torch
+
+    from megatron_idempotent import token_logprobs
+
+    torch.manual_seed(0)
+    whole = torch.randn(8, 150)
+    whole[1, 70] = torch.nan
+    whole[2, 149] = torch.inf
+    whole[3] = -torch.inf
+    whole[4, :80] = -torch.inf
+    whole[5, 9] = torch.nan  # the target
+    whole[6, 9] = -torch.inf
+    targets = torch.full((8,), 9)
+    for entropy in ("none", "grad"):
+        for temperature in (1.0, 0.7, 1e-7):
+            found = []
+            for triton in (False, True):
+                leaf = whole.clone().requires_grad_()
+                stats = token_logprobs(
+                    logits=leaf,
+                    targets=targets,
+                    entropy=entropy,
+                    temperature=temperature,
+                    triton=triton,
+                )
+                total = stats.logprob.sum()
+                if entropy == "grad":
+                    total = total + stats.entropy.sum()
+                total.backward()
+                found.append([each.detach() for each in (*stats, leaf.grad) if each is not None])
+            for torchs, ours in zip(*found, strict=True):
+                name = f"{entropy}, {temperature}"
+                assert torch.equal(torchs.isnan(), ours.isnan()), name
+                assert torch.equal(torchs.isinf(), ours.isinf()), name
+                assert (ours[[0, 7]].isfinite()).all()
+
+
+def test_nan_and_infinities_are_where_they_are_with_torch(kernels):
+    kernels(1, odd_values)
+
+
+def beyond_int32() -> None:
+    """On a rank: rows that begin beyond 2³¹ elements, in memory that is reserved and not filled."""
+    import torch
+
+    from megatron_idempotent import token_logprobs
+
+    columns, stride = 20, 2**30 + 16
+    # Row 3 begins beyond 2³¹ elements; pages that nobody touches take no memory.
+    memory = torch.empty(3 * stride + columns, dtype=torch.bfloat16)
+    logits = memory.as_strided((4, columns), (stride, 1))
+    torch.manual_seed(0)
+    small = torch.randn(4, columns).bfloat16()
+    logits.copy_(small)
+    leaf = logits.requires_grad_()
+    targets = torch.arange(4)
+    small.requires_grad_()
+    wanted = token_logprobs(logits=small, targets=targets)
+    mask = torch.tensor([True, False, True, True])
+    every = token_logprobs(logits=leaf, targets=targets)
+    assert torch.equal(every.logprob, wanted.logprob)
+    (of_leaf,) = torch.autograd.grad(every.logprob.sum(), leaf)
+    (of_small,) = torch.autograd.grad(wanted.logprob.sum(), small, retain_graph=True)
+    assert torch.equal(of_leaf, of_small)
+    found = token_logprobs(logits=leaf, targets=targets, token_mask=mask).logprob
+    assert torch.equal(found, wanted.logprob * mask)
+
+
+def test_rows_lie_beyond_what_32_bits_address(kernels):
+    kernels(1, beyond_int32)
+
+
+def choice(environment: str | None) -> dict[str, str]:
+    """On a rank: which kernels run, or what is said."""
+    import torch
+
+    from megatron_idempotent.logprobs.backend import backend_of
+
+    if environment is None:
+        os.environ.pop("MEGATRON_IDEMPOTENT_TRITON")
+    else:
+        os.environ["MEGATRON_IDEMPOTENT_TRITON"] = environment
+    found = {}
+    for compiled in (False, True):
+        for triton in (None, False, True):
+            try:
+                found[f"{compiled} {triton}"] = backend_of(
+                    torch.device("cpu"), torch.float32, compiled=compiled, triton=triton
+                )
+            except ValueError as error:
+                found[f"{compiled} {triton}"] = str(error)
+    return found
+
+
+def test_the_argument_comes_before_the_environment_and_that_before_the_device(kernels, monkeypatch):
+    both = "token_logprobs() got compiled=True and triton=True: one of them"
+    compiled = {"True None": "compiled", "True False": "compiled", "True True": both}
+    for environment, usual in ((None, "eager"), ("0", "eager"), ("1", "triton")):
+        (found,) = kernels(1, choice, environment)
+        assert found == {
+            "False None": usual,
+            "False False": "eager",
+            "False True": "triton",
+            **compiled,
+        }
+    (found,) = kernels(1, choice, "yes")
+    assert found["False None"] == (
+        "MEGATRON_IDEMPOTENT_TRITON='yes' in the environment: 1, 0 or nothing"
+    )
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from megatron_idempotent.logprobs.backend import backend_of
+
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ValueError, match="cpu is no GPU: set TRITON_INTERPRET=1"):
+        backend_of(torch.device("cpu"), torch.float32, compiled=False, triton=True)
+
+
+def zeros_and_padding(ownership: str) -> None:
+    """On a rank: what nobody differentiates is not read, and is written as zeros."""
+    import torch
+
+    from megatron_idempotent import token_logprobs
+
+    torch.manual_seed(0)
+    columns, real = 300, 150  # padding has whole tiles and segments of its own
+    whole = torch.randn(3, 4, columns)
+    dead = torch.zeros(3, 4, dtype=torch.bool)
+    dead[0] = dead[1, 2] = dead[2, :3] = True
+    masked = torch.zeros(3, 4, dtype=torch.bool)
+    masked[:, 1] = True
+    whole[dead | masked] = torch.nan
+    whole[..., real:] = torch.nan
+    for mask in (None, ~masked):
+        leaf = whole.clone().requires_grad_()
+        stats = token_logprobs(
+            logits=leaf * 1,
+            targets=torch.arange(12).view(3, 4),
+            vocab_size=real,
+            token_mask=mask,
+            entropy="grad",
+            ownership=ownership,
+        )
+        used = ~dead & ~masked
+        total = torch.where(used, stats.logprob, 0.0).sum()
+        total = total + torch.where(used, stats.entropy, 0.0).sum()
+        total.backward()
+        assert not leaf.grad[~used].any()
+        assert not leaf.grad[..., real:].any()
+        exact = whole[used][:, :real].double().requires_grad_()
+        logp = torch.log_softmax(exact, -1)
+        targets = torch.arange(12).view(3, 4)[used]
+        (logp.gather(1, targets[:, None]).sum() - (logp.exp() * logp).sum()).backward()
+        # p of 150 columns times differences below 16, and float32's roundings of both.
+        bound = {"rtol": 2.0**-23 * 150, "atol": 2.0**-23 * 16}
+        torch.testing.assert_close(leaf.grad[used][:, :real].double(), exact.grad, **bound)
+
+
+@pytest.mark.parametrize("ownership", ["borrow", "consume"])
+def test_tokens_without_gradient_and_padding_are_zeros_and_not_read(kernels, ownership):
+    kernels(1, zeros_and_padding, ownership)
+
+
+def columns_apart() -> None:
+    """On a rank: columns that are not next to each other, and whose gradients are, or are not."""
+    import torch
+
+    from megatron_idempotent import token_logprobs
+
+    torch.manual_seed(0)
+    plain = torch.randn(5, 150)
+    leaf = torch.zeros(150, 5)
+    leaf.copy_(plain.t())
+    apart = torch.zeros(5, 300)
+    apart[:, ::2] = plain
+    found = []
+    for logits in (plain, leaf.t(), apart[:, ::2]):
+        given = logits.detach().requires_grad_()
+        stats = token_logprobs(logits=given, targets=torch.arange(5), entropy="grad")
+        total = stats.logprob.sum() + stats.entropy.sum()
+        found.append((*stats, *torch.autograd.grad(total, given)))
+    for others in found[1:]:
+        assert all(map(torch.equal, others, found[0]))
+
+
+def test_columns_need_not_follow_each_other(kernels):
+    kernels(1, columns_apart)
+
+
+def small_probabilities() -> None:
+    """On a rank: of logits whose distances, and their quotients, are whole numbers."""
+    import torch
+
+    from megatron_idempotent import token_logprobs
+
+    z = -torch.arange(0, 81, dtype=torch.float32)
+    exact = -torch.softmax(z.double(), 0)
+    for temperature in (1.0, 7.0):  # of which some products with 1 / 7 are no whole numbers
+        leaf = (z * temperature)[None].clone().requires_grad_()
+        stats = token_logprobs(logits=leaf, targets=torch.tensor([0]), temperature=temperature)
+        stats.logprob.sum().backward()
+        found = leaf.grad[0].double() * temperature
+        error = ((found - exact) / exact)[1:].abs()
+        # Units of 2⁻²⁴: 2ˣ is off by 2; the multiply-add, sum, factor and product by 1 each; log 2
+        # in float32 by 0.05 for each of 80.
+        assert error.max() <= 10 * 2.0**-24, float(error.max() * 2**24)
+
+
+def test_small_probabilities_lose_no_bits_to_a_large_exponent(kernels):
+    kernels(1, small_probabilities)
