@@ -41,6 +41,7 @@ def kernel_ranks() -> Iterator[Callable[..., list[Any]]]:
     The interpreter rounds as a GPU does, and Triton's kernels are what is used.
     """
     from megatron_idempotent.cpu import RankPool
+    from megatron_idempotent.cpu.interpreter import interpreted
 
     with RankPool(4, preload=("torch", "triton", "pytest")) as pool:
 
@@ -49,14 +50,6 @@ def kernel_ranks() -> Iterator[Callable[..., list[Any]]]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("TRITON_INTERPRET", "1")
                 patch.setenv("MEGATRON_IDEMPOTENT_TRITON", "1")
-                return pool.run(ranks, _interpreted, function, *arguments, timeout_s=300.0)
+                return pool.run(ranks, interpreted, function, *arguments, timeout_s=300.0)
 
         yield run
-
-
-def _interpreted(function: Callable[..., Any], *arguments: Any) -> Any:
-    """On a rank."""
-    from megatron_idempotent.cpu.interpreter import round_as_a_gpu
-
-    round_as_a_gpu()
-    return function(*arguments)

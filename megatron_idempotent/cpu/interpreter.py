@@ -2,14 +2,14 @@
 
 With TRITON_INTERPRET=1 in the environment before Triton is imported, kernels run on a CPU, in
 NumPy. It truncates where a GPU rounds to the nearest number, loses subnormal numbers, keeps NaN
-where a GPU's maximum does not, and rounds
-twice where a GPU's multiply-add rounds once; what a kernel finds would then say nothing of a GPU's
-last bits.
+where a GPU's maximum does not, and rounds twice where a GPU's multiply-add rounds once; what a
+kernel finds would then say nothing of a GPU's last bits.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 
@@ -66,3 +66,9 @@ def round_as_a_gpu() -> None:
     # A GPU's maximum of NaN and a number is the number, unless NaN is asked for.
     InterpreterBuilder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
     InterpreterBuilder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
+
+
+def interpreted(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function on a rank that has the interpreter, with its roundings corrected."""
+    round_as_a_gpu()
+    return function(*arguments)

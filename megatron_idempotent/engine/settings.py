@@ -29,6 +29,7 @@ _ELSEWHERE = frozenset(
     f"{SWITCH}_{name}"
     for name in (
         "DEVICE",  # of ranks that are started without one
+        "TRITON",  # whether its kernels run
         *("HOST", "LIFE", "TORCHRUN_RANKS"),  # from one process of a trainer to another
         *("PEER_PYTHON", "RAY", "VLLM_PYTHON"),  # of this project's own tests and benchmarks
     )

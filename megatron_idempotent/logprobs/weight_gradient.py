@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -98,11 +100,18 @@ def product_into(into: Tensor, left: Tensor, right: Tensor, *, add: bool = False
     beta = int(add)
     if into.dtype == left.dtype:
         return torch.addmm(into, left, right, beta=beta, out=into)
-    if into.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):  # from torch 2.8 on
+    widened = _widened_product() if into.is_cuda else None
+    if widened is not None:
         # The product's own sums are of float32, and are not rounded to half of it in between.
-        found: Tensor = torch.ops.aten.addmm.dtype_out(
-            into, left, right, into.dtype, beta=beta, out=into
-        )
+        found: Tensor = widened(into, left, right, into.dtype, beta=beta, out=into)
         return found
     product = left @ right
     return into.add_(product) if add else into.copy_(product)
+
+
+def _widened_product() -> Any:
+    """The operator that multiplies into a wider type, from torch 2.8 on; None before."""
+    # cloudpickle takes `torch.ops` for a module that a function needs, and cannot pickle it.
+    from torch._ops import ops
+
+    return getattr(ops.aten.addmm, "dtype_out", None)

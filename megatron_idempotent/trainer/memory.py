@@ -51,7 +51,7 @@ class MemoryLedger:
         ledger = MemoryLedger()
         with ledger.phase("generation"):
             ...
-        ledger.metrics()["memory/train/generation_kept_gib"]
+        kept_gib = ledger.metrics().get("memory/train/generation_kept_gib")
     """
 
     def __init__(

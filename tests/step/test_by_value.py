@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from engines import ENGINES
@@ -50,6 +51,8 @@ def all_by_value() -> tuple[bytes, bytes]:
             if str(missing.name).startswith(package):
                 raise
             continue  # what an optional dependency is needed for
+        if _launches_kernels(module):
+            continue
         for own, value in vars(module).items():
             if getattr(value, "__module__", None) == module.__name__ and own[:2] != "__":
                 everything[f"{module.__name__}.{own}"] = value
@@ -76,6 +79,18 @@ def all_by_value() -> tuple[bytes, bytes]:
             "simulate": everything["megatron_idempotent.simulator.run.simulate"],
             "Scenario": everything["megatron_idempotent.simulator.scenario.Scenario"],
         }
+    )
+
+
+def _launches_kernels(module: Any) -> bool:
+    """Triton compiles kernels from their files, so these stay where the files are."""
+    held = [value for value in vars(module).values() if callable(value)]
+    defined = [sys.modules.get(str(getattr(value, "__module__", ""))) for value in held]
+    return any(
+        type(value).__name__ == "JITFunction"
+        for each in {id(one): one for one in (module, *defined) if one is not None}.values()
+        if each.__name__.startswith("megatron_idempotent.")
+        for value in vars(each).values()
     )
 
 

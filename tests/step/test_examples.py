@@ -132,6 +132,7 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
             "tokens": tokens_BT,
             "attention_mask": mask_BT,
         },
+        "trainer/memory.py": {},
         "models/files.py": {
             "path": tmp_path / "model.safetensors",
             "TensorInfo": TensorInfo,
