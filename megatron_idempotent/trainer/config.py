@@ -121,8 +121,9 @@ class RolloutConfig:
 class SyncConfig:
     """New weights for what samples. Example: `SyncConfig(transport="shared_memory")`."""
 
-    transport: Literal["shared_memory", "disk", "gloo", "nccl"] = "shared_memory"
-    """How weights reach vLLM; SGLang reads them from disk, and transformers in place."""
+    transport: Literal["shared_memory", "disk", "gloo", "nccl", "cuda_ipc"] = "shared_memory"
+    """How weights reach vLLM (cuda_ipc: on the same GPU); SGLang reads them from disk, and
+    transformers in place."""
     directory: str = ""
     """Folder for weights that go over disk; servers see it too. Empty for one in the run's own."""
     address: str = ""

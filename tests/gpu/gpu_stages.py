@@ -185,6 +185,7 @@ BENCHMARKS = {
     "patched_step": (("--rounds", "8"), ("--rounds", "2", "--ranks", "1", "--hidden", "64")),
     "split_step": (("--rounds", "6"), ("--rounds", "2", "--hidden", "64", "--only-steps")),
     "weight_sync": ((), ("--rounds", "1", "--hidden", "128", "--streams", "2")),
+    "weight_transports": (("--megabytes", "512"), ("--rounds", "1", "--megabytes", "1")),
 }
 KERNELS = {
     "token_logprobs": (

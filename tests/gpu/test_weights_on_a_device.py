@@ -56,63 +56,79 @@ def test_an_engine_on_the_device_serves_each_version_to_the_bit(megatron_ranks, 
         assert set(versions) == {number}
 
 
-def handed_over(nbytes: int) -> Any:
-    """On two ranks with one GPU: rank 0's memory, opened and read by rank 1 without a copy."""
-    import pickle
+def handed_over(versions: int) -> list[bool]:
+    """On two ranks with one GPU: whether what rank 1 has received is what rank 0 sent."""
+    import asyncio
 
     import torch
     import torch.distributed as dist
-    from torch.multiprocessing.reductions import reduce_tensor
+
+    from megatron_idempotent.weights import Bucket, WeightUpdate, checksum
+    from megatron_idempotent.weights.transports import CudaIpcSender, receiver
 
     group = dist.new_group(backend="gloo")
-    told: list[Any] = [None]
+
+    def told(source: int, what: Any = None) -> Any:
+        box = [what]
+        dist.broadcast_object_list(box, src=source, group=group)
+        return box[0]
+
+    async def send() -> list[bool]:
+        sender = CudaIpcSender()
+        for version in range(versions):
+            told(0, await sender.open(WeightUpdate(id=str(version), version=version)))
+            for index in range(4):
+                torch.manual_seed(10 * version + index)
+                large, small = torch.randn(1 << 20, device="cuda"), torch.randn(3, device="cuda")
+                bucket = Bucket.of(index, {"large": large, "small": small.bfloat16()})
+                told(0, await sender.announce(bucket))
+                told(1)
+                await sender.release(bucket)
+            await sender.close()
+        return [True]
+
     if dist.get_rank() == 0:
-        weights = torch.arange(nbytes // 4, dtype=torch.int32, device="cuda")
-        torch.cuda.synchronize()
-        told = [pickle.dumps(reduce_tensor(weights))]
-    dist.broadcast_object_list(told, src=0, group=group)
-    if dist.get_rank() == 0:
-        dist.barrier(group)  # the memory is here until it is read
-        return True
-    rebuild, arguments = pickle.loads(told[0])
-    theirs = rebuild(*arguments)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    mine = theirs.clone()
-    end.record()
-    end.synchronize()
-    right = bool((mine == torch.arange(nbytes // 4, dtype=torch.int32, device="cuda")).all())
-    print(f"CUDA IPC: {nbytes / start.elapsed_time(end) / 1e6:.0f} GB/s")
-    del theirs
-    dist.barrier(group)
-    return right
+        return asyncio.run(send())
+    found = []
+    for _ in range(versions):
+        inbound = receiver(told(0))
+        for _ in range(4):
+            # What this process computes holds no copy up, and none is read before it is there.
+            torch.cuda._sleep(20_000_000)
+            bucket = inbound.receive(told(0))
+            same = [checksum(each) == bucket.checksums[n] for n, each in bucket.tensors.items()]
+            found.append(all(same) and all(each.is_cuda for each in bucket.tensors.values()))
+            told(1)
+        inbound.close()
+    return found
 
 
 @pytest.mark.gpu
-def test_another_process_reads_device_memory_by_its_handle(gpu_ranks):
-    assert gpu_ranks(2, handed_over, 1 << 28) == [True, True]
+def test_another_process_copies_buckets_out_of_the_trainers_memory(gpu_ranks):
+    assert gpu_ranks(2, handed_over, 2) == [[True], [True] * 8]
 
 
-def staged_beside(nbytes: int) -> tuple[bool, float]:
-    """On a rank with a GPU: a copy to pinned memory on a side stream, beside a busy main one."""
+def staged_beside(nbytes: int) -> tuple[bool, bool]:
+    """On a rank with a GPU: an engine's copies of an update, while the current stream is busy."""
     import torch
 
-    source = torch.randint(0, 127, (nbytes,), dtype=torch.uint8, device="cuda")
-    target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    side, copied, computed = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
-    torch.cuda.synchronize()
-    side.wait_stream(torch.cuda.current_stream())
+    from megatron_idempotent.rollout.local.incoming import Incoming
+    from megatron_idempotent.weights import Bucket, TensorInfo, WeightUpdate
+
+    weights = torch.randint(0, 127, (nbytes,), dtype=torch.uint8, device="cuda")
+    bucket, infos = Bucket.of(0, {"w": weights}), [TensorInfo.of("w", weights)]
+    incoming = Incoming(
+        WeightUpdate(id="a", version=1), expected=infos, device=torch.device("cuda", 0)
+    )
+    computed = torch.cuda.Event()
     torch.cuda._sleep(2_000_000_000)  # about a second
     computed.record()
-    with torch.cuda.stream(side):
-        target.copy_(source, non_blocking=True)
-        copied.record()
-    copied.synchronize()
-    done_first = not computed.query()
+    incoming.add(bucket)
+    came_first = not computed.query()
     torch.cuda.synchronize()
-    return torch.equal(target, source.cpu()), float(done_first)
+    return torch.equal(incoming.complete()["w"], weights), came_first
 
 
 @pytest.mark.gpu
-def test_a_copy_on_a_side_stream_does_not_wait_for_the_main_one(gpu_ranks):
-    assert gpu_ranks(1, staged_beside, 1 << 26) == [(True, 1.0)]
+def test_staging_does_not_wait_for_what_the_model_computes(gpu_ranks):
+    assert gpu_ranks(1, staged_beside, 1 << 26) == [(True, True)]

@@ -8,6 +8,7 @@ import os
 import pathlib
 from collections.abc import Callable
 
+import host_gpu
 import pytest
 import torch
 from transport_peer import described
@@ -15,20 +16,33 @@ from weight_peers import PeerError, Peers, buckets_of
 
 from megatron_idempotent.weights import Bucket, Staging, TensorInfo, UpdateDamaged, WeightUpdate
 from megatron_idempotent.weights import transports as t
+from megatron_idempotent.weights.transports import cuda_ipc
 from megatron_idempotent.weights.transports.segments import DIRECTORY, PREFIX
 
-KINDS = ["disk", "shared_memory", "process_group"]
+KINDS = [
+    "disk",
+    "shared_memory",
+    "process_group",
+    pytest.param(
+        "cuda_ipc",
+        marks=pytest.mark.skipif(host_gpu.COMPILER is None, reason=host_gpu.WITHOUT),
+    ),
+]
 UPDATE = WeightUpdate(id="run/1", version=1)
 Make = Callable[..., t.Sender]
 
 
 @pytest.fixture
-def make(tmp_path: pathlib.Path) -> Make:
+def make(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     def sender(kind: str, **arguments: object) -> t.Sender:
         if kind == "disk":
             return t.DiskSender(tmp_path / "weights", **arguments)
         if kind == "shared_memory":
             return t.SharedMemorySender(**arguments)
+        if kind == "cuda_ipc":
+            host_gpu.build()
+            monkeypatch.setattr(cuda_ipc, "Gpu", host_gpu.HostGpu)
+            return t.CudaIpcSender(**arguments)
         return t.ProcessGroupSender("127.0.0.1", **{"timeout_s": 60.0, **arguments})
 
     return sender
@@ -36,7 +50,8 @@ def make(tmp_path: pathlib.Path) -> Make:
 
 def left_behind(tmp_path: pathlib.Path) -> list[str]:
     mine = [path for path in DIRECTORY.glob(f"{PREFIX}.*") if str(os.getpid()) in path.name]
-    return [str(path) for path in (*mine, *tmp_path.glob("weights/*"))]
+    files = [str(path) for path in (*mine, *tmp_path.glob("weights/*"))]
+    return [*files, *host_gpu.left_behind()]
 
 
 async def send_update(

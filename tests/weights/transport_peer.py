@@ -16,14 +16,17 @@ import sys
 import time
 from typing import Any
 
+import host_gpu
 import torch
 
 from megatron_idempotent.weights import Bucket, WeightUpdate, checksum, transports
+from megatron_idempotent.weights.transports import cuda_ipc
 
 _SENDERS = {
     "disk": transports.DiskSender,
     "shared_memory": transports.SharedMemorySender,
     "process_group": transports.ProcessGroupSender,
+    "cuda_ipc": transports.CudaIpcSender,
 }
 
 
@@ -113,6 +116,8 @@ def fork(orders: socket.socket) -> None:
 
 
 def main() -> None:
+    if host_gpu.VARIABLE in os.environ:
+        cuda_ipc.Gpu = host_gpu.HostGpu
     fork(socket.socket(fileno=int(sys.argv[1])))
     peer = Peer()
     for line in sys.stdin:

@@ -79,7 +79,7 @@ def make_ranks(tmp_path_factory, started) -> MakeRanks:
     def make(spec: Any, size: int) -> TorchrunRanks:
         assert (spec.factory, size) == (FACTORY, 2)
         directory = tmp_path_factory.mktemp("torchrun")
-        ranks = TorchrunRanks(size, directory, start_timeout_s=60.0)
+        ranks = TorchrunRanks(size, directory, start_timeout_s=180.0)
 
         def when_it_listens() -> None:
             waiting = threading.Event()

@@ -9,6 +9,7 @@ import torch
 
 from megatron_idempotent.fp8.blockwise import BLOCK, E4M3, dequantize_blockwise
 from megatron_idempotent.weights import Bucket, Staging, TensorInfo, UpdateDamaged, WeightUpdate
+from megatron_idempotent.weights.side_stream import SideStream
 
 _SCALE = "_scale_inv"
 
@@ -33,17 +34,20 @@ class Incoming(Staging):
         super().__init__(update, expected=expected)
         self._dtypes = {info.name: info.dtype for info in expected}
         self._device = device
+        self.side = SideStream(device)
+        """What tensors are copied on, so that they do not wait for what the model computes."""
 
     def add(self, bucket: Bucket) -> None:
         """Check a copy of the bucket and keep it: its sender may free or change what it sent.
 
         Errors: those of `Staging.add`.
         """
-        copies = {
-            name: tensor.detach().to(self._device, copy=True).contiguous()
-            for name, tensor in bucket.tensors.items()
-        }
-        super().add(dataclasses.replace(bucket, tensors=copies))
+        with self.side.complete():
+            copies = {
+                name: tensor.detach().to(self._device, copy=True).contiguous()
+                for name, tensor in bucket.tensors.items()
+            }
+            super().add(dataclasses.replace(bucket, tensors=copies))
 
     def complete(self) -> Mapping[str, torch.Tensor]:
         """All tensors in the model's own types. Errors: those of `Staging.complete`."""

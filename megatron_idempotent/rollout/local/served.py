@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_idempotent.weights import TensorInfo
+from megatron_idempotent.weights.side_stream import used_here
 
 # transformers holds the experts of a layer in two tensors, [E, 2 I, H] and [E, H, I], and
 # checkpoints have three matrices for each expert.
@@ -97,7 +98,7 @@ class ServedWeights:
             self._put(name, tensor.data.new_empty(0))
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
-        self._tensors[name].data = tensor
+        self._tensors[name].data = used_here(tensor)
 
     def _copy(self, name: str) -> torch.Tensor:
         info, served = self._infos[name], self._tensors[name].data

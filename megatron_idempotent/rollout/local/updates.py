@@ -151,8 +151,11 @@ class Updates:
             if close is not None:
                 with contextlib.suppress(Exception):  # the update's own error is the one to see
                     await close()
-        tensors = await asyncio.to_thread(lambda: self._weights.assemble(incoming.complete()))
-        self._staged = (update, tensors)
+        self._staged = (update, await asyncio.to_thread(self._assembled, incoming))
+
+    def _assembled(self, incoming: Incoming) -> dict[str, torch.Tensor]:
+        with incoming.side.complete():
+            return self._weights.assemble(incoming.complete())
 
     def _refuse(self, update: WeightUpdate) -> None:
         if self._arriving is not None:

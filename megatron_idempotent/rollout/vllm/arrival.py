@@ -47,6 +47,9 @@ class Arrival:
         self._announced: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._dropped = False
         self._silence_s = silence_s
+        # The model's: a thread that nobody tells of it has the first one.
+        started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._gpu = torch.cuda.current_device() if started else None
         self._thread = threading.Thread(
             target=self._run, args=(dict(opened), rank), name=f"stage {update.id}", daemon=True
         )
@@ -93,6 +96,8 @@ class Arrival:
 
     def _run(self, opened: Mapping[str, Any], rank: int) -> None:
         try:
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)
             inbound = receiver(opened, rank=rank + 1)  # the trainer is 0
             try:
                 while (announced := self._announced.get(timeout=self._silence_s)) is not None:

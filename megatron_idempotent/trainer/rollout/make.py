@@ -13,6 +13,7 @@ from megatron_idempotent.trainer.config import Config
 from megatron_idempotent.trainer.policy.megatron import MegatronPolicy
 from megatron_idempotent.trainer.rollout.engines import Engines
 from megatron_idempotent.weights.transports import (
+    CudaIpcSender,
     DiskSender,
     ProcessGroupSender,
     Sender,
@@ -74,6 +75,8 @@ def _sender(config: Config, directory: Path) -> Sender:
         return DiskSender(directory)
     if sync.transport == "shared_memory":
         return SharedMemorySender()
+    if sync.transport == "cuda_ipc":
+        return CudaIpcSender()
     return ProcessGroupSender(
         sync.address or "127.0.0.1",
         ranks=sync.workers,

@@ -5,9 +5,13 @@ Both ends may run another Python and another torch: nothing is pickled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from megatron_idempotent.weights.errors import UpdateDamaged
 
 from .base import Announcement, Receiver, Sender
+from .cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from .disk import DiskReceiver, DiskSender
 from .errors import TransportError, TransportTimeout
 from .layout import FORMAT
@@ -17,6 +21,7 @@ from .shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 __all__ = [
     "Announcement",
+    "CudaIpcSender",
     "DiskSender",
     "ProcessGroupSender",
     "Receiver",
@@ -45,16 +50,19 @@ def receiver(opened: Announcement, *, rank: int = 1) -> Receiver:
             f"the sender announces in format {opened.get('format')!r}, this receiver reads "
             f"{FORMAT}; install one release of megatron-idempotent at both ends"
         )
+    kinds: dict[Any, Callable[[], Receiver]] = {
+        DiskSender.kind: lambda: DiskReceiver(opened),
+        SharedMemorySender.kind: lambda: SharedMemoryReceiver(opened),
+        ProcessGroupSender.kind: lambda: ProcessGroupReceiver(opened, rank=rank),
+        CudaIpcSender.kind: lambda: CudaIpcReceiver(opened),
+    }
+    if opened.get("kind") not in kinds:
+        raise TransportError(
+            f"the sender is of kind {opened.get('kind')!r}; there are {', '.join(kinds)}"
+        )
     try:
-        if opened.get("kind") == DiskSender.kind:
-            return DiskReceiver(opened)
-        if opened.get("kind") == SharedMemorySender.kind:
-            return SharedMemoryReceiver(opened)
-        if opened.get("kind") == ProcessGroupSender.kind:
-            return ProcessGroupReceiver(opened, rank=rank)
+        return kinds[opened["kind"]]()
     except KeyError as error:
         raise UpdateDamaged(
             f"the sender's announcement lacks {error}; pass on what open() gave"
         ) from error
-    kinds = ", ".join((DiskSender.kind, SharedMemorySender.kind, ProcessGroupSender.kind))
-    raise TransportError(f"the sender is of kind {opened.get('kind')!r}; there are {kinds}")

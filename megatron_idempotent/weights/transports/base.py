@@ -47,7 +47,7 @@ class Receiver(Protocol):
     """A worker's end. Its methods block: call them in a thread, beside the model."""
 
     def receive(self, announced: Announcement) -> Bucket:
-        """The bucket, in memory of this process (CPU tensors).
+        """The bucket, in memory of this process: CPU tensors, or the GPU's for a CUDA transport.
 
         Errors: `UpdateDamaged` for a bucket that is incomplete, or did not come in time.
         """

@@ -119,11 +119,11 @@ class Layout:
         for info, offset in zip(self.tensors, self.offsets, strict=True):
             _view(info, offset, flat_N).copy_(tensors[info.name].detach())
 
-    def unpack(self, flat_N: torch.Tensor) -> Bucket:
-        """The bucket, copied out of its bytes into CPU tensors."""
+    def unpack(self, flat_N: torch.Tensor, *, device: torch.device | str = "cpu") -> Bucket:
+        """The bucket, copied out of its bytes into tensors on a device."""
         return self.bucket(
             {
-                info.name: _view(info, offset, flat_N).to("cpu", copy=True)
+                info.name: _view(info, offset, flat_N).to(device, copy=True)
                 for info, offset in zip(self.tensors, self.offsets, strict=True)
             }
         )

@@ -6,7 +6,9 @@ import contextlib
 import os
 import pathlib
 import secrets
+from collections.abc import Mapping
 from multiprocessing import shared_memory
+from typing import Any
 
 import torch
 
@@ -45,6 +47,10 @@ class Segment:
                 f"{free.f_bavail * free.f_frsize / 1e6:.0f} MB free: {error}; send smaller buckets "
                 "or give the container more (--shm-size)"
             ) from error
+
+    def announced(self) -> Mapping[str, Any]:
+        """The name and size by which a receiver opens it."""
+        return {"segment": self.name, "segment_bytes": self.nbytes}
 
     def unlink(self) -> None:
         """Give the name back; the memory goes when no process reads it any more."""

@@ -14,10 +14,9 @@ from .errors import TransportError
 from .layout import Layout, read_tensor
 from .segments import DIRECTORY, PREFIX, Segment, remove_stale_segments
 from .sending import SessionSender
+from .two_segments import TwoSegments
 
 KIND = "shared_memory"
-#: One that workers read while the next bucket is written.
-_SEGMENTS = 2
 
 
 class SharedMemorySender(SessionSender):
@@ -29,52 +28,14 @@ class SharedMemorySender(SessionSender):
 
     kind = KIND
 
-    def _begin(self, update: WeightUpdate) -> tuple[_Segments, Mapping[str, Any]]:
+    def _begin(self, update: WeightUpdate) -> tuple[TwoSegments, Mapping[str, Any]]:
         if not DIRECTORY.is_dir():
             raise TransportError(
                 f"there is no {DIRECTORY}, so no shared memory; use DiskSender or "
                 "ProcessGroupSender"
             )
         remove_stale_segments()
-        return _Segments(update.id), {}
-
-
-class _Segments:
-    def __init__(self, update_id: str) -> None:
-        self._update_id = update_id
-        self._free: list[Segment] = []
-        self._taken: dict[int, Segment] = {}
-
-    def announce(self, layout: Layout, bucket: Bucket) -> Mapping[str, Any]:
-        self.release(layout.index)  # of a first try
-        segment = self._segment(layout.nbytes)
-        self._taken[layout.index] = segment
-        layout.pack(bucket.tensors, segment.flat_N)
-        return {"segment": segment.name, "segment_bytes": segment.nbytes}
-
-    def _segment(self, nbytes: int) -> Segment:
-        if len(self._taken) == _SEGMENTS:
-            raise TransportError(
-                f"update {self._update_id}: buckets {sorted(self._taken)} hold both segments; "
-                "release() one, once its workers have it"
-            )
-        for place, segment in enumerate(self._free):
-            if segment.nbytes >= nbytes:
-                return self._free.pop(place)
-        if len(self._taken) + len(self._free) == _SEGMENTS:
-            self._free.pop().unlink()  # too small
-        return Segment(nbytes)
-
-    def transmit(self, layout: Layout, bucket: Bucket) -> None:
-        pass
-
-    def release(self, index: int) -> None:
-        if index in self._taken:
-            self._free.append(self._taken.pop(index))
-
-    def close(self) -> None:
-        for segment in (*self._free, *self._taken.values()):
-            segment.unlink()
+        return TwoSegments(update.id, make=Segment), {}
 
 
 class SharedMemoryReceiver:

@@ -1,0 +1,123 @@
+"""How fast each transport takes weights to another process, beside a copy within memory.
+
+    python -m benchmarks.weight_transports [--rounds 5] [--megabytes 64] [--json] [--device cuda]
+
+Two ranks: one sends buckets of a matrix, one receives them into memory of its own, each announced
+once the last has arrived. With `--device cuda` the matrix is on a GPU that both share, and CUDA IPC
+is among the transports; the others end in the host's memory. Medians; checksums are not computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks._device import add_device
+from megatron_idempotent import cpu
+
+
+def measure(name: str, rounds: int, megabytes: int) -> list[float]:
+    """On two ranks: GB/s of each bucket, of which the first is left out. Rank 1 returns none."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_idempotent.weights import Bucket, WeightUpdate
+    from megatron_idempotent.weights.transports import receiver
+
+    group = dist.new_group(backend="gloo")
+
+    def told(source: int, what: Any = None) -> Any:
+        box = [what]
+        dist.broadcast_object_list(box, src=source, group=group)
+        return box[0]
+
+    if dist.get_rank() == 1:
+        inbound = receiver(told(0), rank=1)
+        for _ in range(rounds + 1):
+            inbound.receive(told(0))
+            told(1)
+        inbound.close()
+        return []
+
+    async def send() -> list[float]:
+        weights = torch.ones(_rows(megabytes), 1024, device="cuda")
+        sender = _sender(name)
+        told(0, await sender.open(WeightUpdate(id="run/1", version=1)))
+        rates = []
+        for index in range(rounds + 1):
+            bucket = Bucket(index=index, tensors={"w": weights}, checksums={})
+            started = time.perf_counter()
+            told(0, await sender.announce(bucket))
+            await sender.transmit(bucket)
+            told(1)
+            rates.append(bucket.nbytes / (time.perf_counter() - started) / 1e9)
+            await sender.release(bucket)
+        await sender.close()
+        return rates[1:]
+
+    return asyncio.run(send())
+
+
+def _rows(megabytes: int) -> int:
+    """Rows of 1,024 float32 that are so many MiB."""
+    return megabytes * 256
+
+
+def copied(rounds: int, megabytes: int) -> float:
+    """On a rank: GB/s of copies within the memory that the weights are in, the median."""
+    import torch
+
+    source = torch.ones(_rows(megabytes), 1024, device="cuda")
+    target = torch.empty_like(source)
+    rates = []
+    for _ in range(rounds + 2):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        rates.append(source.nbytes / (time.perf_counter() - started) / 1e9)
+    return statistics.median(rates[2:])
+
+
+def _sender(name: str) -> Any:
+    from megatron_idempotent.weights import transports
+
+    makers: dict[str, Callable[[], Any]] = {
+        "shared_memory": transports.SharedMemorySender,
+        "gloo": transports.ProcessGroupSender,
+        "cuda_ipc": transports.CudaIpcSender,
+    }
+    return makers[name]()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--megabytes", type=int, default=64, help="of a bucket")
+    parser.add_argument("--json", action="store_true")
+    add_device(parser)
+    asked = parser.parse_args()
+    names = ["shared_memory", "gloo", *(["cuda_ipc"] if asked.device == "cuda" else [])]
+    found: dict[str, Any] = {"mb": asked.megabytes}
+    with cpu.RankPool(2, device=asked.device) as pool:
+        (copy,) = pool.run(1, copied, asked.rounds, asked.megabytes, timeout_s=120.0)
+        found["copy_gb_per_s"] = copy
+        for name in names:
+            rates, _ = pool.run(2, measure, name, asked.rounds, asked.megabytes, timeout_s=300.0)
+            rate = statistics.median(rates)
+            found[name] = {"gb_per_s": rate, "of_a_copy": rate / copy}
+    if asked.json:
+        print(json.dumps(found))
+        return
+    print(f"buckets of {asked.megabytes} MiB; a copy in memory: {copy:.1f} GB/s")
+    for name in names:
+        print(f"{name}: {found[name]['gb_per_s']:.2f} GB/s, {found[name]['of_a_copy']:.2f} of it")
+
+
+if __name__ == "__main__":
+    main()

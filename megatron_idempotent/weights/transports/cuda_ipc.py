@@ -1,0 +1,229 @@
+"""Buckets within a GPU's memory, to workers that share the trainer's GPU (CUDA IPC)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megatron_idempotent.weights.errors import UpdateDamaged
+from megatron_idempotent.weights.records import Bucket, WeightUpdate
+from megatron_idempotent.weights.side_stream import SideStream
+
+from .base import Announcement
+from .cuda_driver import HANDLE_BYTES, CudaDriver
+from .errors import TransportError
+from .layout import Layout
+from .sending import SessionSender
+from .two_segments import TwoSegments
+
+KIND = "cuda_ipc"
+#: Segments are a multiple of it in bytes: the driver shares device memory by pages of 2 MiB.
+_GRAIN = 1 << 21
+
+
+class CudaIpcSender(SessionSender):
+    """Copies each bucket within the GPU's memory, into a segment that workers open and copy from.
+
+    As `SharedMemorySender` on the device: no byte passes by the host. Up to two segments are on
+    the GPU while an update is open, and a bucket's is taken until `release(bucket)`. Copies run on
+    streams of their own at both ends. Workers are other processes of the same machine that see
+    this GPU under whatever index, in the same container or with its IPC namespace; those whose own
+    GPU is another one copy from it. It has not been run on a GPU yet.
+    """
+
+    kind = KIND
+
+    def __init__(self, device: int | None = None) -> None:
+        """
+        Args:
+            device: index of the GPU that the weights are on; None for the current one.
+
+        Errors: `TransportError` without a GPU.
+        """
+        super().__init__()
+        self._gpu = Gpu.current() if device is None else Gpu(device)
+
+    def _begin(self, update: WeightUpdate) -> tuple[TwoSegments, Mapping[str, Any]]:
+        self._gpu.enter_thread()
+        side = SideStream(self._gpu.device)
+        session = TwoSegments(
+            update.id, make=lambda nbytes: _Segment(nbytes, self._gpu), copying=side.complete
+        )
+        return session, {"gpu": self._gpu.uuid}
+
+
+class _Segment:
+    """Memory of this process on a GPU, apart from torch's."""
+
+    def __init__(self, nbytes: int, gpu: Gpu) -> None:
+        """At least so many bytes. Errors: `TransportError` where there is no room."""
+        self.nbytes = max(1, -(-nbytes // _GRAIN)) * _GRAIN
+        self._gpu = gpu
+        self._pointer = gpu.allocate(self.nbytes)
+        try:
+            self._handle = gpu.driver.handle(self._pointer)
+        except TransportError:
+            gpu.driver.free(self._pointer)
+            raise
+        self.flat_N = gpu.bytes_at(self._pointer, self.nbytes)
+
+    def announced(self) -> Mapping[str, Any]:
+        """As `Memory.announced`."""
+        return {"handle": self._handle.hex(), "segment_bytes": self.nbytes}
+
+    def unlink(self) -> None:
+        """As `Memory.unlink`."""
+        del self.flat_N
+        self._gpu.driver.free(self._pointer)
+
+
+class CudaIpcReceiver:
+    """Copies buckets out of a trainer's segments, into memory of its own on its current GPU.
+
+    A segment is open no longer than its copy takes, so that the trainer may free it once all
+    workers have answered.
+    """
+
+    def __init__(self, opened: Announcement) -> None:
+        self._update_id = str(opened["update"])
+        try:
+            self._gpu = Gpu.of(str(opened["gpu"]))  # the trainer's
+            self._mine = Gpu.current()
+        except TransportError as error:
+            raise UpdateDamaged(f"update {self._update_id} cannot be received: {error}") from error
+        self._side: SideStream | None = None
+
+    def receive(self, announced: Announcement) -> Bucket:
+        """As `Receiver.receive`; the tensors are on the GPU that was current at first."""
+        layout = Layout.from_json(announced, update_id=self._update_id)
+        where = f"update {self._update_id}: bucket {layout.index}"
+        handle, nbytes = _segment_of(announced, layout, where)
+        try:
+            self._gpu.enter_thread()
+            if self._side is None:
+                self._side = SideStream(self._mine.device)
+            with self._opened(handle, nbytes) as flat_N:
+                self._mine.enter_thread()
+                with self._side.complete():
+                    return layout.unpack(flat_N, device=self._mine.device)
+        except (TransportError, RuntimeError) as error:
+            raise UpdateDamaged(
+                f"{where} cannot be read from the trainer's GPU: {error}; is this another process "
+                "in the same container, and is the update still open?"
+            ) from error
+
+    @contextlib.contextmanager
+    def _opened(self, handle: bytes, nbytes: int) -> Iterator[torch.Tensor]:
+        pointer = self._gpu.driver.open(handle)
+        try:
+            yield self._gpu.bytes_at(pointer, nbytes)
+        finally:
+            self._gpu.driver.close(pointer)
+
+    def close(self) -> None:
+        """As `Receiver.close`."""
+
+
+class Gpu:
+    """A GPU by its index in this process, and its memory outside of torch's."""
+
+    def __init__(self, index: int) -> None:
+        """Errors: `TransportError` without a driver, or without such a GPU."""
+        self.driver = self._load()
+        seen = self._seen()
+        if not 0 <= index < len(seen):
+            raise TransportError(f"there is no GPU {index} here: torch sees {len(seen)}")
+        self.index, self.uuid = index, seen[index]
+        self.device = torch.device("cuda", index)
+
+    @classmethod
+    def current(cls) -> Gpu:
+        """That of the calling thread. Errors: as those of `Gpu`."""
+        return cls(cls._current() if cls._seen() else 0)
+
+    @classmethod
+    def of(cls, uuid: str) -> Gpu:
+        """The one that another process names. Errors: `TransportError` where it is not seen."""
+        seen = cls._seen()
+        if uuid not in seen:
+            raise TransportError(
+                f"the trainer's weights are on GPU {uuid}, and this process sees "
+                f"{', '.join(seen) or 'none'}; let it see that one (CUDA_VISIBLE_DEVICES), or use "
+                "SharedMemorySender or ProcessGroupSender"
+            )
+        return cls(seen.index(uuid))
+
+    # What a test without a GPU answers in place of torch:
+
+    @staticmethod
+    def _load() -> CudaDriver:
+        return CudaDriver()
+
+    @staticmethod
+    def _seen() -> list[str]:
+        """The UUID of each GPU that this process sees, by index."""
+        count = torch.cuda.device_count()
+        return [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+
+    @staticmethod
+    def _current() -> int:
+        return torch.cuda.current_device()
+
+    def _free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.index)[0]
+
+    def enter_thread(self) -> None:
+        """Make it the calling thread's device, for torch and for the driver."""
+        torch.cuda.set_device(self.index)
+        torch.empty(1, device=self.device)  # makes its context, where torch has not yet
+
+    def bytes_at(self, pointer: int, nbytes: int) -> torch.Tensor:
+        """The memory at an address, uint8 [nbytes]; it stays the caller's to free."""
+        return torch.as_tensor(_Array(pointer, nbytes), device=self.device)
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of so many bytes. Errors: `TransportError` where there is no room."""
+        try:
+            return self.driver.allocate(nbytes)
+        except TransportError:
+            torch.cuda.empty_cache()  # what torch keeps for later, as it does for itself
+        try:
+            return self.driver.allocate(nbytes)
+        except TransportError as error:
+            raise TransportError(
+                f"no room for a segment of {nbytes / 1e6:.0f} MB on GPU {self.index}, which has "
+                f"{self._free_bytes() / 1e6:.0f} MB free: {error}; send smaller buckets"
+            ) from error
+
+
+class _Array:
+    """Memory as the CUDA array interface (version 3) describes it."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _segment_of(announced: Announcement, layout: Layout, where: str) -> tuple[bytes, int]:
+    """The handle and size of a bucket's segment. Errors: `UpdateDamaged` for malformed ones."""
+    try:
+        handle, nbytes = bytes.fromhex(announced["handle"]), int(announced["segment_bytes"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UpdateDamaged(
+            f"{where} came without a segment that can be opened: {error!r}; pass on what "
+            "announce() gave"
+        ) from error
+    if len(handle) != HANDLE_BYTES or nbytes < layout.nbytes:
+        raise UpdateDamaged(
+            f"{where} came with a handle of {len(handle)} bytes ({HANDLE_BYTES} are right) to "
+            f"{nbytes} bytes ({layout.nbytes} or more are); pass on what announce() gave"
+        )
+    return handle, nbytes
