@@ -174,6 +174,7 @@ print(json.dumps({"found": found, "plain": plain, "staged": seen, "runtime": is_
 """
 
 
+@pytest.mark.exhaustive
 def test_a_launchers_imports_bind_collectives_that_pass_by_until_ranks_share_a_gpu():
     modules = (
         "megatron.core.distributed",

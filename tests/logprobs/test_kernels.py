@@ -65,33 +65,48 @@ def of_other_modules() -> None:
     from kernels import in_blocks
     from test_accuracy import changed_in_place, some_without_gradient
     from test_from_logits import confident
+
+    with in_blocks("wide"):
+        confident("grad")
+    changed_in_place()
+    some_without_gradient()
+
+
+def test_certain_tokens_and_outputs_that_are_changed_are_as_with_torch(kernels):
+    kernels(1, of_other_modules)
+
+
+def of_magnitudes() -> None:
+    """On a rank: logits of any magnitude, alone and among others."""
+    from kernels import in_blocks
+    from test_from_logits import confident
     from test_magnitudes import alone_and_together, any_magnitude
 
     with in_blocks("wide"):
         any_magnitude()
         alone_and_together("grad")
         confident("none")
-        confident("grad")
-    changed_in_place()
-    some_without_gradient()
 
 
-def test_magnitudes_neighbours_and_certain_tokens_are_as_with_torch(kernels):
-    kernels(1, of_other_modules)
+@pytest.mark.exhaustive
+def test_magnitudes_and_neighbours_are_as_with_torch(kernels):
+    kernels(1, of_magnitudes)
 
 
-def from_hidden() -> None:
+def from_hidden(dtype: str) -> None:
     """On a rank: in the type of a model, cut by a sampler, and with Megatron's `main_grad`."""
     from kernels import launches
     from test_from_hidden import rounded
 
-    for dtype in ("float32", "bfloat16"):
-        _, seen = launches(rounded, dtype)
-        assert {"launch_statistics", "launch_gradient"} <= set(seen)
+    _, seen = launches(rounded, dtype)
+    assert {"launch_statistics", "launch_gradient"} <= set(seen)
 
 
-def test_from_hidden_states_within_the_rounding_of_the_type(kernels):
-    kernels(1, from_hidden)
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
+)
+def test_from_hidden_states_within_the_rounding_of_the_type(kernels, dtype):
+    kernels(1, from_hidden, dtype)
 
 
 def hidden_as_logits(layout: str) -> list[bytes]:

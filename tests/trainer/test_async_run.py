@@ -86,7 +86,8 @@ PLANS = {
         "microbatch 11 raise-inside",  # the second one of the fifth step
         "finish 4 raise",
     ),
-    "raises beside the step or is lost": (
+    "raises or is lost, beside the step too": (
+        "microbatch 4 raise-inside",
         "microbatch 7 die",
         "finish 1 die-inside",
         "export_next 1 die",
@@ -97,7 +98,13 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param("raises", marks=pytest.mark.exhaustive),
+        "raises or is lost, beside the step too",
+    ],
+)
 def test_a_rank_that_fails_changes_no_bit(plan, whole, megatron_rank_pool, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "FACTORY", "faulty_worker:make_worker")
     job = job_for(tmp_path / "run")
