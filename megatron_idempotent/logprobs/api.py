@@ -16,7 +16,7 @@ from .from_hidden import LogprobsFromHidden
 from .from_kept import KeptFromHidden, KeptFromLogits
 from .from_logits import LogprobsFromLogits
 from .parts import Parts
-from .rows import Order
+from .rows import Order, kept_places
 from .sampling import Sampling
 from .sequence import SequenceParallel
 
@@ -133,12 +133,13 @@ def token_logprobs(
     shape = list(rows.shape[:-1])
     if gathered:
         shape[0] *= size
-    kept = check.tokens_to_compute(torch.Size(shape), targets, token_mask, ignore_index)
-    check.targets_exist(targets, kept, columns.vocabulary)
-    check.positive(temperature, targets, kept)
+    tokens = check.tokens_to_compute(
+        torch.Size(shape), targets, token_mask, ignore_index, columns.vocabulary
+    )
+    check.positive(temperature, targets, tokens)
     if gradient_accumulation_fusion:
         check.main_grad(weight)
-    keep = check.ids_to_keep(sampling, targets, kept, columns.vocabulary)
+    keep = check.ids_to_keep(sampling, targets, tokens, columns.vocabulary)
 
     if gathered:
         rows = SequenceParallel.apply(rows, tp_group)  # type: ignore[no-untyped-call]
@@ -148,9 +149,10 @@ def token_logprobs(
         if not isinstance(value, Tensor):
             return value
         value = order.flat(value)
-        return value if kept_N is None else value[kept_N]
+        return value if place_K is None else value.index_select(0, place_K)
 
-    kept_N = None if kept is None else order.flat(kept)
+    kept_N = None if tokens.kept is None else order.flat(tokens.kept)
+    place_K = None if kept_N is None else kept_places(kept_N, tokens.computed)
     device = rows.device.type
     in_cache = _WORKSPACE_BYTES.get(device, _WORKSPACE_BYTES_ELSEWHERE)
     wanted = Wanted(

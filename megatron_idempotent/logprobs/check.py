@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,10 +52,30 @@ def one_form(logits: Any, hidden: Any, weight: Any, ownership: str, hidden_layou
         raise ValueError("token_logprobs() got hidden and ownership='consume': no logits are kept")
 
 
+class Tokens(NamedTuple):
+    """Which tokens are computed."""
+
+    kept: Tensor | None
+    """A mask, [...]; None for all."""
+    computed: int
+
+    def others(self, per_token: Tensor, value: float) -> Tensor:
+        """What there is of each token, with one value in place of those that are left out."""
+        return per_token if self.kept is None else torch.where(self.kept, per_token, value)
+
+
 def tokens_to_compute(
-    shape: torch.Size, targets: Tensor, token_mask: Tensor | None, ignore_index: int
-) -> Tensor | None:
-    """Which of the tokens, [...]; None for all."""
+    shape: torch.Size,
+    targets: Tensor,
+    token_mask: Tensor | None,
+    ignore_index: int,
+    vocabulary: int,
+) -> Tokens:
+    """The tokens that are neither masked nor ignored, once their targets are ids.
+
+    The host reads once from the device, for the whole call: each time it would wait for all that
+    was queued there.
+    """
     if targets.dtype != torch.int64 or targets.shape != shape:
         raise ValueError(
             f"token_logprobs() got targets of {targets.dtype} and shape {tuple(targets.shape)} "
@@ -69,7 +89,16 @@ def tokens_to_compute(
                 f"{tuple(token_mask.shape)}: torch.bool, {tuple(targets.shape)}"
             )
         kept &= token_mask
-    return None if kept.all() else kept
+    if not kept.numel():
+        return Tokens(None, 0)
+    facts = torch.stack([kept.sum(), *torch.where(kept, targets, 0).aminmax()])
+    count, low, high = facts.tolist()
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"token_logprobs() got target {low if low < 0 else high}, outside of the "
+            f"vocabulary of {vocabulary}: mask such tokens, or set them to ignore_index"
+        )
+    return Tokens(None if count == kept.numel() else kept, count)
 
 
 def columns_of(per_rank: int, group: Any, vocab_size: int | None) -> Columns:
@@ -88,19 +117,7 @@ def columns_of(per_rank: int, group: Any, vocab_size: int | None) -> Columns:
     return columns._replace(real=columns.real_of(rank))
 
 
-def targets_exist(targets: Tensor, kept: Tensor | None, vocabulary: int) -> None:
-    """They are ids of the vocabulary."""
-    chosen = targets if kept is None else targets[kept]
-    if chosen.numel():
-        low, high = (int(each) for each in chosen.aminmax())
-        if low < 0 or high >= vocabulary:
-            raise ValueError(
-                f"token_logprobs() got target {low if low < 0 else high}, outside of the "
-                f"vocabulary of {vocabulary}: mask such tokens, or set them to ignore_index"
-            )
-
-
-def positive(temperature: float | Tensor, targets: Tensor, kept: Tensor | None) -> None:
+def positive(temperature: float | Tensor, targets: Tensor, tokens: Tokens) -> None:
     """A temperature is, on all tokens that are computed."""
     if isinstance(temperature, Tensor):
         if temperature.shape != targets.shape:
@@ -110,8 +127,7 @@ def positive(temperature: float | Tensor, targets: Tensor, kept: Tensor | None) 
             )
         if temperature.requires_grad:
             raise ValueError("token_logprobs() does not differentiate by temperature: detach() it")
-        lowest = temperature if kept is None else temperature[kept]
-        value = float(lowest.min()) if lowest.numel() else 1.0
+        value = float(tokens.others(temperature, 1.0).min()) if tokens.computed else 1.0
     else:
         value = float(temperature)
     if not 0 < value < float("inf"):
@@ -131,7 +147,7 @@ def main_grad(weight: Tensor | None) -> None:
 
 
 def ids_to_keep(
-    sampling: Sampling | None, targets: Tensor, kept: Tensor | None, vocabulary: int
+    sampling: Sampling | None, targets: Tensor, tokens: Tokens, vocabulary: int
 ) -> Tensor | None:
     """Of each token, [..., K]."""
     if sampling is None or sampling.keep is None:
@@ -142,16 +158,16 @@ def ids_to_keep(
             f"token_logprobs() got sampling.keep of shape {tuple(keep.shape)} for targets of shape "
             f"{tuple(targets.shape)}: {(*targets.shape, 'ids')}"
         )
-    chosen = keep if kept is None else keep[kept]
-    if not len(chosen):
+    if not tokens.computed:
         return keep
-    highest_N = chosen.amax(-1) if chosen.shape[-1] else chosen.new_full(chosen.shape[:-1], -1)
-    if int(highest_N.max()) >= vocabulary:
+    highest = keep.amax(-1) if keep.shape[-1] else keep.new_full(keep.shape[:-1], -1)
+    low, high = torch.stack(tokens.others(highest, 0).aminmax()).tolist()
+    if high >= vocabulary:
         raise ValueError(
-            f"token_logprobs() got id {int(highest_N.max())} in sampling.keep, outside of the "
+            f"token_logprobs() got id {high} in sampling.keep, outside of the "
             f"vocabulary of {vocabulary}"
         )
-    if sampling.target != "keep" and int(highest_N.min()) < 0:
+    if sampling.target != "keep" and low < 0:
         raise ValueError(
             "token_logprobs() got a token of which sampling.keep names no id: mask it, or let "
             "its target be kept, with target='keep'"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .asked import Asked, Columns, Wanted
 from .combine import Partial, Whole, all_gathered
-from .rows import panels
+from .rows import kept_places, panels
 from .slopes import Slopes
 from .triton_blocks import block_of
 from .triton_gradient import launch_gradient
@@ -35,7 +35,12 @@ def partial_of(
     sizes = [len(matrix) for matrix in matrices]
     masks = [None] * len(sizes) if kept_N is None else torch.split(kept_N, sizes)
     for matrix, mask in zip(matrices, masks, strict=True):
-        row_n = None if mask is None else mask.nonzero().squeeze(1)
+        if mask is None:
+            row_n = None
+        elif len(sizes) == 1:
+            row_n = kept_places(mask, len(local_N))
+        else:
+            row_n = mask.nonzero().squeeze(1)
         tokens = slice(done, done + (len(matrix) if row_n is None else len(row_n)))
         done = tokens.stop
         if tokens.start == tokens.stop:

@@ -122,6 +122,17 @@ def _parts(size: int, chosen: Tensor | None, rows: int) -> Iterator[slice | Tens
             yield slice(row, min(row + rows, stop))
 
 
+def kept_places(kept_N: Tensor, count: int) -> Tensor:
+    """The places of a bool mask's `count` tokens, in order, int64 [count].
+
+    As `nonzero()`, which has the host wait for the device to learn how many there are.
+    """
+    place_N = torch.where(kept_N, kept_N.cumsum(0) - 1, count)
+    found = place_N.new_empty(count + 1)
+    found.scatter_(0, place_N, torch.arange(len(place_N), device=place_N.device))
+    return found[:count]
+
+
 def some(kept_N: Tensor | None, chosen_K: Tensor) -> Tensor:
     """A bool mask over all tokens, of those among the K kept ones that are chosen."""
     return chosen_K if kept_N is None else kept_N.masked_scatter(kept_N, chosen_K)

@@ -401,3 +401,58 @@ def small_probabilities() -> None:
 
 def test_small_probabilities_lose_no_bits_to_a_large_exponent(kernels):
     kernels(1, small_probabilities)
+
+
+def host_reads() -> list[list[str]]:
+    """On a rank: what the host would wait for a GPU for, with and without a mask."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from megatron_idempotent import token_logprobs
+
+    class Reads(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[str] = []
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            name = func.overloadpacket.__name__
+            places = args[1] if name in ("index", "index_put_") else ()
+            if name in ("_local_scalar_dense", "nonzero", "masked_select") or any(
+                each is not None and each.dtype == torch.bool for each in places
+            ):
+                self.found.append(name)
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    mask = torch.rand(3, 4) < 0.6
+    temperature = torch.rand(3, 4) + 0.5
+    found = []
+    for of_tokens in ({}, {"token_mask": mask}, {"token_mask": mask, "temperature": temperature}):
+        leaf = torch.randn(3, 4, 150, requires_grad=True)
+        listed: list[str] = []
+        tolist = torch.Tensor.tolist
+
+        def counted(self: torch.Tensor, listed: list[str] = listed, tolist: Any = tolist) -> Any:
+            listed.append("tolist")
+            return tolist(self)
+
+        torch.Tensor.tolist = counted
+        try:
+            with Reads() as reads:
+                stats = token_logprobs(
+                    logits=leaf, targets=torch.arange(12).view(3, 4), entropy="grad", **of_tokens
+                )
+                (stats.logprob.sum() + stats.entropy.sum()).backward()
+        finally:
+            torch.Tensor.tolist = tolist
+        found.append(listed + reads.found)
+    return found
+
+
+def test_the_host_reads_from_the_device_once(kernels):
+    (found,) = kernels(1, host_reads)
+    # The last: the lowest temperature of a tensor of them.
+    assert found == [["tolist"], ["tolist"], ["tolist", "_local_scalar_dense"]]
