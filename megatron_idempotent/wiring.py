@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core import distributed, parallel_state
+from megatron.core.tensor_parallel import random as megatron_random
 
 from .patches.grad_scale_func import LossScale
 from .patches.pipeline_seed_offset import STAGE_OFFSET
@@ -52,7 +51,7 @@ def wire_train_config(
 
     for config in configs_of(chunks):
         config.grad_scale_func = None if optimizer is None else LossScale(optimizer)
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = distributed.finalize_model_grads
         config.no_sync_func = per_chunk("no_sync") if ddp.overlap_grad_reduce else None
         # Aligned over the pipeline, reductions and gathers are dispatched by the schedule.
         align_grads = ddp.overlap_grad_reduce and align_grad_reduce
@@ -87,5 +86,6 @@ def seed_all(seed: int) -> int:
     random.seed(mine)
     numpy.random.seed(mine % 2**32)
     torch.manual_seed(mine)
-    model_parallel_cuda_manual_seed(mine)
+    # Looked up here: this module may have been imported before apply().
+    megatron_random.model_parallel_cuda_manual_seed(mine)
     return mine

@@ -16,7 +16,7 @@ class SideStream:
     On any other device nothing differs from the current stream.
 
     Example:
-        side = SideStream(torch.device("cuda", 0))
+        side = SideStream(weight.device)
         with side.complete():
             copy = weight.clone()
         # here the copy is complete, whatever the current stream is still computing

@@ -76,3 +76,26 @@ def wire(kind: str) -> None:
 def test_what_is_not_wrapped_in_ddp_is_refused(kind, message, megatron_ranks):
     with pytest.raises(RankError, match=message):
         megatron_ranks(1, wire, kind)
+
+
+def imported_before() -> list[str]:
+    """On a rank: rows of an `apply()` that came after all of the package was imported."""
+    import importlib
+    import pkgutil
+
+    import megatron_idempotent
+
+    package = "megatron_idempotent."
+    for module in pkgutil.walk_packages(megatron_idempotent.__path__, package):
+        if not module.name.endswith("__main__"):
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as missing:
+                if str(missing.name).startswith(package):
+                    raise
+    return [f"{row.id}: {row.reason}" for row in megatron_idempotent.apply()]
+
+
+def test_nothing_of_this_package_is_bound_before_the_patches_come(megatron_ranks):
+    (rows,) = megatron_ranks(1, imported_before)
+    assert not [row for row in rows if "left alone: megatron_idempotent" in row]

@@ -17,22 +17,6 @@ _LAZY_PEER_ACCESS = 1
 _Pointer = ctypes.c_uint64
 
 
-class _Handle(ctypes.Structure):
-    """`CUipcMemHandle`, which the driver takes by value."""
-
-    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
-
-
-_ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "cuMemAlloc_v2": (ctypes.POINTER(_Pointer), ctypes.c_size_t),
-    "cuMemFree_v2": (_Pointer,),
-    "cuIpcGetMemHandle": (ctypes.POINTER(_Handle), _Pointer),
-    "cuIpcOpenMemHandle_v2": (ctypes.POINTER(_Pointer), _Handle, ctypes.c_uint),
-    "cuIpcCloseMemHandle": (_Pointer,),
-    "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
-}
-
-
 class CudaDriver:
     """Allocates memory on the current device, and opens what other processes have allocated.
 
@@ -54,7 +38,8 @@ class CudaDriver:
                 f"there is no NVIDIA driver here: {error}; use SharedMemorySender or "
                 "ProcessGroupSender"
             ) from error
-        for name, arguments in _ARGUMENTS.items():
+        self._handle = _handle_type()
+        for name, arguments in _arguments(self._handle).items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = arguments, ctypes.c_int
 
@@ -70,14 +55,14 @@ class CudaDriver:
 
     def handle(self, pointer: int) -> bytes:
         """64 bytes by which another process opens the memory at an address that was allocated."""
-        handle = _Handle()
+        handle = self._handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
         return bytes(handle.reserved)
 
     def open(self, handle: bytes) -> int:
         """The address, in this process, of another one's memory."""
         pointer = _Pointer()
-        given = _Handle.from_buffer_copy(handle)
+        given = self._handle.from_buffer_copy(handle)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), given, _LAZY_PEER_ACCESS)
         return pointer.value
 
@@ -92,3 +77,22 @@ class CudaDriver:
             self._library.cuGetErrorString(status, ctypes.byref(text))
             said = (text.value or b"an error that it has no words for").decode()
             raise TransportError(f"{name} failed with {status}: {said}")
+
+
+# Made when they are needed: a module that holds such types does not travel pickled by value.
+def _handle_type() -> Any:
+    """`CUipcMemHandle`, which the driver takes by value."""
+    fields = {"_fields_": (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)}
+    return type("CUipcMemHandle", (ctypes.Structure,), fields)
+
+
+def _arguments(handle: Any) -> dict[str, tuple[Any, ...]]:
+    """The types of each function's arguments."""
+    return {
+        "cuMemAlloc_v2": (ctypes.POINTER(_Pointer), ctypes.c_size_t),
+        "cuMemFree_v2": (_Pointer,),
+        "cuIpcGetMemHandle": (ctypes.POINTER(handle), _Pointer),
+        "cuIpcOpenMemHandle_v2": (ctypes.POINTER(_Pointer), handle, ctypes.c_uint),
+        "cuIpcCloseMemHandle": (_Pointer,),
+        "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
+    }
