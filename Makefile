@@ -34,7 +34,7 @@ help:
 	@echo "make gate     ... on the oldest one and one in between"
 	@echo "make pins     hazards and parity on the commits that frameworks pin (MEGATRON_LM=a clone)"
 	@echo "make drift    patches against all release wheels, read only (ARGS='a source tree')"
-	@echo "make lint     ruff, mypy and the generated files"
+	@echo "make lint     ruff, mypy and the layers of imports"
 	@echo "make bench    run benchmarks/"
 
 setup: $(STAMP)
@@ -92,6 +92,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 
 matrix gate pins: $(STAMP)
 	$(BIN)/nox --session $@ -- $(ARGS)

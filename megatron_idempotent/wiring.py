@@ -11,8 +11,8 @@ import torch
 from megatron.core import distributed, parallel_state
 from megatron.core.tensor_parallel import random as megatron_random
 
-from .patches.grad_scale_func import LossScale
-from .patches.pipeline_seed_offset import STAGE_OFFSET
+from .megatron.loss_scale import LossScale
+from .megatron.training import STAGE_OFFSET
 from .window.hold import configs_of
 
 

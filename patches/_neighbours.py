@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from ._ddp import bucket_groups
+from megatron_idempotent.megatron.ddp import bucket_groups
 
 
 class Steps(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _standins
-from ._train import Broken
+from ._scenarios import Broken
 
 # What the frameworks' own parsers add to Megatron's arguments, all of it off.
 _OPTIONS = {

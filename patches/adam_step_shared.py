@@ -29,8 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-
-from . import _distributed_optimizer
+from megatron_idempotent.megatron import distributed_optimizer
 
 
 def load_state_dict(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
@@ -38,7 +37,7 @@ def load_state_dict(original: Callable[..., None], self: Any, state_dict: dict[s
     import torch
 
     original(self, state_dict)
-    if not _distributed_optimizer.is_torch_adam(self):
+    if not distributed_optimizer.is_torch_adam(self):
         return
     (saved,) = {float(group["step"]) for group in state_dict["optimizer"]["param_groups"]}
     for state in self.optimizer.state.values():
@@ -68,8 +67,8 @@ PATCH = Patch(
     summary="a load leaves torch's Adam with one step counter that all parameters advance",
     since="0.12",
     before=UNTRIED,
-    targets=(_distributed_optimizer.target("load_state_dict", load_state_dict),),
-    upstream=_distributed_optimizer.UPSTREAM,
+    targets=(distributed_optimizer.target("load_state_dict", load_state_dict),),
+    upstream=distributed_optimizer.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

@@ -31,8 +31,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-
-from . import _auxiliary_losses, _schedules, _windows
+from megatron_idempotent.megatron import auxiliary_losses, schedules, windows
 
 _AUXILIARY = ("num_moe_experts", "mtp_num_layers", "experimental_attention_variant")
 
@@ -42,13 +41,13 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from megatron.core.utils import get_model_config
 
     model = kwargs["model"]
-    if _windows.open_windows:
-        original = _windows.around(original, model)
-    config = get_model_config(_schedules.chunks(model)[0])
+    if windows.open_windows:
+        original = windows.around(original, model)
+    config = get_model_config(schedules.chunks(model)[0])
     if all(getattr(config, name, None) is None for name in _AUXILIARY):
         return original(*args, **kwargs)
     saved = []
-    for scaler in _auxiliary_losses.scalers():
+    for scaler in auxiliary_losses.scalers():
         scale = scaler.main_loss_backward_scale
         saved.append((scaler, scale, None if scale is None else scale.clone()))
     try:
@@ -106,8 +105,8 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("aux-loss",),
-    targets=_schedules.targets(schedule),
-    upstream=_schedules.UPSTREAM,
+    targets=schedules.targets(schedule),
+    upstream=schedules.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=1,

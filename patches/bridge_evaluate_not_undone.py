@@ -29,8 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target, arguments
-
-from .evaluate_not_undone import undone
+from megatron_idempotent.megatron.evaluation import undone
 
 
 def evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +48,7 @@ def evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def reproduce() -> None:
     """One evaluation whose data raises."""
     from ._bridge import Bridge
-    from ._train import Broken
+    from ._scenarios import Broken
 
     bridge = Bridge()
 

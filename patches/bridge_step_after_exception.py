@@ -28,8 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target, arguments
-
-from ._timers import stopping
+from megatron_idempotent.megatron.timers import stopping
 
 
 def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +40,7 @@ def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def reproduce() -> None:
     """A step whose optimizer fails, and then a good one."""
     from ._bridge import Bridge
-    from ._train import Broken
+    from ._scenarios import Broken
 
     bridge = Bridge()
     optimizer = bridge.program.optimizer

@@ -32,9 +32,9 @@ from functools import partial
 from typing import Any
 
 from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target, arguments
+from megatron_idempotent.megatron.timers import stopping
 
 from . import _copies
-from ._timers import stopping
 
 _TIMER = "interval-time"
 

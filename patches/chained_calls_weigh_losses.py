@@ -33,8 +33,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Helper, Reproduction
-
-from . import _schedules
+from megatron_idempotent.megatron import schedules
 
 
 def reproduce() -> None:
@@ -123,7 +122,7 @@ HELPER = Helper(
     call="accumulation_window",
     since="0.12",
     before=UNTRIED,
-    upstream=_schedules.UPSTREAM,
+    upstream=schedules.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         repaired=repaired,

@@ -33,24 +33,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target, arguments
+from megatron_idempotent.megatron import gather
+from megatron_idempotent.megatron.ddp import bucket_groups
 
-from . import _gather
-from ._ddp import bucket_groups
+from . import _scenarios
 
 
 def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around `dist_checkpointing.save`: finish the update that the state_dict is to show."""
     pending = [
         chunk
-        for chunk in _gather.watched_chunks()
-        if any(_gather.marked(group) for group in bucket_groups(chunk))
-        and not _gather.shares_memory_with_gradients(chunk)
+        for chunk in gather.watched_chunks()
+        if any(gather.marked(group) for group in bucket_groups(chunk))
+        and not gather.shares_memory_with_gradients(chunk)
     ]
     if pending:
         saved = _storages(arguments(original, args, kwargs)["sharded_state_dict"])
         for chunk in pending:
             if not saved.isdisjoint(_parameter_storages(chunk)):
-                _gather.gather(chunk)
+                gather.gather(chunk)
     return original(*args, **kwargs)
 
 
@@ -75,8 +76,8 @@ def step(original: Callable[..., Any], self: Any) -> Any:
     """Around the optimizer's update: mark what it writes, and remember the chunks."""
     for chunk in self.model_chunks:
         if hasattr(chunk, "bucket_groups"):
-            _gather.watch(chunk)
-    return _gather.updating(original, self)
+            gather.watch(chunk)
+    return gather.updating(original, self)
 
 
 class _Looked(Exception):
@@ -106,7 +107,7 @@ def reproduce() -> None:
             preprocess_common_before_consistancy_check=look,
         )
         raise RuntimeError("save() did not validate what it was given")
-    _gather.expect_agreement(model, "where a checkpoint is written")
+    _scenarios.expect_agreement(model, "where a checkpoint is written")
 
 
 PATCH = Patch(
@@ -133,8 +134,8 @@ PATCH = Patch(
                 "b8576600a680": "0.17.0 to 0.19.2",
             },
         ),
-        _gather.step_target(step),
-        _gather.gather_target(),
+        gather.step_target(step),
+        gather.gather_target(),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py",
     reproduction=Reproduction(

@@ -30,8 +30,7 @@ from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 from megatron_idempotent.engine.weak_keys import PerProcessWeakKeys
-
-from . import _schedules
+from megatron_idempotent.megatron import schedules
 
 _CONFIG = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
 _LAYER = ("drop_and_pad", "moe_expert_capacity_factor", "cuda_sync_point")
@@ -114,7 +113,7 @@ PATCH = Patch(
             wrapper=set_padding,
             reviewed={"7220677263ce": "0.15.0 to 0.19.2"},
         ),
-        *_schedules.targets(schedule),
+        *schedules.targets(schedule),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/inference/utils.py",
     reproduction=Reproduction(

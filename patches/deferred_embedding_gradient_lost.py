@@ -28,8 +28,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Helper, Reproduction
+from megatron_idempotent.megatron import schedules
 
-from . import _deferred_embedding, _schedules
+from . import _deferred_embedding
 
 
 def reproduce() -> None:
@@ -93,7 +94,7 @@ HELPER = Helper(
     call="accumulation_window",
     since="0.12",
     before=UNTRIED,
-    upstream=_schedules.UPSTREAM,
+    upstream=schedules.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         repaired=repaired,

@@ -29,8 +29,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
+from megatron_idempotent.megatron import deferred_embedding, schedules
 
-from . import _deferred_embedding, _schedules
+from . import _deferred_embedding
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -38,10 +39,10 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from megatron.core.utils import get_model_config
 
     model, forward_only = kwargs["model"], kwargs.get("forward_only", False)
-    kept = _deferred_embedding.buffers(model)
+    kept = deferred_embedding.buffers(model)
     if kept is None:
         return original(*args, **kwargs)
-    config = get_model_config(_schedules.chunks(model)[0])
+    config = get_model_config(schedules.chunks(model)[0])
     if config.finalize_model_grads_func is not None and not forward_only:
         for items in kept:
             items.clear()
@@ -62,7 +63,7 @@ def reproduce() -> None:
     model = _deferred_embedding.build()
     for data_seed in range(3):
         model.forward_backward(2, data_seed=data_seed, forward_only=True)
-    kept = _deferred_embedding.buffers(model.chunks)
+    kept = deferred_embedding.buffers(model.chunks)
     if kept is not None and kept[0]:
         raise RuntimeError(f"{len(kept[0])} activations kept behind forward-only windows")
 
@@ -73,8 +74,8 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("abort", "deferred-embedding"),
-    targets=_schedules.targets(schedule, *_deferred_embedding.SCHEDULES),
-    upstream=_schedules.UPSTREAM,
+    targets=schedules.targets(schedule, *deferred_embedding.SCHEDULES),
+    upstream=schedules.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

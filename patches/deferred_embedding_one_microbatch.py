@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
+from megatron_idempotent.megatron import deferred_embedding
 
 from . import _deferred_embedding
 
@@ -70,7 +71,7 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("deferred-embedding",),
-    targets=(_deferred_embedding.drain_target(drain),),
+    targets=(deferred_embedding.drain_target(drain),),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/utils.py",
     reproduction=Reproduction(
         run=reproduce,

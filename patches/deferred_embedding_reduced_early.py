@@ -30,8 +30,9 @@ from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 from megatron_idempotent.engine.weak_keys import PerProcessWeakKeys
+from megatron_idempotent.megatron import arrivals, ddp, deferred_embedding, schedules
 
-from . import _arrivals, _ddp, _deferred_embedding, _schedules
+from . import _deferred_embedding
 
 #: Bucket groups with a deferred gradient that is not computed yet, and whether a reduction waits.
 _deferring: PerProcessWeakKeys[Any, bool] = PerProcessWeakKeys(__name__, "_deferring")
@@ -52,18 +53,18 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _defer(group: Any) -> None:
     _deferring[group] = False
-    _arrivals.postpone(group, True)
+    arrivals.postpone(group, True)
 
 
 def _defer_no_more(group: Any) -> bool | None:
-    _arrivals.postpone(group, False)
+    arrivals.postpone(group, False)
     return _deferring.pop(group, None)
 
 
 def _group(model: Any) -> Any:
     # That of the deferred weight, where its reduction overlaps the backward.
-    chunk = _schedules.chunks(model)[-1]
-    weight = _deferred_embedding.weight(chunk)
+    chunk = schedules.chunks(model)[-1]
+    weight = deferred_embedding.weight(chunk)
     if weight is None or not hasattr(chunk, "param_to_bucket_group"):
         return None
     return chunk.param_to_bucket_group[weight] if chunk.ddp_config.overlap_grad_reduce else None
@@ -159,13 +160,13 @@ PATCH = Patch(
     before=UNTRIED,
     groups=("deferred-embedding",),
     targets=(
-        *_schedules.targets(schedule, *_deferred_embedding.SCHEDULES),
-        _ddp.group_target("start_grad_sync", start_grad_sync),
-        _ddp.group_target("finish_grad_sync", finish_grad_sync),
-        _ddp.group_target("reset", reset),
-        _deferred_embedding.drain_target(drain),
+        *schedules.targets(schedule, *deferred_embedding.SCHEDULES),
+        ddp.group_target("start_grad_sync", start_grad_sync),
+        ddp.group_target("finish_grad_sync", finish_grad_sync),
+        ddp.group_target("reset", reset),
+        deferred_embedding.drain_target(drain),
     ),
-    upstream=_schedules.UPSTREAM,
+    upstream=schedules.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         neighbour=neighbour,

@@ -32,9 +32,10 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
+from megatron_idempotent.megatron import arrivals, reduction
+from megatron_idempotent.megatron.ddp import GROUP_UPSTREAM, bucket_groups, ddp_target
 
-from . import _arrivals, _reduction
-from ._ddp import GROUP_UPSTREAM, bucket_groups, ddp_target
+from . import _scenarios
 
 _HELD = "_megatron_idempotent_held"
 
@@ -44,15 +45,13 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
     if (
         self.ddp_config.overlap_grad_reduce
         and getattr(self, _HELD, False)
-        and not _reduction.is_idle(self)
-        and not any(
-            _arrivals.dispatched(g) or _reduction.registered(g) for g in bucket_groups(self)
-        )
+        and not reduction.is_idle(self)
+        and not any(arrivals.dispatched(g) or reduction.registered(g) for g in bucket_groups(self))
     ):
-        _reduction.start_held(self, *args, **kwargs)
+        reduction.start_held(self, *args, **kwargs)
     original(self, *args, **kwargs)
     setattr(self, _HELD, False)
-    _reduction.finished(self)
+    reduction.finished(self)
 
 
 def no_sync(original: Callable[..., Any], self: Any) -> Any:
@@ -65,7 +64,7 @@ def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     """Start a window in which nothing was held back or dispatched."""
     original(self)
     setattr(self, _HELD, False)
-    _reduction.began(self)
+    reduction.began(self)
 
 
 def reproduce() -> None:
@@ -83,8 +82,8 @@ def reproduce() -> None:
         model.forward_backward(2, data_seed=0)
         chunk.zero_grad_buffer()
         with chunk.no_sync():
-            _reduction.backward(model, data_seed=1)
-            _reduction.backward(model, data_seed=2)
+            _scenarios.backward(model, data_seed=1)
+            _scenarios.backward(model, data_seed=2)
         chunk.finish_grad_sync()
         gradients.append(model.gradients())
     if not torch.equal(*gradients):
@@ -101,7 +100,7 @@ PATCH = Patch(
         ddp_target("finish_grad_sync", finish_grad_sync),
         ddp_target("no_sync", no_sync),
         ddp_target("zero_grad_buffer", zero_grad_buffer),
-        _arrivals.dispatch_target(),
+        arrivals.dispatch_target(),
     ),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

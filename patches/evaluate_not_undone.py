@@ -26,15 +26,14 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, arguments
+from megatron_idempotent.megatron import training
+from megatron_idempotent.megatron.evaluation import undone
 
-from . import _train
-from ._timers import stopping
-
-_TIMER = "evaluate"
+from . import _scenarios
 
 
 def evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -47,58 +46,21 @@ def evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def undone(
-    original: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    chunks: Sequence[Any],
-    config: Any,
-    timers: Any,
-) -> Any:
-    """Call an `evaluate`, upstream's or a copy, and undo what it set up, however it ends."""
-    from megatron.core.rerun_state_machine import get_rerun_state_machine
-
-    rerun = get_rerun_state_machine()
-    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
-    rerun_mode, config_timers = rerun.get_mode(), config.timers
-    try:
-        return stopping(timers, original, *args, **kwargs)
-    finally:
-        _put_back(chunks, modes)
-        rerun.set_mode(rerun_mode)
-        if config.timers is None:
-            config.timers = config_timers
-        timer = timers._timers.get(_TIMER)
-        if timer is not None and timer._started:  # the return at the time limit
-            timer.reset()
-
-
-def _put_back(chunks: Sequence[Any], modes: Sequence[tuple[Any, bool]]) -> None:
-    before = dict(modes)
-    for chunk in chunks:
-        if chunk.training is not before[chunk]:
-            chunk.train(before[chunk])  # first, because a module may do more here than set its mode
-    for module, training in modes:
-        if module.training is not training:
-            module.training = training
-
-
 def reproduce() -> None:
     """One evaluation whose data raises."""
     import contextlib
 
-    from megatron.training import training
+    from megatron.training import training as upstream
 
     from megatron_idempotent.cpu import program
 
     running = program.start(["--eval-iters", "1"])
 
     def broken(*_: Any) -> None:
-        raise _train.Broken("a microbatch that cannot be read")
+        raise _scenarios.Broken("a microbatch that cannot be read")
 
-    with contextlib.suppress(_train.Broken):
-        training.evaluate(broken, running.data[0], running.chunks, None, running.config)
+    with contextlib.suppress(_scenarios.Broken):
+        upstream.evaluate(broken, running.data[0], running.chunks, None, running.config)
     if not running.chunks[0].training:
         raise RuntimeError("the model is in evaluation mode after evaluate()")
 
@@ -110,7 +72,7 @@ PATCH = Patch(
     before=UNTRIED,
     groups=("abort",),
     targets=(
-        _train.target(
+        training.target(
             evaluate,
             "rerun_state_machine.set_mode(rerun_mode)",
             "timers('evaluate').stop()",
@@ -127,7 +89,7 @@ PATCH = Patch(
             },
         ),
     ),
-    upstream=_train.UPSTREAM,
+    upstream=training.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

@@ -29,13 +29,12 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import Patch, Reproduction, arguments
-
-from . import _train
+from megatron_idempotent.megatron import training
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around upstream's `train`: let it assign what the config holds."""
-    module: Any = sys.modules[_train.MODULE]
+    module: Any = sys.modules[training.MODULE]
     config = arguments(original, args, kwargs)["config"]
     custom = config.finalize_model_grads_func
     default = module.finalize_model_grads
@@ -53,7 +52,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _is_of_train(function: Any) -> bool:
     """Whether `train()` has made this function around the one of that name in its module."""
     return getattr(function, "__qualname__", "").startswith("train.<locals>.") and (
-        getattr(function, "__module__", None) == _train.MODULE
+        getattr(function, "__module__", None) == training.MODULE
     )
 
 
@@ -83,7 +82,7 @@ PATCH = Patch(
     before="0.19",
     groups=("train-again",),
     targets=(
-        _train.target(
+        training.target(
             train,
             "config.finalize_model_grads_func = finalize_model_grads",
             parts={

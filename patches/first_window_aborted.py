@@ -37,8 +37,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
+from megatron_idempotent.megatron import ddp
 
-from . import _ddp
+from . import _scenarios
 
 _REDUCED = "_megatron_idempotent_first_window_reduced"
 
@@ -48,12 +49,6 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
     original(self, *args, **kwargs)
     if self.is_first_batch:
         setattr(self, _REDUCED, True)
-
-
-def forget(group: Any) -> None:
-    """Drop what a bucket group counted in a first window, so that the next one is the first."""
-    if group.is_first_batch:
-        group.per_param_grad_ready_counts = {}
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
@@ -78,7 +73,7 @@ def _drop_what_is_unfinished(groups: list[Any]) -> None:
     for group in groups:
         setattr(group, _REDUCED, False)
         if not whole:
-            forget(group)
+            ddp.forget_first_window(group)
 
 
 def reproduce() -> None:
@@ -90,9 +85,9 @@ def reproduce() -> None:
     expected = tiny.build()
     expected.forward_backward(1, data_seed=0)
     model = tiny.build()
-    _ddp.abort_in_backward(model, torch.Tensor.register_hook)
+    _scenarios.abort_in_backward(model, torch.Tensor.register_hook)
     for _ in range(3):  # the second learns, the third reduces in its backward
-        _ddp.expect_gradients(model, expected.gradients())
+        _scenarios.expect_gradients(model, expected.gradients())
 
 
 PATCH = Patch(
@@ -102,9 +97,9 @@ PATCH = Patch(
     before=UNTRIED,
     groups=("overlap", "abort"),
     targets=(
-        _ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),
-        _ddp.group_target("finish_grad_sync", finish_grad_sync),
+        ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),
+        ddp.group_target("finish_grad_sync", finish_grad_sync),
     ),
-    upstream=_ddp.GROUP_UPSTREAM,
+    upstream=ddp.GROUP_UPSTREAM,
     reproduction=Reproduction(run=reproduce, ranks=2, stock_error=r"AssertionError"),
 )

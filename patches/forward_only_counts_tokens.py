@@ -27,8 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-
-from . import _schedules
+from megatron_idempotent.megatron import schedules
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -36,7 +35,7 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     import torch
     from megatron.core.utils import get_model_config
 
-    chunks = _schedules.chunks(kwargs["model"])
+    chunks = schedules.chunks(kwargs["model"])
     if (
         not kwargs.get("forward_only", False)
         or not getattr(get_model_config(chunks[0]), "moe_router_enable_expert_bias", False)
@@ -92,7 +91,7 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("aux-loss",),
-    targets=_schedules.targets(schedule),
+    targets=schedules.targets(schedule),
     upstream=(
         "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/"
         "router.py"

@@ -32,18 +32,19 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
+from megatron_idempotent.megatron import fsdp
 
-from . import _ddp, _fsdp
+from . import _scenarios
 
 _STOCK_ERROR = (
-    rf"{_ddp.SPOILT_ERROR}|AssertionError: Found \d+ out of \d+ parameters that are ready"
+    rf"{_scenarios.SPOILT_ERROR}|AssertionError: Found \d+ out of \d+ parameters that are ready"
 )
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     """Drop what an interrupted backward left along with the gradients."""
-    if _fsdp.was_interrupted(self):
-        _fsdp.start_over(self)
+    if fsdp.was_interrupted(self):
+        fsdp.start_over(self)
     original(self)
 
 
@@ -57,11 +58,11 @@ def reproduce() -> None:
     raw = model.chunks[0].module.raw_param
     # The gradients of the first layer come last but for the embedding's.
     in_the_middle = next(raw[name] for name in raw if "layers.0" in name)
-    _ddp.abort_in_backward(
+    _scenarios.abort_in_backward(
         model, lambda _, fail: in_the_middle.register_post_accumulate_grad_hook(fail)
     )
     for _ in range(2):
-        _ddp.expect_gradients(model, expected)
+        _scenarios.expect_gradients(model, expected)
 
 
 PATCH = Patch(
@@ -70,7 +71,7 @@ PATCH = Patch(
     since="0.15",
     before=UNTRIED,
     groups=("abort",),
-    targets=(_fsdp.zero_target(zero_grad_buffer),),
-    upstream=_fsdp.UPSTREAM,
+    targets=(fsdp.zero_target(zero_grad_buffer),),
+    upstream=fsdp.UPSTREAM,
     reproduction=Reproduction(run=reproduce, ranks=2, stock_error=_STOCK_ERROR),
 )

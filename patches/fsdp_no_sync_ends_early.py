@@ -27,9 +27,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-
-from . import _fsdp
-from .no_sync_ends_early import no_sync, zero_grad_buffer
+from megatron_idempotent.megatron import fsdp
+from megatron_idempotent.megatron.no_sync import no_sync, zero_grad_buffer
 
 
 def reproduce() -> None:
@@ -76,8 +75,8 @@ PATCH = Patch(
     since="0.16",
     before=UNTRIED,
     groups=("overlap", "abort"),
-    targets=(_fsdp.no_sync_target(no_sync), _fsdp.zero_target(zero_grad_buffer)),
-    upstream=_fsdp.UPSTREAM,
+    targets=(fsdp.no_sync_target(no_sync), fsdp.zero_target(zero_grad_buffer)),
+    upstream=fsdp.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         neighbour=neighbour,

@@ -30,7 +30,7 @@ from typing import Any
 
 from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
 
-from . import _ddp
+from . import _scenarios
 
 _MODULE = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module"
 
@@ -73,8 +73,8 @@ def reproduce() -> None:
     model = tiny.build(fsdp="v2")
     model.forward_backward(1, data_seed=0)
     expected = model.gradients()
-    _ddp.abort_in_backward(model, lambda _, fail: _interrupted(model, fail))
-    _ddp.expect_gradients(model, expected)
+    _scenarios.abort_in_backward(model, lambda _, fail: _interrupted(model, fail))
+    _scenarios.expect_gradients(model, expected)
 
 
 def _interrupted(model: Any, fail: Callable[..., None]) -> Any:

@@ -41,8 +41,7 @@ from types import MethodType
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
-
-from . import _schedules
+from megatron_idempotent.megatron import schedules
 
 _NEEDED = ("model", "data_iterator", "num_microbatches", "seq_length", "forward_only")
 _NUMBERS = ("num_microbatches", "seq_length", "micro_batch_size", "decoder_seq_length")
@@ -59,7 +58,7 @@ def replay(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
         return original(self, *args, **kwargs)  # upstream says what is missing
     stage = "validation" if kwargs["forward_only"] else "training"
     functions = (self.forward_backward_func, kwargs.get("forward_step_func"))
-    objects = [*_schedules.chunks(kwargs["model"]), *(p for f in functions for p in _parts(f))]
+    objects = [*schedules.chunks(kwargs["model"]), *(p for f in functions for p in _parts(f))]
     numbers = [kwargs.get(name) for name in _NUMBERS]
     if not _is_of(stage, objects, numbers):
         _forget(stage)

@@ -27,8 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-
-from . import _train
+from megatron_idempotent.megatron import training
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +57,7 @@ PATCH = Patch(
     before=UNTRIED,
     groups=("train-again",),
     targets=(
-        _train.target(
+        training.target(
             train,
             "gc.disable()",
             parts={
@@ -68,7 +67,7 @@ PATCH = Patch(
         ),
     ),
     fixed_when=lambda bodies: any(body.contains("gc.enable()") for body in bodies.values()),
-    upstream=_train.UPSTREAM,
+    upstream=training.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=1,

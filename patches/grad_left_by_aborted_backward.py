@@ -28,8 +28,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
+from megatron_idempotent.megatron import ddp
 
-from . import _ddp
+from . import _scenarios
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
@@ -49,8 +50,8 @@ def reproduce() -> None:
     model = tiny.build(overlap_grad_reduce=False)
     model.forward_backward(1, data_seed=0)
     expected = model.gradients()
-    _ddp.abort_in_backward(model, torch.Tensor.register_post_accumulate_grad_hook)
-    _ddp.expect_gradients(model, expected)
+    _scenarios.abort_in_backward(model, torch.Tensor.register_post_accumulate_grad_hook)
+    _scenarios.expect_gradients(model, expected)
 
 
 PATCH = Patch(
@@ -59,7 +60,7 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("abort",),
-    targets=(_ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
-    upstream=_ddp.UPSTREAM,
-    reproduction=Reproduction(run=reproduce, ranks=2, stock_error=_ddp.SPOILT_ERROR),
+    targets=(ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
+    upstream=ddp.UPSTREAM,
+    reproduction=Reproduction(run=reproduce, ranks=2, stock_error=_scenarios.SPOILT_ERROR),
 )

@@ -32,51 +32,18 @@ Remove when:
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target, arguments
-
-from . import _optimizers
+from megatron_idempotent.megatron import optimizers
+from megatron_idempotent.megatron.loss_scale import OURS, SCALED, LossScale, parts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SCALED = "_megatron_idempotent_scaled_by_caller"
-_OURS = "_megatron_idempotent_scaling"
 # Module → class and method, of frameworks that multiply their losses by the scale themselves.
 _SCALE_THEMSELVES = {"areal.engine.megatron_engine": ("MegatronEngine", "train_batch")}
-
-
-class LossScale:
-    """`optimizer.scale_loss` without keeping, copying or pickling the optimizer."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def __call__(self, loss: Tensor) -> Tensor:
-        """`loss` of any shape times the optimizer's current loss scale."""
-        optimizer = self._optimizer()
-        if optimizer is None or any(_SCALED in vars(part) for part in _parts(optimizer)):
-            return loss
-        setattr(optimizer, _OURS, True)
-        try:
-            scaled: Tensor = optimizer.scale_loss(loss)
-        finally:
-            delattr(optimizer, _OURS)
-        return scaled
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LossScale:
-        return self
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        # Another process has no such optimizer; None is what upstream's config starts with.
-        return _unwired, ()
-
-
-def _unwired() -> None:
-    return None
 
 
 def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -123,20 +90,16 @@ def _of_an_optimizer(function: Any) -> bool:
 def scale_loss(original: Callable[..., Any], self: Any, loss: Tensor) -> Any:
     """Around `scale_loss`: a program that scales a loss itself does so for its whole step."""
     # Not one that asks for the scale of a number.
-    if loss.requires_grad and _OURS not in vars(self):
-        setattr(self, _SCALED, True)
+    if loss.requires_grad and OURS not in vars(self):
+        setattr(self, SCALED, True)
     return original(self, loss)
 
 
 def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around an optimizer's step: what was scaled is used."""
-    for part in _parts(self):
-        vars(part).pop(_SCALED, None)
+    for part in parts(self):
+        vars(part).pop(SCALED, None)
     return original(self, *args, **kwargs)
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    return [optimizer, *getattr(optimizer, "chained_optimizers", ())]
 
 
 def reproduce() -> None:
@@ -165,27 +128,13 @@ PATCH = Patch(
     before=UNTRIED,
     groups=("loss-scale",),
     targets=(
+        optimizers.factory_target(build),
         Target(
-            address="megatron.core.optimizer:get_megatron_optimizer",
-            wrapper=build,
-            reviewed={
-                "8706a90a392d": "0.12.0 to 0.12.3",
-                "244495507815": "0.13.0 to 0.13.1",
-                "2b8bb29f619d": "0.14.0",
-                "44f549babf3c": "0.15.0 to 0.15.3",
-                "93060c83cddd": "0.16.0 to 0.17.1",
-                "47d770315c43": "0.18.0 to 0.18.2",
-                "5ecdbe1eaf4e": "0.19.0 to 0.19.2",
-            },
-            relies_on=("model_chunks",),
-            parts={"efec8d254753": "0.12.0 to 0.19.2"},
-        ),
-        Target(
-            address=f"{_optimizers.MODULE}:MegatronOptimizer.scale_loss",
+            address=f"{optimizers.MODULE}:MegatronOptimizer.scale_loss",
             wrapper=scale_loss,
             reviewed={"e81a3bf003ba": "0.12.0 to 0.19.2"},
         ),
-        *_optimizers.step_targets(step),
+        *optimizers.step_targets(step),
     ),
     fixed_when=lambda bodies: any(
         body.contains("model_config.grad_scale_func") for body in bodies.values()

@@ -34,20 +34,21 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
+from megatron_idempotent.megatron import arrivals, reduction
+from megatron_idempotent.megatron.ddp import GROUP_UPSTREAM, bucket_groups, ddp_target
 
-from . import _arrivals, _reduction
-from ._ddp import GROUP_UPSTREAM, bucket_groups, ddp_target
+from . import _scenarios
 
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Look for gradients that no reduction contains, then finish."""
     for group in bucket_groups(self):
-        counts, expected = _reduction.registered(group), _expected(group)
-        late = _arrivals.late(group)
+        counts, expected = reduction.registered(group), _expected(group)
+        late = arrivals.late(group)
         if late is not None and counts.get(late, 0) <= expected.get(late, 0):
-            _reduction.wait(self)
+            reduction.wait(self)
             raise RuntimeError(
-                f"a gradient of {_reduction.name_of(self, late)} came after the reduction of its "
+                f"a gradient of {reduction.name_of(self, late)} came after the reduction of its "
                 "bucket had started, and would stay local. Let the last window before "
                 "finish_grad_sync() be the one outside of no_sync(), or hold all of them inside of "
                 "it; call start_grad_sync() after the last one"
@@ -56,7 +57,7 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
         if late is not None or (counts and counts != expected and _never_starts(group)):
             _refuse(self, counts, expected)
     original(self, *args, **kwargs)
-    _arrivals.ended(self)
+    arrivals.ended(self)
 
 
 def _expected(group: Any) -> dict[Any, int]:
@@ -67,7 +68,7 @@ def _expected(group: Any) -> dict[Any, int]:
 
 
 def _never_starts(group: Any) -> bool:
-    if _arrivals.dispatched(group) or getattr(group, "is_first_batch", False):
+    if arrivals.dispatched(group) or getattr(group, "is_first_batch", False):
         return False  # by hooks, by hand or by the schedule; or by finishing itself
     # Before 0.16 upstream says it, unless there are several optimizer instances.
     return (
@@ -78,11 +79,11 @@ def _never_starts(group: Any) -> bool:
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     """Start a window without reductions."""
     original(self)
-    _arrivals.ended(self)
+    arrivals.ended(self)
 
 
 def _refuse(chunk: Any, counts: dict[Any, int], expected: dict[Any, int]) -> None:
-    _reduction.wait(chunk)
+    reduction.wait(chunk)
     params = {**expected, **counts}
     differing = [(param, counts.get(param, 0), expected.get(param, 0)) for param in params]
     # Too many first: these are the ones that would have gone unnoticed.
@@ -91,7 +92,7 @@ def _refuse(chunk: Any, counts: dict[Any, int], expected: dict[Any, int]) -> Non
     )
     fate = "after its bucket was reduced" if found > wanted else "and its bucket was never reduced"
     raise RuntimeError(
-        f"{_reduction.name_of(chunk, param)} has registered {found} gradients in this window where "
+        f"{reduction.name_of(chunk, param)} has registered {found} gradients in this window where "
         f"its bucket group waits for {wanted}, {fate}. If the number of microbatches has changed, "
         "set config.no_sync_func = ddp.no_sync (megatron_idempotent.wire_train_config does); if "
         "the number of schedule calls has, hold all but the last inside of no_sync(); if the "
@@ -113,9 +114,9 @@ def reproduce() -> None:
         (chunk,) = model.chunks
         model.forward_backward(1, data_seed=0)
         chunk.zero_grad_buffer()
-        _reduction.backward(model, data_seed=1)
+        _scenarios.backward(model, data_seed=1)
         with chunk.no_sync():
-            _reduction.backward(model, data_seed=2)
+            _scenarios.backward(model, data_seed=2)
         try:
             chunk.finish_grad_sync()
         except RuntimeError as error:
@@ -143,7 +144,7 @@ PATCH = Patch(
     targets=(
         ddp_target("finish_grad_sync", finish_grad_sync),
         ddp_target("zero_grad_buffer", zero_grad_buffer),
-        _arrivals.dispatch_target(),
+        arrivals.dispatch_target(),
     ),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

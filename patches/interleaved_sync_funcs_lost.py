@@ -27,8 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-
-from . import _schedules
+from megatron_idempotent.megatron import schedules
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +36,7 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     from megatron.core.utils import get_model_config
 
-    config = get_model_config(_schedules.chunks(kwargs["model"])[0])
+    config = get_model_config(schedules.chunks(kwargs["model"])[0])
     before = config.grad_sync_func, config.param_sync_func
     try:
         return original(*args, **kwargs)
@@ -66,8 +65,8 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("overlap", "abort"),
-    targets=_schedules.targets(schedule, "forward_backward_pipelining_with_interleaving"),
-    upstream=_schedules.UPSTREAM,
+    targets=schedules.targets(schedule, "forward_backward_pipelining_with_interleaving"),
+    upstream=schedules.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

@@ -41,16 +41,15 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-
-from . import _gather, _layer_wise
-from ._ddp import GROUP_UPSTREAM, bucket_groups, ddp_target, group_target
+from megatron_idempotent.megatron import gather, layer_wise
+from megatron_idempotent.megatron.ddp import GROUP_UPSTREAM, bucket_groups, ddp_target, group_target
 
 
 def finish_grad_sync(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around a bucket group's reduction: its gradients wait for a step from here on."""
     result = original(self, *args, **kwargs)
-    if _gather.gathers_by_lists(self):
-        _gather.hold_gradients(self, True)
+    if gather.gathers_by_lists(self):
+        gather.hold_gradients(self, True)
     return result
 
 
@@ -59,32 +58,32 @@ def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     import torch
 
     for group in bucket_groups(self):
-        _gather.hold_gradients(group, False)
-        if group.param_gather_handle is not None and _gather.gathers_by_lists(group):
+        gather.hold_gradients(group, False)
+        if group.param_gather_handle is not None and gather.gathers_by_lists(group):
             with torch.no_grad():
-                _gather.wait(group)
+                gather.wait(group)
     original(self)
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
     """Around a chain's update, which uses the gradients up."""
-    for group in _layer_wise.deferred_groups(self):
-        if _gather.gathers_by_lists(group):
-            _gather.hold_gradients(group, False)
-            _layer_wise.outdate(group)
+    for group in layer_wise.deferred_groups(self):
+        if gather.gathers_by_lists(group):
+            gather.hold_gradients(group, False)
+            layer_wise.outdate(group)
     return original(self)
 
 
 def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
     """Around a bucket group's gather: not into gradients that somebody waits for."""
     if (
-        _gather.holds_gradients(self)
-        and not _gather.marked(self)
+        gather.holds_gradients(self)
+        and not gather.marked(self)
         and self.param_gather_handle is None
     ):
         self.param_gather_dispatched = True
         return None
-    return _gather.start_param_sync(original, self, force_sync=force_sync)
+    return gather.start_param_sync(original, self, force_sync=force_sync)
 
 
 def reproduce() -> None:
@@ -118,8 +117,8 @@ PATCH = Patch(
         group_target("start_param_sync", start),
         group_target("finish_grad_sync", finish_grad_sync),
         ddp_target("zero_grad_buffer", zero_grad_buffer),
-        _layer_wise.step_target(step),
-        _layer_wise.chunks_target(),
+        layer_wise.step_target(step),
+        layer_wise.chunks_target(),
     ),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

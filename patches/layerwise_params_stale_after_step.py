@@ -39,42 +39,44 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
+from megatron_idempotent.megatron import gather, layer_wise
+from megatron_idempotent.megatron.ddp import group_target
 
-from . import _gather, _layer_wise
-from ._ddp import group_target
+from . import _scenarios
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
     """Around a chain's update: where its gather is left to a forward, that one has to come."""
-    _layer_wise.watch(self)
-    for group in _layer_wise.deferred_groups(self):
-        _layer_wise.outdate(group)
+    layer_wise.watch(self)
+    for group in layer_wise.deferred_groups(self):
+        layer_wise.outdate(group)
     return original(self)
 
 
 def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
     """Around a bucket group's gather: what came is copied, which only `finish_param_sync` does."""
-    if force_sync and self.param_gather_handle is not None and _gather.gathers_by_lists(self):
-        _gather.wait(self)
+    if force_sync and self.param_gather_handle is not None and gather.gathers_by_lists(self):
+        gather.wait(self)
         return None
-    return _gather.start_param_sync(original, self, force_sync=force_sync)
+    return gather.start_param_sync(original, self, force_sync=force_sync)
 
 
 def reproduce() -> None:
     """A forward-only pass between reduction and step, then one after it, hooks on throughout."""
-    from megatron_idempotent.cpu import layer_wise, tiny
+    from megatron_idempotent.cpu import layer_wise as bench_options
+    from megatron_idempotent.cpu import tiny
 
     model = tiny.build(
         dtype="bf16",
         overlap_param_gather=True,
         layer_wise=True,
-        distributed_optimizer=layer_wise.has_layout(),
+        distributed_optimizer=bench_options.has_layout(),
     )
     model.forward_backward(2, data_seed=0)
     model.forward_backward(1, data_seed=1, forward_only=True)
     model.step()
     model.forward_backward(1, data_seed=2, forward_only=True)
-    _gather.expect_agreement(model, "in a forward behind a layer-wise step")
+    _scenarios.expect_agreement(model, "in a forward behind a layer-wise step")
 
 
 PATCH = Patch(
@@ -85,11 +87,11 @@ PATCH = Patch(
     before=UNTRIED,
     groups=("layer-wise",),
     targets=(
-        _layer_wise.step_target(step),
-        _layer_wise.chunks_target(),
+        layer_wise.step_target(step),
+        layer_wise.chunks_target(),
         group_target("start_param_sync", start),
     ),
-    upstream=_layer_wise.UPSTREAM,
+    upstream=layer_wise.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

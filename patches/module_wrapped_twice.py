@@ -26,8 +26,7 @@ Remove when:
 from __future__ import annotations
 
 from megatron_idempotent.engine import UNTRIED, Limit, Reproduction
-
-from ._ddp import UPSTREAM
+from megatron_idempotent.megatron.ddp import UPSTREAM
 
 
 def reproduce() -> None:

@@ -31,21 +31,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-
-from . import _ddp
-
-
-def forget_tokens(chunk: Any) -> None:
-    """Reset what the routers of a chunk have counted since the last whole window."""
-    for module in chunk.modules():
-        counted = getattr(module, "local_tokens_per_expert", None)
-        if counted is not None:
-            counted.zero_()
-        if getattr(module, "global_tokens_per_expert", None) is not None:
-            module.reset_global_aux_loss_tracker()
-        if getattr(module, "qb_beta_accum", None) is not None:  # quantile balancing, from 0.19 on
-            module.qb_beta_accum.zero_()
-            module.qb_beta_count.zero_()
+from megatron_idempotent.megatron import ddp
+from megatron_idempotent.megatron.moe import forget_tokens
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
@@ -102,7 +89,7 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("abort", "aux-loss"),
-    targets=(_ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
+    targets=(ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/finalize_model_grads.py",
     reproduction=Reproduction(
         run=reproduce,

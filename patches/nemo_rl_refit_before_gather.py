@@ -29,13 +29,14 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.megatron import gather
 
-from . import _gather, _nemo_rl
+from . import _nemo_rl, _scenarios
 
 
 def export(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `_iter_params_with_optional_kv_scales`: finish the update that is exported."""
-    _gather.finish_update([self.model])
+    gather.finish_update([self.model])
     return original(self, *args, **kwargs)
 
 
@@ -44,7 +45,7 @@ def reproduce() -> None:
     nemo = _nemo_rl.NemoRL(overlap_param_gather=True)
     nemo.train(0)
     nemo.exported()
-    _gather.expect_agreement(nemo.bench, "in a refit after the step")
+    _scenarios.expect_agreement(nemo.bench, "in a refit after the step")
 
 
 PATCH = Patch(

@@ -29,8 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, arguments
-
-from . import _train
+from megatron_idempotent.megatron import training
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +80,7 @@ PATCH = Patch(
     before=UNTRIED,
     groups=("train-again", "overlap"),
     targets=(
-        _train.target(
+        training.target(
             train,
             "config.no_sync_func is None",
             "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",

@@ -35,9 +35,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
-
-from . import _optimizers
-from ._ddp import UPSTREAM, bucket_groups, buffer_reset_target
+from megatron_idempotent.megatron import optimizers
+from megatron_idempotent.megatron.ddp import UPSTREAM, bucket_groups, buffer_reset_target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,9 +210,9 @@ PATCH = Patch(
             reviewed={"b6cd38da33a5": "0.16.0 to 0.19.2"},
         ),
         buffer_reset_target(reset),
-        _optimizers.step_target("ChainedOptimizer", step),
+        optimizers.step_target("ChainedOptimizer", step),
         Target(
-            address=f"{_optimizers.MODULE}:MixedPrecisionOptimizer.step_with_ready_grads",
+            address=f"{optimizers.MODULE}:MixedPrecisionOptimizer.step_with_ready_grads",
             wrapper=step,
             reviewed={
                 "252b2ecc67d9": "0.16.0 to 0.18.2",
@@ -222,7 +221,7 @@ PATCH = Patch(
             },
         ),
         Target(
-            address=f"{_optimizers.MODULE}:FP32Optimizer.step_with_ready_grads",
+            address=f"{optimizers.MODULE}:FP32Optimizer.step_with_ready_grads",
             wrapper=step,
             reviewed={"9c2e497380ae": "0.16.0 to 0.19.2", "ce86b2c5a4af": "dev, August 2026"},
         ),

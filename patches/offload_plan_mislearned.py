@@ -42,8 +42,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
-
-from . import _schedules
+from megatron_idempotent.megatron import schedules
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _IDLE = "_megatron_idempotent_idle"
@@ -55,7 +54,7 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around a schedule: say whether it is forward-only, and leave nothing of one that raises."""
     from megatron.core.utils import get_model_config
 
-    config = get_model_config(_schedules.chunks(kwargs["model"])[0])
+    config = get_model_config(schedules.chunks(kwargs["model"])[0])
     if not getattr(config, "fine_grained_activation_offloading", False):
         return original(*args, **kwargs)
     outer = _running["forward_only"]
@@ -188,7 +187,7 @@ PATCH = Patch(
             wrapper=next_chunk,
             reviewed={"15ded160d099": "0.16.0 to 0.19.2"},
         ),
-        *_schedules.targets(schedule),
+        *schedules.targets(schedule),
     ),
     upstream=(
         "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/"

@@ -28,8 +28,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, arguments
+from megatron_idempotent.megatron import training
 
-from . import _train
+from . import _scenarios
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +54,7 @@ def reproduce() -> None:
     from megatron_idempotent.cpu import program
 
     running = program.start(["--optimizer-cuda-graph"])
-    _train.interrupt(running)
+    _scenarios.interrupt(running)
     if "step" in vars(running.optimizer):
         raise RuntimeError(f"optimizer.step is left as {running.optimizer.step}")
 
@@ -65,7 +66,7 @@ PATCH = Patch(
     before=UNTRIED,
     groups=("train-again",),
     targets=(
-        _train.target(
+        training.target(
             train,
             "del optimizer.step",
             parts={
@@ -74,7 +75,7 @@ PATCH = Patch(
             },
         ),
     ),
-    upstream=_train.UPSTREAM,
+    upstream=training.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=1,

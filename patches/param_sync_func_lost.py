@@ -28,8 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, arguments
-
-from . import _train
+from megatron_idempotent.megatron import training
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +67,7 @@ PATCH = Patch(
     before=UNTRIED,
     groups=("train-again", "overlap"),
     targets=(
-        _train.target(
+        training.target(
             train,
             "config.param_sync_func = None",
             "config.param_sync_func = param_sync_func",
@@ -79,7 +78,7 @@ PATCH = Patch(
     fixed_when=lambda bodies: (
         not any(body.contains("config.param_sync_func = None") for body in bodies.values())
     ),
-    upstream=_train.UPSTREAM,
+    upstream=training.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

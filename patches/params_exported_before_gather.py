@@ -30,7 +30,7 @@ from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Helper, Reproduction
 
-from . import _gather
+from . import _scenarios
 
 
 def _stepped() -> Any:
@@ -44,7 +44,7 @@ def _stepped() -> Any:
 
 def reproduce() -> None:
     """Read the parameters right after a step."""
-    _gather.expect_agreement(_stepped(), "in an export behind the step")
+    _scenarios.expect_agreement(_stepped(), "in an export behind the step")
 
 
 def repaired() -> None:
@@ -53,7 +53,7 @@ def repaired() -> None:
 
     model = _stepped()
     megatron_idempotent.ensure_params_synced(model.chunks)
-    _gather.expect_agreement(model, "in an export behind the step")
+    _scenarios.expect_agreement(model, "in an export behind the step")
 
 
 def neighbour() -> bytes:
@@ -75,7 +75,7 @@ def helped() -> bytes:
 
 
 def _read(model: Any) -> bytes:
-    _gather.expect_agreement(model, "in an export behind the step")
+    _scenarios.expect_agreement(model, "in an export behind the step")
     bits: bytes = model.parameters().numpy().tobytes()
     return bits
 

@@ -31,21 +31,22 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
+from megatron_idempotent.megatron import gather
+from megatron_idempotent.megatron.ddp import GROUP_UPSTREAM
 
-from . import _gather
-from ._ddp import GROUP_UPSTREAM
+from . import _scenarios
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
     """Around the optimizer's update: what was gathered before it is worth nothing after it."""
-    for group in _gather.owned_groups(self):
+    for group in gather.owned_groups(self):
         if group.param_gather_handle is not None:
             # Only waited for: what it brings is about to be overwritten.
             group.param_gather_handle.wait()
             group.param_gather_handle = None
         # Before the call, because without overlap_param_gather upstream gathers inside of it.
         group.param_gather_dispatched = False
-    return _gather.updating(original, self)
+    return gather.updating(original, self)
 
 
 def reproduce() -> None:
@@ -57,7 +58,7 @@ def reproduce() -> None:
     model.forward_backward(1, data_seed=1, forward_only=True)
     model.step()
     model.forward_backward(1, data_seed=2, forward_only=True)
-    _gather.expect_agreement(model, "after a hooked forward behind the step")
+    _scenarios.expect_agreement(model, "after a hooked forward behind the step")
 
 
 PATCH = Patch(
@@ -66,7 +67,7 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("overlap",),
-    targets=(_gather.step_target(step), _gather.gather_target()),
+    targets=(gather.step_target(step), gather.gather_target()),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,

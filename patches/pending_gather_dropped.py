@@ -35,9 +35,10 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.megatron import gather
+from megatron_idempotent.megatron.ddp import bucket_groups, forward_target
 
-from . import _gather
-from ._ddp import bucket_groups, forward_target
+from . import _scenarios
 
 
 def disable(
@@ -47,10 +48,10 @@ def disable(
     original(self, param_sync, *args, **kwargs)
     if (
         not param_sync
-        and any(_gather.marked(group) for group in bucket_groups(self))
-        and not _gather.shares_memory_with_gradients(self)
+        and any(gather.marked(group) for group in bucket_groups(self))
+        and not gather.shares_memory_with_gradients(self)
     ):
-        _gather.gather(self)
+        gather.gather(self)
 
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,8 +63,8 @@ def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
 
 
 def _gather_behind_hooks(chunk: Any) -> None:
-    if _gather.shares_memory_with_gradients(chunk) or not any(
-        group.param_gather_handle is not None or _gather.marked(group)
+    if gather.shares_memory_with_gradients(chunk) or not any(
+        group.param_gather_handle is not None or gather.marked(group)
         for group in bucket_groups(chunk)
     ):
         return
@@ -71,7 +72,7 @@ def _gather_behind_hooks(chunk: Any) -> None:
 
     # A graph must not contain the gather; upstream's hooks do nothing there either.
     if not is_graph_capturing():
-        _gather.gather(chunk)
+        gather.gather(chunk)
 
 
 def reproduce() -> None:
@@ -84,10 +85,10 @@ def reproduce() -> None:
     for chunk in model.chunks:
         chunk.disable_forward_pre_hook(param_sync=False)
     model.forward_backward(2, data_seed=1)
-    _gather.expect_agreement(model, "in a window with the hooks off")
+    _scenarios.expect_agreement(model, "in a window with the hooks off")
     model.step()
     model.forward_backward(2, data_seed=2)
-    _gather.expect_agreement(model, "in the next window with the hooks off")
+    _scenarios.expect_agreement(model, "in the next window with the hooks off")
 
 
 PATCH = Patch(
@@ -104,8 +105,8 @@ PATCH = Patch(
             reviewed={"448baf244730": "0.12.0 to 0.18.2", "a0017a4969dd": "0.19.0 to 0.19.2"},
         ),
         forward_target(forward),
-        _gather.step_target(_gather.updating),
-        _gather.gather_target(),
+        gather.step_target(gather.updating),
+        gather.gather_target(),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py",
     reproduction=Reproduction(

@@ -30,8 +30,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.megatron.training import STAGE_OFFSET
 
-STAGE_OFFSET = 100
 """Upstream's own distance between the seeds of two stages."""
 
 

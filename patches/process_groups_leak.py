@@ -26,9 +26,9 @@ Remove when:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.megatron.process_groups import alive, held, live_groups
 
 _ADDRESS = "megatron.core.parallel_state:destroy_model_parallel"
 
@@ -48,28 +48,8 @@ def destroy(original: Callable[[], None]) -> None:
         are_held = held(groups)
     # In one order on all ranks: that of the module's globals.
     for group, is_held in zip(groups, are_held, strict=True):
-        if not is_held and group in _alive():
+        if not is_held and group in alive():
             dist.destroy_process_group(group)
-
-
-def live_groups() -> list[Any]:
-    """This rank's process groups in `megatron.core.parallel_state`, each once, without WORLD."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    found: list[Any] = []
-    for value in vars(parallel_state).values():
-        if isinstance(value, dict):
-            value = list(value.values())
-        found += value if isinstance(value, list | tuple) else [value]
-    groups = {id(item): item for item in found if isinstance(item, dist.ProcessGroup)}
-    return [g for g in groups.values() if g in _alive() and g is not dist.group.WORLD]
-
-
-def _alive() -> Any:
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._world.pg_map
 
 
 def _reset_globals() -> None:
@@ -86,50 +66,15 @@ def _reset_globals() -> None:
                 value.clear()
 
 
-def held(groups: list[Any]) -> list[bool]:
-    """Which groups something besides torch.distributed and `groups` refers to."""
-    # What a reference count shows for an object that nobody else holds depends on the interpreter.
-    unheld = object()
-    (free,) = _references([unheld])
-    free -= 1  # its name
-    return [
-        count - free > _by_torch(group)
-        for group, count in zip(groups, _references(groups), strict=True)
-    ]
-
-
-def _references(objects: list[Any]) -> list[int]:
-    import sys
-
-    return [sys.getrefcount(objects[place]) for place in range(len(objects))]
-
-
-def _by_torch(group: Any) -> int:
-    """How often torch's own tables refer to the group."""
-    from torch.distributed import distributed_c10d
-
-    world = distributed_c10d._world
-    by_group = (
-        world.pg_map,
-        world.pg_names,
-        world.pg_group_ranks,
-        world.pg_backend_config,
-        world.pg_to_tag,
-        world.pg_coalesce_state,
-    )
-    count = sum(key is group for table in by_group for key in table)
-    return count + sum(item is group for tagged in world.tags_to_pg.values() for item in tagged)
-
-
 def reproduce() -> None:
     """Three cycles, then the groups that torch.distributed still knows."""
     from megatron.core import parallel_state
 
-    before = len(_alive())
+    before = len(alive())
     for _ in range(3):
         parallel_state.initialize_model_parallel()
         parallel_state.destroy_model_parallel()
-    left = len(_alive()) - before
+    left = len(alive()) - before
     if left:
         raise RuntimeError(f"{left} process groups are left over from 3 cycles")
 

@@ -30,32 +30,17 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
+from megatron_idempotent.megatron import ddp
 
-from . import _ddp
-
-
-def drain(group: Any) -> None:
-    """Wait for the reduction that a bucket group has in flight, if it has one."""
-    handle = group.grad_reduce_handle
-    if handle is not None:
-        group.grad_reduce_handle = None
-        handle.wait()
-    elif (
-        group.ddp_config.num_distributed_optimizer_instances > 1
-        and group.communication_stream is not None
-    ):
-        import torch
-
-        # No handle tells: upstream orders the streams, as is done here, and never asks the host.
-        torch.cuda.current_stream().wait_stream(group.communication_stream)
+from . import _scenarios
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     """Wait, then zero: the other way round a late reduction would write over the zeros."""
     for group in self.bucket_groups:
-        drain(group)
+        ddp.drain(group)
     for group in self.expert_parallel_bucket_groups:
-        drain(group)
+        ddp.drain(group)
     original(self)
 
 
@@ -69,8 +54,8 @@ def reproduce() -> None:
     for _ in range(2):  # releases from 0.16 on reduce early from their second window on
         model.forward_backward(1, data_seed=0)
     expected = model.gradients()
-    _ddp.abort_in_backward(model, torch.Tensor.register_hook)
-    _ddp.expect_gradients(model, expected)
+    _scenarios.abort_in_backward(model, torch.Tensor.register_hook)
+    _scenarios.expect_gradients(model, expected)
 
 
 PATCH = Patch(
@@ -79,11 +64,11 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("overlap", "abort"),
-    targets=(_ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
+    targets=(ddp.ddp_target("zero_grad_buffer", zero_grad_buffer),),
     fixed_when=lambda bodies: any(
         body.contains("grad_reduce_handle.wait()") for body in bodies.values()
     ),
-    upstream=_ddp.UPSTREAM,
+    upstream=ddp.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

@@ -30,14 +30,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target, arguments
+from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, arguments
+from megatron_idempotent.megatron import optimizers
+from megatron_idempotent.megatron.ddp import bucket_groups, group_target
+from megatron_idempotent.megatron.reduction import GATHERED, REDUCTIONS
 
-from . import _optimizers
-from ._ddp import bucket_groups, group_target
-from .grad_scale_func import PATCH as _WIRED
-
-REDUCTIONS = "_megatron_idempotent_reductions"
-GATHERED = "_megatron_idempotent_gathered"
 _CHUNKS = "_megatron_idempotent_chunks"
 
 
@@ -116,14 +113,8 @@ PATCH = Patch(
     default=False,
     debug=True,
     targets=(
-        Target(
-            address="megatron.core.optimizer:get_megatron_optimizer",
-            wrapper=build,
-            reviewed=_WIRED.targets[0].reviewed,
-            relies_on=("model_chunks",),
-            parts={"efec8d254753": "0.12.0 to 0.19.2"},
-        ),
-        *_optimizers.step_targets(step),
+        optimizers.factory_target(build),
+        *optimizers.step_targets(step),
         group_target("start_grad_sync", start_grad_sync),
         group_target("reset", reset),
         group_target("start_param_sync", start_param_sync),

@@ -29,8 +29,7 @@ from functools import partial
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
-
-from . import _schedules
+from megatron_idempotent.megatron import schedules
 
 
 def forward(
@@ -105,7 +104,7 @@ PATCH = Patch(
     before=UNTRIED,
     targets=(
         Target(
-            address=f"{_schedules.MODULE}:forward_step",
+            address=f"{schedules.MODULE}:forward_step",
             wrapper=forward,
             reviewed={
                 "6f4a9e3cb4c6": "0.12.0 to 0.12.3",
@@ -114,7 +113,7 @@ PATCH = Patch(
             },
         ),
     ),
-    upstream=_schedules.UPSTREAM,
+    upstream=schedules.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=1,

@@ -32,8 +32,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Limit, Reproduction
-
-from ._ddp import UPSTREAM
+from megatron_idempotent.megatron.ddp import UPSTREAM
 
 
 def moved(frozen: str, unfrozen: str) -> tuple[bool, bool]:

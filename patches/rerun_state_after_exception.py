@@ -38,26 +38,25 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
-
-from . import _rerun
+from megatron_idempotent.megatron import rerun
 
 
 def should_run_forward_backward(
     original: Callable[..., bool], self: Any, *args: Any, **kwargs: Any
 ) -> bool:
     """Around `should_run_forward_backward`: a step that an exception has left is over."""
-    _rerun.abandon_if_left(self)
+    rerun.abandon_if_left(self)
     runs = original(self, *args, **kwargs)
     if runs:
-        _rerun.began(self)
+        rerun.began(self)
     else:
-        _rerun.ended(self)
+        rerun.ended(self)
     return runs
 
 
 def state_dict(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `state_dict`: a checkpoint after a failed step says that no step is under way."""
-    _rerun.abandon_if_left(self)
+    rerun.abandon_if_left(self)
     return original(self, *args, **kwargs)
 
 

@@ -32,15 +32,14 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-
-from . import _schedules
+from megatron_idempotent.megatron import schedules
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Behind a schedule: nothing is queued for its routers."""
     from megatron.core.utils import get_model_config
 
-    chunks = _schedules.chunks(kwargs["model"])
+    chunks = schedules.chunks(kwargs["model"])
     if not getattr(get_model_config(chunks[0]), "moe_enable_routing_replay", False):
         return original(*args, **kwargs)
     try:
@@ -84,7 +83,7 @@ PATCH = Patch(
     since="0.16",
     before=UNTRIED,
     groups=("abort",),
-    targets=_schedules.targets(schedule),
+    targets=schedules.targets(schedule),
     upstream=(
         "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/"
         "router_replay.py"

@@ -29,23 +29,12 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
-
-_KEPT = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
-
-
-def start_over(shared: Any) -> None:
-    """Drop what a forward of overlapped shared experts left behind."""
-    for name in _KEPT:
-        if getattr(shared, name, None) is not None:
-            setattr(shared, name, None)
-    state = getattr(shared, "_overlap_state", None)  # from 0.18 on
-    if state is not None and state.name != "IDLE":
-        shared._overlap_state = type(state)["IDLE"]
+from megatron_idempotent.megatron.moe import reset_shared_experts
 
 
 def pre_forward_comm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Around the first of the pieces."""
-    start_over(self)
+    reset_shared_experts(self)
     original(self, *args, **kwargs)
 
 

@@ -27,13 +27,14 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.megatron import gather
 
-from . import _gather, _skyrl
+from . import _scenarios, _skyrl
 
 
 def extract_weights(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `extract_weights`: finish the update that is exported."""
-    _gather.finish_update(self.actor_module)
+    gather.finish_update(self.actor_module)
     return original(self, *args, **kwargs)
 
 
@@ -42,7 +43,7 @@ def reproduce() -> None:
     skyrl = _skyrl.SkyRL(overlap_param_gather=True)
     skyrl.train(0)
     skyrl.exported()
-    _gather.expect_agreement(skyrl.bench, "in a refit after the step")
+    _scenarios.expect_agreement(skyrl.bench, "in a refit after the step")
 
 
 PATCH = Patch(

@@ -29,18 +29,17 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-
-from . import _gather
-from ._ddp import GROUP_UPSTREAM, group_target
+from megatron_idempotent.megatron import gather
+from megatron_idempotent.megatron.ddp import GROUP_UPSTREAM, group_target
 
 
 def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
     """Around a bucket group's gather: not twice at a time."""
     if not force_sync and self.param_gather_handle is not None:
         current = self.param_gather_dispatched
-        if current and not _gather.marked(self):
+        if current and not gather.marked(self):
             return None
-        _gather.wait(self)
+        gather.wait(self)
     return original(self, force_sync=force_sync)
 
 

@@ -28,8 +28,7 @@ from typing import Any
 
 from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
 from megatron_idempotent.engine.per_process import PerProcessDict
-
-from ._train import MODULE
+from megatron_idempotent.megatron.training import MODULE
 
 #: Under "handle" the one that was shut down last.
 _ended: dict[str, Any] = PerProcessDict(__name__, "_ended")

@@ -27,17 +27,16 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-
-from . import _optimizers, _schedules
-from ._ddp import finalize_target
-from ._timers import stopping
+from megatron_idempotent.megatron import optimizers, schedules
+from megatron_idempotent.megatron.ddp import finalize_target
+from megatron_idempotent.megatron.timers import stopping
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around the three schedules, whose arguments are keywords."""
     from megatron.core.utils import get_model_config
 
-    timers = get_model_config(_schedules.chunks(kwargs["model"])[0]).timers
+    timers = get_model_config(schedules.chunks(kwargs["model"])[0]).timers
     return stopping(timers, original, *args, **kwargs)
 
 
@@ -60,7 +59,7 @@ def reproduce() -> None:
 
     from megatron_idempotent.cpu import tiny
 
-    from ._train import Broken
+    from ._scenarios import Broken
 
     model = tiny.build(overlap_grad_reduce=False)
     model.config.timers = Timers(2, "minmax")
@@ -83,9 +82,9 @@ PATCH = Patch(
     before=UNTRIED,
     groups=("abort",),
     targets=(
-        *_schedules.targets(schedule),
+        *schedules.targets(schedule),
         finalize_target(finalize),
-        *_optimizers.step_targets(step),
+        *optimizers.step_targets(step),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/timers.py",
     reproduction=Reproduction(

@@ -28,9 +28,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-
-from . import _train
-from ._timers import stopping
+from megatron_idempotent.megatron import training
+from megatron_idempotent.megatron.timers import stopping
 
 _TIMER = "interval-time"
 
@@ -70,7 +69,7 @@ PATCH = Patch(
     before=UNTRIED,
     groups=("train-again",),
     targets=(
-        _train.target(
+        training.target(
             train,
             f"timers('{_TIMER}', log_level=0).start(barrier=True)",
             parts={
@@ -78,7 +77,7 @@ PATCH = Patch(
                 "0ce68305337a": "0.18.0 to 0.19.2",
             },
         ),
-        _train.target(
+        training.target(
             train_step,
             "timers('optimizer', log_level=1)",
             function="train_step",
@@ -92,7 +91,7 @@ PATCH = Patch(
     fixed_when=lambda bodies: any(
         body.contains(f"timers('{_TIMER}').stop()", outside_loops=True) for body in bodies.values()
     ),
-    upstream=_train.UPSTREAM,
+    upstream=training.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

@@ -37,8 +37,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-
-from . import _train
+from megatron_idempotent.megatron import training
 
 # The iteration of this train() whose train_step has returned; empty before the first one has.
 _stepped: list[int | None] = []
@@ -88,17 +87,17 @@ def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _settle(options: Any, error: BaseException) -> None:
-    left = _train.locals_of("train", error)
+    left = training.locals_of("train", error)
     if left is None or not left.keys() >= _COUNTERS:  # it did not come to its loop
         return
     iteration = left["iteration"]
     operations = left["num_floating_point_operations_so_far"]
-    step = _train.locals_of("train_step", error)
+    step = training.locals_of("train_step", error)
     # train_step says skipped_iter once optimizer and scheduler are done; losses come after that.
     if _stepped == [iteration] or (step is not None and "skipped_iter" in step):
         iteration += 1
         samples = _count_samples(options)
-        operations += sys.modules[_train.MODULE].num_floating_point_operations(options, samples)
+        operations += sys.modules[training.MODULE].num_floating_point_operations(options, samples)
     options.iteration = iteration
     options.num_floating_point_operations_so_far = operations
 
@@ -133,7 +132,7 @@ PATCH = Patch(
     before=UNTRIED,
     groups=("train-again",),
     targets=(
-        _train.target(
+        training.target(
             train,
             "iteration = args.iteration",
             "args.curr_iteration = iteration",
@@ -143,7 +142,7 @@ PATCH = Patch(
                 "bd3c226fa8a2": "0.17.0 to 0.19.2",
             },
         ),
-        _train.target(
+        training.target(
             train_step,
             "skipped_iter = 0",
             function="train_step",
@@ -153,7 +152,7 @@ PATCH = Patch(
     fixed_when=lambda bodies: any(
         body.contains("args.iteration = iteration") for body in bodies.values()
     ),
-    upstream=_train.UPSTREAM,
+    upstream=training.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

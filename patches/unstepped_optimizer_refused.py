@@ -27,13 +27,12 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-
-from . import _distributed_optimizer
+from megatron_idempotent.megatron import distributed_optimizer
 
 
 def state_dict(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
     """Before upstream reads the state: fill it where there is none at all."""
-    if not self.optimizer.state and _distributed_optimizer.is_torch_adam(self):
+    if not self.optimizer.state and distributed_optimizer.is_torch_adam(self):
         _fill(self.optimizer)
     return original(self)
 
@@ -79,8 +78,8 @@ PATCH = Patch(
     summary="loading a checkpoint asserts unless the distributed optimizer has stepped before",
     since="0.12",
     before=UNTRIED,
-    targets=(_distributed_optimizer.target("state_dict", state_dict),),
-    upstream=_distributed_optimizer.UPSTREAM,
+    targets=(distributed_optimizer.target("state_dict", state_dict),),
+    upstream=distributed_optimizer.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

@@ -26,8 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import Patch, Reproduction
-
-from . import _schedules
+from megatron_idempotent.megatron import schedules
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +64,7 @@ PATCH = Patch(
     summary="a forward-only interleaved window leaves another virtual pipeline rank behind",
     since="0.12",
     before="0.13",
-    targets=_schedules.targets(schedule, "forward_backward_pipelining_with_interleaving"),
+    targets=schedules.targets(schedule, "forward_backward_pipelining_with_interleaving"),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.12.3/megatron/core/pipeline_parallel/schedules.py",
     reproduction=Reproduction(
         run=reproduce,

@@ -26,8 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-
-from ._ddp import GROUP_UPSTREAM, buffer_reset_target
+from megatron_idempotent.megatron.ddp import GROUP_UPSTREAM, buffer_reset_target
 
 
 def reset(original: Callable[..., None], self: Any) -> None:

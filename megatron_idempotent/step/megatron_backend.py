@@ -9,9 +9,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron_idempotent.patches._ddp import bucket_groups
-from megatron_idempotent.patches._reduction import start_held
-from megatron_idempotent.patches._windows import are_held, open_windows
+from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.megatron.reduction import start_held
+from megatron_idempotent.megatron.windows import are_held, open_windows
 from megatron_idempotent.window.abort import abort_window, checked, let_go
 from megatron_idempotent.window.agreement import describe, is_poisoned, poison
 from megatron_idempotent.window.bounded import bounded
@@ -237,7 +237,7 @@ def _refuse(chunks: Sequence[Any]) -> None:
 
 
 class _Window:
-    """What the patched schedules ask while a step is open, see `patches/_windows.py`."""
+    """What the patched schedules ask while a step is open, see `megatron/windows.py`."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner

@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.core.utils import get_model_config
 
-from megatron_idempotent.patches import _gather
-from megatron_idempotent.patches._ddp import bucket_groups
+from megatron_idempotent.megatron import gather
+from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.window.needs import Need, check_applied
 
 
@@ -18,7 +18,7 @@ def _set(name: str) -> Callable[[Any], bool]:
 
 def _gathers_layer_wise(chunk: Any) -> bool:
     return bool(chunk.ddp_config.overlap_param_gather) and any(
-        map(_gather.is_layer_wise, bucket_groups(chunk))
+        map(gather.is_layer_wise, bucket_groups(chunk))
     )
 
 

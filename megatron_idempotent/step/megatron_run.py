@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_idempotent.patches.grad_scale_func import LossScale
-from megatron_idempotent.patches.process_groups_leak import live_groups
+from megatron_idempotent.megatron.loss_scale import LossScale
+from megatron_idempotent.megatron.process_groups import live_groups
 from megatron_idempotent.window.agreement import (
     WindowAborted,
     exchange,

@@ -10,8 +10,8 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from megatron_idempotent.patches import _auxiliary_losses
-from megatron_idempotent.patches._ddp import bucket_groups
+from megatron_idempotent.megatron import auxiliary_losses
+from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.window.hold import configs_of
 
 from .snapshot import (
@@ -56,7 +56,7 @@ class MegatronSnapshot:
         ]
         if optimizer is not None:
             self._parts.append(FunctionSnapshot(optimizer, _WATCHED))
-        for scaler in _auxiliary_losses.scalers():
+        for scaler in auxiliary_losses.scalers():
             self._parts.append(AttributeSnapshot(scaler, ["main_loss_backward_scale"]))
         for one in _optimizers(optimizer):
             scaler = getattr(one, "grad_scaler", None)
@@ -121,7 +121,7 @@ def _logged() -> Iterator[Tensor]:
             if get is not None:
                 yield from (entry["values"] for entry in get().values())
                 break
-    yield from _auxiliary_losses.layer_logs()
+    yield from auxiliary_losses.layer_logs()
 
 
 def undo_of(chunks: list[Any], optimizer: Any) -> StateUndo:

@@ -10,13 +10,10 @@ import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import get_model_config
 
-from megatron_idempotent.patches import _auxiliary_losses, _fsdp, _gather
-from megatron_idempotent.patches._ddp import bucket_groups
-from megatron_idempotent.patches._rerun import abandon, live_machine
-from megatron_idempotent.patches.first_window_aborted import forget
-from megatron_idempotent.patches.moe_tokens_of_aborted_window import forget_tokens
-from megatron_idempotent.patches.reduction_outlives_its_window import drain
-from megatron_idempotent.patches.shared_experts_wedged import start_over
+from megatron_idempotent.megatron import auxiliary_losses, fsdp, gather
+from megatron_idempotent.megatron.ddp import bucket_groups, drain, forget_first_window
+from megatron_idempotent.megatron.moe import forget_tokens, reset_shared_experts
+from megatron_idempotent.megatron.rerun import abandon, live_machine
 
 from .left_open import close_contexts, drop_coalescing, leave_no_sync
 
@@ -99,19 +96,19 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
         except BadSample:
             abort_window(chunks, optimizer)
     """
-    chunks = checked("abort_window()", model_chunks, optimizer, or_in=_fsdp.is_wrapped)
+    chunks = checked("abort_window()", model_chunks, optimizer, or_in=fsdp.is_wrapped)
     close_contexts(sys.exc_info()[1])
     leave_no_sync(chunks)
     drop_coalescing(chunks)
     for chunk in chunks:
         for group in bucket_groups(chunk):
             # First, because gathers and reductions may write into the gradients.
-            _gather.wait(group)
+            gather.wait(group)
             drain(group)
             if hasattr(group, "is_first_batch"):  # from 0.16 on
-                forget(group)
-        if _fsdp.is_wrapped(chunk):
-            _fsdp.start_over(chunk.module)
+                forget_first_window(group)
+        if fsdp.is_wrapped(chunk):
+            fsdp.start_over(chunk.module)
         chunk.zero_grad_buffer()
         for param in chunk.parameters():
             param.grad = None
@@ -181,7 +178,7 @@ def _forget_activations(chunk: Any) -> None:
     """What modules keep for a later piece of the same window."""
     for module in chunk.modules():
         if hasattr(module, "pre_forward_comm"):
-            start_over(module)
+            reset_shared_experts(module)
         for name in ("embedding_activation_buffer", "grad_output_buffer"):
             deferred = getattr(module, name, None)
             if deferred is not None:
@@ -199,7 +196,7 @@ def _clear_logs() -> None:
         logging.get_moe_metrics_tracker().clear()
     elif moe_utils is not None:
         moe_utils.clear_aux_losses_tracker()
-    for value in _auxiliary_losses.layer_logs():
+    for value in auxiliary_losses.layer_logs():
         value.zero_()
 
 

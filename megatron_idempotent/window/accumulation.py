@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from megatron_idempotent.patches._windows import are_held, open_windows
+from megatron_idempotent.megatron.windows import are_held, open_windows
 
 from .divisor import dividing_by
 from .hold import configs_of, hold_back, set_for, start_held

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_idempotent.patches._ddp import bucket_groups
-from megatron_idempotent.patches._reduction import name_of
-from megatron_idempotent.patches.replicas_differ_unnoticed import GATHERED, REDUCTIONS
+from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.megatron.reduction import GATHERED, REDUCTIONS, name_of
 
 _BLOCK = 1 << 20
 _PRIME = 1_000_003

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_idempotent.engine.weak_keys import PerProcessWeakKeys
-from megatron_idempotent.patches._ddp import bucket_groups
+from megatron_idempotent.megatron.ddp import bucket_groups
 
 from .agreement import describe, poison
 from .left_open import drop_coalescing_of

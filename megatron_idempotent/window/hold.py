@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.utils import get_model_config
 
-from megatron_idempotent.patches import _fsdp, _reduction
+from megatron_idempotent.megatron import fsdp, reduction
 
 
 def configs_of(chunks: Sequence[Any]) -> list[Any]:
@@ -45,20 +45,20 @@ def start_held(chunk: Any) -> None:
     Raises:
         RuntimeError: Megatron-FSDP reduces over two groups in turn, which only a backward does.
     """
-    if not _fsdp.is_wrapped(chunk):
-        _reduction.start_held(chunk)
+    if not fsdp.is_wrapped(chunk):
+        reduction.start_held(chunk)
         return
-    fsdp = chunk.module
-    if fsdp.dist_index.use_hybrid_fsdp:
+    wrapped = chunk.module
+    if wrapped.dist_index.use_hybrid_fsdp:
         raise RuntimeError(
             "the step ends after its last backward, and Megatron-FSDP over two groups (hybrid) "
             "reduces in a backward only: say the total before the last call, as in "
             "accumulation_window(chunks, total_microbatches)"
         )
-    if fsdp.data_parallel_sharding_strategy in ("no_shard", "optim"):  # others never hold back
-        groups = fsdp.param_and_grad_buffer.parameter_groups
+    if wrapped.data_parallel_sharding_strategy in ("no_shard", "optim"):  # others never hold back
+        groups = wrapped.param_and_grad_buffer.parameter_groups
         held = [each for group in groups if group.requires_grad for each in group.params]
-        fsdp.grad_reduce_pipeline.reduce_gradients(held)
+        wrapped.grad_reduce_pipeline.reduce_gradients(held)
 
 
 def _overlaps(chunk: Any) -> bool:

@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_idempotent.patches._ddp import bucket_groups
-from megatron_idempotent.patches.process_groups_leak import live_groups
+from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.megatron.process_groups import live_groups
 
 
 def close_contexts(error: BaseException | None) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron_idempotent.engine.catalogue import patches
 from megatron_idempotent.engine.landing import landed
-from megatron_idempotent.patches import _gather
-from megatron_idempotent.patches._ddp import bucket_groups
+from megatron_idempotent.megatron import gather
+from megatron_idempotent.megatron.ddp import bucket_groups
 
 # Any of them watches where parameters are updated and where they are gathered.
 _WATCHERS = ("params-stale-after-step", "pending-gather-dropped")
@@ -67,9 +67,9 @@ def _sync(chunk: Any) -> int:
     groups = bucket_groups(chunk)
     for group in groups:
         if not _known(group):
-            _gather.mark(group)
-    waiting = [g for g in groups if g.param_gather_handle is not None or _gather.marked(g)]
-    if waiting and _gather.shares_memory_with_gradients(chunk):
+            gather.mark(group)
+    waiting = [g for g in groups if g.param_gather_handle is not None or gather.marked(g)]
+    if waiting and gather.shares_memory_with_gradients(chunk):
         raise NotImplementedError(
             f"ensure_params_synced() found {len(waiting)} bucket groups with an update pending and "
             "reuse_grad_buf_for_mxfp8_param_ag=True, where parameters and gradients share memory: "
@@ -77,21 +77,21 @@ def _sync(chunk: Any) -> int:
             "chunk.start_param_sync(force_sync=True), as force_param_sync of 0.19 does"
         )
     if waiting:
-        _gather.gather(chunk)
+        gather.gather(chunk)
     return len(waiting)
 
 
 def _known(group: Any) -> bool:
     """Whether the group's mark, or upstream's flag where it has none yet, can be believed."""
     watched = any(landed(patches()[patch_id]) for patch_id in _watchers(group))
-    if _gather.marked(group) is None:
+    if gather.marked(group) is None:
         # Gradients that wait for the first step of all: nothing was updated yet.
-        return watched and (group.param_gather_dispatched or _gather.holds_gradients(group))
+        return watched and (group.param_gather_dispatched or gather.holds_gradients(group))
     # The patches that watch the distributed optimizer clear marks here too, and set none.
-    return watched or not _gather.is_layer_wise(group)
+    return watched or not gather.is_layer_wise(group)
 
 
 def _watchers(group: Any) -> tuple[str, ...]:
-    if _gather.gathers_by_lists(group):
+    if gather.gathers_by_lists(group):
         return _LIST_WATCHERS
-    return _LAYER_WISE_WATCHERS if _gather.is_layer_wise(group) else _WATCHERS
+    return _LAYER_WISE_WATCHERS if gather.is_layer_wise(group) else _WATCHERS

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_idempotent.patches.process_groups_leak import live_groups
+from megatron_idempotent.megatron.process_groups import live_groups
 
 from . import agreement
 from .abort import abort_window, let_go

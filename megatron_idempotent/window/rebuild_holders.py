@@ -11,7 +11,7 @@ import types
 from itertools import compress, filterfalse
 from typing import Any
 
-from megatron_idempotent.patches.process_groups_leak import held
+from megatron_idempotent.megatron.process_groups import held
 
 _UNTRACKED = frozenset((dict, tuple))
 """Containers which the garbage collector does not list while they hold nothing that it tracks."""

@@ -74,9 +74,9 @@ FALSE_ALARMS = {
     ),
     # Gradients begin with a number of their own.
     "no-sync-ends-early": (
-        "patches/no_sync_ends_early.py",
-        "    original(self)\n\n\ndef reproduce",
-        "    original(self)\n    self.buffers[0].grad_data[0] = 1.0\n\n\ndef reproduce",
+        "megatron_idempotent/megatron/no_sync.py",
+        "setattr(self, _ENTRIES, None)\n    original(self)\n",
+        "original(self)\n    self.buffers[0].grad_data[0] = 1.0\n",
     ),
 }
 

@@ -217,7 +217,8 @@ def loss_scale() -> dict[str, Any]:
 
     import_megatron()
     from megatron.core.transformer import TransformerConfig
-    from megatron_idempotent.patches.grad_scale_func import LossScale
+
+    from megatron_idempotent.megatron.loss_scale import LossScale
 
     class Optimizer:
         def scale_loss(self, loss: float) -> float:

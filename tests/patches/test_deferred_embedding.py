@@ -13,10 +13,11 @@ def behind_an_abort() -> list[tuple[int, int]]:
     from megatron_idempotent.patches.deferred_embedding_leftovers import schedule
 
     import megatron_idempotent
+    from megatron_idempotent.megatron import deferred_embedding
 
     megatron_idempotent.apply()
     model = _deferred_embedding.build(overlap_grad_reduce=False)
-    kept = _deferred_embedding.buffers(model.chunks)
+    kept = deferred_embedding.buffers(model.chunks)
     if kept is None:
         return []
 
@@ -81,10 +82,11 @@ def test_a_chained_step_computes_the_deferred_gradient_to_the_bit(megatron_ranks
 def overlapped(options: dict) -> list[bool]:
     """On a rank: windows whose gradients are those without deferring, and reduced once."""
     import torch
-    from megatron_idempotent.patches import _ddp, _deferred_embedding
+    from megatron_idempotent.patches import _deferred_embedding
 
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.megatron import ddp
 
     megatron_idempotent.apply(strict=True)
     plain, deferring = tiny.build(pp=2, **options), _deferred_embedding.build(**options)
@@ -93,7 +95,7 @@ def overlapped(options: dict) -> list[bool]:
         versions = []
         for model in (plain, deferring):
             model.forward_backward(microbatches, data_seed=data_seed)
-            groups = _ddp.bucket_groups(model.chunks[0])
+            groups = ddp.bucket_groups(model.chunks[0])
             versions.append([group.grad_reduce_handle is None for group in groups])
         same = torch.equal(plain.gradients(), deferring.gradients())
         found.append(same and all(map(all, versions)))
@@ -155,6 +157,7 @@ def computed_by_the_caller(applied: bool) -> list[bytes]:
 
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.megatron import deferred_embedding
 
     if applied:
         megatron_idempotent.apply(strict=True)
@@ -171,7 +174,7 @@ def computed_by_the_caller(applied: bool) -> list[bytes]:
                 model.chunks[0].zero_grad_buffer()
                 for microbatches in calls:
                     model.forward_backward(microbatches, data_seed=number, zero_first=False)
-                    if model is deferring and _deferred_embedding.buffers(model.chunks):
+                    if model is deferring and deferred_embedding.buffers(model.chunks):
                         # From 0.14 on it is told the last stage and the tensor-parallel group.
                         rest = (True, parallel_state.get_tensor_model_parallel_group())
                         finish_embedding_wgrad_compute(

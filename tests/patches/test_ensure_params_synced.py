@@ -30,10 +30,10 @@ def synced(model) -> tuple[int, int]:
 
 
 def agree(model) -> bool:
-    from megatron_idempotent.patches import _gather
+    from megatron_idempotent.patches import _scenarios
 
     try:
-        _gather.expect_agreement(model, "in the test")
+        _scenarios.expect_agreement(model, "in the test")
     except RuntimeError:
         return False
     return True

@@ -201,7 +201,7 @@ def test_every_rank_reads_what_a_run_without_overlap_has(ranks, kind, megatron_r
 
 def known_to_others(kind: dict) -> tuple[bool, bool]:
     """On a rank: agreement after a step and the call, with all patches but these two."""
-    from megatron_idempotent.patches import _gather
+    from megatron_idempotent.patches import _scenarios
 
     import megatron_idempotent
 
@@ -210,7 +210,7 @@ def known_to_others(kind: dict) -> tuple[bool, bool]:
     model.forward_backward(2, data_seed=0)
     model.step()
     gathered = megatron_idempotent.ensure_params_synced(model.chunks)
-    _gather.expect_agreement(model, "behind the call")
+    _scenarios.expect_agreement(model, "behind the call")
     return gathered > 0, megatron_idempotent.ensure_params_synced(model.chunks) > 0
 
 

@@ -109,7 +109,7 @@ def test_a_second_window_without_zeroing_is_reduced_where_that_is_exact(
 
 def second_finish_of_a_sum(options: dict) -> str:
     """On a rank: two backward passes, each reduced, where the reduction is a plain sum."""
-    from megatron_idempotent.patches._reduction import backward
+    from megatron_idempotent.patches._scenarios import backward
 
     model = build(**options)
     (chunk,) = model.chunks
@@ -205,7 +205,7 @@ def test_with_cuda_graphs_a_second_finish_is_never_taken_for_idle(megatron_ranks
 
 def held_back(overlap: bool) -> bytes:
     """On a rank: the gradients of a window all of which is inside of no_sync."""
-    from megatron_idempotent.patches._reduction import backward
+    from megatron_idempotent.patches._scenarios import backward
 
     options = {"distributed_optimizer": False, "ddp_overrides": {"bucket_size": None}}
     model = build(overlap_grad_reduce=overlap, **options)

@@ -17,10 +17,10 @@ def save_one_of_two(which: str) -> tuple[list[int], list[int]]:
     import tempfile
 
     from megatron.core import dist_checkpointing
-    from megatron_idempotent.patches import _gather
 
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.megatron import gather
 
     megatron_idempotent.apply(only=["checkpoint-before-gather"])
     models = [tiny.build(overlap_param_gather=True, dtype=dtype) for dtype in ("fp32", "bf16")]
@@ -30,7 +30,7 @@ def save_one_of_two(which: str) -> tuple[list[int], list[int]]:
 
     def pending() -> list[int]:
         return [
-            sum(bool(_gather.marked(g)) for chunk in model.chunks for g in chunk.bucket_groups)
+            sum(bool(gather.marked(g)) for chunk in model.chunks for g in chunk.bucket_groups)
             for model in models
         ]
 

@@ -19,10 +19,10 @@ def built(only, **layout):
 
 
 def agree(model) -> bool:
-    from megatron_idempotent.patches import _gather
+    from megatron_idempotent.patches import _scenarios
 
     try:
-        _gather.expect_agreement(model, "in the test")
+        _scenarios.expect_agreement(model, "in the test")
     except RuntimeError:
         return False
     return True

@@ -60,10 +60,10 @@ def reductions(calls: Counter[Call]) -> Counter[tuple[int, ...]]:
 
 def compared(options: dict[str, Any]) -> list[Any]:
     """On a rank, for each way to cut the step: what differs, and the host's agreements."""
-    from megatron_idempotent.patches._ddp import bucket_groups
     from split_bench import DEADLINE_S, TokenLoss, build, data, forward, one_shot, split_step
 
     from megatron_idempotent import TrainStep
+    from megatron_idempotent.megatron.ddp import bucket_groups
 
     loss = TokenLoss()
 

@@ -18,11 +18,11 @@ HELD = 30_000 + 3 * 2 * 4096
 
 def compared(options: dict[str, Any]) -> dict[str, Any]:
     """On a rank: what each way to cut a step allocates beyond the one-shot step."""
-    from megatron_idempotent.patches._ddp import bucket_groups
     from split_bench import DEADLINE_S, TokenLoss, build, data, forward, one_shot, split_step
 
     from megatron_idempotent import TrainStep
     from megatron_idempotent.cpu.allocations import allocations, peak_bytes
+    from megatron_idempotent.megatron.ddp import bucket_groups
 
     loss = TokenLoss()
     # Clipped in every step, or none, so that all allocate the same; the schedule asks for min_lr

@@ -14,9 +14,6 @@ _SOURCE = "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core
 UPSTREAM = f"{_SOURCE}/distributed_data_parallel.py"
 GROUP_UPSTREAM = f"{_SOURCE}/param_and_grad_buffer.py"
 
-_SPOILT = "the gradients of a window depend on the aborted one before it"
-#: `stock_error` of the reproductions that `expect_gradients` ends.
-SPOILT_ERROR = f"RuntimeError: {_SPOILT}"
 
 # Body hash → releases, read by a person for every case file that uses the method.
 _REVIEWED = {
@@ -116,33 +113,6 @@ def finalize_target(wrapper: Callable[..., Any]) -> Target:
     )
 
 
-def abort_in_backward(model: Any, register: Callable[[Any, Callable[..., None]], Any]) -> None:
-    """For reproductions: a window of a bench, one microbatch, that its backward interrupts.
-
-    Args:
-        register: `register(param, fail)` hangs `fail` on the parameter whose gradient is computed
-            last, and returns the handle.
-    """
-
-    def fail(*_: Any) -> None:
-        raise ValueError("interrupted")
-
-    hook = register(next(model.chunks[0].module.parameters()), fail)
-    try:
-        model.forward_backward(1, data_seed=1)
-    except ValueError:
-        hook.remove()
-
-
-def expect_gradients(model: Any, expected: Any) -> None:
-    """For reproductions: one more window, whose gradients must be `expected`, to the bit."""
-    import torch
-
-    model.forward_backward(1, data_seed=0)
-    if not torch.equal(model.gradients(), expected):
-        raise RuntimeError(_SPOILT)
-
-
 def bucket_groups(chunk: Any) -> list[Any]:
     """All bucket groups of a chunk in Megatron's DDP, dense ones first, as upstream walks them.
 
@@ -152,3 +122,25 @@ def bucket_groups(chunk: Any) -> list[Any]:
         *getattr(chunk, "bucket_groups", ()),
         *getattr(chunk, "expert_parallel_bucket_groups", ()),
     ]
+
+
+def forget_first_window(group: Any) -> None:
+    """Drop what a bucket group counted in a first window, so that the next one is the first."""
+    if group.is_first_batch:
+        group.per_param_grad_ready_counts = {}
+
+
+def drain(group: Any) -> None:
+    """Wait for the reduction that a bucket group has in flight, if it has one."""
+    handle = group.grad_reduce_handle
+    if handle is not None:
+        group.grad_reduce_handle = None
+        handle.wait()
+    elif (
+        group.ddp_config.num_distributed_optimizer_instances > 1
+        and group.communication_stream is not None
+    ):
+        import torch
+
+        # No handle tells: upstream orders the streams, as is done here, and never asks the host.
+        torch.cuda.current_stream().wait_stream(group.communication_stream)

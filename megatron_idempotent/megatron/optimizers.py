@@ -35,3 +35,22 @@ def step_target(kind: str, wrapper: Callable[..., Any]) -> Target:
 def step_targets(wrapper: Callable[..., Any]) -> tuple[Target, ...]:
     """`step` of all classes; a DistributedOptimizer has that of MixedPrecisionOptimizer."""
     return tuple(step_target(kind, wrapper) for kind in _REVIEWED)
+
+
+def factory_target(wrapper: Callable[..., Any]) -> Target:
+    """`get_megatron_optimizer`."""
+    return Target(
+        address="megatron.core.optimizer:get_megatron_optimizer",
+        wrapper=wrapper,
+        reviewed={
+            "8706a90a392d": "0.12.0 to 0.12.3",
+            "244495507815": "0.13.0 to 0.13.1",
+            "2b8bb29f619d": "0.14.0",
+            "44f549babf3c": "0.15.0 to 0.15.3",
+            "93060c83cddd": "0.16.0 to 0.17.1",
+            "47d770315c43": "0.18.0 to 0.18.2",
+            "5ecdbe1eaf4e": "0.19.0 to 0.19.2",
+        },
+        relies_on=("model_chunks",),
+        parts={"efec8d254753": "0.12.0 to 0.19.2"},
+    )

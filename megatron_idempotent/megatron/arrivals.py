@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 from megatron_idempotent.engine import Target
-
-from ._ddp import bucket_groups, group_target
+from megatron_idempotent.megatron.ddp import bucket_groups, group_target
 
 _WATCHES = "_megatron_idempotent_watches"
 _DISPATCHED = "_megatron_idempotent_dispatched"

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _arrivals
-from ._ddp import bucket_groups
+from megatron_idempotent.megatron import arrivals
+from megatron_idempotent.megatron.ddp import bucket_groups
 
+#: Set on bucket groups where replicas are compared: reductions in this window, and whether
+#: parameters are those of the latest step on all ranks.
+REDUCTIONS = "_megatron_idempotent_reductions"
+GATHERED = "_megatron_idempotent_gathered"
 _REDUCED = "_megatron_idempotent_reduced"
 
 
@@ -27,7 +31,7 @@ def grown(chunk: Any) -> bool:
         return False
     if chunk.ddp_config.overlap_grad_reduce:
         return any(
-            _arrivals.arrived(group, _REDUCED) is not None or _arrivals.dispatched(group)
+            arrivals.arrived(group, _REDUCED) is not None or arrivals.dispatched(group)
             for group in bucket_groups(chunk)
         )
     # No hook tells. Clipping and scaling write too, and count as gradients.
@@ -42,18 +46,18 @@ def is_idle(chunk: Any) -> bool:
 def finished(chunk: Any) -> None:
     """Belongs behind `finish_grad_sync`: all gradients are reduced now."""
     setattr(chunk, _REDUCED, versions(chunk))
-    _arrivals.ended(chunk)
+    arrivals.ended(chunk)
     if chunk.ddp_config.overlap_grad_reduce:
         for group in bucket_groups(chunk):
-            _arrivals.watch(group, _REDUCED)
+            arrivals.watch(group, _REDUCED)
 
 
 def began(chunk: Any) -> None:
     """Belongs to `zero_grad_buffer`: a window whose gradients are not reduced."""
     setattr(chunk, _REDUCED, None)
-    _arrivals.ended(chunk)
+    arrivals.ended(chunk)
     for group in bucket_groups(chunk):
-        _arrivals.unwatch(group, _REDUCED)
+        arrivals.unwatch(group, _REDUCED)
 
 
 def _replays(config: Any) -> bool:
@@ -102,19 +106,6 @@ def name_of(chunk: Any, param: Any) -> str:
     """The parameter's name in the wrapped module, for messages."""
     names = (name for name, other in chunk.module.named_parameters() if other is param)
     return next(names, "?")
-
-
-def backward(model: Any, *, data_seed: int) -> None:
-    """For reproductions: one microbatch of a bench, past the schedules."""
-    import torch
-
-    from megatron_idempotent.cpu import tiny
-
-    (chunk,) = model.chunks
-    tokens_BT = next(tiny.microbatches(data_seed))
-    positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand(tiny.BATCH, -1)
-    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
-    chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT).float().mean().backward()
 
 
 def gradients(chunk: Any) -> list[Any]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from megatron_idempotent.engine import Target
 
+#: Upstream adds it to the seed of each pipeline stage.
+STAGE_OFFSET = 100
 MODULE = "megatron.training.training"
 UPSTREAM = "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py"
 
@@ -79,27 +81,3 @@ def locals_of(function: str, error: BaseException) -> Mapping[str, Any] | None:
             return dict(frame.f_locals)
         link = link.tb_next
     return None
-
-
-class Broken(Exception):
-    """What a reproduction raises inside `train()`."""
-
-
-def interrupt(running: Any) -> None:
-    """Call `train(1)` of a `cpu.program` whose data raises; it is as it was afterwards.
-
-    On all ranks at once: a rank that fails alone leaves the others waiting for it.
-    """
-    step = running._forward_step
-
-    def broken(*_: Any) -> None:
-        raise Broken("a microbatch that cannot be read")
-
-    running._forward_step = broken
-    try:
-        running.train(1)
-    except Broken:
-        return
-    finally:
-        running._forward_step = step
-    raise AssertionError("train() swallowed the exception")

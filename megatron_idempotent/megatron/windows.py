@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from megatron_idempotent.engine.per_process import PerProcessList
-
-from . import _schedules
+from megatron_idempotent.megatron import schedules
 
 
 class Window(Protocol):
@@ -35,6 +34,6 @@ def are_held(chunks: list[Any]) -> bool:
 def around(schedule: Callable[..., Any], model: Any) -> Callable[..., Any]:
     """`schedule`, or the same inside of the open window that holds a chunk of `model`."""
     for window in open_windows:
-        if any(window.holds(chunk) for chunk in _schedules.chunks(model)):
+        if any(window.holds(chunk) for chunk in schedules.chunks(model)):
             return partial(window.run, schedule)
     return schedule

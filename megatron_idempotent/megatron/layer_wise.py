@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.engine import Target
-
-from . import _gather
-from ._ddp import bucket_groups
+from megatron_idempotent.megatron import gather
+from megatron_idempotent.megatron.ddp import bucket_groups
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer"
@@ -68,7 +67,7 @@ def deferred_groups(optimizer: Any) -> list[Any]:
         group
         for chunk in _chunks(optimizer)
         for group in bucket_groups(chunk)
-        if _gather.is_layer_wise(group)
+        if gather.is_layer_wise(group)
     ]
 
 
@@ -76,7 +75,7 @@ def watch(optimizer: Any) -> None:
     """Remember the chunks, for a checkpoint."""
     if _defers(optimizer):
         for chunk in _chunks(optimizer):
-            _gather.watch(chunk)
+            gather.watch(chunk)
 
 
 def outdate(group: Any) -> None:
@@ -88,7 +87,7 @@ def outdate(group: Any) -> None:
         for bucket in group.buckets:
             bucket.layerwise_gather_list = None
     group.param_gather_dispatched = False
-    _gather.mark(group)
+    gather.mark(group)
 
 
 def _defers(optimizer: Any) -> bool:

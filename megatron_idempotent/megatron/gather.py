@@ -13,8 +13,7 @@ from typing import Any
 
 from megatron_idempotent.engine import Target
 from megatron_idempotent.engine.weak_keys import PerProcessWeakKeys
-
-from ._ddp import bucket_groups, group_target
+from megatron_idempotent.megatron.ddp import bucket_groups, group_target
 
 _STEP = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads"
 _MARK = "megatron_idempotent_update_pending"
@@ -178,19 +177,3 @@ def finish_update(chunks: list[Any]) -> None:
 def shares_memory_with_gradients(chunk: Any) -> bool:
     """MXFP8 with reuse_grad_buf_for_mxfp8_param_ag: only the training loop can stage the update."""
     return bool(getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False))
-
-
-def expect_agreement(model: Any, when: str) -> None:
-    """For reproductions: raise where the data-parallel ranks hold different parameters."""
-    import torch
-
-    mine = model.parameters().cuda()  # NCCL takes nothing from the host
-    most, least = mine.clone(), mine.clone()
-    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
-    differing = float((most != least).float().mean())
-    if differing:
-        raise RuntimeError(
-            f"parameters differ between data-parallel ranks on {differing:.0%} of the elements "
-            f"{when}"
-        )

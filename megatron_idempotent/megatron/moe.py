@@ -1,0 +1,30 @@
+"""State that an aborted window leaves in mixture-of-experts layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_KEPT = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
+
+
+def reset_shared_experts(shared: Any) -> None:
+    """Drop what a forward of overlapped shared experts left behind."""
+    for name in _KEPT:
+        if getattr(shared, name, None) is not None:
+            setattr(shared, name, None)
+    state = getattr(shared, "_overlap_state", None)  # from 0.18 on
+    if state is not None and state.name != "IDLE":
+        shared._overlap_state = type(state)["IDLE"]
+
+
+def forget_tokens(chunk: Any) -> None:
+    """Reset what the routers of a chunk have counted since the last whole window."""
+    for module in chunk.modules():
+        counted = getattr(module, "local_tokens_per_expert", None)
+        if counted is not None:
+            counted.zero_()
+        if getattr(module, "global_tokens_per_expert", None) is not None:
+            module.reset_global_aux_loss_tracker()
+        if getattr(module, "qb_beta_accum", None) is not None:  # quantile balancing, from 0.19 on
+            module.qb_beta_accum.zero_()
+            module.qb_beta_count.zero_()

@@ -1,0 +1,60 @@
+"""Megatron's process groups, and who still refers to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def live_groups() -> list[Any]:
+    """This rank's process groups in `megatron.core.parallel_state`, each once, without WORLD."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    found: list[Any] = []
+    for value in vars(parallel_state).values():
+        if isinstance(value, dict):
+            value = list(value.values())
+        found += value if isinstance(value, list | tuple) else [value]
+    groups = {id(item): item for item in found if isinstance(item, dist.ProcessGroup)}
+    return [g for g in groups.values() if g in alive() and g is not dist.group.WORLD]
+
+
+def alive() -> Any:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._world.pg_map
+
+
+def held(groups: list[Any]) -> list[bool]:
+    """Which groups something besides torch.distributed and `groups` refers to."""
+    # What a reference count shows for an object that nobody else holds depends on the interpreter.
+    unheld = object()
+    (free,) = _references([unheld])
+    free -= 1  # its name
+    return [
+        count - free > _by_torch(group)
+        for group, count in zip(groups, _references(groups), strict=True)
+    ]
+
+
+def _references(objects: list[Any]) -> list[int]:
+    import sys
+
+    return [sys.getrefcount(objects[place]) for place in range(len(objects))]
+
+
+def _by_torch(group: Any) -> int:
+    """How often torch's own tables refer to the group."""
+    from torch.distributed import distributed_c10d
+
+    world = distributed_c10d._world
+    by_group = (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.pg_coalesce_state,
+    )
+    count = sum(key is group for table in by_group for key in table)
+    return count + sum(item is group for tagged in world.tags_to_pg.values() for item in tagged)

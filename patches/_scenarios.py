@@ -1,0 +1,92 @@
+"""Parts that several reproductions share: aborts, and what is compared after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_SPOILT = "the gradients of a window depend on the aborted one before it"
+
+
+#: `stock_error` of the reproductions that `expect_gradients` ends.
+SPOILT_ERROR = f"RuntimeError: {_SPOILT}"
+
+
+def abort_in_backward(model: Any, register: Callable[[Any, Callable[..., None]], Any]) -> None:
+    """For reproductions: a window of a bench, one microbatch, that its backward interrupts.
+
+    Args:
+        register: `register(param, fail)` hangs `fail` on the parameter whose gradient is computed
+            last, and returns the handle.
+    """
+
+    def fail(*_: Any) -> None:
+        raise ValueError("interrupted")
+
+    hook = register(next(model.chunks[0].module.parameters()), fail)
+    try:
+        model.forward_backward(1, data_seed=1)
+    except ValueError:
+        hook.remove()
+
+
+def expect_gradients(model: Any, expected: Any) -> None:
+    """For reproductions: one more window, whose gradients must be `expected`, to the bit."""
+    import torch
+
+    model.forward_backward(1, data_seed=0)
+    if not torch.equal(model.gradients(), expected):
+        raise RuntimeError(_SPOILT)
+
+
+def backward(model: Any, *, data_seed: int) -> None:
+    """For reproductions: one microbatch of a bench, past the schedules."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    (chunk,) = model.chunks
+    tokens_BT = next(tiny.microbatches(data_seed))
+    positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand(tiny.BATCH, -1)
+    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
+    chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT).float().mean().backward()
+
+
+def expect_agreement(model: Any, when: str) -> None:
+    """For reproductions: raise where the data-parallel ranks hold different parameters."""
+    import torch
+
+    mine = model.parameters().cuda()  # NCCL takes nothing from the host
+    most, least = mine.clone(), mine.clone()
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
+    differing = float((most != least).float().mean())
+    if differing:
+        raise RuntimeError(
+            f"parameters differ between data-parallel ranks on {differing:.0%} of the elements "
+            f"{when}"
+        )
+
+
+class Broken(Exception):
+    """What a reproduction raises inside `train()`."""
+
+
+def interrupt(running: Any) -> None:
+    """Call `train(1)` of a `cpu.program` whose data raises; it is as it was afterwards.
+
+    On all ranks at once: a rank that fails alone leaves the others waiting for it.
+    """
+    step = running._forward_step
+
+    def broken(*_: Any) -> None:
+        raise Broken("a microbatch that cannot be read")
+
+    running._forward_step = broken
+    try:
+        running.train(1)
+    except Broken:
+        return
+    finally:
+        running._forward_step = step
+    raise AssertionError("train() swallowed the exception")

@@ -1,0 +1,112 @@
+"""Case files can be deleted: nothing is built on one, and they are built on little.
+
+`lint-imports` holds the other layers; it does not see `patches/`, which has another name on disk.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIBRARY, PATCHES = ROOT / "megatron_idempotent", ROOT / "patches"
+NAME = "megatron_idempotent.patches"
+CASES = sorted(path for path in PATCHES.glob("*.py") if not path.name.startswith("_"))
+#: Rooms that a case file is built on; its reproduction may use any.
+BELOW = ("megatron_idempotent.engine", "megatron_idempotent.megatron")
+
+
+def imported(path: Path, *, at_import: bool = False) -> Iterator[str]:
+    """The modules that a file imports, by their absolute names; with names from packages."""
+    tree = ast.parse(path.read_text("utf-8"))
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    package = [NAME] if parts[0] == "patches" else list(parts[:-1])
+    for node in ast.walk(tree):
+        if at_import and id(node) in inside:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def is_case(module: str) -> bool:
+    """Whether it is in a case file, and not in what reproductions share."""
+    return module.startswith(f"{NAME}.") and not module.removeprefix(f"{NAME}.").startswith("_")
+
+
+def test_the_library_imports_no_case_file():
+    found = {
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in LIBRARY.rglob("*.py")
+        for module in imported(path)
+        if module.startswith(NAME)
+    }
+    assert not found
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_a_case_file_is_built_on_the_patch_engine_and_megatrons_accessors(path):
+    assert not [module for module in imported(path) if is_case(module)], "another case file"
+    ours = [module for module in imported(path, at_import=True) if "megatron_idempotent" in module]
+    shared = f"{NAME}._"
+    assert [module for module in ours if not module.startswith((*BELOW, shared))] == []
+
+
+def test_the_rule_sees_what_it_is_to_see(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    case = tmp_path / "patches" / "one.py"
+    case.parent.mkdir()
+    case.write_text(
+        "from . import _shared, two\nfrom .three import x\nimport torch\n"
+        f"def f():\n    from {NAME}.four import y\n"
+    )
+    assert [each for each in imported(case) if is_case(each)] == [
+        f"{NAME}.two",
+        f"{NAME}.three.x",
+        f"{NAME}.four.y",
+    ]
+    assert f"{NAME}.four.y" not in imported(case, at_import=True)
+
+
+_IMPORT_ALL = """
+import importlib, pkgutil
+import megatron_idempotent
+for room in ("megatron", "window", "step", "logprobs", "fp8", "engine"):
+    package = importlib.import_module(f"megatron_idempotent.{room}")
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+from megatron_idempotent import TrainStep, seed_all, token_logprobs, wire_train_config
+print(megatron_idempotent.__file__)
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_library_imports_without_any_case_file(tmp_path):
+    kept = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(LIBRARY, tmp_path / "megatron_idempotent", ignore=kept)
+    (tmp_path / "patches").mkdir()
+    shutil.copy(PATCHES / "__init__.py", tmp_path / "patches")
+    run = subprocess.run(
+        [sys.executable, "-c", f"from megatron_idempotent.cpu import runtime\n"
+         f"runtime.enable()\n{_IMPORT_ALL}"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert str(tmp_path) in run.stdout
