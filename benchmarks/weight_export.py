@@ -79,7 +79,7 @@ def _source(megabytes: int, layout: dict[str, int]) -> Any:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
-    return MegatronWeights([stage], arch)
+    return MegatronWeights([stage.cuda()], arch)
 
 
 def _fetch_only(source: Any, bucket_bytes: int) -> None:

@@ -16,7 +16,6 @@ LEFT_OUT = {
     "tests/rollout_vllm, tests/trainer/test_vllm.py": "vLLM",
     "FP8 layers, fused attention, the GroupedMLP of experts": "Transformer Engine",
     "OptimizerCudaGraphWrapper on Megatron's own optimizer": "Transformer Engine's capturable Adam",
-    "kernels for token_logprobs and FP8": "benchmarks of their own: benchmarks/token_logprobs.py",
 }
 NAMES = {"json": "report.json", "markdown": "report.md"}
 _GOOD = ("passed", "skipped", "ok", "proven", "documented", "not_applicable")

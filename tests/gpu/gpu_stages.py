@@ -234,11 +234,14 @@ def _numbers(benchmark: str, found: Any, path: str = "") -> Iterable[dict[str, A
         for name, value in found.items():
             yield from _numbers(benchmark, value, f"{path}, {name}" if path else str(name))
     elif isinstance(found, list):
-        # Rows of a table, which are told apart by what is no measurement.
+        # Rows of a table, which are told apart by what is no measurement. A list of numbers has
+        # single measurements, whose median stands elsewhere.
         for each in found:
+            if not isinstance(each, dict):
+                continue
             texts = [text for text in each.values() if isinstance(text, str)]
             label = ", ".join([*texts, *(f"{each[n]} {n}" for n in ("tokens",) if n in each)])
-            yield from _numbers(benchmark, each, f"{path}: {label}")
+            yield from _numbers(benchmark, each, f"{path}: {label}" if path else label)
     elif isinstance(found, (int, float)):
         yield {"benchmark": benchmark, "number": path, "value": found, "aim": "", "outcome": "ok"}
 

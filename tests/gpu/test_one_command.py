@@ -156,7 +156,8 @@ def test_the_numbers_of_a_benchmark_are_rows_held_to_their_aims():
     ]  # fmt: skip
     assert not gpu_report.all_good([{"outcome": "missed"}])
     rows = [{"side": "consume", "tokens": 8, "share": {"value": 0.9, "at_least": 0.85}}]
-    assert [row for row in gpu_stages._numbers("x", {"cases": rows}) if row["aim"]] == [
+    each = {"cases": rows, "pauses": {"staged": [0.1, 0.2]}}
+    assert [row for row in gpu_stages._numbers("x", each) if row["aim"]] == [
         {"benchmark": "x", "number": "cases: consume, 8 tokens, share", "value": 0.9,
          "aim": ">= 0.85", "outcome": "ok"},
     ]  # fmt: skip
