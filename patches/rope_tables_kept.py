@@ -41,7 +41,7 @@ def deleted_model() -> Any:
     import torch
 
     from megatron_idempotent.cpu import tiny
-    from megatron_idempotent.cpu.stage import gpt_stage
+    from megatron_idempotent.megatron.layer_specs import gpt_stage
 
     model = gpt_stage(
         tiny.build(with_optimizer=False).config,

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_idempotent.cpu.stage import takes
+from megatron_idempotent.megatron.layer_specs import takes
 
 _MODULE = "megatron.core.optimizer.layer_wise_optimizer"
 

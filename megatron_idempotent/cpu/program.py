@@ -215,7 +215,7 @@ class _Provider:
     ) -> Any:
         from megatron.training.arguments import core_transformer_config_from_args
 
-        from megatron_idempotent.cpu.stage import gpt_stage
+        from megatron_idempotent.megatron.layer_specs import gpt_stage
 
         if config is None:
             config = self._config or core_transformer_config_from_args(self._args)

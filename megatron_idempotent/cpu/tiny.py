@@ -218,7 +218,7 @@ def _model(
     from megatron.core import parallel_state
     from megatron.core.transformer.module import Float16Module
 
-    from megatron_idempotent.cpu.stage import gpt_stage, takes
+    from megatron_idempotent.megatron.layer_specs import gpt_stage, takes
 
     where: dict[str, Any] = {"ignore_virtual": False}
     if vp_stage is not None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     _Action = Callable[[], None]
 
+#: The first Python whose import system nobody has read, see `_watch`.
+_UNREAD = (3, 14)
 _lock = PerProcessLock(__name__, "_lock")
 # By top-level package that nobody has imported yet: the modules of it that are waited for.
 _packages: dict[str, dict[str, _Action]] = PerProcessDict(__name__, "_packages")
@@ -106,8 +108,11 @@ def _watch(name: str, module: ModuleType, action: _Action) -> bool:
     """Act when the import system marks the spec of `module` as initialised; False if it can't.
 
     No import hook reaches an import that has already begun. Its last act, successful or not, is to
-    set `spec._initializing`, so that is made a property for as long.
+    set `spec._initializing`, so that is made a property for as long. Only where a person has read
+    that it is: on a later Python the target is looked for when `apply()` is called again.
     """
+    if sys.version_info >= _UNREAD:
+        return False
     spec = namespace(module)["__spec__"]
     kind = type(spec)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import TracebackType
@@ -39,10 +40,11 @@ def split(sizes: Sequence[int], most: int) -> list[range]:
 class BucketStream(Iterator[Bucket]):
     """The buckets of `WeightSource.buckets`; every rank takes all of them, or closes its stream.
 
-    Closing, which leaving a `with` block or dropping the iterator does too, takes this rank
-    through the rest of the collective and keeps nothing, so that the others come to its end. An
-    exception while a bucket is made closes the stream, unless it was communication that failed:
-    then the process group cannot be used on, and nothing more is tried.
+    Closing, which leaving a `with` block does too, takes this rank through the rest of the
+    collective and keeps nothing, so that the others come to its end. One that is dropped half-way
+    warns (`ResourceWarning`), and other ranks wait. An exception while a bucket is made closes
+    the stream, unless it was communication that failed: then the process group cannot be used on,
+    and nothing more is tried.
 
     Example:
         with source.buckets(bucket_bytes=1 << 30) as buckets:
@@ -70,10 +72,10 @@ class BucketStream(Iterator[Bucket]):
             convert: makes all units' tensors of what is fetched, one by one, on rank 0.
             keeps: whether this is rank 0.
         """
-        self._ranges: list[range] = []  # for close(), should the next line raise
         sources = range(len(units)) if sources is None else sources
         self._feed = _Feed(fetch, sources[-1] + 1 if sources else 0)
         if type(bucket_bytes) is not int or bucket_bytes < 1:
+            self.close()  # the other ranks may have been given another number
             raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}: a positive int")
         sizes = [sum(info.nbytes for info in infos) for infos in units]
         self._ranges = split(sizes, bucket_bytes)
@@ -112,8 +114,16 @@ class BucketStream(Iterator[Bucket]):
         self.close()
 
     def __del__(self) -> None:
-        if dist.is_available() and dist.is_initialized():
-            self.close()
+        # No collective from here: which ranks collect garbage, and when, nobody knows.
+        feed = getattr(self, "_feed", None)
+        if feed is not None and feed.is_waited_for and dist.is_initialized():
+            warnings.warn(
+                f"an export was dropped after {feed.done} of {feed.count} tensors, and other ranks "
+                "may wait in it: close() it, or use it in a with statement",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
 
     def close(self) -> None:
         """Take this rank through what is left, and keep nothing. Twice: no-op."""
@@ -124,22 +134,27 @@ class _Feed:
     """How far this rank is in the collective."""
 
     def __init__(self, fetch: Fetch, count: int) -> None:
-        self._fetch, self._count = fetch, count
-        self._done = 0
+        self._fetch, self.count = fetch, count
+        self.done = 0
         self._broken = self.closed = False
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether there is more that other ranks would take part in."""
+        return self.done < self.count and not self._broken
 
     def take_until(self, stop: int) -> Mapping[str, torch.Tensor]:
         self._broken = True  # until it has come back
-        tensors = self._fetch(range(self._done, stop))
+        tensors = self._fetch(range(self.done, stop))
         self._broken = False
-        self._done = stop
+        self.done = stop
         return tensors
 
     def one_by_one(self) -> Named:
-        while self._done < self._count:
-            yield from self.take_until(self._done + 1).items()
+        while self.done < self.count:
+            yield from self.take_until(self.done + 1).items()
 
     def drain(self) -> None:
         self.closed = True
-        while self._done < self._count and not self._broken:
-            self.take_until(self._done + 1)
+        while self.is_waited_for:
+            self.take_until(self.done + 1)

@@ -83,7 +83,7 @@ def _layer_spec(config: Any, vp_stage: int | None) -> Any:
 
 def _for_sequence_parallel(spec: Any, config: Any, vp_stage: int | None) -> Any:
     """Torch's norms with the mark by which Megatron sums their gradients over sequence shards."""
-    from megatron_idempotent.cpu.norm import MarkedNorm, with_marked_norm
+    from megatron_idempotent.megatron.layer_specs import MarkedNorm, with_marked_norm
 
     spec = copy.deepcopy(spec)
     if config.qk_layernorm:

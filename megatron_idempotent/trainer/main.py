@@ -172,7 +172,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", metavar="DIR", help="output directory, empty or new")
     parser.add_argument("--data", metavar="FILE", help="prompts in JSONL")
     parser.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint to start from")
-    parser.add_argument("--engine", metavar="NAME", help="transformers, vllm or sglang")
+    parser.add_argument(
+        "--engine", metavar="NAME", help="transformers, vllm, or sglang (experimental)"
+    )
     parser.add_argument("--engine-url", metavar="URL", help="servers of vllm or sglang: URL[,URL]")
     parser.add_argument("--cluster", metavar="NAME", help="of --async: embedded or ray")
     parser.add_argument(

@@ -29,11 +29,12 @@ def rebuild_process_groups(
 ) -> int:
     """Replace Megatron's process groups by new ones of the same ranks, in every object; how many.
 
-    All ranks of the default group take part, each outside of any window, with the same arguments.
-    They meet over the store of torch.distributed, so a collective that hangs is no obstacle; the
-    default group itself is kept. Model, optimizer and config stay, and so does their state:
-    whatever refers to an old group (attributes, containers, closures, partials) refers to the new
-    one afterwards. Lifts the poison.
+    It costs a few walks over every object of the process, seconds where there are millions, so it
+    is for recovery alone. All ranks of the default group take part, each outside of any window,
+    with the same arguments. They meet over the store of torch.distributed, so a collective that
+    hangs is no obstacle; the default group itself is kept. Model, optimizer and config stay, and
+    so does their state: whatever refers to an old group (attributes, containers, closures,
+    partials) refers to the new one afterwards. Lifts the poison.
 
     Args:
         model_chunks: a window of theirs that was left is aborted first, see `abort_window`.

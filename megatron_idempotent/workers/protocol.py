@@ -13,7 +13,10 @@ class WorkerSpec:
 
     `factory` is `package.module:callable`; each rank imports it once its default process group is
     up, and calls it with `argument`. What it returns is the worker: its methods are called by name.
-    Example: `WorkerSpec(factory="megatron_idempotent.trainer.remote:make_worker", argument=job)`.
+
+    Example:
+        factory = "megatron_idempotent.trainer.stream.worker:make_worker"
+        spec = WorkerSpec(factory=factory, argument=job)
     """
 
     factory: str

@@ -34,6 +34,16 @@ def test_apply_in_the_middle_of_the_targets_import_lands_with_its_end(toys, appl
     assert module.__spec__._initializing is False
 
 
+def test_on_a_python_that_nobody_has_read_it_lands_with_the_next_apply(toys, applying, monkeypatch):
+    monkeypatch.setattr(late, "_UNREAD", (3, 10))
+    toys.write("toy_up.greet", "import toy_apply\n" + GREET)
+    toys.patch("toy-a", "toy_up.greet:greet")
+    module = importlib.import_module("toy_up.greet")
+    assert toys.status("toy-a") == "pending_import"
+    toys.apply()
+    assert module.greet("x") == "hello x!"
+
+
 def test_apply_in_the_middle_of_an_import_that_fails_lands_with_the_next(toys, applying):
     toys.write("toy_up.greet", "import toy_apply\nraise OSError('disk')\n")
     toys.patch("toy-a", "toy_up.greet:greet", relies_on="name")

@@ -124,7 +124,7 @@ def stage(*, mtp: int = 0, tied: bool = False, **overrides: Any) -> Any:
         get_gpt_mtp_block_spec,
     )
 
-    from megatron_idempotent.cpu.stage import gpt_stage
+    from megatron_idempotent.megatron.layer_specs import gpt_stage
 
     more: dict[str, Any] = {}
     if mtp:

@@ -52,7 +52,7 @@ def chunks_of(arch: Architecture, config: Any) -> list[Any]:
     from megatron.core import parallel_state as state
     from megatron.core.transformer.module import Float16Module
 
-    from megatron_idempotent.cpu.stage import takes
+    from megatron_idempotent.megatron.layer_specs import takes
 
     chunks = []
     vpp = config.virtual_pipeline_model_parallel_size

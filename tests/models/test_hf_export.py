@@ -183,14 +183,15 @@ def left_early(root: Any) -> None:
 
     def fail() -> None:
         def consume() -> None:
-            for _ in source.buckets(bucket_bytes=4000):
-                raise KeyError("consumer")
+            with source.buckets(bucket_bytes=4000) as buckets:
+                for _ in buckets:
+                    raise KeyError("consumer")
 
         with pytest.raises(KeyError, match="consumer"):
             consume()
 
     def never_begin() -> None:
-        source.buckets(bucket_bytes=4000)
+        source.buckets(bucket_bytes=4000).close()
 
     def refuse() -> None:
         with pytest.raises(ValueError, match="bucket_bytes=0: a positive int"):
@@ -199,7 +200,11 @@ def left_early(root: Any) -> None:
     for leave in (close, fail, never_begin, refuse):
         leave() if first else take_all()
         whole()
-    take_all() if first else next(source.buckets(bucket_bytes=4000))
+    if first:
+        take_all()
+    else:
+        with source.buckets(bucket_bytes=4000) as buckets:
+            next(buckets)
     whole()
     # What cannot be quantized is known on rank 0 only, behind some of the tensors.
     quantized = MegatronWeights(chunks, arch, fp8=Fp8Export())
@@ -231,6 +236,32 @@ def left_early(root: Any) -> None:
 
 def test_ranks_stay_in_step_whoever_leaves_an_export_early(megatron_ranks, checkpoints):
     megatron_ranks(2, left_early, checkpoints)
+
+
+def dropped(root: Any) -> None:
+    """On a rank: an export that nobody closes, and one that is at its end."""
+    import gc
+    import warnings
+
+    import hf_programs
+
+    from megatron_idempotent.models import MegatronWeights
+
+    hf_programs.parallel(tp=1)
+    arch, _, chunks = hf_programs.loaded(root / "llama")
+    source = MegatronWeights(chunks, arch)
+    said = r"dropped after [1-9]\d* of \d+ tensors, and other ranks"
+    with pytest.warns(ResourceWarning, match=said):
+        next(source.buckets(bucket_bytes=4000))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(source.buckets(bucket_bytes=4000))
+        source.buckets(bucket_bytes=4000).close()
+        gc.collect()
+
+
+def test_an_export_that_is_dropped_half_way_warns_and_sends_nothing(megatron_ranks, checkpoints):
+    megatron_ranks(1, dropped, checkpoints)
 
 
 BUCKET = 6 << 20

@@ -142,6 +142,7 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
         "step/records.py": {"torch": torch},
         "weights/side_stream.py": {"weight": torch.ones(3)},
         "workers/exports.py": {"MegatronWeights": object},
+        "workers/protocol.py": {"job": None},
     }
 
 

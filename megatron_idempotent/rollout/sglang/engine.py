@@ -17,7 +17,7 @@ from .connect import Connected, Settings, connect
 
 
 class SglangEngine:
-    """A running SGLang server as a `RolloutEngine` and `ColocatedEngine`.
+    """A running SGLang server as a `RolloutEngine` and `ColocatedEngine`. Experimental.
 
     Written from the source of SGLang 0.5.9 to 0.5.23, and tested against a small server that keeps
     the rules found there (tests/rollout/sglang_server.py names each with its file). It was not run
