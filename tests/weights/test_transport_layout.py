@@ -23,7 +23,7 @@ def announced(bucket: Bucket = BUCKET) -> dict[str, Any]:
     return json.loads(json.dumps(Layout.of("u", bucket).as_json()))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.sampled_from(sorted(every_kind_of_tensor())), unique=True))
 def test_any_selection_of_tensors_survives_json_and_bytes(names: list[str]) -> None:
     tensors = every_kind_of_tensor()

@@ -23,7 +23,7 @@ lengths = st.sampled_from(LENGTHS) | st.integers(1, 100)
 seeds = st.integers(0, 2**32)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(lengths, seeds, st.data())
 def test_any_changed_byte_changes_it(length: int, seed: int, data: st.DataObject) -> None:
     tensor = random_bytes(length, seed)
@@ -33,7 +33,7 @@ def test_any_changed_byte_changes_it(length: int, seed: int, data: st.DataObject
     assert checksum(tensor) != before
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(seeds, st.integers(1, 50), st.integers(0, 49), st.integers(-(2**63), 2**63 - 1))
 @example(0, 10, 3, -1)
 def test_any_changed_word_changes_it(seed: int, count: int, place: int, change: int) -> None:
@@ -44,7 +44,7 @@ def test_any_changed_word_changes_it(seed: int, count: int, place: int, change: 
     assert checksum(tensor) != before
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.sampled_from([16, 64, 8 * (1 << 16) + 16, 1 << 20]), seeds, st.data())
 def test_two_different_words_that_change_places_change_it(
     length: int, seed: int, data: st.DataObject
@@ -63,7 +63,7 @@ def test_whole_blocks_that_change_places_change_it() -> None:
     assert checksum(torch.cat((first, second))) != checksum(torch.cat((second, first)))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(lengths, seeds, st.integers(1, 20))
 def test_bytes_that_are_shifted_change_it(length: int, seed: int, by: int) -> None:
     tensor = random_bytes(length, seed)
@@ -72,7 +72,7 @@ def test_bytes_that_are_shifted_change_it(length: int, seed: int, by: int) -> No
     assert checksum(shifted) != checksum(tensor)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(lengths, st.integers(0, 20))
 def test_zeros_count_by_their_number(length: int, more: int) -> None:
     same = checksum(torch.zeros(length)) == checksum(torch.zeros(length + more))
