@@ -100,15 +100,18 @@ class EmbeddedRanks(SocketRanks):
 
     async def _arrived(self, run: _Run, server: Server) -> list[Connection]:
         arriving = asyncio.ensure_future(server.complete(self._start_timeout_s))
+        taken = False
         try:
             waiting: set[asyncio.Future[Any]] = {arriving, run.over}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if arriving.done() and arriving.exception() is None:
+                taken = True
                 return arriving.result()
         finally:
-            if not arriving.cancel():
-                arriving.exception()
+            arriving.cancel()
             await asyncio.wait([arriving])
+            if not taken and not arriving.cancelled() and arriving.exception() is None:
+                server.drop(arriving.result())  # all came in the moment of a cancellation
         if run.over.done():
             error = run.over.result()
             raise RanksLost(f"the ranks could not be started: {error}") from error

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import secrets
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from . import wire
@@ -85,6 +85,12 @@ class Server:
         refused = f"; last refused: {self._refused}" if self._refused else ""
         return f"of {self._size} ranks {have} came{refused}"
 
+    def drop(self, connections: Iterable[Connection]) -> None:
+        """Close connections that `complete` has handed out; `close` waits until they are."""
+        for connection in connections:
+            connection.shut()
+            self._spawn(connection.closed(), self._closing)
+
     async def close(self) -> None:
         """Accept nobody any more, and drop who waits. Those handed out stay. Twice: no-op."""
         for task in self._tasks:
@@ -92,7 +98,7 @@ class Server:
         if self._tasks:
             await asyncio.wait(self._tasks)
         for generation in list(self._waiting):
-            self._drop(generation)
+            self._drop_generation(generation)
         while self._closing:
             await asyncio.wait(self._closing)
         if self._listener is not None:
@@ -150,7 +156,7 @@ class Server:
             return False
         if rank == 0:  # who makes up the id of a generation: what waits is of an earlier one
             for other in set(self._waiting) - {generation}:
-                self._drop(other)
+                self._drop_generation(other)
         connection = Connection(sock, hello)
         connection.on_end = self._gone
         self._waiting.setdefault(generation, {})[rank] = connection
@@ -171,10 +177,8 @@ class Server:
     def _gone(self, connection: Connection, why: str) -> None:
         """A rank that ended while the others are still awaited: all of its generation go."""
         self._refused = f"rank {connection.hello.rank} came and was lost again: {why}"
-        self._drop(connection.hello.generation)
+        self._drop_generation(connection.hello.generation)
 
-    def _drop(self, generation: bytes) -> None:
+    def _drop_generation(self, generation: bytes) -> None:
         self._over.add(generation)
-        for connection in self._waiting.pop(generation, {}).values():
-            connection.shut()
-            self._spawn(connection.closed(), self._closing)
+        self.drop(self._waiting.pop(generation, {}).values())

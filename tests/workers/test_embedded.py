@@ -102,6 +102,34 @@ def test_a_process_group_that_cannot_be_made_is_an_error_of_the_start(
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+def test_a_start_that_is_cancelled_as_the_last_rank_comes_leaves_nobody(
+    megatron_rank_pool, monkeypatch
+) -> None:
+    complete = embedded.Server.complete
+
+    async def scenario() -> None:
+        ranks = EmbeddedRanks(SPEC, 2, pool=megatron_rank_pool)
+        await ranks.start()
+        await ranks.close()
+        launcher = megatron_rank_pool._launcher
+
+        async def cancelled_then(server: embedded.Server, timeout_s: float) -> object:
+            found = await complete(server, timeout_s)
+            asyncio.get_running_loop().call_soon(starting.cancel)  # before the start hears of it
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(embedded.Server, "complete", cancelled_then)
+            starting = asyncio.ensure_future(ranks.start())
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+        await ranks.start()
+        assert megatron_rank_pool._launcher is launcher, "it was ended, for its ranks lived on"
+        await ranks.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 def test_a_start_that_is_cancelled_leaves_nobody_and_another_works(megatron_rank_pool) -> None:
     async def scenario() -> None:
         ranks = EmbeddedRanks(SPEC, 2, pool=megatron_rank_pool)
