@@ -1,7 +1,7 @@
-"""How many tokens sequences and packs are padded to, so that every rank's kernels take them.
+"""Computes the token multiples that sequences and packs are padded to for every rank's kernels.
 
-One source for whoever packs, collates and computes: if they disagree, positions belong to other
-sequences than the loss thinks, and nothing raises.
+The code that packs, collates and computes asks here: if the parts disagreed, positions would
+belong to other sequences than the loss thinks, and nothing would raise.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class TokenAlignment:
     """
 
     sequence: int
-    """Of each sequence in a pack, for the layout alone."""
+    """The multiple for each sequence in a pack; only the layout needs it."""
     pack: int
-    """Of the pack, for layout and kernels, and of each row of a padded batch."""
+    """The multiple for the pack, and for each row of a padded batch; layout and kernels need it."""
 
     def __post_init__(self) -> None:
         _positive("TokenAlignment", sequence=self.sequence, pack=self.pack)
@@ -40,16 +40,16 @@ class TokenAlignment:
             )
 
     def of_sequence(self, tokens: int) -> int:
-        """What a sequence of that many tokens takes in a pack."""
+        """Returns the tokens that a sequence of this length takes in a pack, padding included."""
         return -(-tokens // self.sequence) * self.sequence
 
     def of_pack(self, lengths: Iterable[int]) -> int:
-        """What a pack of sequences of those lengths takes; of one row, the width of its batch."""
+        """Returns the tokens of a pack of these sequences; for one row, the width of its batch."""
         return -(-sum(map(self.of_sequence, lengths)) // self.pack) * self.pack
 
     @classmethod
     def of_config(cls, config: Any) -> TokenAlignment:
-        """From Megatron's TransformerConfig, its arguments, or a mapping with the same names.
+        """Reads the multiples from a TransformerConfig, arguments, or a mapping with such names.
 
         Reads `fp8`, `fp8_recipe`, `tensor_model_parallel_size`, `context_parallel_size` and
         `sequence_parallel`.
@@ -83,7 +83,7 @@ class TokenAlignment:
 def token_alignment(
     recipe: str | None, tp: int, cp: int, sequence_parallel: bool
 ) -> TokenAlignment:
-    """What sequences and packs are padded to, in tokens over all ranks.
+    """Returns the multiples that sequences and packs are padded to, in tokens over all ranks.
 
     Context parallelism cuts each sequence into 2 · cp pieces; sequence parallelism cuts what a
     context-parallel rank has into tp pieces, across sequences, and only where it is on do the

@@ -128,7 +128,7 @@ def dequantize_blockwise(
     dtype: torch.dtype = torch.bfloat16,
     slab_bytes: int = _SLAB_BYTES,
 ) -> Tensor:
-    """The weight that codes and scales stand for: their product in float32, rounded to `dtype`.
+    """Returns the weight of codes and scales: their product in float32, rounded to `dtype`.
 
     Args:
         codes: [..., R, C] of float8_e4m3fn.

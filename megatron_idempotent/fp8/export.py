@@ -44,7 +44,7 @@ class Fp8Export:
     scales: Scales = "float32"
     """"ue8m0" for powers of two, as DeepGEMM wants them on Blackwell; float32 all the same."""
     dtype: torch.dtype = torch.bfloat16
-    """What the engine would be given instead; other types are rounded to it first."""
+    """The type that the engine would get without FP8; other types are rounded to it first."""
     modules_to_not_convert: tuple[str, ...] = ()
     """Parts of module names, dots and all, as in "visual" or "layers.0.mlp.down_proj", besides
     embeddings, output layers and routers."""
@@ -61,7 +61,7 @@ class Fp8Export:
             )
 
     def converts(self, name: str, weight: Tensor) -> bool:
-        """Whether the weight of that name is quantized: a matrix of a linear layer, or of all
+        """Returns whether the weight is quantized: a matrix of a linear layer, or of all
         experts, that is not left out."""
         module, _, last = name.rpartition(".")
         if weight.dim() == 2:
@@ -69,7 +69,7 @@ class Fp8Export:
         return weight.dim() == 3 and "experts" in module.split(".") and not self._left_out(name)
 
     def weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same weights, quantized, each with its scales behind it as `name` + `_scale_inv`.
+        """The same weights, quantized, each followed by its scales as `name` + `_scale_inv`.
 
         One at a time, so nothing else is held. Comes after the mapping to the engine's names and
         layout, and after shards have been put together: blocks are those of the engine's weights.
@@ -120,7 +120,7 @@ class Fp8Export:
             raise ValueError(f"{name}{_SCALE} came and no {name} in {E4M3}: give both, or neither")
 
     def quantization_config(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """What says so in the engine's config.json.
+        """Returns the `quantization_config` for the engine's config.json.
 
         Modules that are left out are named in full: vLLM compares whole names. Reads shapes and
         types only, so tensors may be on the meta device.

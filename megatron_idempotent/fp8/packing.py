@@ -1,4 +1,4 @@
-"""Sequences one behind the other, aligned as ranks and kernels want them.
+"""Sequences one after the other, aligned as ranks and kernels want them.
 
 Legend: n sequences, N their tokens, T tokens of the pack.
 """
@@ -16,9 +16,9 @@ from .alignment import TokenAlignment
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pack:
-    """Where the tokens of some sequences are in a pack. `Pack.of` makes one.
+    """Maps the tokens of sequences to their places in a pack. `Pack.of` makes one.
 
-    Each sequence is padded to `alignment.sequence` behind its end. What the pack needs beyond that
+    Each sequence is padded to a multiple of `alignment.sequence`. What the pack needs beyond that
     is one more segment, of padding alone: no sequence attends to it, and it attends to none.
 
     Example:
@@ -111,7 +111,7 @@ class Pack:
         Args:
             sequences: n tensors [length, ...], or one of all tokens, [N, ...]. A padded batch's
                 are `values[mask]`.
-            fill: what stands in padding: the padding token, `ignore_index`, False.
+            fill: the value of padding: the padding token, `ignore_index`, False.
 
         Raises:
             ValueError: lengths that are not those of the pack.
@@ -132,7 +132,7 @@ class Pack:
         return pack.index_copy(0, self.place_N, sequences)
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Of values in the pack, [T, ...], those of each sequence, [length, ...]; differentiable.
+        """Splits values of the pack, [T, ...], into each sequence's, [length, ...]; differentiable.
 
         Raises:
             ValueError: other than T values. Under context parallelism gather them first.

@@ -46,7 +46,7 @@ def remove_left_padding(
         position_ids: [B, T]; None to count the tokens of each row from 0.
         alignment: what `token_alignment` says: W is a multiple of its `pack`. None for the longest
             row as it is.
-        pad_id: what stands in padding.
+        pad_id: the value of padding.
 
     Raises:
         ValueError: shapes that do not fit, or a row with a hole in its mask.
@@ -75,13 +75,13 @@ def recover_left_padding(
 ) -> Tensor:
     """Put what a model made of `remove_left_padding`'s rows back where their tokens were.
 
-    Differentiable: padding gets no gradient, whatever stands in it. The host reads two numbers.
+    Differentiable: padding of any value gets no gradient. The host reads two numbers.
 
     Args:
         values: [B, W, ...]; with a `tp_group` [B, W / tp, ...], the piece that the rank has under
             sequence parallelism.
         mask: [B, T], as it was given to `remove_left_padding`.
-        fill: what stands in padding.
+        fill: the value of padding.
         tp_group: the ranks that share the positions, all of which take part: one all-gather, none
             in the backward. What follows is to be the same on all of them, and its gradient whole:
             a piece's gradient is cut from it. `token_logprobs` with hidden_layout="replicated" is
@@ -135,7 +135,7 @@ def _one_shape(what: str, values: Tensor, mask: Tensor) -> None:
 
 
 def _runs(what: str, mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Where the tokens of each row begin [B] and how many they are [B], and the most of a row."""
+    """Returns the first token of each row [B], the number of its tokens [B], and the largest."""
     if mask.dim() != 2:
         raise ValueError(f"{what}() got mask of shape {tuple(mask.shape)}: [rows, positions]")
     real_BT = mask > 0

@@ -1,4 +1,4 @@
-"""What `token_logprobs` refuses, before anything is computed or sent."""
+"""Refuses wrong arguments of `token_logprobs` before anything is computed or sent."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def one_form(logits: Any, hidden: Any, weight: Any, ownership: str, hidden_layou
 
 
 class Tokens(NamedTuple):
-    """Which tokens are computed."""
+    """The tokens that a call computes."""
 
     kept: Tensor | None
     """A mask, [...]; None for all."""
     computed: int
 
     def others(self, per_token: Tensor, value: float) -> Tensor:
-        """What there is of each token, with one value in place of those that are left out."""
+        """Returns a copy of `per_token` with `value` at the tokens that are left out."""
         return per_token if self.kept is None else torch.where(self.kept, per_token, value)
 
 
@@ -102,7 +102,7 @@ def tokens_to_compute(
 
 
 def columns_of(per_rank: int, group: Any, vocab_size: int | None) -> Columns:
-    """Which part of the vocabulary this rank has."""
+    """Returns the part of the vocabulary that this rank has."""
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     whole = per_rank * size
     if vocab_size is None:
@@ -149,7 +149,7 @@ def main_grad(weight: Tensor | None) -> None:
 def ids_to_keep(
     sampling: Sampling | None, targets: Tensor, tokens: Tokens, vocabulary: int
 ) -> Tensor | None:
-    """Of each token, [..., K]."""
+    """Returns the ids that each token keeps, [..., K]."""
     if sampling is None or sampling.keep is None:
         return None
     keep = sampling.keep

@@ -1,4 +1,4 @@
-"""What `kernels` computes, by Triton's kernels: rows are read once, and written once.
+"""Does with Triton's kernels what `kernels` does with torch: reads rows once, writes them once.
 
 Only this file launches them, and it is imported only where they are used.
 """
@@ -57,7 +57,7 @@ def partial_of(
 
 
 def whole_of(partial: Partial, asked: Asked) -> Whole:
-    """As `combine`. A collective of the group's ranks, one all-gather."""
+    """Does the same as `combine`. A collective of the group's ranks: one all-gather."""
     columns, temperature = asked.columns, _computed(asked.temperature)
     parts_RN4 = all_gathered(torch.stack(partial, dim=-1), columns.group)
     found = launch_combine(parts_RN4, asked.targets, columns.per_rank, temperature, whole=True)
@@ -67,7 +67,7 @@ def whole_of(partial: Partial, asked: Asked) -> Whole:
 def slopes_of(
     asked: Asked, whole: Whole, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None
 ) -> tuple[Slopes, Tensor]:
-    """As `Slopes.made`, and each token, or -1 where its outputs have no gradient, [N].
+    """Returns `Slopes.made`, and each token's index, or -1 if its outputs have no gradient, [N].
 
     Nothing is read on the host.
     """
@@ -114,7 +114,7 @@ def write_gradient(
 
 
 def _computed(temperature: Tensor | float) -> Tensor | float:
-    """As the kernels take it: of float32, one after the other."""
+    """Returns the temperature as kernels take it: a number, or contiguous float32."""
     if isinstance(temperature, Tensor):
         return temperature.to(torch.float32).contiguous()
     return temperature

@@ -1,4 +1,4 @@
-"""Where Megatron keeps the weights of auxiliary losses, and what it adds up of them for logging."""
+"""Finds the scales of auxiliary losses in Megatron, and the totals that it logs of them."""
 
 from __future__ import annotations
 

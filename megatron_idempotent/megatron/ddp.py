@@ -1,4 +1,4 @@
-"""What the case files about Megatron's DDP and its bucket groups share."""
+"""Patch targets in Megatron's DDP and its bucket groups, and helpers that act on them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the case files about `defer_embedding_wgrad_compute` share.
+"""Finds the buffers and weight that `defer_embedding_wgrad_compute` works on.
 
 The output layer then keeps its inputs and output gradients in two lists, and its weight gradient is
-computed from them behind the last backward. Upstream wants the fused CUDA kernel for it.
+computed from them after the last backward. Upstream wants the fused CUDA kernel for it.
 """
 
 from __future__ import annotations

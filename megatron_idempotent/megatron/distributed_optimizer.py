@@ -1,4 +1,4 @@
-"""What the case files about the distributed optimizer's checkpoints share."""
+"""Patch targets in the distributed optimizer's checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def target(method: str, wrapper: Callable[..., Any]) -> Target:
 
 
 def is_torch_adam(optimizer: Any) -> bool:
-    """Whether a distributed optimizer counts steps per parameter, as only torch's Adam does."""
+    """Returns whether an optimizer counts steps per parameter, as only torch's Adam does."""
     import torch
     from megatron.core.optimizer import distrib_optimizer
 

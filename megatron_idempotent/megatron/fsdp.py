@@ -1,4 +1,4 @@
-"""What the case files know of a chunk in Megatron-FSDP, the first version.
+"""Patch targets in the first version of Megatron-FSDP, and the state of a chunk in it.
 
 Its wrapper holds a `MegatronFSDP`, which does the work, as `module`.
 """
@@ -18,7 +18,7 @@ UPSTREAM = (
 
 
 def zero_target(wrapper: Callable[..., Any]) -> Target:
-    """Where a step begins."""
+    """The method that begins a step."""
     return _target("zero_grad_buffer", wrapper, "350de9b58f70")
 
 
@@ -36,12 +36,12 @@ def _target(method: str, wrapper: Callable[..., Any], body: str) -> Target:
 
 
 def is_wrapped(chunk: Any) -> bool:
-    """Whether the chunk is in Megatron-FSDP."""
+    """Returns whether the chunk is wrapped by Megatron-FSDP."""
     return hasattr(getattr(chunk, "module", None), "grad_reduce_pipeline")
 
 
 def was_interrupted(fsdp: Any) -> bool:
-    """Whether a backward of this `MegatronFSDP` began and did not end, or nobody waited for it."""
+    """Returns whether a backward of this `MegatronFSDP` is unfinished, or was not waited for."""
     reductions = fsdp.grad_reduce_pipeline
     return bool(
         fsdp._root_pre_backward_hook_issued

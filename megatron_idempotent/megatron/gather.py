@@ -1,4 +1,4 @@
-"""What the case files about overlapped parameter gathers share: which bucket groups are stale.
+"""Tracks which bucket groups wait for an overlapped gather of their parameters.
 
 Upstream's `param_gather_dispatched` cannot tell: it is reset when gradients are finished, not when
 parameters change. So each bucket group carries a mark of ours, set where an optimizer writes the
@@ -18,12 +18,12 @@ from megatron_idempotent.megatron.ddp import bucket_groups, group_target
 _STEP = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads"
 _MARK = "megatron_idempotent_update_pending"
 _HELD = "megatron_idempotent_gradients_wait"
-# For its order: ranks that update the same chunks in the same order must walk them alike.
+# For its order: ranks that update the same chunks in the same order must walk them in one order.
 _watched: PerProcessWeakKeys[Any, None] = PerProcessWeakKeys(__name__, "_watched")
 
 
 def step_target(wrapper: Callable[..., Any]) -> Target:
-    """Where the distributed optimizer writes its shard of the parameters."""
+    """The method in which the distributed optimizer writes its shard of the parameters."""
     return Target(
         address=_STEP,
         wrapper=wrapper,
@@ -38,7 +38,7 @@ def step_target(wrapper: Callable[..., Any]) -> Target:
 
 
 def gather_target() -> Target:
-    """Where a bucket group's gather is dispatched; clears the mark."""
+    """The method that dispatches a bucket group's gather; its wrapper clears the mark."""
     return group_target("start_param_sync", start_param_sync)
 
 
@@ -61,7 +61,7 @@ def owned_groups(optimizer: Any) -> list[Any]:
 
 
 def is_layer_wise(group: Any) -> bool:
-    """Whether a `LayerWiseDistributedOptimizer` writes parameters of this bucket group."""
+    """Returns whether a `LayerWiseDistributedOptimizer` writes parameters of this bucket group."""
     return gathers_by_lists(group) or any(
         getattr(bucket.params_list[0], "is_managed_by_layer_wise_optimizer", False)
         for bucket in group.buckets
@@ -70,7 +70,7 @@ def is_layer_wise(group: Any) -> bool:
 
 
 def gathers_by_lists(group: Any) -> bool:
-    """Whether it is gathered through lists of whole parameters per rank, not out of its buffer."""
+    """Returns whether the group gathers lists of whole parameters, not slices of its buffer."""
     return any(getattr(bucket, "layerwise_params_list", None) for bucket in group.buckets)
 
 
@@ -80,7 +80,7 @@ def mark(group: Any) -> None:
 
 
 def marked(group: Any) -> bool | None:
-    """Whether an update of `group` waits for its gather; None where nobody has watched it yet."""
+    """Returns whether an update of `group` waits for its gather; None if nobody watches it yet."""
     known: bool | None = getattr(group, _MARK, None)
     return known
 
@@ -91,7 +91,7 @@ def hold_gradients(group: Any, held: bool) -> None:
 
 
 def holds_gradients(group: Any) -> bool:
-    """Whether a gather into the gradients' memory would lose something, where that is watched."""
+    """Returns whether a gather into the gradients' memory would lose gradients, if watched."""
     return bool(getattr(group, _HELD, False))
 
 

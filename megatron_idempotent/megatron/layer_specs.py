@@ -41,7 +41,7 @@ def gpt_stage(config: Any, *, vp_stage: int | None, **model: Any) -> Any:
 
 
 def takes(function: Callable[..., Any], parameter: str) -> bool:
-    """Whether this release's `function` has the parameter."""
+    """Returns whether this release's `function` has the parameter."""
     return parameter in inspect.signature(function).parameters
 
 

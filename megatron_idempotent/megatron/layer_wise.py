@@ -1,7 +1,7 @@
-"""What the case files about `LayerWiseDistributedOptimizer` share: where it writes and gathers.
+"""Patch targets in `LayerWiseDistributedOptimizer`, and the groups that it writes and gathers.
 
 It is a chain of optimizers, each with whole parameters of this rank, and no DistributedOptimizer:
-what `_gather` watches there does not pass here.
+its updates do not pass the methods that `gather` watches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHUNKS = "_megatron_idempotent_chunks"
 
 
 def step_target(wrapper: Callable[..., Any]) -> Target:
-    """Where the chain updates its parameters.
+    """The method in which the chain updates its parameters.
 
     The base class's, because 0.17 overrides `step` and later releases `step_with_ready_grads`;
     either calls this one.
@@ -36,7 +36,7 @@ def step_target(wrapper: Callable[..., Any]) -> Target:
 
 
 def chunks_target() -> Target:
-    """Where an optimizer that gathers by lists is told the chunks, when it is built."""
+    """The constructor that tells the chunks to an optimizer which gathers by lists."""
     return Target(
         address=f"{_LAYER_WISE}:LayerWiseDistributedOptimizer.set_bucket_layerwise_params_list",
         wrapper=remember_chunks,
@@ -59,7 +59,7 @@ def remember_chunks(original: Callable[..., None], self: Any, model_chunks: Any)
 def deferred_groups(optimizer: Any) -> list[Any]:
     """The bucket groups whose gather this optimizer leaves to the forward pre-hooks.
 
-    On all ranks alike, whether they own any of the parameters or not.
+    The same on all ranks, whether they own any of the parameters or not.
     """
     if not _defers(optimizer):
         return []
@@ -79,7 +79,7 @@ def watch(optimizer: Any) -> None:
 
 
 def outdate(group: Any) -> None:
-    """What was gathered before a step is worth nothing after it."""
+    """Marks the group's gathered parameters as out of date, as they are after a step."""
     if group.param_gather_handle is not None:
         # Only waited for: what it brings is about to be overwritten.
         group.param_gather_handle.wait()

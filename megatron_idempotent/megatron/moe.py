@@ -8,7 +8,7 @@ _KEPT = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_ou
 
 
 def reset_shared_experts(shared: Any) -> None:
-    """Drop what a forward of overlapped shared experts left behind."""
+    """Drops what an interrupted forward of overlapped shared experts has kept."""
     for name in _KEPT:
         if getattr(shared, name, None) is not None:
             setattr(shared, name, None)

@@ -12,14 +12,14 @@ _ENTRIES = "_megatron_idempotent_no_sync"
 
 
 class Entries:
-    """How many `no_sync` contexts are open on a chunk since its gradients were zeroed."""
+    """Counts the `no_sync` contexts that are open on a chunk since its gradients were zeroed."""
 
     def __init__(self) -> None:
         self.open = 0
 
 
 class NoSync(ContextDecorator):
-    """What `ddp.no_sync()` returns. A context that is dropped without an exit is left, too.
+    """The context that `ddp.no_sync()` returns. Dropping it without an exit leaves it, too.
 
     The schedules do that to it at the end of a forward-only pass.
     """

@@ -1,4 +1,4 @@
-"""What the case files about Megatron's optimizers' steps share."""
+"""Patch targets in Megatron's optimizers: their steps and their factory."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def alive() -> Any:
 
 
 def held(groups: list[Any]) -> list[bool]:
-    """Which groups something besides torch.distributed and `groups` refers to."""
+    """Returns for each group whether anything but torch.distributed and `groups` refers to it."""
     # What a reference count shows for an object that nobody else holds depends on the interpreter.
     unheld = object()
     (free,) = _references([unheld])
@@ -44,7 +44,7 @@ def _references(objects: list[Any]) -> list[int]:
 
 
 def _by_torch(group: Any) -> int:
-    """How often torch's own tables refer to the group."""
+    """Counts the references of torch's own tables to the group."""
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world

@@ -1,4 +1,4 @@
-"""What the case files about reducing gradients know of a chunk in Megatron's DDP.
+"""Tracks when the gradients of a chunk in Megatron's DDP were reduced.
 
 A window's gradients are local until `finish_grad_sync` and reduced afterwards, until
 `zero_grad_buffer`. Upstream keeps no record of which.
@@ -44,7 +44,7 @@ def is_idle(chunk: Any) -> bool:
 
 
 def finished(chunk: Any) -> None:
-    """Belongs behind `finish_grad_sync`: all gradients are reduced now."""
+    """Records that all gradients are reduced now; to be called after `finish_grad_sync`."""
     setattr(chunk, _REDUCED, versions(chunk))
     arrivals.ended(chunk)
     if chunk.ddp_config.overlap_grad_reduce:
@@ -61,7 +61,7 @@ def began(chunk: Any) -> None:
 
 
 def _replays(config: Any) -> bool:
-    """Whether CUDA graphs may write gradients, which torch's counters do not see."""
+    """Returns whether CUDA graphs may write gradients, which torch's counters do not see."""
     return bool(
         getattr(config, "enable_cuda_graph", False)
         or getattr(config, "external_cuda_graph", False)
@@ -70,14 +70,14 @@ def _replays(config: Any) -> bool:
 
 
 def registered(group: Any) -> dict[Any, int]:
-    """How often each parameter's gradient came in armed backward passes since `reset`."""
+    """Returns how often each parameter's gradient came in armed backward passes since `reset`."""
     counts = getattr(group, "per_param_grad_ready_counts", None)
     # Releases before 0.16 keep a set, because they allow one gradient per parameter.
     return dict.fromkeys(group.params_with_grad, 1) if counts is None else counts
 
 
 def drop_registered(group: Any) -> None:
-    """Let the next gradients count anew."""
+    """Restarts the count of gradients."""
     if hasattr(group, "params_with_grad"):
         group.params_with_grad = set()
     else:

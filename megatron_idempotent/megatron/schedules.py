@@ -1,4 +1,4 @@
-"""What the case files about Megatron's three pipeline schedules share."""
+"""Patch targets in Megatron's three pipeline schedules."""
 
 from __future__ import annotations
 

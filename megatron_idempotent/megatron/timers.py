@@ -1,4 +1,4 @@
-"""What the case files about timers left running share."""
+"""Stops the timers that a call which raised has left running."""
 
 from __future__ import annotations
 

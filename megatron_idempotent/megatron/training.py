@@ -1,4 +1,4 @@
-"""What the case files about `megatron.training.training` share."""
+"""Patch targets in `megatron.training.training`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where `accumulation_window()` meets the schedules: the wrapper asks here, the helper registers.
+"""Connects `accumulation_window()` with the schedules: it registers here, their wrapper asks.
 
 Only the helper fills the list, so that without it a schedule's wrapper looks at an empty list.
 """
@@ -14,10 +14,10 @@ from megatron_idempotent.megatron import schedules
 
 
 class Window(Protocol):
-    """What runs the schedule calls of some model chunks."""
+    """Runs the schedule calls of some model chunks."""
 
     def holds(self, chunk: Any) -> bool:
-        """Whether the chunk is one of the window's."""
+        """Returns whether the chunk is one of the window's."""
 
     def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
         """One call of the schedule, as part of the window."""
@@ -27,7 +27,7 @@ open_windows: list[Window] = PerProcessList(__name__, "open_windows")
 
 
 def are_held(chunks: list[Any]) -> bool:
-    """Whether an open window holds one of the chunks."""
+    """Returns whether an open window holds one of the chunks."""
     return any(window.holds(chunk) for window in open_windows for chunk in chunks)
 
 

@@ -21,7 +21,7 @@ class Fetch(Protocol):
     """Brings some tensors to rank 0. Collective: the same range on all ranks, each once."""
 
     def __call__(self, members: range) -> Mapping[str, torch.Tensor]:
-        """On rank 0 the tensors by name, on others none."""
+        """Returns the tensors by name on rank 0, none on others."""
         ...
 
 
@@ -131,7 +131,7 @@ class BucketStream(Iterator[Bucket]):
 
 
 class _Feed:
-    """How far this rank is in the collective."""
+    """This rank's progress in the collective."""
 
     def __init__(self, fetch: Fetch, count: int) -> None:
         self._fetch, self.count = fetch, count
@@ -140,7 +140,7 @@ class _Feed:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether there is more that other ranks would take part in."""
+        """True while other ranks may wait for this one in the rest of the collective."""
         return self.done < self.count and not self._broken
 
     def take_until(self, stop: int) -> Mapping[str, torch.Tensor]:

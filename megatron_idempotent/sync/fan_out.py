@@ -1,4 +1,4 @@
-"""One export for all engines: each bucket is made once, and handed to whoever still wants it."""
+"""One export for all engines: makes each bucket once, for all engines that still want it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class FanOut:
         """Make and hand over all buckets.
 
         An error of the export is raised here, and readers get a `SyncError` that tells of it. When
-        cancelled, the source is closed, which lets the trainer's other ranks come to their end.
+        cancelled, the source is closed, so that the trainer's other ranks finish their export.
         """
         end: SyncError | None = SyncError("the export of the weights was stopped half-way")
         with _export_thread() as thread:
@@ -137,7 +137,7 @@ class FanOut:
 
 
 async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> Made:
-    """What `step` makes. A cancelled caller leaves once the thread is out of its collective."""
+    """Returns what `step` makes. A cancelled caller leaves once the collective in it has ended."""
     running = asyncio.get_running_loop().run_in_executor(thread, step)
     try:
         return await asyncio.shield(running)

@@ -57,7 +57,7 @@ class OneUpdate:
     async def switch(self, stamp: Stamp | None) -> None:
         """Pause, commit, verify, stamp, resume: from here on requests wait.
 
-        Engines that have failed are put right behind that, so that they hold nobody up.
+        Engines that have failed are repaired after that, so that they delay no other.
         """
         clock = asyncio.get_running_loop().time
         started = clock()
@@ -130,7 +130,7 @@ class OneUpdate:
         return f"staging failed: not done in {settings.stage_timeout_s:g} s"
 
     async def _wake(self, tag: str) -> list[str]:
-        """Of engines that are asleep, since they share the trainer's devices; of others nothing."""
+        """Wakes colocated engines that are asleep; returns the error of each, or ""."""
         if not self._settings.colocated:
             return [""] * len(self._engines)
 
@@ -164,6 +164,6 @@ class OneUpdate:
 
 
 def _look_at_error(staging: asyncio.Future[None]) -> None:
-    """So that asyncio does not report one that comes after the engine was given up."""
+    """Takes the error, so that asyncio does not log it after the engine was dropped."""
     if not staging.cancelled():
         staging.exception()

@@ -1,4 +1,4 @@
-"""How a weight sync is to go, and how it went."""
+"""The settings of a weight sync, and its report."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Literal
 from megatron_idempotent.rollout import PauseMode
 
 Outcome = Literal["committed", "behind", "quarantined"]
-"""What became of an engine: it serves the new version; it serves an older one that is known; or
-it must not serve until a later update has put it right."""
+"""The state of an engine after a sync: it serves the new version; it serves a known older one; or
+it must not serve until a later update has repaired it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,24 +20,25 @@ class SyncSettings:
     bucket_bytes: int = 256 << 20
     """Largest bucket; a larger tensor is one by itself. Two buckets are alive at a time."""
     pause_mode: PauseMode = "keep"
-    """What becomes of running requests: "keep" lets them go on with the new weights, "abort"
-    hands back partials to be sent again, "wait" lets them end first."""
+    """The treatment of running requests: "keep" lets them go on with the new weights, "abort"
+    returns partial samples to be sent again, "wait" lets them end first."""
     colocated: bool = False
     """The engines share the trainer's devices and are asleep: their weights are woken before they
-    are loaded, and their caches behind that, so that the three are never there at once."""
+    are loaded, and their caches after that, so that old weights, new weights and caches are
+    never in memory at once."""
     bucket_timeout_s: float = 120.0
-    """For an engine to take one bucket; one that is slower is left behind, and the others go on."""
+    """Seconds in which an engine takes one bucket; the sync goes on without a slower one."""
     stage_timeout_s: float = 1800.0
-    """For all buckets of an update, on one engine."""
+    """Seconds for all buckets of an update, on one engine."""
     pause_timeout_s: float = 60.0
     commit_timeout_s: float = 120.0
-    """For one attempt."""
+    """Seconds for one attempt."""
     resume_timeout_s: float = 60.0
-    """For one attempt, and for each question after an engine's health."""
+    """Seconds for one attempt, and for each request for an engine's health."""
     attempts: int = 3
-    """Of a commit, a rollback and a resume, before the engine is given up."""
+    """Attempts at a commit, a rollback or a resume before the engine is quarantined."""
     retry_wait_s: float = 0.5
-    """Between two of them."""
+    """Seconds between two attempts."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -53,11 +54,11 @@ class SyncSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOutcome:
-    """What became of one engine. Example: `report.engines["vllm-0"].outcome`."""
+    """The result of a sync for one engine. Example: `report.engines["vllm-0"].outcome`."""
 
     outcome: Outcome
     version: int | None
-    """That it serves; None for one that is quarantined."""
+    """The version that it serves; None if it is quarantined."""
     detail: str = ""
     """Why it was not committed, in the words of the engine's own error."""
 
@@ -69,14 +70,14 @@ class SyncReport:
     version: int
     engines: Mapping[str, EngineOutcome]
     bytes_sent: int
-    """To each engine that took them all."""
+    """Bytes that were sent to each engine that took all buckets."""
     tensors_sent: int
     tensors_unchanged: int
-    """Left out because the engines have them already."""
+    """Tensors that were not sent because the engines have them already."""
     stage_s: float
-    """From the first bucket to the last engine that has them all; the engines serve meanwhile."""
+    """Seconds from the first bucket until the last engine has all; engines serve meanwhile."""
     pause_s: float
-    """From the first pause to the last resume."""
+    """Seconds from the first pause to the last resume."""
     total_s: float
 
     def named(self, outcome: Outcome) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Which bytes the engines have already, so that an update may leave them out."""
+"""Remembers which tensors the engines have, so that an update may leave them out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_idempotent.weights.records import end_export
 
 
 class Passing:
-    """The buckets of one update on their way: counted, and without what the engines have.
+    """Passes the buckets of one update on: counts them, and drops tensors that the engines have.
 
     Example: `for bucket in passing.buckets(): …` and then `passing.bytes_sent`.
     """
@@ -27,7 +27,7 @@ class Passing:
         self._known = known or {}
 
     def buckets(self) -> Generator[Bucket, None, None]:
-        """Once; closing it closes the source."""
+        """Yields the buckets, once. Closing the generator closes the source."""
         try:
             for bucket in self._buckets:
                 self.checksums.update(bucket.checksums)
@@ -53,7 +53,7 @@ class Passing:
 
 
 class Sent:
-    """The checksums of the last update, to be built on where all engines have it."""
+    """Keeps the last update's checksums; the next may build on it if all engines have it."""
 
     def __init__(self) -> None:
         self._version: int | None = None
@@ -70,9 +70,9 @@ class Sent:
         return Passing(version, buckets, None if base is None else self._checksums)
 
     def took(self, passing: Passing) -> None:
-        """The buckets of this update have all passed, and who has it says its health."""
+        """Keeps an update's checksums once all of its buckets have passed."""
         self._version, self._checksums = passing.version, passing.checksums
 
     def forget(self) -> None:
-        """An update has begun, and may be interrupted: then the next one sends everything."""
+        """Drops the checksums while an update is under way: after an interruption all is sent."""
         self._version, self._checksums = None, {}

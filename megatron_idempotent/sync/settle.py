@@ -1,4 +1,4 @@
-"""What to do with one engine after something went wrong: ask it, put it right, or give it up."""
+"""Asks an engine for its state after an error, repairs it, or gives it up."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def settle(
 
     Rolls back, which leaves an update alone that is committed in full, and resumes only what then
     says that its weights are of one version. An engine that is DIRTY is never resumed. One that had
-    not staged the update does not have it, whatever number its own version has.
+    not staged the update does not have it, even if its version has the same number.
     """
     await attempts(
         engine,
@@ -135,6 +135,6 @@ async def resume(
 
 
 def given_up(health: EngineHealth, reason: str) -> EngineOutcome:
-    """That of an engine that must not serve, as its health says."""
+    """Returns the outcome of an engine that must not serve, with its health as the detail."""
     detail = f"{reason}; it is {health.status}" + (f": {health.detail}" if health.detail else "")
     return EngineOutcome(outcome="quarantined", version=None, detail=detail)

@@ -75,7 +75,7 @@ class WeightSync:
         """Bring the source's weights to all engines as `version`.
 
         Collective through `source`: the trainer's other ranks call `follow` at the same time. The
-        export always runs to its end, whatever becomes of the engines.
+        export always runs to its end, also when engines fail.
 
         Args:
             source: the weights; they must not change before this returns.
@@ -110,7 +110,7 @@ class WeightSync:
         """Resume engines that an earlier trainer left paused, with weights of one version.
 
         For the start of a run. Those that are DIRTY or DEAD are left alone: the next update, which
-        sends everything, puts a DIRTY one right. Returns what all of them say behind it.
+        sends everything, repairs a DIRTY one. Returns the health of all engines afterwards.
         """
         healths = await self._ask_all()
         for engine in self._engines:
@@ -169,7 +169,7 @@ class WeightSync:
 
 
 def follow(source: WeightSource, *, settings: SyncSettings | None = None) -> None:
-    """What the trainer's other ranks do while rank 0 is in `update`: take part in the export.
+    """Takes part in the export; the trainer's other ranks call it while rank 0 is in `update`.
 
     Collective through `source`; `settings` are those of rank 0.
     """

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
 
 # Odd constants of SplitMix64 (Steele, Lea and Flood 2014), as signed numbers: torch has no
-# arithmetic on uint64, and int64 wraps around alike.
+# arithmetic on uint64, and int64 wraps around the same way.
 _PLACE = 0x9E3779B97F4A7C15 - 2**64
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
 #: Words of 8 bytes that are mixed at once: half a MB, so that the passes stay in the cache.
@@ -16,7 +16,7 @@ _WORDS = 1 << 16
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """64 bits, from 0 to 2**64 - 1, that tell two tensors' bytes apart, on whatever device.
+    """Returns 64 bits, from 0 to 2**64 - 1, that tell two tensors' bytes apart, on any device.
 
     A sum over words of 8 bytes, each mixed with its place: integer arithmetic, so the same on
     every device and in every order. One changed word always changes it, other changes all but

@@ -1,4 +1,4 @@
-"""What can be wrong with an update of weights. Messages give the fact, both values, a remedy."""
+"""Errors of an update of weights. Messages give the fact, both values, a remedy."""
 
 from __future__ import annotations
 

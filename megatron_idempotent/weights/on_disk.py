@@ -1,4 +1,4 @@
-"""What tensors a Hugging Face checkpoint has, from the headers of its safetensors files."""
+"""Reads which tensors a Hugging Face checkpoint has, from the headers of its safetensors files."""
 
 from __future__ import annotations
 

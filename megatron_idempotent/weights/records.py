@@ -36,7 +36,7 @@ class TensorInfo:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+        """Returns the JSON that `from_json` reads."""
         dtype = str(self.dtype).removeprefix("torch.")
         return {"name": self.name, "shape": list(self.shape), "dtype": dtype}
 
@@ -52,7 +52,7 @@ class TensorInfo:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorInfo:
-        """That of a tensor."""
+        """Returns the record of a tensor."""
         return cls(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
 
 
@@ -92,7 +92,7 @@ class Bucket:
     """Counts the buckets of one update from 0."""
     tensors: Mapping[str, torch.Tensor]
     checksums: Mapping[str, int]
-    """By name: `checksum()` where the tensor was made."""
+    """`checksum()` of each tensor by name, computed where the tensor was made."""
 
     @classmethod
     def of(cls, index: int, tensors: Mapping[str, torch.Tensor]) -> Bucket:
@@ -120,9 +120,9 @@ class WeightSource(Protocol):
         ...
 
     def buckets(self, *, bucket_bytes: int) -> Iterator[Bucket]:
-        """The weights in buckets of up to so many bytes (at least one tensor), rank by rank alike.
+        """Yields the weights in buckets of up to `bucket_bytes`, at least one tensor each.
 
-        Only rank 0 of the trainer gets tensors; the others get buckets without any, as many, and
+        Only rank 0 of the trainer gets tensors; the others get as many buckets without any, and
         must take them all. A bucket is made when it is asked for. Where the iterator has `close()`,
         as generators do, it ends an iteration half-way, and the other ranks' with it.
         """

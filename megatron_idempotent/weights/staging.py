@@ -42,7 +42,7 @@ class Staging:
         self._buckets = 0
 
     def add(self, bucket: Bucket) -> None:
-        """Check a bucket and keep its tensors; one that fails leaves nothing of itself behind.
+        """Check a bucket and keep its tensors; one that fails leaves nothing.
 
         Errors: `UpdateMismatch` for names, shapes and types that are not the model's;
             `UpdateDamaged` for a bucket out of turn, a tensor that came before, a checksum that is

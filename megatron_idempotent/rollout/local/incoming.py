@@ -35,7 +35,7 @@ class Incoming(Staging):
         self._dtypes = {info.name: info.dtype for info in expected}
         self._device = device
         self.side = SideStream(device)
-        """What tensors are copied on, so that they do not wait for what the model computes."""
+        """The CUDA stream for copies, so that they do not wait for what the model computes."""
 
     def add(self, bucket: Bucket) -> None:
         """Check a copy of the bucket and keep it: its sender may free or change what it sent.

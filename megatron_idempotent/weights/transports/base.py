@@ -1,4 +1,4 @@
-"""How buckets get from a trainer to an engine, wherever that runs."""
+"""The two ends of a transport: how buckets get from a trainer to an engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Sender(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the update, complete or not, and leave nothing behind. Twice: no-op."""
+        """End the update, complete or not, and leave no bytes. Twice: no-op."""
         ...
 
 

@@ -30,7 +30,7 @@ class CudaIpcSender(SessionSender):
     As `SharedMemorySender` on the device: no byte passes by the host. Up to two segments are on
     the GPU while an update is open, and a bucket's is taken until `release(bucket)`. Copies run on
     streams of their own at both ends. Workers are other processes of the same machine that see
-    this GPU under whatever index, in the same container or with its IPC namespace; those whose own
+    this GPU under any index, in the same container or with its IPC namespace; those whose own
     GPU is another one copy from it. It has not been run on a GPU yet.
     """
 
@@ -59,7 +59,7 @@ class _Segment:
     """Memory of this process on a GPU, apart from torch's."""
 
     def __init__(self, nbytes: int, gpu: Gpu) -> None:
-        """At least so many bytes. Errors: `TransportError` where there is no room."""
+        """Allocates at least `nbytes`. Errors: `TransportError` where there is no room."""
         self.nbytes = max(1, -(-nbytes // _GRAIN)) * _GRAIN
         self._gpu = gpu
         self._pointer = gpu.allocate(self.nbytes)
@@ -71,11 +71,11 @@ class _Segment:
         self.flat_N = gpu.bytes_at(self._pointer, self.nbytes)
 
     def announced(self) -> Mapping[str, Any]:
-        """As `Memory.announced`."""
+        """See `Memory.announced`."""
         return {"handle": self._handle.hex(), "segment_bytes": self.nbytes}
 
     def unlink(self) -> None:
-        """As `Memory.unlink`."""
+        """See `Memory.unlink`."""
         del self.flat_N
         self._gpu.driver.free(self._pointer)
 
@@ -97,7 +97,7 @@ class CudaIpcReceiver:
         self._side: SideStream | None = None
 
     def receive(self, announced: Announcement) -> Bucket:
-        """As `Receiver.receive`; the tensors are on the GPU that was current at first."""
+        """See `Receiver.receive`. Tensors are on the GPU that was current when this was made."""
         layout = Layout.from_json(announced, update_id=self._update_id)
         where = f"update {self._update_id}: bucket {layout.index}"
         handle, nbytes = _segment_of(announced, layout, where)
@@ -124,7 +124,7 @@ class CudaIpcReceiver:
             self._gpu.driver.close(pointer)
 
     def close(self) -> None:
-        """As `Receiver.close`."""
+        """See `Receiver.close`."""
 
 
 class Gpu:
@@ -141,7 +141,7 @@ class Gpu:
 
     @classmethod
     def current(cls) -> Gpu:
-        """That of the calling thread. Errors: as those of `Gpu`."""
+        """Returns the calling thread's GPU. Errors: those of `Gpu`."""
         return cls(cls._current() if cls._seen() else 0)
 
     @classmethod
@@ -185,7 +185,7 @@ class Gpu:
         return torch.as_tensor(_Array(pointer, nbytes), device=self.device)
 
     def allocate(self, nbytes: int) -> int:
-        """The address of so many bytes. Errors: `TransportError` where there is no room."""
+        """Returns the address of `nbytes` new bytes. Errors: `TransportError` without room."""
         try:
             return self.driver.allocate(nbytes)
         except TransportError:

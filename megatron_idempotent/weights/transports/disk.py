@@ -164,7 +164,7 @@ class DiskReceiver:
         self._folder = pathlib.Path(opened["folder"])
 
     def receive(self, announced: Announcement) -> Bucket:
-        """As `Receiver.receive`."""
+        """See `Receiver.receive`."""
         layout = Layout.from_json(announced, update_id=self._update_id)
         path = self._folder / pathlib.Path(str(announced.get("file"))).name
         try:
@@ -189,7 +189,7 @@ class DiskReceiver:
         return layout.bucket(tensors)
 
     def close(self) -> None:
-        """As `Receiver.close`."""
+        """See `Receiver.close`."""
 
 
 def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -206,7 +206,7 @@ def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _offsets(descriptor: int, tensors: tuple[TensorInfo, ...]) -> dict[str, int]:
-    """Where a safetensors file has each of these tensors. Errors: `ValueError`, `EOFError`."""
+    """Returns the offset of each tensor in a safetensors file. Errors: `ValueError`, `EOFError`."""
     length = int.from_bytes(_exactly(descriptor, 8, 0), "little")
     header = json.loads(_exactly(descriptor, length, 8))
     offsets = {}

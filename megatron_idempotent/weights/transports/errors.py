@@ -1,4 +1,4 @@
-"""What can go wrong between the two ends of a transport, apart from damaged bytes."""
+"""Errors between the two ends of a transport, apart from damaged bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes a folder of safetensors files a Hugging Face checkpoint."""
+"""Makes a Hugging Face checkpoint of a folder of safetensors files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from .layout import Layout
 
-#: Weights, in whatever format: the files of the checkpoint that are not to be copied.
+#: Weights, in any format: the files of the checkpoint that are not to be copied.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 

@@ -55,7 +55,7 @@ class Rendezvous:
 
     @classmethod
     def reach(cls, host: str, port: int, *, token: str, timeout_s: float) -> Rendezvous:
-        """That of a trainer. Errors: `TransportTimeout` where nobody answers."""
+        """Connects to a trainer's rendezvous. Errors: `TransportTimeout` where nobody answers."""
         try:
             mine = _address_towards(host, port)
             store = _store(host, port, timeout_s, is_master=False, listening=None)
@@ -118,7 +118,7 @@ class Group:
 
     @property
     def device(self) -> torch.device:
-        """Where the bytes have to be."""
+        """The device that the bytes have to be on."""
         return torch.device("cuda" if self._backend == "nccl" else "cpu")
 
     def broadcast(self, flat_N: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A bucket as JSON and one run of bytes: what both ends have to agree on, whatever their torch."""
+"""A bucket as JSON and one run of bytes: what both ends agree on, also with different torch."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _ALIGNMENT = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Where each tensor of a bucket lies in its bytes.
+    """The place of each tensor in the bytes of a bucket.
 
     Example: `Layout.of("run-7/12", bucket).pack(bucket.tensors, flat_N)`.
     """
 
     update_id: str
     index: int
-    """That of the bucket."""
+    """The bucket's index."""
     tensors: tuple[TensorInfo, ...]
     offsets: tuple[int, ...]
-    """In bytes, one per tensor."""
+    """The offset of each tensor, in bytes."""
     checksums: Mapping[str, int]
     nbytes: int
     """Length of the bytes, the gaps between tensors included."""
 
     @classmethod
     def of(cls, update_id: str, bucket: Bucket) -> Layout:
-        """One behind the other, in the bucket's order."""
+        """Places the tensors one after the other, in the bucket's order."""
         tensors = tuple(TensorInfo.of(name, tensor) for name, tensor in bucket.tensors.items())
         offsets, end = [], 0
         for info in tensors:
@@ -53,7 +53,10 @@ class Layout:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` reads. Checksums are hexadecimal: JSON numbers lose bits above 2**53."""
+        """Returns the JSON that `from_json` reads.
+
+        Checksums are hexadecimal: JSON numbers lose bits above 2**53.
+        """
         tensors = [
             {**info.as_json(), "offset": offset}
             for info, offset in zip(self.tensors, self.offsets, strict=True)

@@ -130,7 +130,7 @@ class _Broadcasts:
 
     @contextlib.contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
-        """So that the other ends see a failure of this one, whatever it is, at once."""
+        """Closes the group if the block raises, so that the other ends see it at once."""
         try:
             yield
         except BaseException:
@@ -149,7 +149,7 @@ class _Broadcasts:
         return self._group
 
     def _buffer(self, nbytes: int, group: Group) -> torch.Tensor:
-        """So many bytes, in memory that is used for every bucket."""
+        """Returns `nbytes` of memory, the same memory for every bucket."""
         if self._flat_N is None or len(self._flat_N) < nbytes:
             self._flat_N = None
             self._flat_N = torch.empty(max(1, nbytes), dtype=torch.uint8, device=group.device)
@@ -170,7 +170,7 @@ class ProcessGroupReceiver:
             raise ValueError(f"receiver() got rank={rank}; this sender has workers 1 to {ranks}")
 
     def receive(self, announced: Announcement) -> Bucket:
-        """As `Receiver.receive`. Waits for the sender, up to its `timeout_s`."""
+        """See `Receiver.receive`. Waits for the sender, up to its `timeout_s`."""
         layout = Layout.from_json(announced, update_id=self._update_id)
         try:
             if self._closed:
@@ -201,7 +201,7 @@ class ProcessGroupReceiver:
         )
 
     def close(self) -> None:
-        """As `Receiver.close`."""
+        """See `Receiver.close`."""
         self._closed = True
         if self._end is not None:
             self._end.close()

@@ -25,7 +25,7 @@ class Segment:
     """Shared memory of this process, under a name that says whose it is."""
 
     def __init__(self, nbytes: int) -> None:
-        """At least so many bytes. Errors: `TransportError` where there is no room."""
+        """Allocates at least `nbytes`. Errors: `TransportError` where there is no room."""
         self.nbytes = max(1, -(-nbytes // _GRAIN)) * _GRAIN
         self.name = f"{PREFIX}.{_namespace()}.{os.getpid()}.{_started(os.getpid())}"
         self.name += f".{secrets.token_hex(4)}"
@@ -91,7 +91,7 @@ def _namespace() -> int:
 
 
 def _started(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None where it is gone or a zombie.
+    """Returns when a process began, in clock ticks since boot; None if it is gone or a zombie.
 
     Beside its PID, because those are given out again.
     """

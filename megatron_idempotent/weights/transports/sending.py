@@ -1,4 +1,4 @@
-"""What all senders share: one update at a time, and one thread for all that blocks."""
+"""The common part of all senders: one update at a time, and one thread for blocking calls."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ class Session(Protocol):
     """One update on its way. Its methods block; they are called in turn, on one thread."""
 
     def announce(self, layout: Layout, bucket: Bucket) -> Mapping[str, Any]:
-        """As `Sender.announce`: what a receiver needs besides the layout."""
+        """See `Sender.announce`. Returns what a receiver needs in addition to the layout."""
         ...
 
     def transmit(self, layout: Layout, bucket: Bucket) -> None:
-        """As `Sender.transmit`."""
+        """See `Sender.transmit`."""
         ...
 
     def release(self, index: int) -> None:
-        """As `Sender.release`."""
+        """See `Sender.release`."""
         ...
 
     def close(self) -> None:
-        """As `Sender.close`; called once, behind all others."""
+        """See `Sender.close`. Called once, after all other methods."""
         ...
 
 
 class SessionSender:
     """A `Sender` around sessions: subclasses name their kind, and begin one.
 
-    Its thread is its own, so that the event loop goes on meanwhile, and that `close` comes behind a
-    call that was cancelled and still runs.
+    It has a thread of its own, so that the event loop goes on meanwhile, and that `close` runs
+    after a call that was cancelled and still runs.
     """
 
     kind: str
@@ -71,7 +71,7 @@ class SessionSender:
         try:
             session, fields = await asyncio.wrap_future(beginning)
         except BaseException:
-            # Cancelled, it may still begin: what it made goes behind it, on the same thread.
+            # Cancelled, it may still begin: what it made is discarded after it, on the same thread.
             self._thread.submit(_discard, beginning)
             self._thread.shutdown(wait=False)
             self._thread = None
@@ -96,7 +96,7 @@ class SessionSender:
         await self._call(lambda: session.release(index))
 
     async def close(self) -> None:
-        """End the update, complete or not, and leave nothing behind. Twice: no-op."""
+        """End the update, complete or not, and leave no bytes. Twice: no-op."""
         thread, session = self._thread, self._session
         if thread is None or session is None:
             return

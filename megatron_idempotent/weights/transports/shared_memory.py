@@ -50,7 +50,7 @@ class SharedMemoryReceiver:
         self._update_id = str(opened["update"])
 
     def receive(self, announced: Announcement) -> Bucket:
-        """As `Receiver.receive`."""
+        """See `Receiver.receive`."""
         layout = Layout.from_json(announced, update_id=self._update_id)
         name, expected = str(announced.get("segment")), announced.get("segment_bytes")
         if not name.startswith(f"{PREFIX}.") or "/" in name:
@@ -79,4 +79,4 @@ class SharedMemoryReceiver:
         return layout.bucket(tensors)
 
     def close(self) -> None:
-        """As `Receiver.close`."""
+        """See `Receiver.close`."""

@@ -25,7 +25,7 @@ class Memory(Protocol):
     """All of it, as bytes (uint8)."""
 
     def announced(self) -> Mapping[str, Any]:
-        """What a receiver needs to open it, as JSON."""
+        """Returns the JSON with which a receiver opens it."""
         ...
 
     def unlink(self) -> None:
@@ -46,15 +46,15 @@ class TwoSegments:
         """
         Args:
             update_id: for errors.
-            make: memory of at least so many bytes.
-            copying: what a bucket is copied within.
+            make: makes memory of at least the given number of bytes.
+            copying: the context in which a bucket is copied.
         """
         self._update_id, self._make, self._copying = update_id, make, copying
         self._free: list[Memory] = []
         self._taken: dict[int, Memory] = {}
 
     def announce(self, layout: Layout, bucket: Bucket) -> Mapping[str, Any]:
-        """As `Session.announce`."""
+        """See `Session.announce`."""
         self.release(layout.index)  # of a first try
         segment = self._segment(layout.nbytes)
         self._taken[layout.index] = segment
@@ -76,15 +76,15 @@ class TwoSegments:
         return self._make(nbytes)
 
     def transmit(self, layout: Layout, bucket: Bucket) -> None:
-        """As `Session.transmit`: workers read it where it is."""
+        """Does nothing: workers read the segment."""
 
     def release(self, index: int) -> None:
-        """As `Session.release`."""
+        """See `Session.release`."""
         if index in self._taken:
             self._free.append(self._taken.pop(index))
 
     def close(self) -> None:
-        """As `Session.close`."""
+        """See `Session.close`."""
         for segment in (*self._free, *self._taken.values()):
             segment.unlink()
         self._free.clear()
