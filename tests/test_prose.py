@@ -1,0 +1,57 @@
+"""Docstrings begin with a sentence, not with half of one; rooms are listed once they keep to it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "megatron_idempotent"
+ROOMS = ("fp8", "megatron", "sync", "weights")
+#: A docstring that begins so needs the name above it, or the code below, to be understood.
+FIRST = re.compile(
+    r"(Of|What|Whether|Where|That|As|Whoever|Whose|Which|Who|How|When|If|Behind|For|To|By|In|On|With"
+    r"|At|From|Those|So)\b"
+)
+#: "again" and "after" are the words; an engine that falls behind does so in other words, too.
+WORDS = re.compile(r"\b(anew|whoever|behind)\b", re.IGNORECASE)
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """The line and text of each docstring, and of each string that documents a field."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            match statement:
+                case ast.Expr(ast.Constant(str(text))):
+                    yield statement.lineno, text.strip()
+
+
+def faults(path: Path) -> list[str]:
+    """What is wrong with a file's docstrings."""
+    found = []
+    for line, text in docstrings(path):
+        if FIRST.match(text):
+            found.append(f"{path.name}:{line} begins with {text.split()[0]!r}: say it with a verb")
+        # Names in backticks are what they are.
+        found += [
+            f"{path.name}:{line} says {word!r}" for word in WORDS.findall(re.sub("`.*?`", "", text))
+        ]
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_are_sentences(room):
+    assert not [fault for path in (PACKAGE / room).rglob("*.py") for fault in faults(path)]
+
+
+def test_the_rule_sees_what_it_is_to_see(tmp_path):
+    file = tmp_path / "one.py"
+    file.write_text(
+        '"""Of each token."""\nclass A:\n    x = 1\n    """Made anew, unlike `behind`."""\n'
+        '    def f(self):\n        """Returns what comes of it."""\n'
+    )
+    assert faults(file) == ["one.py:1 begins with 'Of': say it with a verb", "one.py:4 says 'anew'"]
