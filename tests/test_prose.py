@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "megatron_idempotent"
-ROOMS = ("fp8", "megatron", "sync", "weights")
+ROOMS = (
+    "cpu",
+    "engine",
+    "fp8",
+    "megatron",
+    "models",
+    "step",
+    "sync",
+    "weights",
+    "window",
+    "workers",
+)
 #: A docstring that begins so needs the name above it, or the code below, to be understood.
 FIRST = re.compile(
     r"(Of|What|Whether|Where|That|As|Whoever|Whose|Which|Who|How|When|If|Behind|For|To|By|In|On|With"

@@ -1,4 +1,4 @@
-"""What the CPU allocator gives and takes back while something runs, event by event."""
+"""Records what the CPU allocator gives and takes back while something runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels between a pool, its launcher and its ranks: functions by reference, and records.
+"""Messages between a pool, its launcher and its ranks: functions by reference, and records.
 
 Free of torch.
 """
@@ -58,7 +58,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a call went. `results` is complete exactly when nothing failed or hung."""
+    """The outcome of a call. `results` is complete exactly when nothing failed or hung."""
 
     #: Pickled return value per rank.
     results: dict[int, bytes]
@@ -98,7 +98,7 @@ def refer(function: Callable[..., Any]) -> FunctionRef:
 
 
 def resolve(ref: FunctionRef) -> Callable[..., Any]:
-    """The function behind a reference, in a rank; imports its module, by file if need be."""
+    """Returns the function of a reference, in a rank; imports its module, by file if need be."""
     if ref.module == "__main__":
         module = load_main(ref.file)
     elif ref.file is None or _known_file(ref.module) == ref.file:

@@ -145,7 +145,7 @@ def _moved(tensor: torch.Tensor, place: str) -> torch.Tensor:
 
 
 def _asked(device: Any) -> str:
-    """Where `device` is. The CPU may be the device of a tensor that would be on a GPU."""
+    """Returns the kind of `device`. The CPU may stand for the device of a GPU's tensor."""
     if isinstance(device, torch.Tensor):
         return where(device) or "unknown"
     return "device" if placement.on_cpu(device) is not device else "unknown"

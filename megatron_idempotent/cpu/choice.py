@@ -1,4 +1,4 @@
-"""Which device the ranks of a pool compute on. Free of torch: a pool chooses before it starts any.
+"""Chooses the device of a pool's ranks. Free of torch: a pool chooses before it starts any.
 
 On "cpu" the runtime answers for CUDA. On "cuda" nothing is emulated: ranks compute on the GPUs of
 this machine, over NCCL where each has a GPU of its own, and else over gloo and host memory, since

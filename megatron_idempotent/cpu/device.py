@@ -24,7 +24,7 @@ NAME = "megatron_idempotent CPU runtime"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceProperties:
-    """What `torch.cuda.get_device_properties` answers; `total_memory` is the host's, in bytes."""
+    """The answer of `torch.cuda.get_device_properties`; `total_memory` is the host's, in bytes."""
 
     name: str = NAME
     #: 0: every kernel that upstream gates on a compute capability stays off.

@@ -1,4 +1,4 @@
-"""Which collectives are started while something runs, whoever starts them and by which name."""
+"""Records the collectives that start while something runs, under any name."""
 
 from __future__ import annotations
 

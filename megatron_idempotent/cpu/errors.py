@@ -1,4 +1,4 @@
-"""What the CPU runtime and its ranks raise. Free of torch, so that importing it costs nothing."""
+"""Errors of the CPU runtime and its ranks. Free of torch, so that importing it costs nothing."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _NOT_INITIALIZED = 3
 
 
 def prepare() -> None:
-    """In the launcher, before Megatron is imported: what ranks without a GPU of their own need.
+    """Prepares the launcher, before it imports Megatron, for ranks that share a GPU.
 
     Megatron binds collectives by names of its own while it is imported, so they are replaced here;
     each is torch's until a rank calls `staging.begin`.
@@ -59,7 +59,7 @@ def require() -> None:
 
 
 def check_untouched(module: str) -> None:
-    """In the launcher, after an import: no forked rank could use a driver that is started.
+    """Checks in the launcher, after an import, that the driver was not started.
 
     Raises:
         RuntimeError: naming the module that has started it.
@@ -75,7 +75,7 @@ def check_untouched(module: str) -> None:
 
 
 def driver_started(maps: Path = Path("/proc/self/maps")) -> bool:
-    """Whether this process has called `cuInit`; asks the driver's library only if it is loaded."""
+    """Returns whether this process has called `cuInit`; asks the library only if it is loaded."""
     if "libcuda.so" not in maps.read_text(encoding="utf-8"):
         return False
     count = ctypes.c_int()

@@ -1,4 +1,4 @@
-"""What a program asks of the device: operators, and on a GPU kernel launches and waits."""
+"""Counts what a program asks of the device: operators, and on a GPU launches and waits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Activity:
         }
 
     def added_to(self, other: Activity) -> dict[str, int]:
-        """What this has more than another, operators by name; empty where there is nothing."""
+        """Returns what this has more than another, operators by name; empty if nothing."""
         more = {name: n - other.operators[name] for name, n in self.operators.items()}
         theirs = other.totals()
         more |= {k: v - theirs[k] for k, v in self.totals().items() if k != "operators"}

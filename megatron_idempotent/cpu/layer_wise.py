@@ -16,7 +16,7 @@ _MODULE = "megatron.core.optimizer.layer_wise_optimizer"
 
 
 def has_layout() -> bool:
-    """Whether this release lays DDP's buffers out for the optimizer."""
+    """Returns whether this release lays DDP's buffers out for the optimizer."""
     return hasattr(_optimizer_class(), "compute_full_param_layout")
 
 

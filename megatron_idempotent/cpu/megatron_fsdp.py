@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "v2"]
-"""What is sharded, by the first version; the second one shards all three."""
+"""The state that the first version shards; the second one shards all three."""
 
 
 def options(strategy: Strategy) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def _give_streams() -> None:
 
 
 def is_wrapped(chunk: Any) -> bool:
-    """Whether the chunk is in Megatron-FSDP."""
+    """Returns whether the chunk is in Megatron-FSDP."""
     return hasattr(chunk.module, "param_and_grad_buffer") or _is_second(chunk)
 
 
@@ -68,7 +68,7 @@ def gradients(chunk: Any) -> list[Any]:
 
 
 def parameters(chunk: Any) -> list[Any]:
-    """What this rank's optimizer holds of the parameters, in their order."""
+    """Returns this rank's optimizer's parts of the parameters, in their order."""
     return [getattr(each, "_local_tensor", each).detach() for each in _held(chunk)]
 
 

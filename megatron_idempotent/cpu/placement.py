@@ -1,4 +1,4 @@
-"""Where tensors go: every spelling of "a CUDA device" becomes the CPU.
+"""Puts tensors on the CPU for every spelling of "a CUDA device".
 
 Imports torch; loaded by `enable()` only. Only the functions that can be given a device are
 replaced, in the namespace where callers look them up. A `TorchFunctionMode` would also catch

@@ -163,7 +163,7 @@ def run_ranks(
     device: str | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """`RankPool.run` on a pool of its own: pays for the imports, leaves nothing behind.
+    """`RankPool.run` on a pool of its own: pays for the imports, leaves no process.
 
     Example:
         from megatron_idempotent import cpu

@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def megatron_rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """The pool behind `megatron_ranks`, one per test session; starts with the first call."""
+    """The pool of `megatron_ranks`, one per test session; starts with the first call."""
     from megatron_idempotent.cpu.pool import PROGRAM_PRELOAD, RankPool
 
     max_world_size = int(request.config.getini("megatron_ranks_max"))

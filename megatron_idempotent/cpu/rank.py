@@ -37,7 +37,7 @@ HEADER = _Struct("!cQ")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
-    """What the launcher hands to one rank."""
+    """The data that the launcher gives to one rank."""
 
     rank: int
     #: Write end of the pipe for this rank's message: HEADER, then the payload.

@@ -28,7 +28,7 @@ class PoolGone(Exception):
 
 
 class Round:
-    """Runs one call; `run()` leaves no process behind, however it ends."""
+    """Runs one call; `run()` leaves no process, however it ends."""
 
     def __init__(self, call: Call, connection: Connection) -> None:
         self._call = call

@@ -16,7 +16,7 @@ _MISSING = object()
 
 
 class _Ledger:
-    """What was replaced, so that it can be put back by identity, last in first out."""
+    """Keeps what was replaced, to put it back by identity, last in first out."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Any, str, Any]] = []
@@ -156,7 +156,7 @@ def _refuse_real_cuda() -> None:
 
 
 def real_cuda(device_count: int, visible: str | None) -> RuntimeError:
-    """What `enable()` raises where CUDA is in reach."""
+    """Makes the error of `enable()` where CUDA is in reach."""
     setting = "is not set" if visible is None else f"is {visible!r}"
     return RuntimeError(
         f"megatron_idempotent.cpu emulates CUDA where there is none, but this process can use "

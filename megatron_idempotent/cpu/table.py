@@ -1,4 +1,4 @@
-"""What is emulated, in words: the one list that the docs, the docstring and a test share.
+"""Lists what is emulated, in words, for the docs, the docstring and a test.
 
 `enable()` replaces exactly the names in EMULATED (a test compares them with what it replaced),
 and refuses every other public name of `torch.cuda`. Free of torch.

@@ -253,6 +253,6 @@ def _precision(dtype: Dtype) -> tuple[dict[str, bool], torch.dtype]:
 
 
 def _fields_of(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `values` that this release's dataclass has."""
+    """Returns those of `values` that this release's dataclass has."""
     names = {field.name for field in fields(record)}
     return {name: value for name, value in values.items() if name in names}

@@ -1,4 +1,4 @@
-"""What wrappers need to know about the call they stand around."""
+"""Helpers with which wrappers read the call that they wrap."""
 
 from __future__ import annotations
 

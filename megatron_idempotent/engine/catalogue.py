@@ -81,7 +81,7 @@ def hazards() -> dict[str, Hazard]:
 
 
 def patches() -> dict[str, Patch]:
-    """Those of the hazards that a patch repairs, by id, in order of id. Raises as `hazards()`."""
+    """Returns the hazards that a patch repairs, by id, in order of id. Raises as `hazards()`."""
     if not _patches:
         from .record import Patch
 

@@ -14,11 +14,11 @@ class Contents(NamedTuple):
     """The functions of the installed Megatron that patches wrap."""
 
     version: str
-    """What it says of itself."""
+    """The version that it claims."""
     functions: int
-    """How many of them it has."""
+    """The number of the release's functions that it has."""
     others: int
-    """How many have a body that is not that release's."""
+    """The number whose body is not that release's."""
 
 
 def contents(patches: Iterable[Patch]) -> Contents | None:

@@ -98,7 +98,7 @@ def revert() -> Report:
 
 
 def report() -> Report:
-    """What is in place now: a row per known patch, `disabled` before the first `apply()`.
+    """Returns what is in place now: a row per known patch, `disabled` before the first `apply()`.
 
     Raises:
         PatchError: in strict mode, where a patch that landed late has a problem.

@@ -1,4 +1,4 @@
-"""Whether a patch is right for the Megatron on the path, decided from source, importing nothing.
+"""Decides from source whether a patch is right for the Megatron on the path; imports nothing.
 
 The order is fixed: switched off → not installed → version → target missing → fixed upstream →
 body drifted. The version range only selects; the body decides. What can only be seen on live
@@ -30,7 +30,7 @@ class Verdict(Record):
     status: Status | None
     reason: str
     bodies: Mapping[str, Body] = NOTHING
-    """By target address, where the bodies were read."""
+    """The bodies by target address, if they were read."""
 
 
 OFF_BY_DEFAULT = "off by default: name it in only= to apply it"
@@ -47,7 +47,7 @@ class Selection(Record):
     strict: bool
 
     def named(self, patch_id: str) -> bool:
-        """Whether the caller asked for this patch by name, and so wants to know if it fails."""
+        """Returns whether the caller named this patch, and so wants to know if it fails."""
         return self.only is not None and patch_id in self.only
 
     def gate(self, patch: Outline) -> Verdict:
@@ -69,9 +69,9 @@ class Selection(Record):
 
 
 def version_of(hazard: Hazard | Outline) -> versions.Installed | None:
-    """What is installed of the hazard's distribution.
+    """Returns the installed version of the hazard's distribution.
 
-    For a framework's copy of Megatron's code that is not on the path, found out without reading
+    A framework's copy of Megatron's code that is not on the path is found out without reading
     metadata, which would take longer than all else that `apply()` does; and one that is there
     without metadata has a version that is `UNKNOWN`.
     """
@@ -192,7 +192,7 @@ def _older(label: str, since: str) -> bool:
 
 
 def review(target: Target, body: Body) -> tuple[bool, str]:
-    """Whether the target's wrapper is right for this body, and why."""
+    """Returns whether the target's wrapper is right for this body, and why."""
     if body.hash in target.reviewed:
         return True, f"body reviewed on {target.reviewed[body.hash]}"
     if not target.relies_on:

@@ -1,7 +1,7 @@
-"""Names under which other modules hold a function of Megatron since before `apply()`.
+"""Names under which other modules have held a function of Megatron since before `apply()`.
 
 All modules of a process are some 300,000 names. So one look serves all functions of an `apply()`;
-and modules in which nothing is bound anew are looked through, for the report, only where reference
+and modules in which nothing is rebound are looked through, for the report, only where reference
 counts say that somebody beyond the others holds a function.
 """
 
@@ -23,7 +23,7 @@ _NEVER = frozenset({"torch"}) | sys.stdlib_module_names
 
 
 class EarlyNames:
-    """What has to be bound anew, collected until `rebind()` does it."""
+    """Collects the names to rebind until `rebind()` does it."""
 
     def __init__(self) -> None:
         self._sites: list[Site] = []
@@ -35,7 +35,7 @@ class EarlyNames:
     def rebind(self) -> None:
         """Look through modules; afterwards each site's `left` names what was not its to change.
 
-        To be called behind all assignments to the sites: a module that another thread imports in
+        To be called after all assignments to the sites: a module that another thread imports in
         between gets our functions by itself, or is seen here.
         """
         sites, self._sites = self._sites, []
@@ -63,7 +63,7 @@ class EarlyNames:
 
 
 def references(holder: dict[str, Any], name: str) -> int:
-    """How many references there are to the value of `name` besides the one in `holder`."""
+    """Counts the references to the value of `name`, apart from the one in `holder`."""
     return _references(holder, name) - _ALONE
 
 
@@ -86,7 +86,7 @@ def _modules() -> Iterator[tuple[str, types.ModuleType]]:
 def _held(
     sites: list[Site], modules: _Modules
 ) -> Iterator[tuple[Site, str, types.ModuleType, str]]:
-    """Where the modules hold a function that a site has replaced, or put back."""
+    """Yields the places at which modules hold a function that a site has replaced or put back."""
     by_id = {id(value): site for site in sites for value in (site.original, site.installed)}
     ids = frozenset(by_id)
     for module_name, module in modules if sites else ():

@@ -1,4 +1,4 @@
-"""What the engine raises. Users see these, so each message carries the fact and the remedy."""
+"""Errors of the patch engine. Users see these, so each message carries the fact and the remedy."""
 
 from __future__ import annotations
 

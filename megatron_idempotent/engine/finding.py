@@ -1,4 +1,4 @@
-"""Where a module's source is, found without importing it or waking a lazy one."""
+"""Finds a module's source without importing it, or waking a lazy one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _find(module: str) -> str | None:
 
 
 def _package(name: str) -> list[str] | None:
-    """Where to look for what is in a package, or None where it is none."""
+    """Returns the folders of a package, or None if it is none."""
     if name not in _packages:
         _packages[name] = _search(name)
     return _packages[name]

@@ -1,7 +1,7 @@
 """Frozen, keyword-only records.
 
 What `@dataclass(frozen=True, kw_only=True)` gives, without importing `dataclasses`: with the
-`inspect`, `ast` and `tokenize` behind it that takes longer than all of `apply()`.
+`inspect`, `ast` and `tokenize` that it imports, that takes longer than all of `apply()`.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ class Group(Record):
     """Something that takes several patches."""
 
     promise: str
-    """What holds where all members are applied, as a sentence."""
+    """The promise that holds if all members are applied, as a sentence."""
     instead: str
-    """What to do where one is missing, as a request."""
+    """The advice if a member is missing, as a request."""
 
 
 GROUPS: Mapping[str, Group] = {

@@ -33,7 +33,7 @@ class State(PerProcess):
     def __init__(self, module: str, name: str) -> None:
         super().__init__(module, name)
         self.selection: decide.Selection | None = None
-        """Of the latest `apply()`."""
+        """The selection of the latest `apply()`."""
         self.wanted: dict[str, Outline] = {}
         self.named: frozenset[str] = frozenset()
         """Asked for by name in any `apply()`, so that a drifted body is accepted."""
@@ -201,7 +201,7 @@ def drop(ids: set[str], names: EarlyNames | None = None) -> list[Row]:
 
 
 def landed(patch: Outline | Patch) -> bool:
-    """Whether every target leads to our function and that function carries this patch."""
+    """Returns whether every target leads to our function, and that carries this patch."""
     return all(
         (site := state.sites.get(target.address)) is not None
         and patch.id in site.layers

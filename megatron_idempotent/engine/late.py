@@ -34,7 +34,7 @@ _complete: dict[str, ModuleType] = PerProcessDict(__name__, "_complete")
 
 
 def is_complete(name: str) -> bool:
-    """Whether the module is imported and its body has run: all of its functions are there."""
+    """Returns whether the module is imported and its body has run: all functions are there."""
     module = sys.modules.get(name)
     if module is None:
         return False

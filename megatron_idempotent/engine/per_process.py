@@ -53,7 +53,7 @@ class PerProcessList(PerProcess, list["Any"]):
 
 
 class PerProcessLock(PerProcess):
-    """A lock that a forked child finds open, whoever held it in the parent.
+    """A lock that a forked child finds open, even if a thread of the parent held it.
 
     Example:
         _lock = PerProcessLock(__name__, "_lock")

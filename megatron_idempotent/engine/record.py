@@ -1,4 +1,4 @@
-"""What a case file in `patches/` declares: a hazard, on which releases, and what answers it.
+"""The records of a case file in `patches/`: a hazard, its releases, and its remedy.
 
 A `Patch` repairs it from outside; a `Helper` names the function that the caller has to use instead,
 where no wrapper can know enough; a `Limit` only says what to keep away from.
@@ -62,7 +62,7 @@ class Target(Place):
 
 
 class Reproduction(Record):
-    """How to see the hazard, and its absence, on CPU ranks with the real Megatron."""
+    """A program that shows the hazard, and its absence, on CPU ranks with the real Megatron."""
 
     run: Callable[[], None]
     """Module-level function, called on every rank; returns where all is well, raises where not."""
@@ -128,7 +128,7 @@ class Hazard(Record):
 
     @property
     def answer(self) -> str:
-        """What answers the hazard, for the tables."""
+        """The remedy for the hazard, for the tables."""
         raise NotImplementedError
 
     @property
@@ -149,7 +149,7 @@ class Patch(Hazard):
     """A hazard that wrappers around Megatron's functions repair."""
 
     targets: tuple[Target, ...]
-    """What is wrapped: all of it or nothing."""
+    """The wrapped functions: all of them or none."""
 
     fixed_when: Callable[[Mapping[str, Body]], bool] | None = None
     """Probe over the bodies by target address: True where upstream no longer needs the patch."""
@@ -161,7 +161,7 @@ class Patch(Hazard):
     """Names in `engine.groups` of what it takes this patch and others for."""
 
     debug: bool = False
-    """Whether it only looks, so that `MEGATRON_IDEMPOTENT_CHECK=1` switches it on too."""
+    """True if it only looks, so that `MEGATRON_IDEMPOTENT_CHECK=1` switches it on too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,7 +175,7 @@ class Patch(Hazard):
 
     @property
     def answer(self) -> str:
-        """How it is switched on."""
+        """The switch that turns it on, for the tables."""
         return "patch" if self.default else "patch, off by default"
 
 
@@ -197,7 +197,7 @@ class Helper(Hazard):
 
     @property
     def answer(self) -> str:
-        """What to call."""
+        """The function to call, for the tables."""
         return f"`{self.call}`"
 
 

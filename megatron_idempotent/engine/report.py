@@ -1,4 +1,4 @@
-"""What `apply()` did to each patch and why, as rows that people and machines can read."""
+"""The report of `apply()`: a row per patch with its status and the reason."""
 
 from __future__ import annotations
 

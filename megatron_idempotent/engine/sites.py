@@ -3,7 +3,7 @@
 One `Site` per patched function. The object installed there is one plain function that never
 changes: `deepcopy`, `pickle`, `cloudpickle` and Dynamo treat it as they treat upstream's, and twice
 applied is once applied by identity, with a `revert()` in between too. The patches on it are layers
-behind that function, so that they can be added and taken away in any order.
+below that function, so that they can be added and taken away in any order.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Site:
 
     @property
     def in_place(self) -> bool:
-        """Whether upstream's module, as `sys.modules` has it, still leads to our function."""
+        """True if upstream's module, as `sys.modules` has it, still leads to our function."""
         module = sys.modules.get(self.target.module)
         try:
             found = None if module is None else find_owner(module, self.target.qualname)
@@ -100,7 +100,7 @@ class Site:
         return value is self.installed or value is self.function
 
     def same_place(self, other: Site) -> bool:
-        """Whether `other` stands for the same live function."""
+        """Returns whether `other` is a site of the same live function."""
         return (self.owner, self.raw, self.original) == (other.owner, other.raw, other.original)
 
     def add(self, patch_id: str, wrapper: Callable[..., Any]) -> None:
@@ -125,18 +125,18 @@ class Site:
 
     @property
     def current(self) -> Any:
-        """What names of the function should lead to: ours while it is installed."""
+        """The object that the function's names should lead to: ours while it is installed."""
         return self.installed if self.is_installed else self.original
 
     def may_change(self, module_name: str, module: types.ModuleType) -> bool:
-        """Whether names in that module are ours to bind anew."""
+        """Returns whether we may rebind names in that module."""
         return module is self.owner or any(
             module_name == prefix or module_name.startswith(f"{prefix}.")
             for prefix in self.prefixes
         )
 
     def is_held_by_more_than(self, names: int) -> bool:
-        """Whether the function that we replaced may be known to more than so many names.
+        """Returns whether more than `names` names may hold the function that we replaced.
 
         Known exactly once, before we hold it ourselves; afterwards it may always be.
         """

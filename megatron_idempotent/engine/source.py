@@ -75,8 +75,8 @@ class Body:
         return ast.unparse(bare)
 
     def contains(self, fragment: str, *, outside_loops: bool = False) -> bool:
-        """Whether an expression or statement that is the same code as `fragment`, formatting
-        aside, stands in the body; with `outside_loops`, in no `for` or `while` of it."""
+        """Returns whether the body has an expression or statement with the code of `fragment`,
+        formatting aside; with `outside_loops`, in no `for` or `while` of it."""
         (wanted,) = ast.parse(fragment).body
         node: ast.AST = wanted.value if isinstance(wanted, ast.Expr) else wanted
         everywhere, outside = self._fragments

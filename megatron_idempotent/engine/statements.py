@@ -33,7 +33,7 @@ class Statement(NamedTuple):
     hash: str
     """Four characters; the depth of its block is part of what they stand for."""
     text: str
-    """As Python would format it, indented."""
+    """The statement as Python would format it, indented."""
 
 
 def statements(body: Body) -> list[Statement]:
@@ -65,13 +65,13 @@ def accepted() -> Mapping[str, tuple[str, ...]]:
 
 
 class Change(NamedTuple):
-    """How a body differs from the nearest of those that were read."""
+    """The difference between a body and the nearest of those that were read."""
 
     label: str
     """The releases of that body."""
     lines: tuple[str, ...]
-    """Of a diff: `+` and a new statement, `-` and how many statements are gone, and statements
-    that stayed; `@@` between parts."""
+    """The lines of a diff: `+` and a new statement, `-` and how many statements are gone, and
+    statements that stayed; `@@` between parts."""
     new: int
     gone: int
 

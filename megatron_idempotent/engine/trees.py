@@ -54,7 +54,7 @@ class SourceTree:
             for distribution, names in sorted(packages.items())
             if any(self.text(name) is not None for name in names)
         }
-        """What is in the tree, by distribution; `UNKNOWN` in a checkout that does not say."""
+        """The versions in the tree, by distribution; `UNKNOWN` in a checkout that does not say."""
         if not self.versions:
             wanted = sorted(name for names in packages.values() for name in names)
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Which release of a distribution is on the path, read without importing it.
+"""Reads which release of a distribution is on the path, without importing it.
 
 Importing `packaging` takes longer than all else that `apply()` does, so Megatron's constants are
 compared as numbers, and it is imported only for other distributions.
@@ -25,13 +25,13 @@ class Installed(Record):
     """A distribution's version."""
 
     text: str
-    """As the distribution writes it, such as `0.17.0rc0`."""
+    """The version as the distribution writes it, such as `0.17.0rc0`."""
     release: tuple[int, ...]
     """The release it belongs to or leads to, such as (0, 17, 0)."""
 
 
 def installed(distribution: str) -> Installed | None:
-    """What `import` would find, or None where the distribution, or its version, is not there."""
+    """Returns what `import` would find, or None if the distribution or its version is not there."""
     info = _PACKAGE_INFO.get(distribution)
     if info is None:
         return _from_metadata(distribution)
@@ -45,7 +45,7 @@ def installed(distribution: str) -> Installed | None:
 
 
 UNKNOWN = Installed(text="unknown", release=())
-"""Of a package that is on the path without metadata, such as a checkout on `PYTHONPATH`."""
+"""The version of a package on the path without metadata, such as a checkout."""
 
 
 def absence(distribution: str) -> str:
@@ -58,7 +58,7 @@ def absence(distribution: str) -> str:
 
 
 def supported(version: Installed, since: str, before: str) -> bool:
-    """Whether `since` <= release < `before`, both written like `0.12`.
+    """Returns whether `since` <= release < `before`, both written like `0.12`.
 
     Pre-releases count as the release they lead to: `0.17.0rc0` holds 0.17's code, and under plain
     specifier rules it would be in neither `<0.17` nor `>=0.17`.

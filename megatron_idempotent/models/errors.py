@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint or a model, and how all ranks come to hear of it."""
+"""Errors of checkpoints and models, and their exchange, so that all ranks raise."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class MegatronWeights:
     embedding; rows that pad the vocabulary do not.
 
     Parameters are read while a bucket is made: change none between the first bucket and the last.
-    Iterating again reads them anew.
+    Iterating again reads them again.
 
     Rank 0 holds a bucket and at most the largest tensor beside it, besides those that its caller
     keeps; others hold at most the largest of their shards.
@@ -103,7 +103,7 @@ class MegatronWeights:
         )
 
     def quantization_config(self) -> dict[str, Any] | None:
-        """What config.json says of quantized weights; None where they are not."""
+        """Returns config.json's entry for quantized weights; None if they are not."""
         if self._fp8 is None:
             return None
         metas = [
@@ -118,7 +118,7 @@ class MegatronWeights:
 
 
 def _outputs(info: TensorInfo, fp8: Fp8Export | None) -> tuple[TensorInfo, ...]:
-    """What comes of a tensor."""
+    """Returns the tensors that are made of one."""
     if fp8 is None or not fp8.converts(info.name, torch.empty(info.shape, device="meta")):
         return (info,)
     *lead, rows, columns = info.shape

@@ -1,4 +1,4 @@
-"""What a checkpoint's model is, and the same in Megatron's terms."""
+"""The architecture of a checkpoint, and its translation into Megatron's terms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Architecture:
     """
 
     name: Name
-    """As in config.json's `architectures`."""
+    """The name in config.json's `architectures`."""
     layers: int
     hidden: int
     ffn: int
@@ -40,24 +40,24 @@ class Architecture:
     norm_epsilon: float
     rope_theta: float
     rope_factor: float | None = None
-    """Of Llama 3's scaling; None without."""
+    """The factor of Llama 3's scaling of RoPE; None without."""
     tied: bool
-    """Whether the output layer shares the embedding's weight."""
+    """True if the output layer shares the embedding's weight."""
     qkv_bias: bool
     qk_norm: bool
     init_std: float
     attention_dropout: float
     dtype: torch.dtype
-    """What the checkpoint says of its weights."""
+    """The type that the checkpoint names for its weights."""
     experts: int = 0
-    """In each layer; 0 for a dense model."""
+    """The number of experts in each layer; 0 for a dense model."""
     experts_per_token: int = 0
     expert_ffn: int = 0
     normalize_expert_weights: bool = True
 
     @classmethod
     def read(cls, directory: str | Path) -> Architecture:
-        """That of a checkpoint's config.json; takes the fields of transformers 4 and 5.
+        """Reads a checkpoint's config.json; takes the fields of transformers 4 and 5.
 
         Errors: `UnsupportedArchitecture` with a list of all that GPTModel would not compute
             exactly; `CheckpointDamaged` where the file is missing or no JSON.
@@ -67,7 +67,7 @@ class Architecture:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Architecture:
-        """That of a configuration such as `transformers`' `config.to_dict()`. Errors: as `read`."""
+        """Reads a configuration such as `transformers`' `config.to_dict()`. Errors: as `read`."""
         return cls(**architecture_fields(config, "the configuration"))
 
     def padded_vocab_size(self, tensor_parallel: int, *, divisible_by: int = 1) -> int:

@@ -72,7 +72,7 @@ class SafetensorsFile:
 
     @property
     def complete(self) -> bool:
-        """Whether all tensors came."""
+        """True once all tensors have come."""
         return not self._missing
 
     def close(self) -> None:

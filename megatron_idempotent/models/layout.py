@@ -1,4 +1,4 @@
-"""Where the elements of a Hugging Face tensor are in Megatron's parameters.
+"""Maps the elements of Hugging Face tensors to Megatron's parameters.
 
 A parameter of Megatron, put together from all of its tensor-parallel shards along one dimension,
 is a row of blocks of Hugging Face tensors, and shard r of n is the r-th n-th of that row. That one
@@ -24,18 +24,18 @@ class Block(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one shard has of one Hugging Face tensor: a range of it along `dim`."""
+    """The part of one Hugging Face tensor in one shard: a range of it along `dim`."""
 
     name: str
     dim: int
     start: int
     size: int
     segments: tuple[tuple[int, int], ...]
-    """Where it is in the shard, in order: start and size along `dim`."""
+    """The places of the part in the shard, in order: start and size along `dim`."""
 
     @property
     def place(self) -> tuple[str, int, int, int]:
-        """What replicas of the same elements have in common."""
+        """The key that replicas of the same elements have in common."""
         return self.name, self.dim, self.start, self.size
 
 
@@ -51,19 +51,19 @@ class Slot:
     blocks: tuple[Block, ...]
     dim: int = 0
     rank: int = 0
-    """Which of the parameter's shards this is, and of how many."""
+    """The index of this shard of the parameter, and the number of shards."""
     count: int = 1
     grouped: tuple[int, int] | None = None
-    """In a weight of all local experts, of the old GroupedMLP: which of them, and of how many."""
+    """The expert's index, and their number, in the old GroupedMLP's weight of all local experts."""
 
     @property
     def size(self) -> int:
-        """Of the whole row of blocks."""
+        """The size of the whole row of blocks."""
         return sum(block.size for block in self.blocks)
 
     @property
     def local_size(self) -> int:
-        """Of this shard along `dim`."""
+        """The size of this shard along `dim`."""
         return self.size // self.count
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ class Slot:
         return tensor.view(experts, inputs // experts, outputs)[expert].T
 
     def shares(self) -> tuple[Share, ...]:
-        """What this shard holds, by Hugging Face tensor, in the order of the blocks."""
+        """The parts that this shard holds, by Hugging Face tensor, in the order of the blocks."""
         found: dict[str, list[tuple[int, int, int]]] = {}
         for name, start, local, size in self._pieces():
             if name is not None:
@@ -124,7 +124,7 @@ def qkv_blocks(names: Sequence[str], *, heads: int, groups: int, head_dim: int) 
 
 
 def gate_up_blocks(names: Sequence[str], *, ffn: int, count: int) -> list[Block]:
-    """In each of `count` shards its part of the gate, and then its part of the other projection."""
+    """Returns the blocks of `count` shards that each have their part of the gate, then of `up`."""
     rows = ffn // count
     return [Block(name, shard * rows, rows) for shard in range(count) for name in names]
 

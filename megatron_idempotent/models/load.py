@@ -40,13 +40,13 @@ def load_hf(
 
     Each rank reads its own slices, straight into its parameters: no rank has a whole copy, and no
     weights are sent. All ranks call it: they agree before anything is changed, and once more
-    behind it. Rows that pad the vocabulary become zero. Pending gathers of parameters are
+    afterwards. Rows that pad the vocabulary become zero. Pending gathers of parameters are
     finished first, in chunks that Megatron's DDP wraps.
 
     Args:
         directory: with config.json, and model.safetensors or model.safetensors.index.json.
         chunks: this rank's chunks, bare or in DDP and Float16Module.
-        optimizer: Megatron's, whose float32 master weights are taken anew from the model. Its
+        optimizer: Megatron's, whose float32 master weights are taken from the model again. Its
             moments and steps stay. Left out, a half-precision model's next step would go on from
             the masters that are there.
         allow_rounding: let tensors of a wider type than the parameters be rounded.

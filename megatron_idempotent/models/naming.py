@@ -1,7 +1,7 @@
-"""Which Hugging Face tensors each parameter of a GPTModel is made of.
+"""Maps each parameter of a GPTModel to the Hugging Face tensors that it is made of.
 
 Knows the names of Megatron's local layers, of Transformer Engine's with norms fused into the
-projections behind them, and of experts as `local_experts.K`, as `weightK`, and all in one weight.
+projections after them, and of experts as `local_experts.K`, as `weightK`, and all in one weight.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def here(cls) -> Ranks:
-        """As Megatron's parallel state has them."""
+        """Reads the ranks from Megatron's parallel state."""
         from megatron.core import parallel_state as state
 
         return cls(
@@ -111,7 +111,7 @@ class Names:
     def slots(
         self, name: str, rows: int, *, layers: Sequence[int], experts: Sequence[int] = ()
     ) -> tuple[Slot, ...]:
-        """What a parameter is made of; nothing for a name that has no counterpart.
+        """Returns what a parameter is made of; nothing for a name without a counterpart.
 
         Args:
             name: in the chunk.

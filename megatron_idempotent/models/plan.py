@@ -1,4 +1,4 @@
-"""Who sends what: which rank has which part of every tensor, known to all ranks."""
+"""The plan of an export: which rank sends which part of every tensor, known to all ranks."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Plan:
     """All tensors in the order in which they go, and the parts of each."""
 
     infos: tuple[TensorInfo, ...]
-    """With the parameters' types."""
+    """The tensors, with the parameters' types."""
     parts: tuple[tuple[Part, ...], ...]
-    """Of each tensor, in order along their dimension."""
+    """The parts of each tensor, in order along their dimension."""
     held: Mapping[tuple[str, int, int, int], Held]
-    """What this rank has, by its place."""
+    """The parts that this rank has, by their place."""
 
 
 def make_plan(
@@ -119,7 +119,7 @@ def _everybody(
 
 
 def _covers(parts: Sequence[Part], shape: Sequence[int]) -> bool:
-    """Whether parts follow each other along one dimension, from its start to its end."""
+    """Returns whether parts follow each other along one dimension, from its start to its end."""
     at = 0
     for part in parts:
         if part.dim != parts[0].dim or part.start != at:

@@ -182,7 +182,7 @@ class _Writer:
 
 
 def _check_like(like: Path, infos: Sequence[TensorInfo]) -> None:
-    """Whether that configuration describes these tensors, where it is one that is known here."""
+    """Checks that the configuration describes these tensors, if it is a known one."""
     try:
         wanted = hf_shapes(Architecture.read(like))
     except UnsupportedArchitecture:

@@ -49,7 +49,7 @@ class Shipping:
 
     @property
     def keeps(self) -> bool:
-        """Whether this is the rank that tensors arrive at."""
+        """True on the rank at which tensors arrive."""
         return self._rank == 0
 
     def __call__(self, members: range) -> Mapping[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a training engine has to bring so that a step can be split on it."""
+"""The protocol of a training engine on which a step can be split."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Backend(Protocol):
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank has the metrics of its replica, and counts for it."""
+        """True on the one rank of a replica that has its metrics, and counts for it."""
 
     @property
     def device(self) -> Any:
-        """Where microbatches are made that a rank lacks."""
+        """The device for microbatches that this rank makes up because it has none."""
 
     @property
     def must_agree(self) -> Mapping[str, Any]:
@@ -55,7 +55,7 @@ class Backend(Protocol):
 
     @property
     def torn(self) -> bool:
-        """Whether parameters may be half updated, without a copy to go back to."""
+        """True if parameters may be half updated, without a copy to go back to."""
 
     def open(self) -> None:
         """Zero gradients, switch to training, and remember what `restore` puts back."""
@@ -64,9 +64,9 @@ class Backend(Protocol):
         """Raise `ValueError` where microbatches cannot be run so; nothing has happened yet."""
 
     def coupled(self) -> tuple[bool, Any]:
-        """Whether ranks meet in the middle of a microbatch, and the gloo group of those who do.
+        """Returns whether ranks meet inside of a microbatch, and the gloo group of those that do.
 
-        The group is None where it is all ranks. The first call is a collective of all ranks.
+        The group is None if it has all ranks. The first call is a collective of all ranks.
         """
 
     def divide_losses(self, shift: int) -> None:

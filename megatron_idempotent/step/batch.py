@@ -1,4 +1,4 @@
-"""From a batch of any size to microbatches, and what in it counts.
+"""Cuts a batch of any size into microbatches, and counts its valid tokens and sequences.
 
 Legend: B rows of the batch, T positions.
 """

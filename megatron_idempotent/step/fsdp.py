@@ -22,7 +22,7 @@ from .snapshot import evaluating
 
 
 def tokens_forward(model: Any, microbatch: Batch) -> torch.Tensor:
-    """What a model makes of `input_ids` [B, T]."""
+    """Calls a model with `input_ids` [B, T]; returns its output."""
     output: torch.Tensor = model(microbatch[TOKENS])
     return output
 

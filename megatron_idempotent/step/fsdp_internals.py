@@ -189,7 +189,7 @@ def _has(owner: type, known: set[str], name: str) -> bool:
 
 
 def _names(owner: type) -> set[str]:
-    """What a class defines, or its methods set: some attributes come with the first forward."""
+    """Returns the attributes that a class defines or its methods set, some in the first forward."""
     names = set(dir(owner))
     for each in owner.__mro__:
         for method in vars(each).values():

@@ -39,7 +39,7 @@ _THROUGH = "through"
 
 
 class Watch:
-    """How far the model is in a forward; outside of microbatches, none may record gradients."""
+    """Tracks the model's forward; outside of microbatches, none may record gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -50,7 +50,7 @@ class Watch:
         self.zeros: Zeros = []
 
     def is_taken(self) -> bool:
-        """Whether another step watches the model, which is open then."""
+        """Returns whether another step, which is open, watches the model."""
         hooks = self._model._forward_pre_hooks.values()
         return any(isinstance(getattr(hook, "__self__", None), Watch) for hook in hooks)
 
@@ -76,12 +76,12 @@ class Watch:
 
     @property
     def began(self) -> bool:
-        """Whether the forward has come to the model."""
+        """True once the forward has entered the model."""
         return self._entered > 0
 
     @property
     def inside(self) -> bool:
-        """Whether the forward has not come out of the model."""
+        """True while the forward is inside of the model."""
         return self._entered != self._left
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -114,7 +114,7 @@ class Call:
 
     @property
     def stopped(self) -> bool:
-        """Whether this rank has left the model in the middle and can run nothing more."""
+        """True if this rank has left the model in the middle and can run nothing more."""
         return self._place is not _THROUGH
 
     def run(self, microbatch: Batch, loss: StepLoss | None) -> Row | None:
@@ -177,7 +177,7 @@ class Call:
             return functools.partial(_send, zeros_for(output)), None
 
     def _zeros_after(self, error: Exception, microbatch: Batch) -> Zeros:
-        """What can go backwards through the model after a failure of `forward`."""
+        """Returns the zeros that can go backwards through the model after `forward` has failed."""
         if self._watch.inside:
             self._stop(error, "forward of the model")
             return []
@@ -203,7 +203,7 @@ class Call:
 
 
 def zeros_for(output: Any) -> Zeros:
-    """What sends zeros backwards through every layer that the output came through."""
+    """Returns the zeros, and their edges, that go backwards through all layers of the output."""
     return [
         (get_gradient_edge(leaf), leaf.detach().new_zeros(()).expand(leaf.shape))
         for leaf in _pytree.tree_leaves(output)

@@ -1,4 +1,4 @@
-"""What `fully_shard` keeps while a step is open, how it is reduced at once, and how it is dropped.
+"""Reads, reduces and drops the state that `fully_shard` keeps while a step is open.
 
 Stands on parts of torch.distributed.fsdp._fully_shard that have no public name: the parameter
 groups of a model, the flags on them, and the callback that ends each backward. `fsdp_internals`
@@ -37,7 +37,7 @@ class Shards:
 
     @property
     def is_part(self) -> bool:
-        """Whether another sharded model has called this one, and keeps its iteration's state."""
+        """True if another sharded model has called this one, and keeps its iteration's state."""
         return self._root._is_root is False
 
     @property
@@ -52,19 +52,19 @@ class Shards:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank is on the one line that counts for all: each has every replica."""
+        """True on the one line of ranks that counts for all; each line has every replica."""
         return 0 in self._line
 
     @property
     def device(self) -> Any:
-        """Where unsharded parameters are."""
+        """The device of unsharded parameters."""
         return self._groups[0].device
 
     def process_groups(self) -> list[Any]:
-        """Those that parameters are gathered in, and gradients reduced and their norms summed.
+        """Returns the groups that gather parameters, reduce gradients and sum their norms.
 
         DTensor caches by mesh, and meshes of the same ranks are equal: it sums norms in the group
-        of whichever was there first.
+        of the mesh that came first.
         """
         found = []
         for group in self._groups:
@@ -83,7 +83,7 @@ class Shards:
         return list(self.model.parameters())
 
     def place(self) -> str:
-        """How far this rank has come in the model's collectives; equal where they are equal."""
+        """Describes this rank's progress in the model's collectives, to be compared with others."""
         order = len(getattr(self._root._comm_ctx, "post_forward_order", ()))
         groups = (
             f"{group._training_state.name} {group._sharded_state.name} "
@@ -156,7 +156,7 @@ class AccumulatedSnapshot:
 
 
 class SyncSnapshot:
-    """Whether a backward reduces, for each parameter group, and ends the iteration."""
+    """Keeps per parameter group whether a backward reduces and ends the iteration."""
 
     def __init__(self, shards: Shards) -> None:
         self._groups = [(g, g.reduce_grads, g.all_reduce_grads) for g in shards._groups]
@@ -171,7 +171,7 @@ class SyncSnapshot:
 
 
 class SchedulerSnapshot:
-    """Where a schedule is, those that it is made of included."""
+    """Keeps the state of a learning-rate schedule, and of the schedules that it is made of."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler

@@ -17,7 +17,7 @@ _REMEMBERED = 8
 
 
 class SplitStep:
-    """What `TrainStep` and `FSDPTrainStep` have in common.
+    """The common part of `TrainStep` and `FSDPTrainStep`.
 
     One thread of one process per rank calls it. Every rank makes the same `begin` and `finish` or
     `abort` calls; which rank gets how many batches is free, see `microbatch`.

@@ -19,10 +19,10 @@ from .snapshot import evaluating
 
 
 def gpt_forward(model: Any, microbatch: Batch) -> torch.Tensor:
-    """What a `GPTModel` makes of `input_ids` [B, T], and `position_ids` and `attention_mask`.
+    """Calls a `GPTModel` with `input_ids` [B, T], `position_ids` and `attention_mask`.
 
-    Logits [B, T, V] on the last pipeline stage, hidden states on the others. Positions are 0..T-1
-    where the batch has none.
+    Returns logits [B, T, V] on the last pipeline stage, hidden states on the others. Positions
+    are 0..T-1 if the batch has none.
     """
     tokens_BT = microbatch[TOKENS]
     positions_BT = microbatch.get("position_ids")

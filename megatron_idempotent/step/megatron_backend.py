@@ -202,7 +202,7 @@ class MegatronBackend:
         self.close()
 
     def _num_tokens(self, local: float) -> Any:
-        """What finalizing adds up over data and context parallel ranks and divides by, if it does.
+        """Returns the tokens that finalizing sums over data- and context-parallel ranks.
 
         Context parallel ranks are given the same rows, so that one of them counts.
         """
@@ -237,7 +237,7 @@ def _refuse(chunks: Sequence[Any]) -> None:
 
 
 class _Window:
-    """What the patched schedules ask while a step is open, see `megatron/windows.py`."""
+    """The window that patched schedules ask while a step is open, see `megatron/windows.py`."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner

@@ -52,7 +52,7 @@ class Runner:
         self.shift = 0
         """Losses are divided by 2 ** shift, which changes no bit of what is in range."""
         self.finalize_options: dict[str, Any] = {}
-        """What the schedule passes to the finalize function besides chunks and tokens."""
+        """Arguments that the schedule passes to the finalize function after chunks and tokens."""
         self._optimizer = optimizer
         self._forward = forward
         self._parameter = next(chunks[0].parameters())
@@ -65,12 +65,12 @@ class Runner:
 
     @property
     def device(self) -> Any:
-        """Of the parameters."""
+        """The device of the parameters."""
         return self._parameter.device
 
     @property
     def per_token(self) -> bool:
-        """Whether DDP sums gradients over ranks, instead of averaging them."""
+        """True if DDP sums gradients over ranks, instead of averaging them."""
         return bool(self.configs[0].calculate_per_token_loss)
 
     def accept(self, lists: Sequence[Sequence[Batch]]) -> None:
@@ -206,7 +206,7 @@ class Runner:
         return forward_step
 
     def _auxiliary_weight(self, loss: StepLoss, size: int, positions: int) -> float:
-        """What makes the auxiliary losses of a microbatch count as much as its share of the step.
+        """Returns the weight that makes a microbatch's auxiliary losses count by its share.
 
         They are means over a microbatch. With calculate_per_token_loss Megatron multiplies them
         with the tokens itself, and all else is divided by the step's normalizer at the end.
@@ -225,5 +225,5 @@ def _times(factor: float, scale: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _nobody(failure: str | None) -> dict[int, str]:
-    """In place of an exchange where the others learn of it in `finish` or `abort`."""
+    """Takes the place of an exchange if the others learn of a failure in `finish` or `abort`."""
     return {}

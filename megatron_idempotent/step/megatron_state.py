@@ -1,4 +1,4 @@
-"""What a step on Megatron leaves in its modules, optimizer, schedule and globals."""
+"""Keeps and restores what a step on Megatron changes in modules, optimizer and globals."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class _Trackers:
 
 
 class LogSnapshot:
-    """What MoE, MTP and DSA layers add up for logging."""
+    """Keeps the totals that MoE, MTP and DSA layers log."""
 
     def __init__(self) -> None:
         self._values = [(value, value.clone()) for value in _logged()]

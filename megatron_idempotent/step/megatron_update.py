@@ -15,7 +15,7 @@ from .snapshot import StateUndo
 
 
 class OptimizerStep:
-    """How far the `step()` of an optimizer has come on this rank."""
+    """Runs an optimizer's `step()` in parts, and knows how far it has come on this rank."""
 
     def __init__(
         self, chunks: Sequence[Any], optimizer: Any, rule: NonFinite, *, keeps_undo: bool

@@ -10,7 +10,7 @@ from .records import NonFinite
 def skipped_for(grad_norm: float, rule: NonFinite) -> str | None:
     """Return why the update is to be skipped; None where it is to be made.
 
-    All ranks decide alike, because the norm is that of all ranks.
+    All ranks decide the same, because the norm is that of all ranks.
 
     Raises:
         RuntimeError: the norm is not finite, and the rule is to refuse that.

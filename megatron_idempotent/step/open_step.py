@@ -1,4 +1,4 @@
-"""One open step on this rank: what is added to it, and how it ends on all ranks alike."""
+"""One open step on this rank: what is added to it, and how it ends on all ranks."""
 
 from __future__ import annotations
 
@@ -111,15 +111,15 @@ class OpenStep(Turns):
 
     @property
     def committed(self) -> bool:
-        """Whether all ranks have updated, so that there is no way back.
+        """True once all ranks have updated, so that there is no way back.
 
-        From the moment in which they said so; an exception right behind it changes nothing.
+        It holds from the moment in which they said so; an exception right after changes nothing.
         """
         return self._votes is not None and not failures(self._votes)
 
     @property
     def torn(self) -> bool:
-        """Whether an update was left half-way, here or elsewhere, without a copy to go back to."""
+        """True if an update was left half-way on any rank, without a copy to go back to."""
         if self._votes is None:
             return self._backend.torn
         return not self.committed and any(vote.torn for vote in self._votes)
@@ -158,7 +158,7 @@ class OpenStep(Turns):
                 raise poisoned_now from lost
 
     def _totals(self) -> tuple[Totals, float]:
-        """What all ranks have run, once all of them have come to the end."""
+        """Gathers what all ranks have run, once all of them are at the end of the step."""
         error: Exception | None = None
         local = (0.0, 0.0)
         rows: tuple[dict[str, float], ...] = ()

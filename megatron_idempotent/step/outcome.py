@@ -1,4 +1,4 @@
-"""What is told of a step that has ended."""
+"""Errors and results of a step that has ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def result_of(
 
 
 def no_way_back(step_id: str, what: str) -> RuntimeError:
-    """For what was asked of a step in which all ranks have updated, besides its result."""
+    """Makes the error of a call that comes after all ranks have updated; `finish` alone may."""
     return RuntimeError(
         f"{what}(): all ranks have updated in step {step_id!r}; finish() it again for its result"
     )

@@ -1,4 +1,4 @@
-"""Which microbatches ranks run together when some have more of them than others."""
+"""Plans the microbatches that ranks run together if some have more of them than others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .talk import Say
 def calls(
     lists: Sequence[Sequence[Batch]], said: Sequence[Say], device: object
 ) -> Iterator[tuple[list[Batch], bool]]:
-    """The calls that this rank makes, and whether their microbatches are ghosts.
+    """The calls that this rank makes, and whether their microbatches are dummies.
 
     Ranks that share a model's collectives make calls of the same sizes in the same order: up to
-    the fewest microbatches that a rank has, up to the second fewest, and so on. A rank that has no
-    more sends ghosts through its model, in whose shape a rank that has is taken as the example.
+    the fewest microbatches that a rank has, up to the second fewest, and so on. A rank that ran
+    out sends dummy microbatches through its model, shaped like those of the fullest rank.
     """
     if not said:
         for microbatches in lists:
@@ -37,7 +37,7 @@ def calls(
 
 
 def differing_replicas(said: Sequence[Say]) -> str | None:
-    """What is wrong where ranks of one replica were given different batches."""
+    """Describes the difference if ranks of one replica were given different batches; else None."""
     first: dict[int, Say] = {}
     for say in said:
         other = first.setdefault(say.replica, say)

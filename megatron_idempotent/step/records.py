@@ -1,4 +1,4 @@
-"""What goes into a split step and comes out of it."""
+"""Inputs and results of a split step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Normalizer = Literal["tokens", "sequences", "none"]
 """Denominator of a metric: valid tokens or sequences of all ranks in the step, or none at all."""
 
 Kind = Literal["token", "sequence"]
-"""What a loss is a mean over: the step's valid tokens, or its valid sequences."""
+"""The unit of a loss's mean: the step's valid tokens, or its valid sequences."""
 
 NonFinite = Literal["refuse", "skip", "update"]
 """The act of `finish` where a loss or the norm of the gradients is NaN or infinite: raise, drop the
@@ -59,7 +59,7 @@ class StepLoss(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """Whether gradients are divided by the valid tokens or sequences of all ranks."""
+        """The divisor of gradients: the valid tokens or the valid sequences of all ranks."""
 
     @property
     def normalizers(self) -> Mapping[str, Normalizer]:
@@ -80,7 +80,7 @@ class StepLoss(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
-    """What one `microbatch()` call added. Example: `step.microbatch(step_id, batch).rows`."""
+    """The counts that one `microbatch()` added. Example: `step.microbatch(step_id, batch).rows`."""
 
     microbatch_id: str
     rows: int
@@ -91,11 +91,11 @@ class Receipt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What one optimizer step did; equal on all ranks. Example: `step.finish(step_id).metrics`."""
+    """The result of a step; equal on all ranks. Example: `step.finish(step_id).metrics`."""
 
     step_id: str
     updated: bool
-    """Whether the optimizer changed parameters."""
+    """True if the optimizer changed parameters."""
     skipped: str | None
     """Why it did not: nothing valid in the step, gradients that overflowed under a loss scale (and
     what became of the scale), or `non_finite="skip"`."""
@@ -109,7 +109,7 @@ class StepResult:
     """1 / microbatches of this rank: what Megatron's logging of MoE and MTP losses wants, in
     `track_moe_metrics(loss_scale=…)`. It and `reported_by` may differ between ranks."""
     lr: float
-    """What this step used, before the scheduler moved on."""
+    """The learning rate of this step, before the scheduler moved on."""
     weight_decay: float
     metrics: Mapping[str, float]
     """Over all microbatches of all ranks: sums divided by their normalizer, minima, maxima."""

@@ -1,4 +1,4 @@
-"""What a step changes besides gradients and parameters, and how to put it back."""
+"""Keeps and restores what a step changes apart from gradients and parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModuleSnapshot:
 
     @property
     def training(self) -> bool:
-        """Whether all of them were training."""
+        """True if all modules were in training mode."""
         return all(training for _, training in self._modes)
 
     def restore(self) -> None:
@@ -43,7 +43,7 @@ class ModuleSnapshot:
 
 
 class TorchSnapshot:
-    """Whether gradients are recorded, and random states on the host and on the device.
+    """Keeps whether gradients are recorded, and torch's random states on host and device.
 
     Those of Python and NumPy belong to the caller, who may draw from them while a step is open.
     """
@@ -110,7 +110,7 @@ class FunctionSnapshot:
 
 
 class GroupSnapshot:
-    """What stands in an optimizer's parameter groups besides the parameters."""
+    """Keeps the settings in an optimizer's parameter groups."""
 
     def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
         self._groups = [
@@ -183,9 +183,9 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def lr_and_weight_decay(optimizer: Any) -> tuple[float, float] | None:
-    """Those of the parameters that neither is scaled for; None where the optimizer has no groups.
+    """Returns those of parameters without multipliers; None if the optimizer has no groups.
 
-    Before 0.14 that of a pipeline stage with frozen parameters only has none.
+    Before 0.14 the optimizer of a pipeline stage with only frozen parameters has none.
     """
     groups = list(getattr(optimizer, "param_groups", ()))
     plain = [g for g in groups if g.get("lr_mult", 1.0) == 1.0 and g.get("wd_mult", 1.0) == 1.0]

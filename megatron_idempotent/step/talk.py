@@ -1,4 +1,4 @@
-"""What ranks tell each other before any of them goes on: over the host, with a deadline.
+"""Exchanges the state of a step between ranks before any goes on: on the host, with a deadline.
 
 A rank that would go on alone waits in a collective for ever, or trains on half of a step.
 """
@@ -29,26 +29,26 @@ _LENGTH = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Say:
-    """Where one rank is in a step. Example: `Say(doing="abort", step_id="3", updates=2)`."""
+    """The state of one rank in a step. Example: `Say(doing="abort", step_id="3", updates=2)`."""
 
     doing: Doing
     step_id: str
     updates: int
-    """Of steps that this rank has finished; they are alike unless the last one was left."""
+    """The number of steps that this rank has finished; equal unless ranks left the last one."""
     failure: str | None = None
-    """What went wrong on this rank, if anything did."""
+    """The error of this rank, if there was one."""
     torn: bool = False
-    """Whether this rank's update has begun, and it cannot go back."""
+    """True if this rank's update has begun, and it cannot go back."""
     poisoned: bool = False
-    """Whether this rank has left collectives that others are in, or may be."""
+    """True if this rank has left collectives that others may be in."""
     begun: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The arguments that ranks have to begin a step with alike, by name."""
+    """The arguments that must be equal on all ranks that begin a step, by name."""
     replica: int = 0
     """Data-parallel rank; ranks of one replica are given the same batches."""
     lists: tuple[tuple[int, int, int], ...] = ()
     """The batch as microbatches, rows of each, and positions of each; one entry per call."""
     specs: tuple[Mapping[str, Any], ...] = ()
-    """What a microbatch of each entry looks like, for ranks that have none."""
+    """The shapes and types of a microbatch of each entry, for ranks that have none."""
     shift: int | None = None
     """Losses are divided by 2 ** shift on this rank, or should be; None without a batch."""
     counts: tuple[float, float] = (0.0, 0.0)
@@ -68,7 +68,7 @@ class Carried(Exception):
 
 
 def hear(say: Say, deadline_s: float, group: Any = None) -> list[Say]:
-    """What all ranks of the group say, in order of rank. A collective of one host gather.
+    """Returns what all ranks of the group say, by rank. A collective: one gather on the host.
 
     A second one follows where what a rank says is longer than a few kilobytes. `group` is a gloo
     group whose operations end after `deadline_s`, None for that of all ranks.
@@ -122,7 +122,7 @@ def _gathered_evenly(message: bytes, size: int, group: Any) -> list[bytes]:
 
 
 def failures(said: Sequence[Say], group: Any = None) -> dict[int, str]:
-    """What stops the step, by global rank: failures, aborts, and ranks that are elsewhere.
+    """Returns what stops the step, by global rank: failures, aborts, ranks at another call.
 
     `group` is the one that was heard, None for all ranks.
     """

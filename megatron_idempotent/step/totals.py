@@ -1,4 +1,4 @@
-"""From what ranks say at the end of a step to its normalizer and its metrics."""
+"""Sums what ranks say at the end of a step into its normalizer and its metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = Mapping[str, Any]
 
 
 def row_of(total: Any, metrics: Mapping[str, Any]) -> Row:
-    """What a loss returned for a microbatch, kept apart from what happens to its tensors later.
+    """Copies what a loss returned for a microbatch, so that later changes do not reach it.
 
     Raises:
         ValueError: a total that is no tensor of one element with its graph, or a metric with a
@@ -85,7 +85,7 @@ class Totals:
 
     @property
     def normalizer(self) -> float:
-        """What gradients are divided by: valid tokens or sequences, as the loss says."""
+        """The number that gradients are divided by: valid tokens or sequences, as the loss says."""
         return self.tokens if self._kind == "token" else self.sequences
 
     @property

@@ -1,4 +1,4 @@
-"""What one rank does in an open step while others may wait for it."""
+"""Runs the part of an open step in which other ranks may wait for this one."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Turns:
         self.failure: str | None = None
         self.known = False
         self.owes = False
-        """Whether peers may be in a batch that this rank has agreed to run with them.
+        """True if peers may be in a batch that this rank has agreed to run with them.
 
-        Known before the agreement, because an interrupt may come right behind it.
+        It is set before the agreement, because an interrupt may come right after it.
         """
         self._backend = backend
         self._options = options

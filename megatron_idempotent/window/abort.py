@@ -175,7 +175,7 @@ def checked(
 
 
 def _forget_activations(chunk: Any) -> None:
-    """What modules keep for a later piece of the same window."""
+    """Drops what modules keep for a later part of the same window."""
     for module in chunk.modules():
         if hasattr(module, "pre_forward_comm"):
             reset_shared_experts(module)
@@ -189,7 +189,7 @@ def _forget_activations(chunk: Any) -> None:
 
 
 def _clear_logs() -> None:
-    """What was added up for logging; a caller that logs less often loses earlier windows too."""
+    """Clears the totals for logging; a caller that logs less often loses earlier windows too."""
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     if logging is not None:  # from 0.18 on

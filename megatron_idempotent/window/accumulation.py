@@ -35,7 +35,7 @@ class AccumulationWindow:
         self.done = 0
         """Microbatches that have run forward and backward so far."""
         self.divisor: int = total or expected or 1
-        """What the losses of the next call are divided by."""
+        """The number that the losses of the next call are divided by."""
         self.num_tokens: Any = None
         """Sum of the token counts that finalizing gets, where `calculate_per_token_loss` is on."""
         self._finalize_call: tuple[Any, dict[str, Any]] = (chunks, {})
@@ -43,7 +43,7 @@ class AccumulationWindow:
         self._broken = False
 
     def holds(self, chunk: Any) -> bool:
-        """Whether the chunk is one of this window's."""
+        """Returns whether the chunk is one of this window's."""
         return any(chunk is mine for mine in self._chunks)
 
     def set_total(self, total: int) -> None:

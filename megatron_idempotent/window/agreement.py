@@ -19,10 +19,10 @@ from torch.distributed import distributed_c10d
 from megatron_idempotent.engine.per_process import PerProcess, PerProcessDict
 
 DEADLINE_S = 600.0
-"""How long a rank waits for the slowest one, in seconds; ranks of one window differ by less."""
+"""Seconds that a rank waits for the slowest one; ranks of one window differ by less."""
 
 LOCKSTEP_S = 30.0
-"""How long a rank that failed in a layer waits for its tensor parallel peers to fail there too."""
+"""Seconds that a rank which failed in a layer waits for its tensor-parallel peers to fail too."""
 
 # Who is in it, and the deadline in seconds → the default group it was made under, and the gloo
 # group. A deadline belongs to a gloo group, as its collectives take none on every release of torch.
@@ -122,7 +122,7 @@ def control_group(deadline_s: float) -> Any:
 
 
 def compare(what: str, group: Any) -> list[str]:
-    """What each rank of a gloo group brings; nothing where one did not come in time."""
+    """Gathers a string from each rank of a gloo group; empty if one did not come in time."""
     told: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(told, what, group=group)
@@ -172,7 +172,7 @@ def poison(reason: str) -> SessionPoisoned:
 
 
 def is_poisoned() -> bool:
-    """Whether an earlier window of this process could not be finished."""
+    """Returns whether an earlier window of this process could not be finished."""
     return _session.poisoned is not None
 
 

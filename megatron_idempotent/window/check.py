@@ -24,10 +24,10 @@ class ReplicaMismatchError(RuntimeError):
 
 
 class _Row(NamedTuple):
-    """What one rank says of one bucket group; 64-bit integers."""
+    """One rank's numbers of one bucket group; 64-bit integers."""
 
     reductions: int
-    """Finished since `zero_grad_buffer`."""
+    """The number of reductions that finished since `zero_grad_buffer`."""
     gradients: int
     """Checksum; 0 where all are zero."""
     parameters: int

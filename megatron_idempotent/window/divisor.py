@@ -1,4 +1,4 @@
-"""What a pipeline schedule divides the losses by, and how it weighs the auxiliary ones."""
+"""Sets the number that a pipeline schedule divides losses by, and the auxiliary losses' weight."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def dividing_by(divisor: int, *, auxiliary_weight: float = 1.0) -> Iterator[None
 
 @functools.lru_cache(maxsize=8)
 def _places(function: Callable[..., Any]) -> tuple[int, int]:
-    """Where the number of microbatches and the config stand among its parameters."""
+    """Returns the positions of the number of microbatches and the config among its parameters."""
     parameters = list(inspect.signature(function).parameters)
     return parameters.index("num_microbatches"), parameters.index("config")
 

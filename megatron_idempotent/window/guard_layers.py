@@ -1,4 +1,4 @@
-"""Whether other ranks may wait for this one in the middle of a layer."""
+"""Decides whether other ranks may wait for this one in the middle of a layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .agreement import compare, describe, lockstep_group, poison
 
 
 class Layers:
-    """Which ranks meet inside of the model, besides those of other stages and replicas.
+    """The ranks that meet inside of the model's layers, as tensor-parallel ranks do.
 
     Where tensor or context parallel ranks exist, the first one is a collective over all ranks: it
     makes their group.

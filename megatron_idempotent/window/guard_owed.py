@@ -1,6 +1,6 @@
 """The collectives that a rank which stopped computing still owes its data-parallel peers.
 
-Peers start them from hooks: parameter gathers before a module's first forward, reductions behind
+Peers start them from hooks: parameter gathers before a module's first forward, reductions after
 the last gradient of a bucket group. A rank whose forward or backward did not run has to start them
 itself, in the peers' order, for a group's collectives pair up by order alone.
 """
@@ -26,7 +26,7 @@ _learned: PerProcessWeakKeys[Any, list[int]] = PerProcessWeakKeys(__name__, "_le
 
 
 class Debts:
-    """Which bucket groups of the chunks have been reduced in this window."""
+    """Tracks which bucket groups of the chunks were reduced in this window, to start the others."""
 
     def __init__(self, chunks: list[Any]) -> None:
         self._chunks = chunks
@@ -179,7 +179,7 @@ def gather(chunk: Any, *, wait: bool = True) -> None:
 
 
 def _start(group: Any, start: Callable[..., None], *args: Any, **kw: Any) -> None:
-    """Start a bucket group's collective; behind an exception it must be clear whether it was.
+    """Start a bucket group's collective; after an exception it must be clear whether it began.
 
     If it was, and nobody has noted it, the session ends: a second one would pair up with another
     one of the peers.
@@ -214,7 +214,7 @@ def _note(
 
 
 def _collectives(group: Any) -> list[int]:
-    """How many collectives have been started in each of the bucket group's process groups."""
+    """Counts the collectives that were started in each of the bucket group's process groups."""
     held: list[Any] = [v for v in vars(group).values() if isinstance(v, dist.ProcessGroup)]
     return [int(each._get_sequence_number_for_group()) for each in held]
 
@@ -228,7 +228,7 @@ def _note_ready(
 
 
 def _counts(chunk: Any) -> list[int]:
-    """How often one parameter of each bucket group has registered its gradient in this window."""
+    """Counts how often one parameter of each bucket group has registered its gradient."""
     return [
         getattr(group, "per_param_grad_ready_counts", {}).get(_first(group), 0)
         for group in bucket_groups(chunk)
@@ -248,4 +248,4 @@ def _starts_from_hooks(group: Any) -> bool:
 
 
 def _no_check(**_: Any) -> None:
-    """In place of a check that has run, or that has nothing to find."""
+    """Takes the place of a check that has run already, or has nothing to find."""

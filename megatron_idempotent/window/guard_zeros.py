@@ -1,4 +1,4 @@
-"""What a rank hands to the schedule in place of what it could not compute."""
+"""Zeros that a rank gives to the schedule in place of what it could not compute."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
-    """What a last stage's output holds: itself, or where it is a tuple or a list, its tensors."""
+    """Returns the tensors of a last stage's output: itself, or those of a tuple or a list."""
     parts = output if isinstance(output, (tuple, list)) else [output]
     return [each for each in parts if isinstance(each, torch.Tensor)]
 

@@ -62,9 +62,9 @@ def start_held(chunk: Any) -> None:
 
 
 def _overlaps(chunk: Any) -> bool:
-    """Whether a backward of the chunk may start reductions.
+    """Returns whether a backward of the chunk may start reductions.
 
-    Megatron-FSDP's `no_sync()` would have it do so from then on, where it did not.
+    Where it did not, Megatron-FSDP's `no_sync()` would turn that on for later backwards.
     """
     options = getattr(chunk, "ddp_config", None)
     return hasattr(chunk, "no_sync") and getattr(options, "overlap_grad_reduce", True)

@@ -22,7 +22,7 @@ class Need(NamedTuple):
 
     patch_id: str
     without: str
-    """What happens without it, as a clause."""
+    """The consequence of its absence, as a clause."""
     where: Callable[[Any], bool] = always
     """True of a chunk that has what is patched."""
     a_door: bool = False

@@ -82,7 +82,7 @@ def _sync(chunk: Any) -> int:
 
 
 def _known(group: Any) -> bool:
-    """Whether the group's mark, or upstream's flag where it has none yet, can be believed."""
+    """Returns whether the group's mark can be believed, or upstream's flag if it has none yet."""
     watched = any(landed(patches()[patch_id]) for patch_id in _watchers(group))
     if gather.marked(group) is None:
         # Gradients that wait for the first step of all: nothing was updated yet.

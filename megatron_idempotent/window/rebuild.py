@@ -1,7 +1,7 @@
-"""New process groups in place of the old ones, for everybody who holds one.
+"""Replaces process groups by new ones, in every object that holds one.
 
-What a poisoned session left under way belongs to its process groups. Groups of the same ranks,
-made anew, know nothing of it; parameters and optimizer state stay where they are.
+What a poisoned session left under way belongs to its process groups. New groups of the
+same ranks know nothing of it; parameters and optimizer state stay where they are.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def rebuild_process_groups(
 
     Not covered: what holds a communicator under another name: captured CUDA graphs, user buffers
     of Transformer Engine, DeepEP and symmetric memory, DeviceMesh and Megatron-FSDP. Build these
-    anew, or start the processes anew.
+    again, or restart the processes.
     """
     chunks = list(model_chunks or ())
     let_go(chunks)

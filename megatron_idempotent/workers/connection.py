@@ -102,7 +102,7 @@ def _bytes(parts: Sequence[Bytes]) -> int:
 
 
 async def receive(sock: socket.socket, size: int) -> bytearray | mmap.mmap:
-    """So many bytes. Errors: `EOFError` where the connection ends before; `OSError`."""
+    """Receives `size` bytes. Errors: `EOFError` where the connection ends before; `OSError`."""
     loop = asyncio.get_running_loop()
     got = wire.room(size)
     view, at, paused = memoryview(got), 0, 0

@@ -33,7 +33,7 @@ _END_S, _KILL_S = 2.0, 10.0
 class EmbeddedRanks(SocketRanks):
     """Ranks of this machine, on the CPU unless told otherwise, each a process: a `RankGroup`.
 
-    A launcher pays for the imports with the first `start` (some ten seconds); a later one, behind
+    A launcher pays for the imports with the first `start` (some ten seconds); a later one, after
     a loss, forks fresh ranks. Ranks and launcher end with this process, however it ends.
 
     Example:
@@ -155,7 +155,7 @@ class _Run:
 
     def __init__(self, pool: RankPool, size: int, seat: tuple[object, ...]) -> None:
         self.over: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
-        """What `run` raised, or None."""
+        """The error that `run` raised, or None."""
         self._loop = asyncio.get_running_loop()
         self._work = (pool, size, seat)
         self.pids: list[int] = []
@@ -185,7 +185,7 @@ class _Run:
 def _serve(
     spec: WorkerSpec, address: str, token: bytes, generation: bytes, log_dir: Path | None
 ) -> None:
-    """What each rank runs, with its process group up."""
+    """Serves the worker on a rank, once its process group is up."""
     os.environ["OMP_NUM_THREADS"] = "1"  # one thread adds up in one order
     rank = int(os.environ["RANK"])
     if log_dir is not None:
@@ -202,7 +202,7 @@ def log_to(path: Path) -> None:
 
 
 def _how(error: BaseException | None, rank: int) -> str:
-    """What the launcher knows of a rank's end."""
+    """Says what the launcher knows of a rank's end."""
     if isinstance(error, RankError):
         for failure in error.failures:
             if failure.rank == rank and failure.exit_code not in (None, ENDED):
@@ -216,6 +216,6 @@ def _how(error: BaseException | None, rank: int) -> str:
 
 
 def _short_folder() -> str:
-    """Where a socket's path stays below the 107 bytes that the system takes."""
+    """Returns a folder in which a socket's path stays below the system's 107 bytes."""
     usual = tempfile.gettempdir()
     return usual if len(os.fsencode(usual)) < 70 else "/tmp"

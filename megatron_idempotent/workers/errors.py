@@ -1,4 +1,4 @@
-"""How a call on ranks can fail."""
+"""Errors of calls on ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankTraceback:
-    """What one rank raised. Example: `error.exception_type`."""
+    """The error that one rank raised. Example: `error.exception_type`."""
 
     rank: int
     exception_type: str

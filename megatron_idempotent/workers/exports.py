@@ -55,7 +55,7 @@ class Exports:
         self._export = self._export_source.buckets(bucket_bytes=bucket_bytes)
 
     def export_next(self) -> Bucket | None:
-        """The next bucket, on the CPU, on rank 0; None on others, and behind the last. Collective.
+        """Returns rank 0's next bucket, on the CPU; None on others and after the last. Collective.
 
         Errors: `RuntimeError` where no export has begun; those of the source.
         """
@@ -89,7 +89,7 @@ class RemoteWeights:
         Args:
             ranks: whose worker has the methods of `Exports`.
             loop: on which they are called.
-            timeout_s: for one bucket, behind which the ranks count as lost.
+            timeout_s: for one bucket, after which the ranks count as lost.
         """
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}; allowed: seconds above 0")
@@ -104,13 +104,13 @@ class RemoteWeights:
         return infos
 
     def buckets(self, *, bucket_bytes: int) -> RemoteBuckets:
-        """The weights in buckets of up to so many bytes; the export begins with the first."""
+        """Yields the weights in buckets of `bucket_bytes`; the export begins with the first."""
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}: a positive int")
         return RemoteBuckets(self, bucket_bytes)
 
     def ask(self, method: str, *args: Any) -> Any:
-        """What rank 0 returns. Errors: as for `tensors`."""
+        """Returns rank 0's result. Errors: as for `tensors`."""
         try:
             running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:

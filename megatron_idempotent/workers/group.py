@@ -92,7 +92,7 @@ class SocketRanks:
         """The method's results by rank: see `RankGroup.call`.
 
         `timeout_s` counts from when the call has its turn. One that is cancelled before is never
-        sent; behind that it goes on, and so do the arguments on their way: leave them as they are.
+        sent; after that it goes on, and so do the arguments on their way: leave them as they are.
         """
         check_per_rank(method, per_rank, self._size)
         if self._life is None:
@@ -181,7 +181,7 @@ class SocketRanks:
 
 
 def _frames(request: _Request, size: int) -> list[list[pickles.Bytes]]:
-    """For each rank: how many parts are the common ones, those, and its own."""
+    """Makes each rank's parts: the number of common parts, the common ones, and its own."""
     common = pickles.dump((request.method, request.args))
     head = [len(common).to_bytes(4, "big"), *common]
     if request.per_rank is None:
@@ -212,6 +212,6 @@ def _read(rank: int, frame: Frame) -> tuple[Any, RankTraceback | None]:
 
 
 def _look_at_error(task: asyncio.Task[list[Any]]) -> None:
-    """So that asyncio does not report one whose caller was cancelled."""
+    """Takes the error, so that asyncio does not report it if the caller was cancelled."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""How ranks find a controller that others started: a file in a directory of the run.
+"""Lets ranks find a controller that others started, by a file in a directory of the run.
 
 Free of torch.
 """
@@ -31,11 +31,11 @@ class HandoverError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Handover:
-    """Where a controller is. Example: `Handover.read(directory)`."""
+    """The address of a controller. Example: `Handover.read(directory)`."""
 
     address: str
     token: str
-    """In hexadecimal."""
+    """The token in hexadecimal."""
     node: str
     """Name of its machine, and its process id there."""
     pid: int
@@ -44,14 +44,14 @@ class Handover:
 
     @classmethod
     def here(cls, address: str, token: bytes) -> Handover:
-        """That of this process."""
+        """Makes the handover of this process."""
         life = os.environ.get(LIFE, "")
         node, pid = socket.gethostname(), os.getpid()
         return cls(address=address, token=token.hex(), node=node, pid=pid, life=life)
 
     @classmethod
     def read(cls, directory: Path) -> Handover | None:
-        """What a controller wrote; None where there is no file.
+        """Reads what a controller wrote; None if there is no file.
 
         Errors: `HandoverError` for a file of another user, one that others may read, and one that
             is not complete.
@@ -79,7 +79,7 @@ class Handover:
                 (directory / FILE).unlink(missing_ok=True)
 
     def answers(self) -> bool:
-        """Whether the controller is there, and knows the token.
+        """Returns whether the controller is there, and knows the token.
 
         Errors: `HandoverError` where its process lives on this machine and does not answer: a
             second controller beside it would write into the same run.
@@ -101,7 +101,7 @@ class Handover:
         return True
 
     def alive(self) -> bool:
-        """Whether its process is there, as far as can be seen from this machine."""
+        """Returns whether its process is there, as far as this machine can see."""
         if self.node != socket.gethostname():
             return False
         try:
@@ -127,7 +127,7 @@ def new_life() -> str:
 
 
 def exit_code(directory: Path, life: str) -> int | None:
-    """How the controller of that id ended; None where it has not.
+    """Returns the exit code of the controller of that id; None if it has not ended.
 
     Errors: `HandoverError`, as for `Handover.read`.
     """
@@ -154,7 +154,7 @@ def write_private(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def read_private(path: Path) -> dict[str, Any] | None:
-    """What `write_private` wrote; None where there is no file. Errors: `HandoverError`."""
+    """Reads what `write_private` wrote; None if there is no file. Errors: `HandoverError`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:

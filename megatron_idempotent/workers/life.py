@@ -37,7 +37,7 @@ class Life:
 
     @property
     def is_ending(self) -> bool:
-        """Whether a rank was lost, or all are being ended."""
+        """True if a rank was lost, or all are being ended."""
         return self._ending is not None
 
     def lose(self, why: str, rank: int | None = None) -> None:

@@ -22,7 +22,7 @@ BESIDE = 16 << 10
 
 
 def dump(value: Any) -> list[Bytes]:
-    """The stream, and behind it the buffers that it refers to, which are not copied.
+    """Returns the stream, followed by the buffers that it refers to, which are not copied.
 
     Tensors of this process's memory come out dense, without what else is in their storage; two
     views of one storage come out as two tensors. Nothing in it needs Megatron to be read.
@@ -47,7 +47,7 @@ def dump(value: Any) -> list[Bytes]:
 
 
 def load(parts: Sequence[Bytes]) -> Any:
-    """What `dump` was given. Tensors and arrays keep the buffers, and may be written."""
+    """Returns what `dump` was given. Tensors and arrays keep the buffers, and may be written."""
     return pickle.loads(parts[0], buffers=parts[1:])
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSpec:
-    """What every rank makes and then serves.
+    """Names the worker that every rank makes and then serves.
 
     `factory` is `package.module:callable`; each rank imports it once its default process group is
     up, and calls it with `argument`. What it returns is the worker: its methods are called by name.
@@ -58,13 +58,13 @@ class RankGroup(Protocol):
         per_rank: Sequence[Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """The method's results by rank.
+        """Calls a method on all ranks; returns the results by rank.
 
         Args:
             method: of the worker.
             args: the same for all ranks.
             per_rank: one more argument, last, for each rank its own.
-            timeout_s: behind it the ranks count as lost; None waits for as long as they live.
+            timeout_s: after it the ranks count as lost; None waits for as long as they live.
 
         Errors: `RankFailed` where the method raised on some rank, once all ranks have answered: the
             ranks live on. `RanksLost` where a rank died, its connection broke or the time was up:

@@ -16,7 +16,7 @@ from .serve import describe, make_worker, run_method
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
-    """Where an actor runs. Example: `seat.node`."""
+    """The place where an actor runs. Example: `seat.node`."""
 
     node: str
     """Ray's id of the node."""
@@ -38,25 +38,25 @@ class Membership:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """Where ranks meet, and how they talk. Example: `meeting.port`."""
+    """The address at which ranks meet, and their backend. Example: `meeting.port`."""
 
     address: str
     port: int
     backend: str
     timeout_s: float
-    """Of the meeting, and of collectives."""
+    """Seconds for the meeting, and for each collective."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a call returned, in parts, or what it raised. Example: `answer.error is None`."""
+    """The result of a call, in parts, or its error. Example: `answer.error is None`."""
 
     parts: Sequence[Any] = ()
     error: RankTraceback | None = None
 
 
 def places(seats: Sequence[Seat], *, shows_own_gpus: bool) -> list[Membership]:
-    """By rank: ranks of one node are neighbours, nodes stand in the order of their first actors.
+    """Assigns ranks: neighbours to actors of one node, nodes in the order of their actors.
 
     Args:
         seats: of all actors.
@@ -92,7 +92,7 @@ class RankActor:
         self._worker: Any = None
 
     def seat(self) -> Seat:
-        """Where it runs."""
+        """Returns the place where it runs."""
         ray = import_ray()
         node = ray.get_runtime_context().get_node_id()
         return Seat(node=node, address=ray.util.get_node_ip_address())

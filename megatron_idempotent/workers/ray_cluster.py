@@ -1,4 +1,4 @@
-"""What ranks and engines on a Ray cluster share: Ray itself, a place to run, and how actors end."""
+"""Helpers for ranks and engines on Ray: Ray itself, placement, and the end of actors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from . import pickles
 from .errors import RanksLost
 
 _SLICE_S = 0.5
-"""How long one look for a placement group blocks its thread: a start that is cancelled waits for
-it."""
+"""Seconds that one look for a placement group blocks its thread; a cancelled start waits for it."""
 _SHORT = 400
 
 
@@ -42,7 +41,7 @@ def check_connected(ray: Any, what: str) -> None:
 
 
 async def resources(ray: Any) -> str:
-    """What the cluster has, free and in all, in words for an error."""
+    """Describes the cluster's resources, free and in all, for an error."""
     free, total = await asyncio.gather(
         asyncio.to_thread(ray.available_resources), asyncio.to_thread(ray.cluster_resources)
     )
@@ -142,7 +141,7 @@ def carried(value: Any) -> list[Any]:
 
 
 def received(parts: Sequence[Any]) -> Any:
-    """What `carried` was given, in memory of its own: Ray's is shared and cannot be written."""
+    """Copies what `carried` was given: Ray's memory is shared and cannot be written."""
     return pickles.load([parts[0], *(bytearray(part) for part in parts[1:])])
 
 

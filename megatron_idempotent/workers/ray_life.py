@@ -72,12 +72,12 @@ class Life:
         *,
         errors_first: bool = False,
     ) -> list[Any]:
-        """Of a call on all ranks, by rank.
+        """Returns the results of a call on all ranks, by rank.
 
         Args:
             method: for errors.
             refs: to an `Answer` of each rank.
-            timeout_s: behind it, ranks are lost.
+            timeout_s: after it, ranks are lost.
             errors_first: ranks that have not answered in time are no loss where others raised, and
                 those wait for them.
 
@@ -93,7 +93,7 @@ class Life:
         return await _read(method, answers)
 
     async def gather(self, method: str, refs: Sequence[Any], timeout_s: float | None) -> list[Any]:
-        """What the references stand for. Errors: `RanksLost`; all ranks are then ended."""
+        """Fetches the references' values. Errors: `RanksLost`; all ranks are then ended."""
         waiting = [ray_cluster.future(ref) for ref in refs]
         self._doing = method
         # The first error, not all answers: the peers of a rank that died hang in a collective.

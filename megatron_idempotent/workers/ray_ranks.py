@@ -132,8 +132,8 @@ class RayRanks:
         """See `RankGroup.call`.
 
         `timeout_s` counts from when the call has its turn. One that is cancelled before is never
-        sent; behind that it runs to its end.
-        Errors: beside those, `ValueError` where `per_rank` has not one argument for each rank, and
+        sent; after that it runs to its end.
+        Errors: in addition, `ValueError` where `per_rank` has not one argument for each rank, and
             what pickling the arguments raises.
         """
         check_per_rank(method, per_rank, self._size)

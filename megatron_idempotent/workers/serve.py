@@ -90,7 +90,7 @@ class Seat:
 
 
 def make_worker(spec: WorkerSpec) -> Any:
-    """What the spec's factory makes. Errors: `ValueError` for a name that is none; its own."""
+    """Calls the spec's factory. Errors: `ValueError` for a name that is none; its own."""
     module, _, name = spec.factory.partition(":")
     if not module or not name:
         raise ValueError(f"factory {spec.factory!r}: package.module:callable")

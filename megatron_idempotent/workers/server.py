@@ -1,4 +1,4 @@
-"""Where ranks dial: who they are is checked before anything that they say is unpickled."""
+"""The server that ranks dial; it checks who they are before it unpickles what they say."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Server:
             await self._changed.wait()
 
     def missing(self) -> str:
-        """Which ranks have come, in words, and who was turned away last."""
+        """Describes which ranks have come, and who was turned away last."""
         come = [sorted(found) for found in self._waiting.values()]
         have = " and ".join(f"rank {', '.join(map(str, ranks))}" for ranks in come) or "none"
         refused = f"; last refused: {self._refused}" if self._refused else ""

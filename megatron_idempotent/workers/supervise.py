@@ -1,6 +1,6 @@
 """Runs a controller beside torchrun's ranks, and leaves its exit code where they find it.
 
-A rank that starts the controller may be ended and started anew, so it cannot wait for it itself:
+A rank that starts the controller may be ended and restarted, so it cannot wait for it itself:
 
     python -m megatron_idempotent.workers.supervise DIRECTORY LIFE -- COMMAND…
 """

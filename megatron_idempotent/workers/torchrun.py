@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts, and starts anew: they dial the same controller again.
+"""Ranks that torchrun starts and restarts: they dial the same controller again.
 
     if under_torchrun():
         sys.exit(run_rank(spec, directory, controller_command))
@@ -22,7 +22,7 @@ from .server import Server
 
 
 def under_torchrun() -> bool:
-    """Whether this process is a rank that torchrun started."""
+    """Returns whether this process is a rank that torchrun started."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
@@ -33,7 +33,7 @@ def run_rank(
     *,
     start_timeout_s: float = 300.0,
 ) -> int:
-    """What every process of torchrun does: serve the worker until the controller ends.
+    """Serves the worker until the controller ends; every process of torchrun calls it.
 
     Global rank 0 looks into `directory` for the controller, and starts `controller_command` where
     there is none; that command makes a `TorchrunRanks` of the same directory. The other ranks learn
@@ -51,7 +51,7 @@ def run_rank(
 
     Errors: `HandoverError`, and whatever else keeps a rank from starting. A rank whose controller
         is lost, or ends it, does not return: the process ends with code 75, and torchrun starts
-        all ranks anew as often as `--max-restarts` allows.
+        all ranks again as often as `--max-restarts` allows.
     """
     from .torchrun_rank import TorchrunRank
 
@@ -61,8 +61,8 @@ def run_rank(
 class TorchrunRanks(SocketRanks):
     """A `RankGroup` of the processes of one torchrun, in the controller.
 
-    They are not this process's to start or to kill: `start` waits for them, also behind a loss,
-    when all of them end and torchrun starts them anew.
+    They are not this process's to start or to kill: `start` waits for them, also after a loss,
+    when all of them end and torchrun restarts them.
 
     Example:
         ranks = TorchrunRanks(2, Path("runs/7"))

@@ -142,7 +142,7 @@ class TorchrunRank:
         )
 
     def _exit_code(self, found: Handover) -> int:
-        """That of the controller, which all ranks learn from rank 0."""
+        """Returns the controller's exit code, which all ranks learn from rank 0."""
         import torch.distributed as dist
 
         self._store.set_timeout(datetime.timedelta(seconds=_EXIT_S + _LEAVE_S))
@@ -186,7 +186,7 @@ def _prefixed(prefix: str, store: Any) -> Any:
 
 
 def _prepare(local_rank: int, *, one_machine: bool) -> bool:
-    """What has to be before Megatron is imported; whether there is CUDA."""
+    """Prepares what must precede Megatron's import; returns whether there is CUDA."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     import torch
 
@@ -203,7 +203,7 @@ def _prepare(local_rank: int, *, one_machine: bool) -> bool:
 
 
 def _leave_signals_to(controller: Handover | None) -> None:
-    """What ends torchrun is the controller's to answer, which says goodbye when it is done.
+    """Leaves signals that end torchrun to the controller, which says goodbye when it is done.
 
     Rank 0 tells it. torchrun sends SIGTERM to the peers of a lost rank too: they are gone by the
     time that it would be told, since the controller ends them.

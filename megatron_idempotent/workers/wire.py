@@ -1,4 +1,4 @@
-"""What a rank and its controller say to each other, in bytes: who they are, and frames.
+"""The bytes that a rank and its controller exchange: who they are, and frames.
 
 Both prove that they know the token of the group before either reads a pickle of the other; the
 token itself does not travel. Nothing is encrypted: use a network that is private to the run.
@@ -19,7 +19,7 @@ from typing import Literal
 from .pickles import Bytes
 
 Kind = Literal[b"C", b"M", b"G", b"R", b"E"]
-"""Of a frame: Call a method, Make the worker, Goodbye; Result, Error."""
+"""The kind of a frame: Call a method, Make the worker, Goodbye; Result, Error."""
 
 
 class _Struct(struct.Struct):
@@ -60,7 +60,7 @@ class WireError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """What a rank says of itself. Example: `Hello(generation=bytes(16), rank=0, pid=7)`."""
+    """The identity that a rank tells. Example: `Hello(generation=bytes(16), rank=0, pid=7)`."""
 
     generation: bytes
     """16 bytes that all ranks of one start have in common."""
@@ -89,13 +89,13 @@ def controller_proof(token: bytes, greeting: bytes, hello: bytes) -> bytes:
 
 
 def heads(kind: bytes, parts: Sequence[Bytes]) -> bytes:
-    """What goes before the parts of a frame."""
+    """Returns the bytes before the parts of a frame."""
     lengths = b"".join(LENGTH.pack(memoryview(part).nbytes) for part in parts)
     return HEAD.pack(kind, len(parts)) + lengths
 
 
 def lengths_of(packed: Bytes) -> list[int]:
-    """Of all parts, from the bytes behind `HEAD`."""
+    """Returns the lengths of all parts, from the bytes after `HEAD`."""
     return [length for (length,) in LENGTH.iter_unpack(packed)]
 
 
@@ -165,7 +165,7 @@ def room(size: int) -> bytearray | mmap.mmap:
 
 
 def receive(connection: socket.socket, size: int) -> bytearray | mmap.mmap:
-    """So many bytes. Errors: `EOFError` where the connection ends before; `OSError`."""
+    """Receives `size` bytes. Errors: `EOFError` where the connection ends before; `OSError`."""
     got = room(size)
     view, at = memoryview(got), 0
     while at < size:
