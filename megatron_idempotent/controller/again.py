@@ -18,7 +18,7 @@ async def tried(
     *,
     final: tuple[type[Exception], ...] = (),
 ) -> _T:
-    """What an idempotent call returns, within the attempts that a group has.
+    """Repeats an idempotent call within the attempts that a group has; returns its result.
 
     Failures are counted as retries of `what`. Errors: those of the last attempt; one of `final` at
     once, as trying again would not mend it.

@@ -1,4 +1,4 @@
-"""Which groups a run holds, and what became of the others.
+"""The groups that a run holds, and counts of the others.
 
     reserve -> generating -> commit -> ready -> lease -> leased -> trained
                     |                    |  <- give_back -  |
@@ -95,7 +95,7 @@ class GroupBuffer:
         """Undo a reservation as if it had never been submitted.
 
         The place is free again. The id stays among `unfinished_ids` until it is reserved again, in
-        this run or behind a resume: its prompt has not been answered.
+        this run or after a resume: its prompt has not been answered.
         """
         self._need([group_id], "generating", to="roll it back")
         self._forget(group_id)
@@ -183,11 +183,11 @@ class GroupBuffer:
         return self._ready
 
     def holds(self, group_id: int) -> bool:
-        """Whether a group is generating, ready or leased."""
+        """Returns whether a group is generating, ready or leased."""
         return group_id in self._states
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, for JSON.
+        """Returns what a checkpoint holds, for JSON.
 
         Leased groups count as ready: a resumed run trains them again, from weights that have not
         seen them. Groups without a result are listed by id.

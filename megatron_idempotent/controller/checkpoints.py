@@ -1,4 +1,4 @@
-"""When checkpoints are written, and going on from the newest one."""
+"""Decides when checkpoints are written, and resumes from the newest one."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Checkpoints:
         self.until = 0
         """The run's last version, which has a checkpoint too."""
         self.unrestored = False
-        """Whether ranks, or the run, are not where the newest checkpoint has them: before anything
-        else, `restore` has to succeed."""
+        """True if ranks, or the run, are not in the newest checkpoint's state: `restore` has to
+        succeed before anything else."""
         self._captured: Mapping[str, Any] | None = None
 
     def due(self, version: int) -> bool:
-        """Whether a version is written."""
+        """Returns whether a version is written."""
         settings = self._shared.settings
         outer, every = version // settings.minibatches, settings.checkpoint_every
         if self.store is None or not every or not outer:
@@ -47,7 +47,7 @@ class Checkpoints:
 
     @property
     def due_early(self) -> bool:
-        """Whether a run that ends before its last version is written there."""
+        """Returns whether a run that ends early is written."""
         shared = self._shared
         out_of_prompts = shared.exhausted and shared.trainer_version < self.until
         return shared.draining or bool(out_of_prompts and shared.settings.checkpoint_every)

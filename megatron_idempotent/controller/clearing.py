@@ -38,5 +38,5 @@ class Clearing:
         self._owed.add(group_id)
 
     def renewed(self, group_id: int) -> None:
-        """A group of that id is put again, behind a restore: it must not be cleared any more."""
+        """Keeps a group from being cleared that was put again under its id after a restore."""
         self._owed.discard(group_id)

@@ -148,7 +148,7 @@ class Controller:
         return self._shared.trainer_version
 
     async def ping(self) -> Status:
-        """Where the run stands; waits for nothing."""
+        """Returns the state of the run; waits for nothing."""
         return status_of(self._shared, self._prompts)
 
     async def drain(self) -> None:
@@ -239,6 +239,6 @@ class Controller:
         return metrics
 
     def _due(self, version: int) -> bool:
-        """Whether a version is evaluated, or written to a checkpoint."""
+        """Returns whether a version is evaluated, or written to a checkpoint."""
         evaluated = getattr(self._evaluate, "due", lambda _: self._evaluate is not None)
         return self._checkpoints.due(version) or bool(evaluated(version))

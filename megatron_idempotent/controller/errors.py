@@ -1,4 +1,4 @@
-"""What ends a run of the controller, or one of its groups."""
+"""Errors that end a run of the controller, or one of its groups."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ from .errors import EnginesLost, PoisonedPrompt
 from .records import RolloutGroup
 
 MakeRequests = Callable[[int, Any], Sequence[Request]]
-"""From the id of a group and its prompt to its requests, one for each sample."""
+"""Makes a group's requests, one for each sample, of its id and prompt."""
 
 Score = Callable[[int, Any, Sequence[Sample]], Awaitable[Sequence[float]]]
-"""From the id of a group, its prompt and its samples to a reward for each."""
+"""Scores a group: a reward for each sample, given its id, prompt and samples."""
 
 
 class Fleet:

@@ -1,4 +1,4 @@
-"""From the buffer to the step: the next groups, as soon as there are any."""
+"""Gives the step the next groups from the buffer, as soon as there are any."""
 
 from __future__ import annotations
 

@@ -50,14 +50,14 @@ class OneStep:
         self._held: list[list[Held]] = []
         self.before_finish: Callable[[], Awaitable[None]] = _nothing
         self.interrupted = False
-        """Whether the task was cancelled during an update, which was made all the same."""
+        """True if the task was cancelled during an update, which was made all the same."""
 
     async def take(self, name: str) -> tuple[Sequence[RolloutGroup], StepOutcome]:
-        """The groups that were trained, and what the step did.
+        """Runs the step; returns the groups that were trained, and the step's result.
 
         A step that fails is aborted and taken again with the same groups, as often as the settings
         allow. `name` is not used for another step, ever.
-        Errors: `StepFailed` behind the last attempt; `RanksLost`; what the intake raises. The
+        Errors: `StepFailed` after the last attempt; `RanksLost`; what the intake raises. The
             groups are in the buffer again then, and nothing of them has counted.
         """
         shared = self._shared
@@ -151,7 +151,7 @@ class OneStep:
         return [held.id for held_together in self._held for held in held_together]
 
     async def _finish(self, step_id: str) -> StepOutcome:
-        """An update is made or not: whoever is cancelled meanwhile hears of it behind its end."""
+        """Finishes the update; a caller that is cancelled meanwhile hears of it after its end."""
         finishing = asyncio.ensure_future(self._finish_once(step_id))
         cancelled = await to_its_end(finishing, self._shared.settings.abort_s)
         if not finishing.done():
@@ -174,7 +174,7 @@ class OneStep:
             return await self._policy.finish(step_id)
 
     def _may_try_again(self, step_id: str, error: BaseException) -> bool:
-        """Whether a step that was undone is taken again with the same groups."""
+        """Returns whether a step that was undone runs again with the same groups."""
         # Of a sampler that is wrong, no group is to blame, and none has trained.
         final = (asyncio.CancelledError, PublishFailed, SamplerError, *self._intake.expected)
         if isinstance(error, final):

@@ -148,7 +148,7 @@ class PingServer:
 
 
 def ask(path: Path, timeout_s: float = 5.0) -> dict[str, Any]:
-    """What the controller that listens at `path` answers: the fields of `Status`. Blocks.
+    """Asks the controller that listens at `path`; returns the fields of `Status`. Blocks.
 
     Errors: `NotListening` where none listens; `PingError` where it does not answer in `timeout_s`,
         or where its answer is no status.

@@ -23,7 +23,7 @@ _TAIL_BYTES = 1 << 18
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command with the arguments behind `ping`; returns the exit code.
+    """Run the command with the arguments after `ping`; returns the exit code.
 
     0: answered, or watched until the run ended. 1: no controller answers. 2: no run was found.
     """

@@ -1,4 +1,4 @@
-"""What the controller is made of. Each part can be replaced without touching the others.
+"""The parts of the controller. Each part can be replaced without touching the others.
 
 All coroutines run in the controller's one event loop and must not block it.
 """
@@ -11,23 +11,23 @@ from typing import Any, Literal, Protocol
 from .records import Admission, Held, RolloutGroup, StepOutcome
 
 LogprobsOf = Literal["policy", "reference"]
-"""Whose log-probs: of the weights that are being trained, or of the reference model."""
+"""The model of log-probs: the weights that are being trained, or the reference model."""
 
 
 class Prompts(Protocol):
     """The stream of prompts: a function of the place, so that any group can be asked for again."""
 
     def prompt(self, index: int) -> Any | None:
-        """The prompt at a place from 0; None behind the last one."""
+        """Returns the prompt at a place from 0; None after the last one."""
         ...
 
     def epoch(self, index: int) -> int:
-        """How often the data has been through before that place."""
+        """Returns how often the data was used up before that place."""
         ...
 
 
 class Generator(Protocol):
-    """From a prompt to its scored samples, and new weights for what samples them."""
+    """Turns prompts into scored samples, and brings new weights to the engines."""
 
     async def generate(self, group_id: int, prompt: Any, *, attempt: int) -> RolloutGroup:
         """All samples of a prompt. Cancelled, it frees what it held.
@@ -40,16 +40,16 @@ class Generator(Protocol):
     async def publish(self, version: int) -> Mapping[str, float]:
         """Bring the policy's weights to the engines, as the trainer's `version`.
 
-        The policy's weights do not change meanwhile. Behind it every token is drawn with them, or
+        The policy's weights do not change meanwhile. Afterwards every token is drawn with them, or
         says which older ones it was drawn with. The same version may be published again, and
-        behind a restore a lower one. Returns metrics, such as `pause_s`, which loggers get as
+        after a restore a lower one. Returns metrics, such as `pause_s`, which loggers get as
         `sync/…`.
         Errors: `EnginesLost` where no engine took them.
         """
         ...
 
     async def recover(self) -> bool:
-        """Whether an engine answers again after all were lost, so that a `publish` is worth it."""
+        """Returns whether an engine answers again after all were lost, and needs a `publish`."""
         ...
 
 
@@ -82,7 +82,7 @@ class Policy(Protocol):
 
 
 class Recipe(Protocol):
-    """What is learnt from a group. Plain functions that take microseconds to milliseconds."""
+    """Turns groups into training data. Plain functions that take microseconds to milliseconds."""
 
     def rejects(self, group: RolloutGroup) -> str:
         """Why a group is of no use, in a word or two that counts as a metric; "" keeps it."""
@@ -104,7 +104,7 @@ class Recipe(Protocol):
         ...
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> Mapping[str, float]:
-        """Of the groups of one optimizer step, at the version before it."""
+        """Returns metrics of the groups of one optimizer step, at the version before it."""
         ...
 
 
@@ -134,7 +134,7 @@ class Ready(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Held]:
-        """By arrival."""
+        """Yields groups in order of arrival."""
         ...
 
     def versions(self) -> Sequence[int]:
@@ -142,11 +142,11 @@ class Ready(Protocol):
         ...
 
     def of_version(self, version: int) -> Iterator[Held]:
-        """By arrival."""
+        """Yields groups in order of arrival."""
         ...
 
     def by_id(self) -> Iterator[Held]:
-        """By id, ascending."""
+        """Yields groups by id, ascending."""
         ...
 
     @property
@@ -156,11 +156,11 @@ class Ready(Protocol):
 
 
 class Sampler(Protocol):
-    """Which groups are started, which train next, and which have become too old."""
+    """Decides which groups start, which train next, and which have become too old."""
 
     @property
     def name(self) -> str:
-        """As the configuration and checkpoints have it."""
+        """The name in the configuration and in checkpoints."""
         ...
 
     @property
@@ -170,7 +170,7 @@ class Sampler(Protocol):
 
     @property
     def drains(self) -> bool:
-        """Whether running groups end before engines get new weights."""
+        """True if running groups end before engines get new weights."""
         ...
 
     def required_capacity(self, groups_per_step: int) -> int:
@@ -178,7 +178,7 @@ class Sampler(Protocol):
         ...
 
     def room(self, admission: Admission) -> int:
-        """How many more groups may be started now; capacity and concurrency come on top."""
+        """Returns how many more groups may start now, apart from capacity and concurrency."""
         ...
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
@@ -210,7 +210,7 @@ class Store(Protocol):
         ...
 
     async def restore(self) -> Mapping[str, Any] | None:
-        """Start lost ranks anew and load the newest checkpoint into them; its state.
+        """Restart lost ranks and load the newest checkpoint into them; its state.
 
         None where there is no checkpoint: then the ranks are as they were at the very beginning.
         """

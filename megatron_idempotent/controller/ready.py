@@ -49,11 +49,11 @@ class ReadyGroups:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[Held]:
-        """By arrival."""
+        """Yields groups in order of arrival."""
         return iter(self._by_arrival)
 
     def __contains__(self, held: object) -> bool:
-        """Whether exactly this record is among them."""
+        """Returns whether exactly this record is among them."""
         if not isinstance(held, Held):
             return False
         place = bisect.bisect_left(self._by_id, held.id, key=_id)
@@ -64,21 +64,21 @@ class ReadyGroups:
         return tuple(self._versions)
 
     def of_version(self, version: int) -> Iterator[Held]:
-        """By arrival; none for a version without groups."""
+        """Yields a version's groups in order of arrival."""
         return iter(self._of_version.get(version, ()))
 
     def by_id(self) -> Iterator[Held]:
-        """By id, ascending."""
+        """Yields groups by id, ascending."""
         return iter(self._by_id)
 
     @property
     def lowest_unfinished(self) -> int | None:
-        """The smallest id that is still being generated, or waits to be asked for again behind a
+        """The smallest id that is still being generated, or waits to be asked for again after a
         resume; None where none is."""
         return self._unfinished[0] if self._unfinished else None
 
     def add(self, held: Held) -> None:
-        """For the buffer alone."""
+        """Changes the list; only the buffer calls it."""
         _insert(self._by_arrival, held, _arrival)
         _insert(self._by_id, held, _id)
         if held.version not in self._of_version:
@@ -87,7 +87,7 @@ class ReadyGroups:
         _insert(self._of_version[held.version], held, _arrival)
 
     def discard(self, held: Held) -> None:
-        """For the buffer alone."""
+        """Changes the list; only the buffer calls it."""
         _remove(self._by_arrival, held, _arrival)
         _remove(self._by_id, held, _id)
         _remove(self._of_version[held.version], held, _arrival)

@@ -1,4 +1,4 @@
-"""What flows through the controller: prompts out, groups of samples in, optimizer steps behind."""
+"""Records of the controller: groups of samples, optimizer steps, and the state of a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Literal
 from megatron_idempotent.rollout.records import Sample
 
 Outcome = Literal["trained", "filtered", "evicted"]
-"""How a group leaves the buffer: an optimizer step has used it; it was of no use (no spread of
-rewards, a prompt that cannot be answered); or its weights had become too old."""
+"""The way in which a group leaves the buffer: an optimizer step has used it; it was of no use (no
+spread of rewards, a prompt that cannot be answered); or its weights had become too old."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class RolloutGroup:
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights that any of its tokens was drawn with: what staleness is measured from."""
+        """The oldest weights that drew any of its tokens; staleness is measured from it."""
         return min((min(each.versions) for each in self.samples if each.versions), default=0)
 
     @property
@@ -69,16 +69,16 @@ class Counts:
     submitted: int = 0
     """Admitted since the run began."""
     trained: int = 0
-    """In an optimizer step that was finished."""
+    """Groups of optimizer steps that were finished."""
     filtered: int = 0
-    """Of no use, or impossible to generate."""
+    """Groups of no use, or impossible to generate."""
     evicted: int = 0
     """Too old."""
     generating: int = 0
     ready: int = 0
     """Complete, and in the buffer."""
     leased: int = 0
-    """In the optimizer step that is open."""
+    """Groups in the optimizer step that is open."""
 
     @property
     def running(self) -> int:
@@ -87,23 +87,23 @@ class Counts:
 
     @property
     def conserved(self) -> bool:
-        """Whether no group is lost and none is counted twice."""
+        """True if no group is lost and none is counted twice."""
         return self.submitted == self.trained + self.filtered + self.evicted + self.running
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
-    """What a sampler is asked about before more groups are started.
+    """The state in which a sampler decides how many more groups may start.
 
     Example: `sampler.room(Admission(rollout_version=2, trainer_version=3, groups_per_step=4,
     accepted=14, running=2))`.
     """
 
     rollout_version: int
-    """Of the weights that engines serve."""
+    """The version of the weights that engines serve."""
     trainer_version: int
     groups_per_step: int
-    """Of one optimizer step."""
+    """Groups of one optimizer step."""
     accepted: int
     """Groups that were trained, are being trained or are complete; filtered and evicted ones gave
     their place back."""
@@ -113,38 +113,38 @@ class Admission:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """What one optimizer step did, on all ranks. Example: `outcome.metrics["loss"]`."""
+    """The result of one optimizer step, on all ranks. Example: `outcome.metrics["loss"]`."""
 
     updated: bool
     """False for a step without a valid token, or with an overflow."""
     tokens: int
     """Response tokens that counted, on all ranks."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """As loggers get them, without the `train/` before each name."""
+    """The metrics that loggers get, without the `train/` before each name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """What `ping` answers. Example: `(await controller.ping()).trainer_version`."""
+    """The answer of `ping`. Example: `(await controller.ping()).trainer_version`."""
 
     state: Literal["starting", "running", "draining", "ended"]
     trainer_version: int
     """Optimizer steps that succeeded since the run began, those before a resume included."""
     rollout_version: int
-    """Of the weights that engines serve."""
+    """The version of the weights that engines serve."""
     train_steps: int
-    """Of this process."""
+    """Optimizer steps of this process."""
     outer_steps: int
     epoch: int
     inflight_rollouts: int
     """Groups that are being generated."""
     rollouts_permitted: bool
-    """Whether one more group could be started now."""
+    """True if one more group could start now."""
     ready_groups: int
     step_groups: int
     """Groups of the step that is open, handed over so far."""
     doing: str
-    """What the train pump does, or waits for."""
+    """The work of the train pump, or the thing that it waits for."""
     idle_s: float
     """Since anything made progress."""
     counts: Mapping[str, int]

@@ -131,7 +131,7 @@ class RolloutPump:
                 await asyncio.sleep(settings.retry_wait_s * 2 ** (attempt - 1))
 
     async def _put(self, group: RolloutGroup) -> bool:
-        """Whether the data plane has it: putting again is no harm where it already had."""
+        """Puts a group; returns whether the data plane has it. Putting it twice does no harm."""
         self._clearing.renewed(group.id)
         try:
             await tried(self._shared, "put", lambda: self._plane.put(group))

@@ -11,7 +11,7 @@ from .records import Held
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SavedBuffer:
-    """What `GroupBuffer.state` wrote. Example: `read_state(json.loads(text)).unfinished`."""
+    """A state of `GroupBuffer.state`. Example: `read_state(json.loads(text)).unfinished`."""
 
     gone: Mapping[str, int]
     """Groups that were trained, filtered and evicted."""
@@ -19,7 +19,7 @@ class SavedBuffer:
     arrivals: int
     """The next arrival number."""
     ready: tuple[Held, ...]
-    """By arrival."""
+    """Groups in order of arrival."""
     unfinished: tuple[int, ...]
     """Ascending."""
 

@@ -20,7 +20,7 @@ _FORMAT = 1
 
 
 async def capture(shared: Shared, plane: DataPlane) -> dict[str, Any]:
-    """What a resumed run needs, as JSON.
+    """Returns what a resumed run needs, as JSON.
 
     Log-probs are written as Python writes floats, so they come back bit for bit. Prompts are not
     written: they are functions of their place.

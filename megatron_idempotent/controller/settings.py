@@ -1,4 +1,4 @@
-"""How a run of the controller goes, checked when it is built."""
+"""The settings of a run, checked when they are built."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class ControllerSettings:
 
     @property
     def asked(self) -> tuple[LogprobsOf, ...]:
-        """Whose log-probs are computed."""
+        """The models whose log-probs are computed."""
         both: tuple[LogprobsOf, ...] = ("policy", "reference")
         return both if self.logprobs == "both" else tuple(e for e in both if e == self.logprobs)
 

@@ -1,4 +1,4 @@
-"""What the pumps have in common: versions, the buffer, and the word that something has changed."""
+"""The state that the pumps share: versions, the buffer, and the signal of a change."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Shared:
         self.published = -1
         """The version that engines were given last; -1 for none of this run."""
         self.permitted = False
-        """Whether groups may be started with them."""
+        """True if groups may start with the published weights."""
         self.next_prompt = 0
         self.exhausted = False
         self.publish_failed = False
-        """Whether a publish beside a step has failed: who waits for its groups waits in vain."""
+        """True if a publish during a step has failed: its groups will not come."""
         self.engines_back = False
-        """Whether an engine answers again after all were lost; it needs the weights."""
+        """True if an engine answers again after all were lost; it needs the weights."""
         self.step_groups = 0
         self.doing = ""
         self.dropped: Counter[str] = Counter()
@@ -47,9 +47,9 @@ class Shared:
         self.retries: Counter[str] = Counter()
         self.idle_since = 0.0
         self.sync_metrics: Mapping[str, float] = {}
-        """Of the last publish."""
+        """Metrics of the last publish."""
         self.inflight: InflightClock | None = None
-        """How many groups are being generated, added up over time."""
+        """The number of groups being generated, integrated over time."""
         self._waiting: list[asyncio.Future[None]] = []
 
     def count_generating(self) -> None:
@@ -86,18 +86,18 @@ class Shared:
 
     @property
     def current(self) -> bool:
-        """Whether engines were given the weights of the newest outer step."""
+        """True if engines have the weights of the newest outer step."""
         return self.published >= self.trainer_version - (
             self.trainer_version % self.settings.minibatches
         )
 
     @property
     def draining(self) -> bool:
-        """Whether the run is to end as soon as it can."""
+        """True if the run is to end as soon as it can."""
         return self.state == "draining"
 
     def room(self) -> int:
-        """How many groups may be started now."""
+        """Returns how many groups may start now."""
         if not self.permitted or self.state != "running" or self.exhausted:
             return 0
         running = self.buffer.counts.generating

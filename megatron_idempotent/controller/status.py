@@ -1,4 +1,4 @@
-"""What `ping` answers."""
+"""Makes the answer of `ping`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .shared import Shared
 
 
 def status_of(shared: Shared, prompts: Prompts) -> Status:
-    """Where a run stands now."""
+    """Returns the state of a run now."""
     counts = shared.buffer.counts
     fields = {each.name: getattr(counts, each.name) for each in dataclasses.fields(counts)}
     running = shared.state in ("running", "draining")

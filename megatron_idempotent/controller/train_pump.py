@@ -1,4 +1,4 @@
-"""The train pump: optimizer steps one after the other, and new weights for the engines behind."""
+"""The train pump: runs optimizer steps in turn, and publishes weights after them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AtVersion = Callable[[int], Awaitable[Mapping[str, float]]]
 
 
 class TrainPump:
-    """Owns `trainer_version`: one more right behind each step that succeeded, and never else."""
+    """Owns `trainer_version`, which grows by one after each step that succeeded."""
 
     def __init__(
         self,
@@ -123,9 +123,9 @@ class TrainPump:
         return metrics
 
     async def republish(self) -> None:
-        """For engines that were all lost and answer again, in the middle of a step.
+        """Publishes again if all engines were lost and one answers, in the middle of a step.
 
-        Errors: those of a publish, that of one which has failed since among them.
+        Errors: those of a publish, also of one that has failed meanwhile.
         """
         await self.settled()
         if self._shared.engines_back:
@@ -182,7 +182,7 @@ class TrainPump:
         shared.progressed()
 
     def _stamp(self) -> None:
-        """From here on groups are started with the weights that were published last."""
+        """Lets groups start with the weights that were published last."""
         self._shared.rollout_version = self._shared.published
         self._shared.permitted = True
         self._shared.progressed()

@@ -15,9 +15,9 @@ from megatron_idempotent.rollout.records import Sample
 from .records import RolloutGroup
 
 FIELDS = ("tokens", "logprobs", "versions", "lengths", "rewards", "rest")
-"""Of a group, one row each: the tokens of all samples one after another (int64), their log-probs
-(float64) and versions (int64); the samples' lengths (int64) and rewards (float64); and the rest,
-pickled (uint8). Other clients of the queue may read the first five."""
+"""The fields of a group, one row each: the tokens of all samples one after another (int64), their
+log-probs (float64) and versions (int64); the samples' lengths (int64) and rewards (float64); and
+the rest, pickled (uint8). Other clients of the queue may read the first five."""
 
 
 class TransferQueuePlane:

@@ -1,4 +1,4 @@
-"""Work that must not be left half-way, whoever is cancelled while they wait for it."""
+"""Runs work to its end although the caller that waits for it is cancelled."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 async def to_its_end(task: asyncio.Future[Any], limit_s: float | None = None) -> bool:
     """Wait until a task is done, even if the one who waits is cancelled, once or more often.
 
-    Whether it was: the caller raises `CancelledError` then, behind what it has to put right. From
-    the first cancellation on it waits `limit_s` at most; a task that is not done then goes on.
+    Returns whether the caller was cancelled: it raises `CancelledError` after it has cleaned up.
+    After the first cancellation it waits `limit_s` at most; a task that is not done then goes on.
     Example: `cancelled = await to_its_end(asyncio.ensure_future(policy.finish(step_id)), 300)`.
     """
     clock = asyncio.get_running_loop().time

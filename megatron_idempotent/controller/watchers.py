@@ -1,4 +1,4 @@
-"""What looks after the pumps: the watchdog, and the look-out for engines that come back."""
+"""Watches the pumps: the watchdog, and the probe for engines that come back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def watchdog(shared: Shared) -> None:
 
 
 def where(shared: Shared) -> str:
-    """Where a run stands, in one line."""
+    """Describes the state of a run in one line."""
     counts = shared.buffer.counts
     generating = list(shared.buffer.generating_ids)
     shown = ", ".join(map(str, generating[:8])) + (", …" if len(generating) > 8 else "")

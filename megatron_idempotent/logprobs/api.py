@@ -31,7 +31,7 @@ _LOGITS_BYTES_OF_ROWS = 512 << 20
 
 
 class TokenStats(NamedTuple):
-    """What is known of each token, in the shape of the targets, float32 (float64 of such logits).
+    """The statistics of each token, in the targets' shape, float32 (float64 for such logits).
 
     Zero for tokens that are masked or ignored.
     """
@@ -39,7 +39,7 @@ class TokenStats(NamedTuple):
     logprob: Tensor
     """Natural logarithm of softmax(logits / temperature) at the target."""
     entropy: Tensor | None
-    """Of that softmax, in nats; None unless asked for."""
+    """The entropy of that softmax, in nats; None unless asked for."""
     lse: Tensor
     """log Σ exp(logits / temperature); not differentiable."""
 

@@ -1,4 +1,4 @@
-"""What a call asks of a rank, and the small rules that all of its parts go by."""
+"""The records of one call on a rank, and small rules that all of its parts use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Columns(NamedTuple):
     first: int
     """The id of this rank's first column."""
     real: int
-    """How many of its columns are tokens; those behind them are padding."""
+    """The number of its columns that are tokens; those after them are padding."""
     per_rank: int
     vocabulary: int
     """Tokens on all ranks."""
@@ -26,12 +26,12 @@ class Columns(NamedTuple):
     ranks: int
 
     def real_of(self, rank: int) -> int:
-        """How many columns of that rank are tokens."""
+        """Returns the number of columns of that rank that are tokens."""
         return min(self.per_rank, max(0, self.vocabulary - rank * self.per_rank))
 
 
 class Wanted(NamedTuple):
-    """How to compute."""
+    """The options of a computation."""
 
     entropy: bool
     entropy_gradient: bool
@@ -55,16 +55,16 @@ class Wanted(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Of the tokens that are computed, in the order of their rows."""
+    """The inputs of the tokens that are computed, in the order of their rows."""
 
     targets: Tensor
     """Ids in the vocabulary, [N]."""
     temperature: Tensor | float
-    """Of all, or [N]."""
+    """The temperature of all tokens, or [N]."""
     columns: Columns
     wanted: Wanted
     sampling: Sampling | None = None
-    """Where it leaves something out."""
+    """The sampler, if it leaves something out."""
     keep: Tensor | None = None
     """`Sampling.keep` of these tokens, [N, K]."""
 
@@ -80,22 +80,22 @@ class Asked(NamedTuple):
 
 
 def temperature_of(temperature: Tensor | float, tokens: slice | Tensor) -> Tensor | float:
-    """Of some tokens, where each has one of its own."""
+    """Returns the temperature of some tokens, if each token has its own."""
     return temperature[tokens] if isinstance(temperature, Tensor) else temperature
 
 
 def divides_nothing(temperature: Tensor | float) -> bool:
-    """Whether logits are already z, but for their origin."""
+    """Returns whether the temperature is 1, so that logits need no division."""
     return not isinstance(temperature, Tensor) and temperature == 1
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """What logits of this type are computed in."""
+    """Returns the type in which logits of this type are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def is_ours(local: Tensor, columns: int) -> Tensor:
-    """Whether columns are among those of this rank, or of a part of them."""
+    """Returns a mask of the columns that are among the first `columns`, those of this rank."""
     return (local >= 0) & (local < columns)
 
 

@@ -1,4 +1,4 @@
-"""Of a sampler's candidates, those that it kept: the same on all ranks that share the vocabulary.
+"""Finds the tokens that a sampler kept, the same on all ranks that share the vocabulary.
 
 A rank's highest logits are its candidates. All ranks see all of them, with one all-gather, and so
 find the same boundary; where more columns than were sent might lie above it, more are sent.
@@ -48,7 +48,7 @@ class _Rows(NamedTuple):
 
 
 def choose(source: Source, asked: Asked) -> tuple[Kept, Whole]:
-    """What top-k and top-p leave, and statistics over it.
+    """Returns the tokens that top-k and top-p leave, and statistics over them.
 
     A collective of the group's ranks, one all-gather of 4 · (3 + C) bytes per token and rank. For
     tokens whose boundary may lie below what was sent there are more, each with eight times as many
@@ -139,12 +139,12 @@ def _sent(
 
 
 def _fit(columns: Columns, width: int) -> int:
-    """How many tokens of so many candidates per rank are computed at a time."""
+    """Returns how many tokens are computed at a time, with `width` candidates per rank."""
     return rows_of_a_block(columns.ranks * width, _CHUNK_BYTES, _AT_A_TIME, torch.float64)
 
 
 def _statistics(rows: _Rows, threshold_n: Tensor, also_n: Tensor) -> Whole:
-    """In float64, and from what all ranks have alike, so that they find the same bits."""
+    """Computes in float64 from values that are equal on all ranks, for the same bits."""
     logits_nW, target_n = rows.logits_nW, rows.target_n
     maximum_n = logits_nW.amax(-1).clamp(min=FINITE).double()
     z_nW = (logits_nW - maximum_n[:, None]) / columnwise(rows.temperature)

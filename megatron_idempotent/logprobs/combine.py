@@ -1,4 +1,4 @@
-"""What ranks know of their columns, put together: one collective, and the same bits on all."""
+"""Combines the ranks' statistics of their columns: one collective, the same bits on all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Partial(NamedTuple):
-    """Of a rank's columns z = (logit - origin) / temperature; each [N].
+    """Statistics of a rank's columns, with z = (logit - origin) / temperature; each [N].
 
     Sums leave the target out: beside the 1 of a token that is all but certain, the rest would be
     lost, and with it 1 - p, which is its gradient.
@@ -28,14 +28,14 @@ class Partial(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """Of all columns z = (logit - origin) / temperature; each [N]."""
+    """Statistics of all columns, with z = (logit - origin) / temperature; each [N]."""
 
     origin: Tensor
     """The largest of the ranks'."""
     exponentials: Tensor
     """Σ exp(z)"""
     mean: Tensor
-    """Of z."""
+    """The mean of z."""
     log_sum: Tensor
     """log Σ exp(z)"""
     logprob: Tensor
@@ -64,9 +64,9 @@ def all_gathered(sent_NX: Tensor, group: Any) -> Tensor:
 
 
 def merged(parts: list[Partial], own: list[Tensor], temperature: Tensor | float) -> Partial:
-    """Of a rank's columns, what is known of some of them at a time; without a collective.
+    """Merges statistics of parts of a rank's columns; without a collective.
 
-    `own` says of each part whose targets are among its columns; each [N].
+    `own` has a mask for each part: the tokens whose targets are among its columns; each [N].
     """
     if len(parts) == 1:
         return parts[0]

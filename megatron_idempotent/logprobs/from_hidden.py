@@ -32,7 +32,7 @@ class LogprobsFromHidden(torch.autograd.Function):
         asked: Asked,
         parts: Parts,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """As from logits of `hidden_NH @ weight_VH.T`, in the type of both.
+        """Computes the statistics of logits `hidden_NH @ weight_VH.T`, in the type of both.
 
         Some columns of all tokens at a time, so that each row of the weight is read once; with
         Triton's kernels all columns of some tokens.

@@ -34,7 +34,7 @@ def _forward(
 
 
 def _gradient(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> Any:
-    """Which columns of which tokens, their gradients [E], and the inputs that were saved."""
+    """Returns the tokens and columns, their gradients [E], and the inputs that were saved."""
     asked: Asked = ctx.asked
     saved = ctx.saved_tensors
     kept, whole, inputs = Kept(*saved[:3]), Whole(*saved[3:9]), saved[9:]
@@ -58,7 +58,7 @@ class KeptFromLogits(torch.autograd.Function):
         kept_N: Tensor | None,
         asked: Asked,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """What is asked is asked of the kept tokens."""
+        """Computes statistics; `asked` is indexed by kept token."""
         wanted = asked.wanted
         rows = Order(logits).rows(logits)
         source = Logits(rows, kept_N, asked.columns, wanted.workspace_bytes)
@@ -97,7 +97,7 @@ class KeptFromHidden(torch.autograd.Function):
         asked: Asked,
         parts: Parts,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """As from logits of `hidden_NH @ weight_VH.T`, in the type of both."""
+        """Computes the statistics of logits `hidden_NH @ weight_VH.T`, in the type of both."""
         ctx.parts, ctx.weight = parts, weight_VH
         source = Products(hidden_NH, weight_VH, asked.columns, parts)
         inputs = (hidden_NH, weight_VH)

@@ -25,7 +25,7 @@ class LogprobsFromLogits(torch.autograd.Function):
         kept_N: Tensor | None,
         asked: Asked,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """What is asked is asked of the kept tokens."""
+        """Computes statistics; `asked` is indexed by kept token."""
         rows = Order(logits).rows(logits)
         temperature, columns, wanted = asked.temperature, asked.columns, asked.wanted
         partial = partial_of(rows, asked.local, kept_N, temperature, columns, wanted)
@@ -67,7 +67,7 @@ class LogprobsFromLogits(torch.autograd.Function):
 
 
 def _zero(into: list[Tensor], kept_N: Tensor | None, columns: int) -> None:
-    """Where no gradient will be written: padding, and tokens that are not kept."""
+    """Zeroes the parts without a gradient: padding, and tokens that are not kept."""
     masks = [None] * len(into) if kept_N is None else torch.split(kept_N, [len(p) for p in into])
     for panel, mask in zip(into, masks, strict=True):
         panel[:, columns:] = 0

@@ -1,4 +1,4 @@
-"""What `kernels` computes of a block, in one expression each, for `torch.compile` to fuse."""
+"""The computations of `kernels`, one expression each, for `torch.compile` to fuse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FINITE = -1e30
 def statistics(
     logits_nV: Tensor, local_n: Tensor, temperature_n: Tensor, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `Partial` has them; sums in float64, because fused loops do not add up in pairs."""
+    """Returns the fields of `Partial`; sums in float64, since fused loops do not add in pairs."""
     logits_nV = logits_nV.to(temperature_n.dtype)
     maximum_n = logits_nV.amax(-1).clamp(min=FINITE)
     z_nV = (logits_nV - maximum_n[:, None]) / temperature_n[:, None]
@@ -38,7 +38,7 @@ def gradient(
     of_target_n: Tensor,
     temperature_n: Tensor,
 ) -> Tensor:
-    """As `write_gradient` writes it, rounded to the logits' type."""
+    """Returns what `write_gradient` writes, rounded to the logits' type."""
     z_nV = (logits_nV.to(temperature_n.dtype) - origin_n[:, None]) / temperature_n[:, None]
     factor_nV = factor_n[:, None]
     if slope_n is not None:
@@ -50,5 +50,5 @@ def gradient(
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For any number of rows and columns."""
+    """Compiles a function for any number of rows and columns."""
     return torch.compile(function, dynamic=True)

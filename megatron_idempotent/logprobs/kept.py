@@ -22,7 +22,7 @@ class Kept(NamedTuple):
     """Columns of this rank that take part, each once; [E]."""
 
     row: Tensor
-    """Which of the tokens."""
+    """The token of each element."""
     column: Tensor
     """Here, not in the vocabulary."""
     logit: Tensor
@@ -36,7 +36,7 @@ class Kept(NamedTuple):
         return Kept(row.int(), column.int(), logit.to(like_N.dtype))
 
     def gradient(self, slopes: Slopes, temperature: Tensor | float) -> Tensor:
-        """Of these columns' logits, [E]."""
+        """Returns the gradient of these columns' logits, [E]."""
         row_E = self.row.long()
         t_E = temperature[row_E] if isinstance(temperature, Tensor) else temperature
         z_E = self.logit if slopes.origin is None else self.logit - slopes.origin[row_E]

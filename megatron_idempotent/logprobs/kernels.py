@@ -1,4 +1,4 @@
-"""What is computed of logits, one block of rows at a time: statistics, and their gradient.
+"""Computes statistics of logits and their gradient, one block of rows at a time.
 
 The softmax is never kept: the gradient computes it again from the logits, and from a few numbers
 per token.
@@ -61,7 +61,7 @@ class _Scratch:
         return self._views[number, rows]
 
     def read(self, logits_nV: Tensor) -> Tensor:
-        """In the type that is computed in; in the first buffer if it is another."""
+        """Returns the logits in the type of the computation; in the first buffer if it differs."""
         if logits_nV.dtype == self._dtype:
             return logits_nV
         return self(0, len(logits_nV))[0].copy_(logits_nV)
@@ -75,7 +75,7 @@ def partial_of(
     columns: Columns,
     wanted: Wanted,
 ) -> Partial:
-    """Of the kept tokens, which `local_N` and a temperature per token are of."""
+    """Returns statistics of the kept tokens, by which `local_N` and `temperature` are indexed."""
     like = torch.zeros(len(local_N), dtype=accumulated(logits.dtype), device=logits.device)
     found = Partial(*(like.clone() for _ in range(4)))
     found.origin.fill_(FINITE)
@@ -141,8 +141,8 @@ def _sums(
     *,
     behind_largest: bool,
 ) -> None:
-    """Behind each token's largest logit, or of the logits as they are; and their moments, where
-    entropies are wanted."""
+    """Sums exp(logit - largest) per token, or exp(logit); and the moments, if entropies are
+    wanted."""
     cut = list(blocks([len(panel) for panel in rows], kept_N, scratch.rows))
     per_token = found.origin[:, None], apart_N1, found.exponentials, found.moments
     of_blocks = (cut, _divisors(temperature, cut), *(along(cut, each) for each in per_token))
@@ -170,7 +170,7 @@ def write_gradient(
     columns: Columns,
     wanted: Wanted,
 ) -> None:
-    """Of the kept tokens, into tensors of the same shape, or into the logits themselves."""
+    """Writes the kept tokens' gradient into tensors of the same shape, or into the logits."""
     if not rows or not columns.real:
         return
     sizes = [len(panel) for panel in rows]
@@ -229,7 +229,7 @@ def behind(
 
 
 def _columns(cut: list[Block], per_token: Tensor | None) -> Sequence[Any]:
-    """Of each block, [n, 1]."""
+    """Returns each block's values as a column, [n, 1]."""
     return [None] * len(cut) if per_token is None else along(cut, per_token[:, None])
 
 

@@ -114,7 +114,7 @@ def logprobs_processor(
     temperature: float | Tensor = 1.0,
     **arguments: Any,
 ) -> Callable[..., TokenStats]:
-    """What `model_logprobs` gives the model, for who calls the model on their own.
+    """Returns what `model_logprobs` gives the model, for callers who call the model themselves.
 
     Args:
         targets, temperature, arguments: as of `model_logprobs`; by default as there.

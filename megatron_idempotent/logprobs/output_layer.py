@@ -63,7 +63,7 @@ def stats_of(
 
 
 def scale_of(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
-    """What the model multiplies its logits with behind the output layer; muP does.
+    """Returns the factor by which the model multiplies its logits after the output layer (muP).
 
     Raises:
         ValueError: it does something else to them.
@@ -133,7 +133,7 @@ def _group(layer: Any) -> Any:
 
 
 def _turned(name: str, value: Any, shape_BS: tuple[int, int]) -> Any:
-    """What there is for each token, in the order of the hidden states."""
+    """Returns values of each token in the order of the hidden states."""
     if isinstance(value, Sampling) and value.keep is not None:
         keep = _turned("sampling.keep", value.keep, shape_BS)
         return dataclasses.replace(value, keep=keep)

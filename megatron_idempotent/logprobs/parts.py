@@ -18,7 +18,7 @@ TILE = 128
 
 
 class Parts(NamedTuple):
-    """How much of the logits there is at a time, and where gradients go."""
+    """The size of the parts in which logits are computed, and the target of gradients."""
 
     logits_bytes: int
     reduce: bool

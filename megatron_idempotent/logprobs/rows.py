@@ -41,9 +41,9 @@ class Order:
 
 
 def panels(*tensors: Tensor) -> tuple[list[Tensor], ...]:
-    """Of each tensor, matrices of rows that together are all of it, without a copy.
+    """Views each tensor as a list of matrices that together are all of it.
 
-    One, unless some tensor is a slice; all tensors, of one shape, are cut alike.
+    One, unless some tensor is a slice; all tensors, of one shape, are cut the same.
     """
     try:
         return tuple([tensor.view(-1, tensor.shape[-1])] for tensor in tensors)
@@ -63,14 +63,14 @@ class Block(NamedTuple):
     kept: slice
 
     def read(self, panels: list[Tensor]) -> Tensor:
-        """Of these panels; a view where the rows follow each other."""
+        """Returns the block's rows of these panels; a view if the rows follow each other."""
         rows, matrix = self.rows, panels[self.panel]
         if isinstance(rows, Tensor):
             return matrix.index_select(0, rows)
         return matrix.narrow(0, rows.start, rows.stop - rows.start)
 
     def view(self, panels: list[Tensor]) -> Tensor | None:
-        """In its place; None where the rows do not follow each other."""
+        """Returns a view of the rows; None if they do not follow each other."""
         return self.read(panels) if isinstance(self.rows, slice) else None
 
     def write(self, panels: list[Tensor], values: Tensor) -> None:
@@ -84,7 +84,7 @@ class Block(NamedTuple):
 
 
 def along(blocks: Sequence[Block], per_token: Tensor) -> Sequence[Tensor]:
-    """What each of the blocks, which together are all kept tokens, has of [N, ...]; views."""
+    """Splits [N, ...] by blocks that together are all kept tokens; views."""
     return torch.split(per_token, [each.kept.stop - each.kept.start for each in blocks])
 
 
@@ -104,7 +104,7 @@ def blocks(sizes: list[int], kept_N: Tensor | None, rows: int) -> Iterator[Block
 
 
 def _parts(size: int, chosen: Tensor | None, rows: int) -> Iterator[slice | Tensor]:
-    """At most so many of them at a time; as slices, which take no copy, where runs are long."""
+    """Cuts the rows into parts of at most `rows`; as slices, without a copy, if runs are long."""
     if chosen is None:
         runs = [(0, size)]
     elif not len(chosen):
@@ -139,14 +139,14 @@ def some(kept_N: Tensor | None, chosen_K: Tensor) -> Tensor:
 
 
 def rows_of_a_block(columns: int, workspace_bytes: int, buffers: int, dtype: torch.dtype) -> int:
-    """How many rows fit into the scratch memory, at least one."""
+    """Returns the number of rows that fit into the scratch memory, at least one."""
     return max(1, workspace_bytes // (max(columns, 1) * buffers * dtype.itemsize))
 
 
 def places(
     sizes: list[int], kept_N: Tensor | None, token_E: Tensor
 ) -> Iterator[tuple[int, slice | Tensor, Tensor]]:
-    """Where kept tokens stand: each panel that has some, which of them, and their rows in it."""
+    """Yields each panel that has kept tokens, which of them, and their rows in it."""
     row_E = token_E if kept_N is None else kept_N.nonzero().squeeze(1)[token_E]
     if len(sizes) == 1:
         yield 0, slice(None), row_E

@@ -1,4 +1,4 @@
-"""What a sampler leaves of the vocabulary: top-k, then top-p of what is left, or the ids it names.
+"""The vocabulary that a sampler leaves: top-k, then top-p of that, or the ids that it names.
 
 Legend: n tokens, W candidates.
 """
@@ -20,7 +20,7 @@ _CANDIDATES = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sampling:
-    """Which tokens there were to choose from, when a token was sampled.
+    """The set of tokens from which a token was sampled.
 
     As engines do it: logits are divided by the temperature, the `top_k` most probable tokens are
     kept, and of those the fewest whose probability, of what was kept, comes to `top_p`. Tokens with
@@ -31,17 +31,17 @@ class Sampling:
     """
 
     top_k: int = 0
-    """At least 1; 0 or -1 for all."""
+    """The number of tokens to keep, 1 or more; 0 or -1 for all."""
     top_p: float = 1.0
-    """In (0, 1]; 1 for all."""
+    """The probability to keep, in (0, 1]; 1 for all."""
     keep: Tensor | None = None
     """[..., K] of int64: ids for each token, negative where there are fewer, in any order."""
     target: Literal["keep", "-inf"] = "keep"
-    """What a target that is not kept gets: a place among the kept, or a log-prob of -inf, which has
-    no gradient."""
+    """The treatment of a target that is not kept: a place among the kept, or a log-prob of -inf,
+    which has no gradient."""
     candidates: int | None = None
-    """How many columns each rank sends; None for 32 more than `top_k`, or 128. For tokens that they
-    do not suffice for, eight times as many are sent, and so on."""
+    """The number of columns that each rank sends; None for 32 more than `top_k`, or 128. If they do
+    not suffice for a token, eight times as many are sent, and so on."""
 
     def __post_init__(self) -> None:
         def refuse(name: str, known: str) -> None:
@@ -76,11 +76,11 @@ class Sampling:
             )
 
     def cuts(self, vocabulary: int) -> bool:
-        """Whether it leaves out any of so many tokens."""
+        """Returns whether it leaves out any token of a vocabulary of that size."""
         return self.keep is not None or self.top_p < 1 or 0 < self.top_k < vocabulary
 
     def width(self) -> int:
-        """How many columns of each rank are candidates."""
+        """The number of columns of each rank that are candidates."""
         if self.candidates is not None:
             return self.candidates
         return self.top_k + _TIES if self.top_k > 0 else _CANDIDATES
@@ -123,5 +123,5 @@ def _nothing_beyond(lowest_n: Tensor, beyond_n: Tensor | None) -> Tensor:
 
 
 def columnwise(temperature: Tensor | float) -> Tensor | float:
-    """To divide rows by."""
+    """Returns the temperature as a divisor of rows."""
     return temperature[:, None] if isinstance(temperature, Tensor) else temperature

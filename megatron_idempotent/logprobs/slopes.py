@@ -1,4 +1,4 @@
-"""What the gradient of a token's logits is made of: a few numbers per token.
+"""The coefficients of the gradient of a token's logits: a few numbers per token.
 
 Legend: N tokens.
 """
@@ -22,7 +22,7 @@ _FEW = 0.9
 
 
 class Slopes(NamedTuple):
-    """Of each kept token [N]: its gradient is exp(z)·(factor + slope·z), and `of_target` there.
+    """The gradient of each kept token [N]: exp(z)·(factor + slope·z), `of_target` at its target.
 
     z = (logit - origin) / temperature.
     """
@@ -74,7 +74,7 @@ class Slopes(NamedTuple):
 
 
 def differentiated(of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> Tensor:
-    """Which tokens' outputs have a gradient that is not 0.
+    """Returns a mask of the tokens whose outputs have a gradient that is not 0.
 
     Clipped tokens have none, and those of groups whose rewards are all alike.
     """

@@ -1,4 +1,4 @@
-"""Where logits are read: in a tensor, or as products of hidden states and a weight.
+"""Reads logits from a tensor, or as products of hidden states and a weight.
 
 Legend: n, b some of N tokens, K columns of a token.
 """
@@ -25,10 +25,10 @@ class Source(Protocol):
         """All of them, some tokens [n, V] at a time."""
 
     def of(self, token_b: Tensor) -> Tensor:
-        """Of these tokens, [b, V]."""
+        """Returns the logits of these tokens, [b, V]."""
 
     def at(self, column_NK: Tensor) -> Tensor:
-        """At some columns of each token, [N, K]."""
+        """Returns the logits at some columns of each token, [N, K]."""
 
 
 class Logits:

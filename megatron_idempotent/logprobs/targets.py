@@ -1,4 +1,4 @@
-"""Which token each position predicts, in padded and packed batches, and each rank's part of them.
+"""Makes the target of each position, in padded and packed batches, and each rank's part.
 
 Legend: B rows, T positions. No loop over sequences, and nothing waits for the device.
 """
@@ -16,16 +16,16 @@ def shift_targets(
     cu_seqlens: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """The next token of the same sequence at each position [..., T]; where there is none, ignored.
+    """Returns the next token of the same sequence at each position [..., T], or `ignore_index`.
 
-    Of whole sequences: under context parallelism shift first, and then take each rank's part, with
-    `context_parallel_part`.
+    It needs whole sequences: under context parallelism shift first, and then take each rank's
+    part, with `context_parallel_part`.
 
     Args:
-        tokens: [..., T] of int64, padded on either side, or packed sequences one behind the other.
+        tokens: [..., T] of int64, padded on either side, or packed sequences one after the other.
         mask: [..., T], true or above 0 where there is a token; None where all are.
         cu_seqlens: [n + 1] of integers, where packed sequences begin and the last one ends, padding
-            between them included; positions behind the last one belong to none.
+            between them included; positions after the last one belong to none.
         ignore_index: what stands where nothing is predicted; `token_logprobs` computes nothing
             there.
 

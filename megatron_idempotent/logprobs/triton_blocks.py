@@ -1,4 +1,4 @@
-"""How much of a row the Triton kernels take at a time: a short table of shapes to choose from.
+"""The block shapes of the Triton kernels: a short table to choose from.
 
 The first of each is used until a benchmark has said otherwise: `python -m benchmarks.token_logprobs
 --device cuda --tune` times all of them.
@@ -44,11 +44,11 @@ class Block(NamedTuple):
     computed: torch.dtype = torch.float32
 
     def segments(self, columns: int) -> int:
-        """How many programs share a row."""
+        """Returns the number of programs that share a row."""
         return -(-columns // self.shape.segment)
 
     def constants(self) -> dict[str, Any]:
-        """What the kernels are compiled for."""
+        """Returns the constants that the kernels are compiled for."""
         return {
             "SEGMENT": self.shape.segment,
             "UNROLL": self.shape.unroll,

@@ -1,4 +1,4 @@
-"""What Triton's kernels compute of single numbers: scaled distances, and their exponentials.
+"""Element-wise functions of Triton's kernels: scaled distances, and their exponentials.
 
 The hardware's 2ˣ is as good as float32, but its argument is not: x·log₂e is rounded, and a rounding
 of a large argument is a large factor. Two multiply-adds take that back, so that an exponential

@@ -1,9 +1,9 @@
 """Statistics of logits in one reading of them: a Triton kernel.
 
 A program reads one segment of one row. Each lane keeps the largest logit of its columns, Σ exp(z)
-and Σ exp(z)·z behind that, so nothing crosses lanes until the end, and one exponential in `UNROLL`
-rescales. Segments have a width that depends on nothing but the block's shape, so that a token's
-bits are not up to how many tokens there are.
+and Σ exp(z)·z relative to it, so nothing crosses lanes until the end, and one exponential in
+`UNROLL` rescales. Segments have a width that depends on nothing but the block's shape, so that a
+token's bits do not depend on the number of tokens.
 
 Legend: N tokens, P segments, U rows of a tile of L lanes.
 """

@@ -11,7 +11,7 @@ from .asked import accumulated
 
 
 class WeightGradient:
-    """Of a weight [V, H], a few rows at a time; of the first `written` ones each will be added."""
+    """Gradient of a weight [V, H], some rows at a time; adds each of the first `written` once."""
 
     def __init__(self, weight_VH: Tensor, needed: bool, fused: bool, written: int = 0) -> None:
         self._weight_VH, self._fused = weight_VH, needed and fused
@@ -23,7 +23,7 @@ class WeightGradient:
             self._own[0 if fused else written :].zero_()
 
     def add(self, rows: slice | Tensor, d_logits_Nv: Tensor, hidden_NH: Tensor) -> None:
-        """What comes of these columns of the logits. Each row is added once."""
+        """Adds the part of these columns of the logits. Each row is added once."""
         if self._own is None:
             return
         if self._fused:
@@ -42,14 +42,14 @@ class WeightGradient:
             self._own[rows] = d_logits_Nv.t() @ hidden_NH
 
     def done(self) -> Tensor | None:
-        """What autograd is given."""
+        """Returns the gradient for autograd."""
         if self._fused and hasattr(self._weight_VH, "grad_added_to_main_grad"):
             self._weight_VH.grad_added_to_main_grad = True
         return self._own
 
 
 class SummedWeightGradient:
-    """Of a weight [V, H], whole, a few tokens at a time: a sum of products, in float32."""
+    """Gradient of a whole weight [V, H], a few tokens at a time: a sum of products in float32."""
 
     def __init__(
         self, weight_VH: Tensor, needed: bool, fused: bool, written: int, parts: int
@@ -71,12 +71,12 @@ class SummedWeightGradient:
         self._sum = torch.zeros(written, like.shape[1], dtype=dtype, device=like.device)
 
     def add(self, d_logits_nV: Tensor, hidden_nH: Tensor) -> None:
-        """What comes of these tokens."""
+        """Adds the part of these tokens."""
         if self._sum is not None:
             product_into(self._sum, d_logits_nV.t(), hidden_nH, add=True)
 
     def done(self) -> Tensor | None:
-        """What autograd is given."""
+        """Returns the gradient for autograd."""
         if self._sum is None:
             return None
         written = len(self._sum)

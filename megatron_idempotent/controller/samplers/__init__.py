@@ -1,4 +1,4 @@
-"""Which groups are started, which train next, and which have become too old."""
+"""Samplers decide which groups start, which train next, and which are too old."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def checked_evict(sampler: Sampler, ready: Ready, *, version: int) -> tuple[Held
 
 
 def checked_room(sampler: Sampler, admission: Admission) -> float:
-    """How many more groups a sampler lets start. Errors: `SamplerError`."""
+    """Returns how many more groups a sampler lets start. Errors: `SamplerError`."""
     answer = asked(sampler, "room", admission)
     if not isinstance(answer, numbers.Real):
         raise SamplerError(

@@ -39,7 +39,7 @@ class InOrderSampler:
 
     @property
     def max_staleness(self) -> int:
-        """The lookahead: a group trains that many versions behind its own at the latest."""
+        """The lookahead: a group trains at most so many versions after its own."""
         return self._lookahead
 
     def required_capacity(self, groups_per_step: int) -> int:
@@ -47,7 +47,7 @@ class InOrderSampler:
         return groups_per_step * (self._lookahead + 1)
 
     def room(self, admission: Admission) -> int:
-        """As many as can train within the lookahead."""
+        """Returns the number of groups that can train within the lookahead."""
         return room_within(self._lookahead, admission)
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:

@@ -67,7 +67,7 @@ def _check_options(name: str, build: Callable[..., Any], options: dict[str, Any]
 
 
 def _check_sampler(path: str, sampler: Any) -> None:
-    """That the parts of the protocol are there, take its arguments and are of its types."""
+    """Checks that a sampler has the protocol's parts, with its arguments and types."""
     parts = [part for part in vars(Sampler) if not part.startswith("_")]
     missing = [part for part in parts if not hasattr(sampler, part)]
     missing += [m for m in _METHODS if m not in missing and not callable(getattr(sampler, m))]

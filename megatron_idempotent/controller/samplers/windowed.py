@@ -60,7 +60,7 @@ class WindowedSampler:
         return groups_per_step * (self._window + 1)
 
     def room(self, admission: Admission) -> int:
-        """As many as can train within the window; see `room_within`."""
+        """Returns the number of groups that can train within the window; see `room_within`."""
         return room_within(self._window, admission)
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
@@ -81,7 +81,7 @@ class WindowedSampler:
 
 
 class StrictSampler(WindowedSampler):
-    """On-policy: trains only groups of the weights that are being trained. A window of 0."""
+    """The on-policy sampler: trains only groups of the weights that are being trained."""
 
     name = "strict"
 

@@ -1,4 +1,4 @@
-"""Loggers of others behind the protocol, and any logger by its name."""
+"""Adapts loggers of other libraries, and makes loggers by name."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class WandbLogger:
 def logger_factories(
     names: Sequence[str], directory: Path, *, first_step: int = 0
 ) -> list[Callable[[], Logger]]:
-    """What `Loggers` takes, for `"jsonl"`, `"tensorboard"`, `"wandb"` and import paths.
+    """Returns factories for `Loggers`: `"jsonl"`, `"tensorboard"`, `"wandb"`, import paths.
 
     The callable at `"package.module:name"` is called with the directory and `first_step`, the step
     that a resumed run goes on from, and returns a logger. Nothing is built here, but a name that

@@ -1,4 +1,4 @@
-"""Numbers behind the picture of a timeline: what to draw where there is too much to draw."""
+"""Reduces a timeline to what can be drawn, if there is too much of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kind(name: str) -> str:
 
 
 def innermost(lane: Sequence[Laid[Span]]) -> dict[str, tuple[Floats, Floats]]:
-    """By kind, starts and ends in seconds of the time in which it was the innermost span.
+    """Returns by kind the starts and ends, in seconds, of times as the innermost span.
 
     `lane` is one of `lay_out`: spans nest or are apart, outer ones first.
     """

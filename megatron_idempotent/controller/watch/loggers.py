@@ -68,7 +68,7 @@ class Loggers:
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Hand the metrics to every logger that still works; threaded, without waiting.
 
-        Behind `close` they are left out.
+        After `close` they are left out.
         """
         if self._closed:
             self._left_out += 1

@@ -74,7 +74,7 @@ def counts_metrics(
     dropped: Mapping[str, int] | None = None,
     retries: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
-    """What has become of all groups, how deep the queues are, and what was wasted.
+    """Returns metrics of all groups: how they ended, the depth of queues, and the waste.
 
     `rollouts/unaccounted` is submitted − trained − filtered − evicted − running, and always 0;
     `rollouts/wasted_fraction` is (filtered + evicted) / (trained + filtered + evicted). `dropped`
@@ -115,14 +115,14 @@ class InflightClock:
         self._group_s = 0.0
 
     def now(self, at_s: float, running: int) -> None:
-        """From `at_s` on, `running` groups are being generated."""
+        """Records that `running` groups are being generated from `at_s` on."""
         elapsed_s = at_s - self._at_s
         self._busy_s += elapsed_s if self._running else 0.0
         self._group_s += elapsed_s * self._running
         self._at_s, self._running = at_s, running
 
     def take(self, at_s: float) -> Inflight:
-        """What was added up since the last call, and start again from zero."""
+        """Returns the totals since the last call, and starts again from zero."""
         self.now(at_s, self._running)
         taken = Inflight(busy_s=self._busy_s, group_s=self._group_s)
         self._busy_s = self._group_s = 0.0

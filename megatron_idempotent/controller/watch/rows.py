@@ -1,4 +1,4 @@
-"""The metrics file: one JSON object per step. Free of torch, for whoever reads it."""
+"""The metrics file: one JSON object per step. Free of torch, for any reader."""
 
 from __future__ import annotations
 

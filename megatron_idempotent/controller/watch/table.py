@@ -79,7 +79,7 @@ async def keep_showing(
 def rows(
     status: Mapping[str, Any], metrics: Mapping[str, float], *, until: int = 0, engines: str = ""
 ) -> list[tuple[str, str]]:
-    """What the table has: a name and a text per row. Metrics that are not there yet are a dash."""
+    """Returns the table's rows: a name and a text. Metrics that are not there yet are a dash."""
     counts = status["counts"]
     started = "may start" if status["rollouts_permitted"] else "none may start"
     version = f"{status['trainer_version']}{f' of {until}' if until else ''}"

@@ -1,4 +1,4 @@
-"""What every pump did and when: spans, curves and marks, kept in memory until they are written."""
+"""Records what every pump did and when: spans, curves and marks, in memory until written."""
 
 from __future__ import annotations
 
@@ -92,17 +92,17 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """Those that are kept, in the order in which they were recorded."""
+        """Returns the kept ones, in the order in which they were recorded."""
         return [each for each in self._events.copy() if isinstance(each, Span)]
 
     @property
     def counts(self) -> list[Count]:
-        """Those that are kept, in the order in which they were recorded."""
+        """Returns the kept ones, in the order in which they were recorded."""
         return [each for each in self._events.copy() if isinstance(each, Count)]
 
     @property
     def marks(self) -> list[Mark]:
-        """Those that are kept, in the order in which they were recorded."""
+        """Returns the kept ones, in the order in which they were recorded."""
         return [each for each in self._events.copy() if isinstance(each, Mark)]
 
     def tracks(self) -> list[str]:
