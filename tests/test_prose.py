@@ -11,6 +11,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "megatron_idempotent"
 ROOMS = (
+    "cli",
+    "simulator",
+    "trainer",
     "cpu",
     "engine",
     "fp8",

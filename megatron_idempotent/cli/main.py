@@ -26,8 +26,8 @@ _OWN_PARSERS = {
 
 
 READER_LEFT = 128 + signal.SIGPIPE
-"""Exit code where whoever reads our output has closed it, as `| head` does: what shells report of
-other commands then."""
+"""The exit code if the reader of our output has closed it, as `| head` does; shells report the same
+for other commands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

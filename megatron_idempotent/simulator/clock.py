@@ -86,7 +86,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self, *, limit_s: float = math.inf) -> None:
-        """Args: limit_s: of virtual time, behind which `TooLong` is raised."""
+        """Args: limit_s: of virtual time, after which `TooLong` is raised."""
         super().__init__(_Jumping(self._jump))
         self._now = 0.0
         self._limit_s = limit_s

@@ -1,4 +1,4 @@
-"""What an engine's work takes, in virtual seconds."""
+"""The cost of an engine's work, in virtual seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_idempotent.settings import Field, settings
 
 @settings(ValueError, "engine.")
 class EngineCosts:
-    """What an engine's work takes.
+    """The cost of an engine's work.
 
     A decode step of a batch of n requests takes `step_s + n * request_s` and brings each of them
     one token: memory-bound for small batches, and never more than 1 / request_s tokens a second.
@@ -20,7 +20,7 @@ class EngineCosts:
     prompt_tokens: float = Field(default=0.0, ge=0)
     """Tokens' worth of time before the first token of a response, or of what is left of it."""
     bucket_s: float = Field(default=0.5, ge=0)
-    """To take one bucket of weights; it serves meanwhile."""
+    """Seconds to take one bucket of weights; the engine serves meanwhile."""
     pause_s: float = Field(default=0.02, ge=0)
     commit_s: float = Field(default=0.5, ge=0)
     resume_s: float = Field(default=0.01, ge=0)
@@ -33,11 +33,11 @@ class EngineCosts:
             )
 
     def seconds_per_token(self, running: int) -> float:
-        """Of each of so many requests."""
+        """Returns the seconds per token of each of `running` requests."""
         return self.step_s + running * self.request_s
 
     def tokens_per_s(self, running: float) -> float:
-        """Of all of so many requests together, at most; concave in their number.
+        """Returns the most tokens per second of all `running` requests; concave in their number.
 
         Below one request per engine some engines have none, so it is linear there.
         """
@@ -45,5 +45,5 @@ class EngineCosts:
         return min(running, 1.0) * max(running, 1.0) / self.seconds_per_token_of(max(running, 1.0))
 
     def seconds_per_token_of(self, running: float) -> float:
-        """Of each of so many requests, on average."""
+        """Returns the mean seconds per token of each of `running` requests."""
         return self.step_s + running * self.request_s

@@ -96,12 +96,12 @@ class SimulatedEngine:
     # The contract.
 
     async def generate(self, request: Request) -> Sample:
-        """As the protocol has it; requests wait while it is paused."""
+        """See the protocol; requests wait while it is paused."""
         self._check()
         return await self._serving.answer(request)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """As the protocol has it."""
+        """See the protocol."""
         await self._taker()(self.costs.pause_s)
         if self._paused:
             return
@@ -118,7 +118,7 @@ class SimulatedEngine:
         self._serving.undrain()
 
     async def resume(self) -> None:
-        """As the protocol has it."""
+        """See the protocol."""
         await self._taker()(self.costs.resume_s)
         if self._updates.dirty:
             raise EngineError(f"engine {self.name} is DIRTY; commit again, or roll back")
@@ -127,11 +127,11 @@ class SimulatedEngine:
         self._serving.sharing.speed_up(self._factor)
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """As the protocol has it; tensors are not looked at, and buckets are counted."""
+        """See the protocol; tensors are not looked at, and buckets are counted."""
         await self._updates.stage(update, buckets)
 
     async def commit(self, update_id: str) -> int:
-        """As the protocol has it."""
+        """See the protocol."""
         self._check()
         if not self._paused and update_id != self._updates.committed:
             raise EngineError(f"engine {self.name} is not paused; pause it before {update_id}")
@@ -142,12 +142,12 @@ class SimulatedEngine:
         return version
 
     async def rollback(self, update_id: str) -> None:
-        """As the protocol has it."""
+        """See the protocol."""
         self._check()
         self._updates.rollback(update_id)
 
     async def health(self) -> EngineHealth:
-        """As the protocol has it."""
+        """See the protocol."""
         if self._dead:
             return EngineHealth(status="DEAD", version=None, detail=self._dead)
         running = self._serving.taken
@@ -162,7 +162,7 @@ class SimulatedEngine:
         )
 
     async def close(self) -> None:
-        """As the protocol has it."""
+        """See the protocol."""
         if not self._dead:
             self._serving.give_back()
             self.die("closed")
@@ -176,7 +176,7 @@ class SimulatedEngine:
         self._serving.fail(EngineDead(self._dead))
 
     def come_back(self) -> None:
-        """Started anew, with the weights that it began with. Alive: no-op."""
+        """Restarts the engine with the weights that it began with. Alive: no-op."""
         if self._dead:
             self._dead = ""
             self._restart()

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulation, and when."""
+"""The faults of a simulation, and their times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "prompt": ("poisoned", "fails", "hangs"),
     "logger": ("raises",),
 }
-"""What can happen to each target."""
+"""The faults that can happen to each target."""
 
 CALLS: Mapping[str, tuple[str, ...]] = {
     "policy": ("begin", "logprobs", "microbatch", "finish", "abort"),
@@ -54,7 +54,7 @@ class Fault:
     for_s: float = Field(default=0.0, ge=0)
     """Seconds until an engine is back, or as fast as before; 0 for ever."""
     factor: float = Field(default=0.1, gt=0, lt=1)
-    """How fast a slow engine is."""
+    """The speed of a slow engine, as a share of the usual one."""
 
     def __post_init__(self) -> None:
         kinds, calls = KINDS[self.target], CALLS.get(self.target, ("",))
@@ -69,7 +69,7 @@ class Fault:
             )
 
     def described(self) -> str:
-        """In words: `engine 3 dies in stage`."""
+        """Describes the fault: `engine 3 dies in stage`."""
         which = f" {self.index}" if self.target in ("engine", "prompt") else ""
         call = f".{self.call}" if self.call else ""
         return f"{self.target}{which}{call} {self.kind}"
@@ -80,7 +80,7 @@ class InjectedError(RuntimeError):
 
 
 class Faults:
-    """Those that happen in calls. Example: `faults.due("policy", now, call="finish")`."""
+    """The faults that happen in calls. Example: `faults.due("policy", now, call="finish")`."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self._left = [[fault, fault.times] for fault in faults]

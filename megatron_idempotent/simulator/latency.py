@@ -1,4 +1,4 @@
-"""How long things take: distributions as records, each a function of one uniform number.
+"""Distributions of durations as records, each a function of one uniform number.
 
 A draw is `quantile(uniform(seed, …))`, so it depends on what it is for and not on when it is made.
 """
@@ -28,7 +28,7 @@ def uniform(*seeds: int) -> float:
 
 
 class Distribution(Protocol):
-    """Of seconds, or of tokens."""
+    """A distribution of seconds, or of tokens."""
 
     def quantile(self, share: float) -> float:
         """The value that a share (above 0, below 1) of all draws stays below."""
@@ -128,7 +128,7 @@ class Mixture:
             raise ValueError(f"the shares of a mixture sum to {total:g}; allowed: 1")
 
     def quantile(self, share: float) -> float:
-        """Not a quantile of the whole, but as good to draw from: parts lie behind each other."""
+        """Not a quantile of the whole, but as good to draw from: the parts follow each other."""
         for weight, part in self.parts[:-1]:
             if share < weight:
                 return part.quantile(share / weight)

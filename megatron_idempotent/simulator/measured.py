@@ -15,9 +15,9 @@ class MeasuredFleet(Fleet):
     """Example: `fleet.pause_s / fleet.sync_s`."""
 
     pause_s = 0.0
-    """In which engines were paused."""
+    """Seconds in which engines were paused."""
     sync_s = 0.0
-    """Of all publishes."""
+    """Seconds of all publishes."""
     syncs = 0
 
     async def publish(self, version: int) -> Mapping[str, float]:
@@ -33,7 +33,7 @@ class MeasuredFleet(Fleet):
 
 
 def sync_settings(scenario: Scenario) -> SyncSettings:
-    """As the scenario has them; limits that it does not name stay the defaults."""
+    """Returns the scenario's settings; limits that it does not name stay the defaults."""
     sync = scenario.sync
     return SyncSettings(
         pause_mode=sync.pause_mode,

@@ -25,7 +25,7 @@ class TrainCosts:
     microbatch_s: float = Field(default=0.0, ge=0)
     """Per call, of however many groups."""
     token_s: float = Field(default=1e-5, ge=0)
-    """Of a forward and a backward, per token."""
+    """Seconds of a forward and a backward, per token."""
     finish_s: float = Field(default=0.5, ge=0)
     """Reduction and update."""
     abort_s: float = Field(default=0.1, ge=0)
@@ -42,7 +42,7 @@ class Update:
     lags: tuple[int, ...]
     """Versions between the oldest weights of each group's tokens and those that it trained."""
     entries: int
-    """Of all samples."""
+    """Entries of all samples."""
 
 
 class BrokenRule(AssertionError):
@@ -60,11 +60,11 @@ class SimulatedPolicy:
     ) -> None:
         self.costs = costs
         self.busy_s = 0.0
-        """In calls that did something, of steps that were aborted too."""
+        """Seconds in calls that did something, also of steps that were aborted."""
         self.updates: list[Update] = []
-        """In its weights, those of a restored checkpoint included."""
+        """The updates in its weights, those of a restored checkpoint included."""
         self.lost = False
-        """Whether ranks are gone; `restart` brings them back."""
+        """True if ranks are gone; `restart` brings them back."""
         self.aborted = 0
         """Open steps that were undone."""
         self._tokens_per_entry = tokens_per_entry
@@ -80,11 +80,11 @@ class SimulatedPolicy:
         return len(self.updates)
 
     def has(self, group_id: int) -> bool:
-        """Whether a group is in its weights."""
+        """Returns whether a group is in its weights."""
         return group_id in self._trained
 
     async def begin(self, step_id: str) -> None:
-        """As the protocol has it."""
+        """See the protocol."""
         fault = await self._call("begin", self.costs.begin_s)
         if self._open and self._open != step_id:
             raise BrokenRule(f"begin({step_id}) while step {self._open} is open")
@@ -94,12 +94,12 @@ class SimulatedPolicy:
         self._behind(fault)
 
     async def logprobs(self, batch: Any, which: LogprobsOf) -> Any:
-        """As the protocol has it; nothing, in as long as it takes."""
+        """See the protocol; nothing, in as long as it takes."""
         fault = await self._call("logprobs", self.costs.logprobs_token_s * self._tokens(batch))
         self._behind(fault)
 
     async def microbatch(self, step_id: str, batch: Any, *, microbatch_id: str, last: bool) -> None:
-        """As the protocol has it; `batch` has the groups."""
+        """See the protocol; `batch` has the groups."""
         del last
         seconds = self.costs.microbatch_s + self.costs.token_s * self._tokens(batch)
         fault = await self._call("microbatch", seconds)
@@ -120,7 +120,7 @@ class SimulatedPolicy:
         self._behind(fault)
 
     async def finish(self, step_id: str) -> StepOutcome:
-        """As the protocol has it."""
+        """See the protocol."""
         if step_id in self._finished:
             return self._finished[step_id]
         fault = await self._call("finish", self.costs.finish_s)
@@ -144,7 +144,7 @@ class SimulatedPolicy:
         return outcome
 
     async def abort(self, step_id: str | None = None) -> None:
-        """As the protocol has it. A finished step stays finished."""
+        """See the protocol. A finished step stays finished."""
         fault = await self._call("abort", self.costs.abort_s if self._open else 0.0)
         if self._open and step_id in (None, self._open):
             self.aborted += 1
@@ -172,7 +172,7 @@ class SimulatedPolicy:
         return sum(group.tokens for group in groups) * self._tokens_per_entry
 
     async def _call(self, call: str, seconds: float) -> Fault | None:
-        """Take the time; the fault that is to happen behind it, if one is."""
+        """Takes the time; returns the fault that is to happen after it, if there is one."""
         if self.lost:
             raise RanksLost("the simulated ranks are gone")
         fault = self._faults.due("policy", asyncio.get_running_loop().time(), call=call)

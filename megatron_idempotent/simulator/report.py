@@ -1,4 +1,4 @@
-"""What a simulation has found, and how the numbers are defined."""
+"""The results of a simulation, with the definitions of its numbers."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class Report:
     steps: int
     """Optimizer steps that the weights at the end have seen."""
     measured_s: float
-    """From the first publish to the last step's end."""
+    """Seconds from the first publish to the last step's end."""
     generate_s: float
     """Least seconds that the engines need for the tokens they drew, had they nothing else to wait
     for: tokens ÷ (engines x tokens/s of one at its share of the most requests that capacity and
     concurrency admit, or at its slots if they are fewer). A lower bound, as tokens/s are
     concave in the requests: no other split of so many requests over the engines is faster."""
     train_s: float
-    """In which the trainer computed, steps that were undone included."""
+    """Seconds in which the trainer computed, steps that were undone included."""
     pause_s: float
-    """In which engines were paused for new weights."""
+    """Seconds in which engines were paused for new weights."""
     sync_s: float
-    """In which new weights were staged and switched; the trainer waits, engines serve but for
-    `pause_s`."""
+    """Seconds in which new weights were staged and switched; the trainer waits, engines serve but
+    for `pause_s`."""
     generated_tokens: float
     """Drawn by all engines."""
     trained_tokens: int
     evicted_tokens: int
-    """Of complete groups that were thrown away as too old."""
+    """Tokens of complete groups that were thrown away as too old."""
     filtered_tokens: int
-    """Of groups of no use."""
+    """Tokens of groups of no use."""
     lost_tokens: float
-    """Of requests without an answer: an engine died, or the run ended."""
+    """Tokens of requests without an answer: an engine died, or the run ended."""
     engine_idle: float
     """Share of all engines' seconds in which none of their requests drew a token."""
     trainer_idle: float
@@ -48,19 +48,19 @@ class Report:
     counts: Mapping[str, int]
     """Groups by what has become of them."""
     conserved: bool
-    """Whether those add up, trained groups are those in the weights, and none is there twice."""
+    """True if those add up, and the trained groups are those in the weights, each once."""
     left_over: int
     """Groups that are still in the data plane, less those that are ready."""
     dropped: Mapping[str, float]
     """Groups that could not be generated or stored, and calls that were tried again, by name."""
     restores: int
-    """Of lost ranks."""
+    """Restores of lost ranks."""
     faults: tuple[tuple[float, str], ...]
     """Seconds and names of the faults that happened."""
     step_ends_s: tuple[float, ...]
-    """When each optimizer step was done, as a logger saw it."""
+    """The time at which a logger saw each optimizer step's end."""
     cpu_s: float
-    """Of this processor for the whole simulation: controller, engines and clock."""
+    """Processor seconds of the whole simulation: controller, engines and clock."""
 
     @property
     def overlap_efficiency(self) -> float:
@@ -97,7 +97,7 @@ class Report:
 
     @property
     def cpu_ms_per_group(self) -> float:
-        """Of the whole simulation, per group that was submitted."""
+        """Processor milliseconds of the simulation per group that was submitted."""
         return 1e3 * self.cpu_s / max(self.counts["submitted"], 1)
 
     def summary(self) -> dict[str, Any]:
@@ -117,5 +117,5 @@ class Report:
         return found
 
     def without_cpu(self) -> Report:
-        """What is the same in every run of one scenario."""
+        """Returns the part that is the same in every run of one scenario."""
         return dataclasses.replace(self, cpu_s=0.0)

@@ -1,4 +1,4 @@
-"""What simulated engines answer: how long a response is, and its sample."""
+"""The answers of simulated engines: the length of a response, and its sample."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Simulation:
         self.ended_s = 0.0
 
     async def run(self, beside: Hook | None = None) -> None:
-        """On a virtual loop."""
+        """Runs the scenario on a virtual loop."""
         loop = asyncio.get_running_loop()
         others: list[asyncio.Task[Any]] = [
             asyncio.ensure_future(self._bring_about(fault))
@@ -133,7 +133,7 @@ class Simulation:
             await self.fleet.close()
 
     def report(self, cpu_s: float) -> Report:
-        """What was found, once it has run."""
+        """Returns the results, once it has run."""
         assert self.status is not None, "run() has not come to its end"
         scenario, per_entry = self.scenario, self.scenario.tokens_per_entry
         measured_s = self.ended_s

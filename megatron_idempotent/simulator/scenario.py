@@ -140,12 +140,12 @@ class Scenario:
         return load_sampler(self.sampler, **options.get(self.sampler, {}))
 
     def most_requests(self) -> int:
-        """That can be on the engines at once, by capacity and concurrency."""
+        """The most requests on the engines at once, by capacity and concurrency."""
         groups = self.settings().checked_capacity(self.make_sampler())
         return self.group_size * min(groups, self.concurrency or groups)
 
     def most_entries(self) -> int:
-        """Of one response."""
+        """The most entries of one response."""
         return math.ceil(self.most_tokens / self.tokens_per_entry)
 
 

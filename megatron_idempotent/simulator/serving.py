@@ -74,7 +74,7 @@ class Serving:
 
     @property
     def draining(self) -> bool:
-        """Whether requests that come are held back."""
+        """True if requests that come are held back."""
         return self._held is not None
 
     def undrain(self) -> None:
@@ -104,7 +104,7 @@ class Serving:
         return jobs
 
     def _lose(self, job: Job) -> bool:
-        """Whether it was still to be answered; what it has drawn is for nothing."""
+        """Counts the job's tokens as lost; returns whether it was still to be answered."""
         lost = self._requests.pop(job, None) is not None
         if lost:
             self.lost_tokens += self._drawn(job)

@@ -31,7 +31,7 @@ class Job:
 
     @property
     def started(self) -> bool:
-        """Whether it has a slot."""
+        """True once it has a slot."""
         return self.begun < math.inf
 
 
@@ -60,7 +60,7 @@ class Sharing:
         self.tokens = 0.0
         """Drawn by all requests together."""
         self.busy_s = 0.0
-        """In which tokens were drawn."""
+        """Seconds in which tokens were drawn."""
         self._slots = slots
         self._seconds_per_token = seconds_per_token
         self._done = done
@@ -75,7 +75,7 @@ class Sharing:
 
     @property
     def count(self) -> float:
-        """Where the count is now."""
+        """Returns the count now."""
         self._advance()
         return self._count
 
@@ -111,7 +111,7 @@ class Sharing:
             self._plan()
 
     def speed_up(self, factor: float) -> None:
-        """From now on everything is so many times as fast; 0 stands still."""
+        """Sets the speed of all jobs from now on, as a multiple of the usual one; 0 stands still."""
         self._advance()
         self._factor = factor
         self._plan()

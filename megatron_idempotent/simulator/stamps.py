@@ -1,4 +1,4 @@
-"""Which version each token of a response was drawn with."""
+"""The version that each token of a response was drawn with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Stamps:
         self._versions = [version]
 
     def switch(self, version: int, *, at: float) -> None:
-        """Tokens behind that place are of the version."""
+        """Stamps the tokens after that place with the version."""
         self._switches.append(at)
         self._versions.append(version)
 

@@ -31,11 +31,11 @@ ROWS: tuple[tuple[str, Callable[[Report], str]], ...] = (
     ("faults, restores", lambda r: f"{len(r.faults)}, {r.restores}"),
     ("cpu per group", lambda r: f"{r.cpu_ms_per_group:.2f} ms"),
 )
-"""What is shown, and how."""
+"""The rows of the table, and their formats."""
 
 
 def print_table(reports: Sequence[tuple[str, Report]]) -> None:
-    """With rich where it is there and someone looks, in plain text else."""
+    """Prints with rich on a terminal that has it, else in plain text."""
     rows = [(name, [show(report) for _, report in reports]) for name, show in ROWS]
     heads = [label for label, _ in reports]
     if sys.stdout.isatty():

@@ -13,7 +13,7 @@ Take = Callable[[float], Awaitable[None]]
 """Takes so many seconds of an engine. Errors: `EngineDead` where it dies meanwhile."""
 
 Due = Callable[[str], bool]
-"""Whether a fault of that kind is to happen now."""
+"""Returns whether a fault of that kind is to happen now."""
 
 
 class Updates:

@@ -1,4 +1,4 @@
-"""What tasks wait for, in words: the line at which each of them stands."""
+"""Describes what tasks wait for: the line at which each of them is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What else a controller is made of: prompts, recipe, weights, store, data plane, logger."""
+"""The other parts of a controller: prompts, recipe, weights, store, data plane, logger."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _now() -> float:
 
 
 class SimulatedPrompts:
-    """So many prompts, each a number; 0 for as many as anybody asks for."""
+    """A number of prompts, each a number; 0 for no end."""
 
     def __init__(self, count: int = 0) -> None:
         self._count = count
@@ -49,7 +49,7 @@ class SimulatedRecipe:
         self.filtered_entries = 0
 
     def rejects(self, group: RolloutGroup) -> str:
-        """By its id, so that it is the same group in every run."""
+        """Rejects by id, so that it is the same group in every run."""
         if self._filtered and uniform(self._seed, _FLAT, group.id) < self._filtered:
             self.filtered_entries += group.tokens
             return "flat"
@@ -88,7 +88,7 @@ class SimulatedWeights:
         return ()
 
     def buckets(self, *, bucket_bytes: int) -> Iterator[Bucket]:
-        """As many as were asked for."""
+        """Yields as many buckets as were asked for."""
         del bucket_bytes
         for index in range(self._buckets):
             if self._faults.due("weights", _now()):
@@ -105,7 +105,7 @@ class MemoryStore:
         self._newest: tuple[list[Update], str] | None = None
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
-        """As the protocol has it."""
+        """See the protocol."""
         updates = list(self._policy.updates)
         if len(updates) != version:
             raise AssertionError(f"version {version} is saved, and the policy has {len(updates)}")
@@ -114,7 +114,7 @@ class MemoryStore:
         self.saved += 1
 
     async def restore(self) -> Mapping[str, Any] | None:
-        """As the protocol has it."""
+        """See the protocol."""
         await asyncio.sleep(self._policy.costs.restore_s)
         self.restored += 1
         updates, state = self._newest or ([], "null")
@@ -129,7 +129,7 @@ class CountingPlane(MemoryPlane):
     def __init__(self, policy: SimulatedPolicy, faults: Faults) -> None:
         super().__init__()
         self.evicted_entries = 0
-        """Of groups that were cleared and are in no update."""
+        """Entries of groups that were cleared and are in no update."""
         self.clears = 0
         """Groups that were there and are cleared."""
         self._policy = policy
@@ -137,23 +137,23 @@ class CountingPlane(MemoryPlane):
 
     @property
     def entries(self) -> int:
-        """Of the groups that are there."""
+        """Returns the entries of the groups that are there."""
         return sum(group.tokens for group in self._groups.values())
 
     async def put(self, group: RolloutGroup) -> None:
-        """As the protocol has it."""
+        """See the protocol."""
         fault = self._fault("put")
         await super().put(group)
         if fault:
             raise InjectedError("put was carried out, and then it failed")
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """As the protocol has it."""
+        """See the protocol."""
         self._fault("get")
         return await super().get(group_id)
 
     async def clear(self, group_ids: Sequence[int]) -> None:
-        """As the protocol has it."""
+        """See the protocol."""
         fault = self._fault("clear")
         for group_id in group_ids:
             group = self._groups.get(group_id)
@@ -166,7 +166,7 @@ class CountingPlane(MemoryPlane):
             raise InjectedError("clear was carried out, and then it failed")
 
     def _fault(self, call: str) -> bool:
-        """Whether it is to fail behind the call. Errors: `InjectedError` for one before it."""
+        """Returns whether it is to fail after the call. Errors: `InjectedError` before it."""
         fault = self._faults.due("plane", _now(), call=call)
         if fault is not None and fault.kind == "raises":
             raise InjectedError(f"{call} fails")
@@ -181,7 +181,7 @@ class Recorder:
         self.ends_s: list[float] = []
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """As the protocol has it."""
+        """See the protocol."""
         if step:
             self.last = dict(metrics)
             self.ends_s.append(_now())
@@ -198,7 +198,7 @@ class FaultyLogger:
         self._faults = faults
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """As the protocol has it."""
+        """See the protocol."""
         del metrics, step
         if self._faults.due("logger", _now()):
             raise InjectedError("the logger's disk is full")

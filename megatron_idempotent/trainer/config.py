@@ -28,7 +28,7 @@ class RunConfig:
     ranks: int = Field(default=2, ge=1, le=64)
     """Data-parallel processes on this machine, connected by gloo, or by NCCL on GPUs."""
     device: Literal["cpu", "cuda", "checked"] = "cpu"
-    """Where ranks and engines compute: the CPU, this machine's GPUs, or a CPU that refuses what a
+    """The device of ranks and engines: the CPU, this machine's GPUs, or a CPU that refuses what a
     GPU would refuse, to try a change without one."""
     out: str = ""
     """Output directory: logs, curves, checkpoints; empty for the next free `runs/train-NNN`."""
@@ -122,7 +122,7 @@ class SyncConfig:
     """New weights for what samples. Example: `SyncConfig(transport="shared_memory")`."""
 
     transport: Literal["shared_memory", "disk", "gloo", "nccl", "cuda_ipc"] = "shared_memory"
-    """How weights reach vLLM (cuda_ipc: on the same GPU); SGLang reads them from disk, and
+    """The way of weights to vLLM (cuda_ipc: on the same GPU); SGLang reads them from disk, and
     transformers in place."""
     directory: str = ""
     """Folder for weights that go over disk; servers see it too. Empty for one in the run's own."""

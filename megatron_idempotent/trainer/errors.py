@@ -1,4 +1,4 @@
-"""What a user can do wrong, one class per kind. Each message gives the fact and the remedy."""
+"""Errors of a user, one class per kind. Each message gives the fact and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the error of a rank to what the user should know about it."""
+"""Turns the error of a rank into what the user should know about it."""
 
 from __future__ import annotations
 

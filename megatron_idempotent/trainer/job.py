@@ -1,4 +1,4 @@
-"""What the parent hands to every rank."""
+"""The job that the parent gives to every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a prepared job to its results: run the ranks, draw the curves, print the table."""
+"""Runs a prepared job: starts the ranks, draws the curves, prints the table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def start_ranks(job: Job) -> None:
 
 
 def check(config: Config, prompts: PromptSet) -> None:
-    """What can be known of model, tokenizer and data before anything is written.
+    """Checks model, tokenizer and data before anything is written.
 
     Errors: `DataError` for words that the tokenizer reserves, `CheckpointError` for a checkpoint
     without a tokenizer or with a damaged file, `ConfigError` where answers do not fit into a

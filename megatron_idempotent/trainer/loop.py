@@ -27,7 +27,7 @@ _EVALUATION_STREAM = 1 << 40
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What the loop is made of. `positions` is the length of the training sequences in tokens.
+    """The parts of the loop. `positions` is the length of the training sequences in tokens.
 
     `publish` and `save` are called with the number of rollouts that are done, and are collective:
     the one brings the weights to what samples, the other writes a checkpoint.

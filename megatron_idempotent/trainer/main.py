@@ -31,7 +31,7 @@ _NEEDED = ("pydantic", "torch", "megatron", "tokenizers", "transformers", "rich"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command with the arguments behind `train`; returns the exit code.
+    """Run the command with the arguments after `train`; returns the exit code.
 
     0: trained. 1: the ranks failed. 2: a mistake in the settings, the data, the output directory
     or the checkpoint. 130: interrupted. 143: stopped by SIGTERM, with a checkpoint.
@@ -131,7 +131,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _setting(overrides: Sequence[str], path: str) -> str:
-    """What the last override of a setting says, or nothing."""
+    """Returns the value of the last override of a setting, or nothing."""
     values = [text.partition("=")[2] for text in overrides if text.startswith(f"{path}=")]
     return values[-1].strip() if values else ""
 

@@ -39,7 +39,7 @@ def read_device() -> Memory:
 
 
 def reader() -> Callable[[], Memory] | None:
-    """How to read this process's device memory; None where there is none."""
+    """Returns a function that reads this process's device memory; None without a device."""
     emulated = cpu.is_enabled()
     return None if emulated or not torch.cuda.is_available() else read_device
 

@@ -114,7 +114,7 @@ def resume_state(config: Config) -> dict[str, Any]:
 
 
 def seal_checkpoint(directory: Path, done: int, config: Config, *, digest: str) -> None:
-    """Complete the checkpoint behind `done` rollouts, and drop those that are too many.
+    """Complete the checkpoint after `done` rollouts, and drop those that are too many.
 
     `digest` is that of the weights.
     """

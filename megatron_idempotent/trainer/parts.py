@@ -19,7 +19,7 @@ from megatron_idempotent.trainer.task.prompts import Prompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """What one rollout's training did, over all ranks.
+    """The result of one rollout's training, over all ranks.
 
     `loss`, `kl` and `clip_fraction` are means over response tokens on all ranks; `grad_norm` is
     the mean over optimizer steps of the norm before clipping, and `learning_rate` that of the last

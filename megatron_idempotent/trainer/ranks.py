@@ -1,4 +1,4 @@
-"""Where the data-parallel ranks meet outside Megatron: shares of a list, and sums."""
+"""Data-parallel ranks outside of Megatron: shares of a list, and sums."""
 
 from __future__ import annotations
 

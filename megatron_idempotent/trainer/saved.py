@@ -30,12 +30,12 @@ def path_for(directory: Path, rollouts: int) -> Path:
 
 
 def rollouts_of(checkpoint: Path) -> int:
-    """How many rollouts a checkpoint is behind, by its name; optimizer steps of an async run."""
+    """Reads from a checkpoint's name the rollouts before it; optimizer steps of an async run."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 def unfinished_path(directory: Path, rollouts: int) -> Path:
-    """Where it is written: emptied first, since a run may have died there."""
+    """Returns a checkpoint's folder while it is written; a run may have died there: empty it."""
     path = path_for(directory, rollouts)
     return path.with_name(path.name + _UNFINISHED)
 

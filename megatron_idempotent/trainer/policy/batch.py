@@ -1,4 +1,4 @@
-"""From scored groups to the chunks of their optimizer steps.
+"""Turns scored groups into the chunks of their optimizer steps.
 
 Shapes: B sequences, T positions; position t of the targets is predicted from tokens 0..t.
 """
@@ -75,7 +75,7 @@ class Batch:
 
 
 class Response(Protocol):
-    """What a row needs of a sample."""
+    """The fields of a sample that a row needs."""
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ class Checkpoints:
         self._policy = policy
 
     def save(self, done: int) -> None:
-        """Write the checkpoint behind `done` rollouts, then drop the oldest."""
+        """Write the checkpoint after `done` rollouts, then drop the oldest."""
         unfinished = saved.unfinished_path(self._directory, done)
         if dist.get_rank() == 0:
             saved.make_empty(unfinished)

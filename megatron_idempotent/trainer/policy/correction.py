@@ -30,7 +30,7 @@ _MOST = 80.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """What a loss takes, and what there was to correct. Example: `correction.metrics["rejected"]`.
+    """The corrected inputs of a loss, and metrics. Example: `correction.metrics["rejected"]`.
 
     `metrics` are sums over the response tokens that came in, to be divided by those of all ranks:
     `tokens`, how many these are; `ratio` and `kl`, the ratio and the k3 estimate of

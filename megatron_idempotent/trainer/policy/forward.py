@@ -1,4 +1,4 @@
-"""What `TrainStep` runs per microbatch: the decoder's forward, and its loss.
+"""The forward that `TrainStep` runs per microbatch, and its loss.
 
 Shapes: B sequences, T positions, V vocabulary.
 """
@@ -56,7 +56,7 @@ class PolicyLoss:
 
     @property
     def needs_recomputed_logprobs(self) -> bool:
-        """Whether batches must carry old log-probs of the weights that the step starts from."""
+        """True if batches must carry old log-probs of the weights that the step starts from."""
         return self._config.old_logprobs == "recomputed"
 
     def __call__(

@@ -14,7 +14,7 @@ from megatron_idempotent.models import Architecture, build_gpt
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Stock:
-    """What `setup_model_and_optimizer` made. Example: `Stock(args=args, chunks=[ddp], ...)`.
+    """Results of `setup_model_and_optimizer`. Example: `Stock(args=args, chunks=[ddp], ...)`.
 
     `args` is Megatron's global namespace, `chunks` the DDP-wrapped pipeline chunks of this rank
     (one: the trainer has no pipeline).

@@ -1,4 +1,4 @@
-"""What flows from the sampler to the loss."""
+"""Records that go from the sampler to the loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a prompt to the requests of its samples."""
+"""Makes the requests of a prompt's samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RequestMaker:
 
     @classmethod
     def of(cls, config: Config, tokenizer: TextTokenizer) -> RequestMaker:
-        """As the configuration says."""
+        """Makes one from the configuration."""
         return cls(
             tokenizer,
             temperature=config.rollout.temperature,

@@ -1,4 +1,4 @@
-"""From prompts to groups of responses, by whatever engine samples them."""
+"""Samples groups of responses for prompts, with any engine."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from megatron_idempotent.trainer.rollout.make import server_engines
 
 
 async def make_engines(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
-    """Those that the configuration names; they are given the policy's weights before they sample.
+    """Makes the engines that the configuration names; they get the policy's weights first.
 
     `checkpoint` is the Hugging Face one that they are made from.
     """

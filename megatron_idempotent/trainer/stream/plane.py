@@ -1,4 +1,4 @@
-"""Where complete groups wait for their step."""
+"""Chooses the data plane, in which complete groups wait for their step."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class RankPolicy:
     """
 
     def __init__(self, ranks: RankGroup, *, timeout_s: float) -> None:
-        """`timeout_s` limits every call: behind it the ranks count as lost."""
+        """`timeout_s` limits every call: after it the ranks count as lost."""
         self._ranks = ranks
         self._timeout_s = timeout_s
 

@@ -19,5 +19,5 @@ class PromptStream:
         return prompt_at(self._prompts, index, seed=self._seed)
 
     def epoch(self, index: int) -> int:
-        """How often the data has been through before that place."""
+        """Returns how often the data was used up before that place."""
         return index // len(self._prompts)

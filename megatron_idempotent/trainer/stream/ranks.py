@@ -15,12 +15,12 @@ PRELOAD = (*PROGRAM_PRELOAD, "megatron_idempotent.trainer.stream.worker")
 
 
 def worker_spec(job: Job) -> WorkerSpec:
-    """What every rank makes. Ranks may run in other folders, so paths are absolute."""
+    """Returns the worker of every rank. Ranks may run in other folders, so paths are absolute."""
     return WorkerSpec(factory=FACTORY, argument=dataclasses.replace(job, out=job.out.absolute()))
 
 
 def make_ranks(job: Job, *, pool: RankPool | None = None) -> RankGroup:
-    """As many ranks as the configuration says; not started yet."""
+    """Makes the ranks that the configuration asks for; they are not started yet."""
     size, cluster = job.config.run.ranks, job.config.controller.cluster
     if cluster == "ray":
         from megatron_idempotent.workers.ray_ranks import RayRanks

@@ -1,4 +1,4 @@
-"""What the asynchronous trainer learns from a group: GRPO, corrected for older weights."""
+"""The training data of a group in the asynchronous trainer: GRPO, corrected for older weights."""
 
 from __future__ import annotations
 

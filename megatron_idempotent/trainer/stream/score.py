@@ -75,7 +75,7 @@ class Evaluation:
         }
 
     def due(self, version: int) -> bool:
-        """Whether a version is evaluated."""
+        """Returns whether a version is evaluated."""
         return version in (0, self._last) or (self._every > 0 and version % self._every == 0)
 
     async def _one(self, prompt: Prompt, version: int) -> float:

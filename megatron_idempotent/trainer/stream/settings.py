@@ -1,4 +1,4 @@
-"""From the trainer's configuration to the controller's settings."""
+"""Makes the controller's settings of the trainer's configuration."""
 
 from __future__ import annotations
 

@@ -37,5 +37,5 @@ def serve_rank(config_file: Path | None, overrides: Sequence[str], argv: Sequenc
 
 
 def torchrun_overrides() -> list[str]:
-    """What torchrun decides: how many ranks there are."""
+    """Returns the settings that torchrun decides: the number of ranks."""
     return [f"run.ranks={os.environ[_RANKS]}", "controller.cluster=torchrun"]

@@ -81,7 +81,7 @@ def check_answers_fit(
     *,
     max_response_tokens: int,
 ) -> None:
-    """Every answer must fit into a response, with the end token behind it.
+    """Every answer must fit into a response, with the end token after it.
 
     `encode_answer` gives the tokens of a whole response.
     Errors: `ConfigError` naming the setting and the value that it needs.

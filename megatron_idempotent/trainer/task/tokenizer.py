@@ -1,4 +1,4 @@
-"""From text to token ids and back: a checkpoint's own tokenizer, or one token per word."""
+"""Turns text into token ids and back: a checkpoint's own tokenizer, or one token per word."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, checkpoint: Path) -> TextTokenizer:
-        """That of a Hugging Face checkpoint: `tokenizer.json`, and the ids in its configuration.
+        """Loads a Hugging Face checkpoint's `tokenizer.json`, and the ids in its configuration.
 
         Errors: `CheckpointError` naming the file and what is missing in it.
         """
@@ -116,7 +116,7 @@ class TextTokenizer:
 
 
 def make_tokenizer(config: Config, prompts: PromptSet) -> TextTokenizer:
-    """That of the checkpoint which the configuration names; of words where it names none."""
+    """Loads the tokenizer of the configuration's checkpoint; without one, one token per word."""
     if config.model.path:
         return TextTokenizer.load(Path(config.model.path))
     return TextTokenizer.of_words(prompts.all)

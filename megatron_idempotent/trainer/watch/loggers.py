@@ -38,7 +38,7 @@ def make_loggers(job: Job, *shown: Logger, threaded: bool) -> Loggers:
 
 
 def named_loggers(config: Config, out: Path, *, first_step: int = 0) -> list[Callable[[], Logger]]:
-    """Those of controller.loggers. Errors: `ConfigError` for one that cannot be built."""
+    """Makes controller.loggers. Errors: `ConfigError` for one that cannot be built."""
     names = [name.strip() for name in config.controller.loggers.split(",") if name.strip()]
     try:
         return logger_factories(names, out, first_step=first_step)

@@ -1,4 +1,4 @@
-"""What a person looks at when the run is over: two curves and a table, from the metrics file."""
+"""Draws two curves and a table of a run from its metrics file."""
 
 from __future__ import annotations
 
