@@ -1,4 +1,4 @@
-"""What an engine can answer instead of what it was asked for."""
+"""Errors that an engine can answer with."""
 
 from __future__ import annotations
 

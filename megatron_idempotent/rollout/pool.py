@@ -50,7 +50,7 @@ class EnginePool:
 
     @property
     def usable(self) -> bool:
-        """Whether an engine is left that requests can go to."""
+        """True if an engine is left that requests can go to."""
         quarantined = self._sync.quarantined if self._sync else {}
         return any(
             each.name not in self._dead and each.name not in quarantined for each in self._counted
@@ -90,7 +90,7 @@ class EnginePool:
         return engine.name in self._dead or engine.name in self._quarantined
 
     def _take_back(self) -> None:
-        """Look anew at engines that were not to be used."""
+        """Asks engines again that were not to be used."""
         aside, self._aside = self._aside, []
         for each in aside:
             self._queue_up(each)

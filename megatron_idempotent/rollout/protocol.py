@@ -1,4 +1,4 @@
-"""What every engine does, whatever it is made of. `tests/rollout/contract.py` holds them to it."""
+"""The protocol of every engine. `tests/rollout/contract.py` holds them to it."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class RolloutEngine(Protocol):
     async def commit(self, update_id: str) -> int:
         """Serve the staged update from now on; returns its version. The engine must be paused.
 
-        Tokens of running requests that were drawn before keep their version; what is drawn behind
-        it attends to a cache computed anew. Idempotent: the id of the last commit again does
+        Tokens of running requests that were drawn before keep their version; what is drawn after
+        it attends to a recomputed cache. Idempotent: the id of the last commit again does
         nothing and returns its version.
         Errors: `EngineError` for an id that is not staged, or while it is not paused. Where it
             fails half-way the engine is DIRTY, and may be committed again.
@@ -72,7 +72,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def health(self) -> EngineHealth:
-        """What it serves and whether it does. Never raises: no answer in time is DEAD."""
+        """Returns the version and the status. Never raises: no answer in time is DEAD."""
         ...
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What goes into an engine and comes out of it."""
+"""Inputs and results of an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length", "abort"]
 """Why a sample ends: at a stop token, at its longest length, or because the engine was told to."""
 
 PauseMode = Literal["keep", "abort", "wait"]
-"""What becomes of running requests: they stay and go on at `resume`; they come back at once as
+"""The treatment of running requests: they stay and go on at `resume`; they come back at once as
 partials; or the pause waits for them to end."""
 
 
@@ -31,7 +31,7 @@ class Request:
     seed: int | None = None
     """Same seed, weights and prompt: the same tokens, up to the rounding of other batches."""
     continued: int = 0
-    """How many of the last tokens of `prompt` were sampled already, by a part that was aborted."""
+    """The number of `prompt`'s last tokens that were sampled already, by an aborted part."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -75,7 +75,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineHealth:
-    """What an engine says of itself. Example: `(await engine.health()).status == "SERVING"`."""
+    """The state that an engine reports. Example: `(await engine.health()).status == "SERVING"`."""
 
     status: Literal["SERVING", "PAUSED", "DIRTY", "DEAD"]
     """DIRTY: its weights may be of more than one version, so it must not serve. DEAD: no answer."""

@@ -35,8 +35,8 @@ async def generate_whole(
         engine: one engine, or a function that chooses one for each attempt.
         request: the whole response; its id is that of all parts.
         attempts: that may bring no token, one after the other; one that brings some starts the
-            count anew, as an engine may be stopped for every update of its weights.
-        wait_s: before an attempt behind one that brought nothing; twice as long each time, up to
+            start again, as an engine may be stopped for every update of its weights.
+        wait_s: before an attempt after one that brought nothing; twice as long each time, up to
             5 s.
 
     Errors: those of `generate`. `EngineDead` only where there is no other engine to choose, or
@@ -74,7 +74,7 @@ async def _choose(engine: RolloutEngine | Pick, request: Request, done: Sample) 
 
 
 def _rest(request: Request, done: Sample) -> Request:
-    """What is left to be sampled."""
+    """Returns the request for what is left to be sampled."""
     if not done.tokens:
         return request
     return dataclasses.replace(

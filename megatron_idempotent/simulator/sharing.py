@@ -111,7 +111,7 @@ class Sharing:
             self._plan()
 
     def speed_up(self, factor: float) -> None:
-        """Sets the speed of all jobs from now on, as a multiple of the usual one; 0 stands still."""
+        """Sets the speed of all jobs, as a multiple of the usual one; 0 stands still."""
         self._advance()
         self._factor = factor
         self._plan()

@@ -21,12 +21,12 @@ from .sampling import draw
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What a row needs for its next token. Example: `Turn(token=5, place=0, seed=1, ...)`."""
+    """The inputs of a row's next token. Example: `Turn(token=5, place=0, seed=1, ...)`."""
 
     token: int
     """The last token so far, which is not in the cache yet."""
     place: int
-    """How many tokens of the response there are."""
+    """The number of tokens of the response so far."""
     seed: int
     temperature: float
 

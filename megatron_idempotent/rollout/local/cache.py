@@ -19,8 +19,8 @@ _POSITIONS = 64
 class RowCache(Cache):
     """A cache in which each row has its own length, from position 0 on.
 
-    One forward gives every row one more position. Rows join behind the others and leave without
-    the others being computed again: the last ones move into the gaps. Behind its length a row
+    One forward gives every row one more position. Rows join after the others and leave without
+    the others being computed again: the last ones move into the gaps. After its length a row
     holds zeros, or what it wrote there itself: another row's NaN would come through the mask.
     """
 
@@ -31,7 +31,7 @@ class RowCache(Cache):
 
     @property
     def rows(self) -> int:
-        """How many rows are in use."""
+        """The number of rows in use."""
         return self._places.rows
 
     @property
@@ -46,10 +46,10 @@ class RowCache(Cache):
         sequence_of_row: torch.Tensor,
         lengths: torch.Tensor,
     ) -> None:
-        """Add rows behind those in use.
+        """Add rows after those in use.
 
         Args:
-            computed: keys and values of each layer, both [U, H, P, D]; positions behind a
+            computed: keys and values of each layer, both [U, H, P, D]; positions after a
                 sequence's own length mean nothing. Empty where no sequence has any position.
             sequence_of_row: [new rows], int64: which of the U sequences a row is.
             lengths: [new rows], int64: positions of each.
@@ -80,7 +80,7 @@ class RowCache(Cache):
 
 
 class _Places:
-    """Where the rows of all layers are. Not the cache itself: a cycle would keep tensors alive."""
+    """The rows of all layers. Not the cache itself: a cycle would keep tensors alive."""
 
     def __init__(self) -> None:
         self.put(torch.zeros(0, dtype=torch.int64))

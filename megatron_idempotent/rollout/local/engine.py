@@ -25,7 +25,7 @@ class TransformersEngine:
     Requests share forwards and join and leave between them; those that arrive together with one
     prompt share its computation. Forwards run in a thread, so the event loop stays free. A sample
     depends on its seed and the weights, and on the rest of its batch by rounding only. After a
-    commit the cache of running requests is computed anew before their next token.
+    commit the cache of running requests is computed again before their next token.
 
     Staged tensors are copies, and become the model's own at the commit: an update needs a second
     set of weights from `stage` to `commit`, and no time in between. Matrices may come in FP8 with
@@ -92,7 +92,7 @@ class TransformersEngine:
     async def generate(self, request: Request) -> Sample:
         """See `RolloutEngine.generate`.
 
-        Errors: `EngineError` where a forward failed, for the requests in it; `EngineDead` behind
+        Errors: `EngineError` where a forward failed, for the requests in it; `EngineDead` after
             `close()`.
         """
         self._check_open()

@@ -19,13 +19,13 @@ _EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.(?P<fused>gate_up_proj|down_pr
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """Where a tensor of a checkpoint is in the model."""
+    """The place of a checkpoint's tensor in the model."""
 
     info: TensorInfo
     whole: str
     """Name of the model's own tensor."""
     part: tuple[int, slice] | None = None
-    """Which expert, and which rows of it; None for all."""
+    """The expert and its rows; None for the whole tensor."""
 
 
 class ServedWeights:
@@ -88,7 +88,7 @@ class ServedWeights:
 
     @property
     def torn(self) -> bool:
-        """Whether tensors of more than one version are served."""
+        """True if tensors of more than one version are served."""
         return bool(self._before)
 
     def free(self) -> None:
@@ -108,14 +108,14 @@ class ServedWeights:
 
 
 def _own_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Those that a checkpoint has, each once; tied ones under their first name."""
+    """Returns the tensors that a checkpoint has, each once; tied ones under their first name."""
     saved = model.state_dict(keep_vars=True)
     unique = {id(tensor): name for name, tensor in reversed(saved.items())}
     return {name: tensor for name, tensor in saved.items() if unique[id(tensor)] == name}
 
 
 def _checkpoint_places(info: TensorInfo) -> list[_Place]:
-    """What checkpoints have of one of the model's tensors."""
+    """Returns the places of a checkpoint's tensors in one of the model's."""
     found = _EXPERTS.fullmatch(info.name)
     if found is None or len(info.shape) != 3:
         return [_Place(info=info, whole=info.name)]

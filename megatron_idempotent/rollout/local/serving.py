@@ -1,4 +1,4 @@
-"""Which requests are computed next, and when none is: continuous batching with a gate."""
+"""Continuous batching with a gate: chooses the requests that are computed next."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Serving:
 
     @property
     def shut(self) -> bool:
-        """Whether no token is drawn, and none will be until `open()`."""
+        """True if no token is drawn, and none will be until `open()`."""
         return self._gate == "shut" and self._task is None
 
     @property
@@ -118,7 +118,7 @@ class Serving:
             slot.finish("abort")
 
     def recompute(self) -> None:
-        """Make running requests compute their cache anew. The gate must be shut."""
+        """Makes running requests compute their cache again. The gate must be shut."""
         running = {slot.order: slot for slot in self._rows}
         self._rows.clear()
         self._batch.clear()
@@ -173,7 +173,7 @@ class Serving:
             self._rows = [self._rows[before] for before in self._batch.leave(gone)]
 
     def _next_sequences(self) -> dict[tuple[int, ...], list[Slot]]:
-        """What to prefill in one forward, by what is to be computed: equal prompts are one."""
+        """Returns what to prefill in one forward, by tokens: equal prompts are computed once."""
         room = self._max_running - len(self._rows)
         found: dict[tuple[int, ...], list[Slot]] = {}
         for slot in itertools.islice(self._waiting.values(), max(room, 0)):

@@ -14,7 +14,7 @@ from .batch import Turn
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
 class Slot:
-    """What was drawn for a request so far, and who waits for it.
+    """A running request: the tokens that were drawn so far, and the future that waits for them.
 
     Example: `Slot(order=7, request=request, answer=loop.create_future())`.
     """
@@ -33,11 +33,11 @@ class Slot:
         self.seed = fold_seed(secrets.randbits(64) if given is None else given)
 
     def computed(self) -> tuple[int, ...]:
-        """What its cache holds: all tokens but the last one."""
+        """The tokens in its cache: all but the last one."""
         return (*self.request.prompt, *self.tokens)[:-1]
 
     def turn(self) -> Turn:
-        """What its next token is drawn from."""
+        """The inputs of its next token."""
         request = self.request
         return Turn(
             token=self.tokens[-1] if self.tokens else request.prompt[-1],

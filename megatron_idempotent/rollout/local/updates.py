@@ -1,4 +1,4 @@
-"""Which weights are served, which are staged, and what may come next."""
+"""The versions of weights that are served and staged, and the updates that may come next."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from megatron_idempotent.weights import Bucket, WeightUpdate
 from .remote import Remote
 
 _CLOSE_S = 30.0
-"""For the engine to give back what is running, and again for that to arrive."""
+"""Seconds for the engine to give back what is running, and again for that to arrive."""
 
 
 class RayEngine:

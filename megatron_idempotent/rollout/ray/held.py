@@ -24,7 +24,7 @@ class Held:
 
     @property
     def ref(self) -> Any:
-        """What Ray passes on."""
+        """The reference that Ray passes on."""
         return self.storing.result()
 
     def release(self) -> None:

@@ -18,11 +18,11 @@ from .sending import send
 _CONTROL = 64
 """Calls beside the requests: pauses, buckets, health."""
 _GIVE_UP_S = 30.0
-"""For the engine to say that it has given up an update."""
+"""Seconds for the engine to say that it has given up an update."""
 
 
 class Remote:
-    """At most one actor at a time. Every call ends once its actor dies, with `EngineDead`."""
+    """Calls an actor, one at a time. Every call ends once its actor dies, with `EngineDead`."""
 
     def __init__(
         self,

@@ -89,7 +89,7 @@ async def _until_fewer(
 
 
 async def _next(buckets: AsyncIterator[Bucket], staging: asyncio.Future[Any]) -> Bucket | None:
-    """The next bucket; None behind the last one, and where the engine has stopped."""
+    """Returns the next bucket; None after the last one, or if the engine has stopped."""
     if staging.done():
         return None
     pulling = asyncio.ensure_future(_pulled(buckets))

@@ -1,4 +1,4 @@
-"""What travels between `RayEngine` and its actor: buckets as bytes, answers, errors by name."""
+"""Messages between `RayEngine` and its actor: buckets as bytes, answers, errors by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CLASSES: dict[str, type[Exception]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """Of a call on the engine. Example: `answer.unwrap("engine-0")`."""
+    """The result of a call on the engine. Example: `answer.unwrap("engine-0")`."""
 
     value: Any = None
     kind: str = ""

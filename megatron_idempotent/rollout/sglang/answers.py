@@ -12,7 +12,7 @@ from megatron_idempotent.rollout.records import FinishReason, Request, Sample
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What one call of /generate sampled; a response may take several."""
+    """The tokens that one call of /generate sampled; a response may take several."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -23,7 +23,7 @@ class Part:
 def generate_body(
     request: Request, drawn: Sequence[int], *, rid: str, seed: int | None
 ) -> dict[str, Any]:
-    """The body of /generate that goes on behind the tokens that were drawn.
+    """Makes the body of /generate that goes on after the tokens that were drawn.
 
     Everything that a server may have other defaults for (--preferred-sampling-params) is named.
     `ignore_eos` also switches stop_token_ids off, so it is set only where there are none.
@@ -96,7 +96,7 @@ def joined(request: Request, parts: Sequence[Part]) -> Sample:
 
 
 def goes_on(request: Request, parts: Sequence[Part]) -> bool:
-    """Whether the server stopped where it was not asked to: at an end token of the model's own.
+    """Returns whether the server stopped unasked, at an end token of the model's own.
 
     SGLang has no way to stop at the request's tokens and not at those of the model's config.
     """

@@ -23,7 +23,7 @@ NEWEST_READ = "0.5.23"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a server said. Example: `Answer(status=400, body={"message": "…"})`."""
+    """The answer of a server. Example: `Answer(status=400, body={"message": "…"})`."""
 
     status: int
     body: Any

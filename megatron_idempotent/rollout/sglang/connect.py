@@ -1,4 +1,4 @@
-"""What there is of a server once it has answered."""
+"""Connects to a server, and keeps what it said of itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .updates import DiskUpdates
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What `SglangEngine` was given, where its parts need it."""
+    """The arguments of `SglangEngine` that its parts need."""
 
     checkpoint: Path
     directory: Path

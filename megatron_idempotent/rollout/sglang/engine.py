@@ -31,9 +31,9 @@ class SglangEngine:
     Which version a token was drawn with is exact. SGLang's scheduler itself notes how many tokens
     each request has when it takes the version of a load that has ended (`weight_versions` in an
     answer, 0.5.19 and newer), and it draws none meanwhile: a pause is followed by a question that
-    the scheduler answers behind it, and `mode="retract"` takes the results of the running step in
+    the scheduler answers after it, and `mode="retract"` takes the results of the running step in
     and puts every request back into the queue. Its cache is then empty, and all of it is computed
-    anew with the weights it goes on with. (`in_place` would keep the old cache.)
+    again with the weights it goes on with. (`in_place` would keep the old cache.)
 
     Log-probs are those of SGLang: the log-softmax of the logits divided by the temperature, in the
     precision of its sampler. top-p, top-k, min-p and penalties, which they leave out, are switched

@@ -1,4 +1,4 @@
-"""What a server is able to do: asked of the server, never taken from its version."""
+"""Asks a server for its abilities, which are never taken from its version."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def learn(api: Api) -> Facts:
 async def one_token(
     api: Api, *, temperature: float, prompt: Sequence[int] = (0,)
 ) -> dict[str, Any]:
-    """`meta_info` of one token behind a prompt; every vocabulary has a token 0."""
+    """Returns `meta_info` of one token after a prompt; every vocabulary has a token 0."""
     params = {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True}
     body = {
         "input_ids": list(prompt),
@@ -102,7 +102,7 @@ async def check_temperature(api: Api, prompt: Sequence[int], *, vocabulary: int)
     SGLANG_RETURN_ORIGINAL_LOGPROB=1, which shows in no setting that it reports. Near temperature 0
     the likeliest token has a log-prob of about 0 in the one case and not in the other.
 
-    Returns whether it could be told: behind some prompts, such as a padding token whose embedding
+    Returns whether it could be told: after some prompts, such as a padding token whose embedding
     is zero, all tokens are as likely at every temperature.
     """
     warm = _likeliest(await one_token(api, temperature=1.0, prompt=prompt))

@@ -18,7 +18,7 @@ from megatron_idempotent.weights.on_disk import INDEX
 
 
 def read_vocabulary(checkpoint: Path) -> int:
-    """How many tokens the model has. Errors: `ValueError` where config.json does not say."""
+    """Reads the vocabulary's size. Errors: `ValueError` where config.json does not say."""
     config = json.loads((checkpoint / "config.json").read_text())
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     if not isinstance(size, int):
@@ -109,7 +109,7 @@ def check_whole(path: Path, engine: str) -> None:
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """On the CPU, dense, and no two in one storage: safetensors refuses those that share memory."""
+    """Copies tensors to the CPU, dense and apart: safetensors refuses those that share memory."""
     found: dict[str, torch.Tensor] = {}
     taken: set[int] = set()
     for name, tensor in tensors.items():
@@ -121,7 +121,7 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _flush(path: Path) -> None:
-    """To the disk: another machine may read it, or this one go down."""
+    """Flushes the file to the disk: another machine may read it, or this one go down."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

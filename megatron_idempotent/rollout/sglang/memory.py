@@ -13,7 +13,7 @@ TAGS = ("weights", "kv_cache")
 
 
 class Memory:
-    """Which parts of a server's memory are freed.
+    """Tracks which parts of a server's memory are freed.
 
     SGLang's scheduler dies of a part that is taken twice, so nothing is asked for that is there.
     """
@@ -25,12 +25,12 @@ class Memory:
 
     @property
     def asleep(self) -> str:
-        """What is freed, in words; empty where nothing is."""
+        """Describes the freed parts; empty if there are none."""
         return f"it sleeps, without {' and '.join(self._freed)}" if self._freed else ""
 
     @property
     def awake(self) -> bool:
-        """Whether any part is there."""
+        """True if any part is there."""
         return len(self._freed) < len(TAGS)
 
     def check_sleeps(self, facts: Facts, name: str) -> None:

@@ -45,11 +45,11 @@ class Requests:
 
     @property
     def running(self) -> int:
-        """How many are in the server."""
+        """The number of requests in the server."""
         return len(self._running)
 
     async def run(self, request: Request) -> Sample:
-        """As `RolloutEngine.generate`."""
+        """See `RolloutEngine.generate`."""
         await self._check(request)
         await self._open.wait()
         key = object()

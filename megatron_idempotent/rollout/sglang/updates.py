@@ -1,4 +1,4 @@
-"""Which weights a server has, and how it gets others: through folders that it loads."""
+"""The weights of a server, which it loads from folders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Weights:
     """Empty for the weights that the server was started with."""
     version: int
     folders: tuple[str, ...]
-    """As the server sees them: a complete one, then those of updates that build on it."""
+    """The folders as the server sees them: a complete one, then updates that build on it."""
 
 
 class DiskUpdates:
@@ -95,11 +95,11 @@ class DiskUpdates:
             self._staging = False
 
     def has(self, update_id: str) -> bool:
-        """Whether that update is served, in full."""
+        """Returns whether that update is served in full."""
         return update_id == self.served.update_id and not self.dirty
 
     async def commit(self, update_id: str) -> int:
-        """As `RolloutEngine.commit`. Weights that are lost are loaded again by their own id."""
+        """See `RolloutEngine.commit`. Weights that are lost are loaded again by their own id."""
         await self.settle(self._load_timeout_s)
         if self.has(update_id):
             return self.served.version
@@ -116,7 +116,7 @@ class DiskUpdates:
         return target.version
 
     async def rollback(self, update_id: str) -> None:
-        """As `RolloutEngine.rollback`: the folders of the version before are loaded again."""
+        """See `RolloutEngine.rollback`: the folders of the version before are loaded again."""
         await self.settle(self._load_timeout_s)
         if self._staged is None or self._staged.update_id != update_id:
             return
@@ -125,9 +125,9 @@ class DiskUpdates:
         self._forget_staged()
 
     async def settle(self, timeout_s: float) -> None:
-        """Find out how a load ended whose answer did not come.
+        """Finds out how a load ended whose answer did not come.
 
-        The server takes one call after the other, so its answer to another comes behind the load.
+        The server takes one call after the other, so its answer to another comes after the load.
         Two loads at once are never sent: SGLang dies of the second one's answer.
         Errors: `EngineTimeout` while it is still at work; `EngineDead`.
         """
@@ -241,7 +241,7 @@ class DiskUpdates:
             self._remove(staged.folders[-1])
 
     def _local(self, folder: str) -> Path | None:
-        """Where it is for this process; None for one that was not written here."""
+        """Returns its path in this process; None if it was not written here."""
         parent, _, name = folder.rpartition("/")
         return self._directory / name if parent == self._server_directory else None
 

@@ -57,7 +57,7 @@ class Arrival:
 
     @property
     def busy(self) -> bool:
-        """Whether more is to come: neither complete nor failed."""
+        """True while more is to come: neither complete nor failed."""
         return self.tensors is None and self.error is None
 
     def announce(self, announced: Mapping[str, Any]) -> None:
@@ -82,7 +82,7 @@ class Arrival:
             self._announced.put(None)
 
     def drop(self) -> None:
-        """Forget everything. Its thread ends behind the bucket that it is receiving."""
+        """Forget everything. Its thread ends after the bucket that it is receiving."""
         self._dropped = True
         self._fail(UpdateDamaged(f"update {self.update.id} was dropped"))
         self._announced.put(None)

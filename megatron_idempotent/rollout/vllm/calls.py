@@ -76,7 +76,7 @@ class Calls:
         return self._schema
 
     async def close(self) -> None:
-        """Twice: no-op. Calls behind it raise `EngineDead`."""
+        """Close the connection. Twice: no-op. Later calls raise `EngineDead`."""
         self._closed = True
         session, self._session = self._session, None
         if session is not None:

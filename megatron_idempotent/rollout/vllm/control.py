@@ -1,4 +1,4 @@
-"""What the client needs of a vLLM, however it is reached: over HTTP, or in this process."""
+"""The commands that the client needs of a vLLM, over HTTP or in this process."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Timeouts:
     """Seconds after which a call is an `EngineTimeout`. Example: `Timeouts(commit_s=600)`."""
 
     generate_s: float | None = None
-    """Of one response, the time it waits while the engine is paused included; None for ever."""
+    """Seconds for one response, waiting while the engine is paused included; None for ever."""
     control_s: float = 60.0
-    """Of one short command, such as pause or resume."""
+    """Seconds for one short command, such as pause or resume."""
     wait_s: float = 1800.0
-    """Of a pause in mode "wait": until running requests have ended."""
+    """Seconds for a pause in mode "wait": until running requests have ended."""
     commit_s: float = 600.0
-    """Of loading staged weights into the model."""
+    """Seconds for loading staged weights into the model."""
     bucket_s: float = 300.0
-    """From announcing a bucket until all workers have it."""
+    """Seconds from announcing a bucket until all workers have it."""
     silence_s: float = 300.0
     """Without a bucket, after which workers give up an update whose trainer is gone."""
     health_s: float = 10.0
@@ -44,7 +44,7 @@ class Control(Protocol):
     """Commands to one vLLM. All raise EngineDead, EngineTimeout, EngineUnsupported, EngineError."""
 
     async def rpc(self, command: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """What each worker answers to one command of `Inbox.answer`."""
+        """Sends a command of `Inbox.answer` to each worker; returns their answers."""
         ...
 
     async def alive(self) -> None:
@@ -60,7 +60,7 @@ class Control(Protocol):
     async def is_paused(self) -> bool: ...
 
     async def reset_caches(self) -> None:
-        """Forget what was computed from weights; running requests compute it anew."""
+        """Drops what was computed from weights; running requests compute it again."""
         ...
 
     async def start_update(self) -> None: ...
@@ -70,7 +70,7 @@ class Control(Protocol):
     async def finish_update(self, stamp: str) -> None: ...
 
     async def stamp(self) -> str:
-        """What tokens are stamped with that are drawn now."""
+        """Returns the stamp of tokens that are drawn now."""
         ...
 
     async def set_stamp(self, stamp: str) -> None: ...

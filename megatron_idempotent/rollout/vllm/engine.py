@@ -48,7 +48,7 @@ class StagedEngine:
 
     @property
     def name(self) -> str:
-        """As `RolloutEngine.name`."""
+        """See `RolloutEngine.name`."""
         return self._name
 
     async def _draw(self, sent_id: str, request: Request) -> Sample:
@@ -64,7 +64,7 @@ class StagedEngine:
         raise NotImplementedError
 
     async def generate(self, request: Request) -> Sample:
-        """As `RolloutEngine.generate`."""
+        """See `RolloutEngine.generate`."""
         if self._closed:
             raise EngineDead(f"engine {self._name} was closed by this client")
         # Its own id: the same request may be sent again while vLLM still ends the first.
@@ -84,7 +84,7 @@ class StagedEngine:
             del self._running[sent_id]
 
     async def close(self) -> None:
-        """As `RolloutEngine.close`."""
+        """See `RolloutEngine.close`."""
         if self._closed:
             return
         self._closed = True
@@ -107,7 +107,7 @@ class StagedEngine:
             waiting = {sent: drawing for sent, drawing in waiting.items() if not drawing.done()}
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """As `RolloutEngine.pause`. The caches stay: only a commit makes them wrong.
+        """See `RolloutEngine.pause`. The caches stay: only a commit makes them wrong.
 
         Requests that come while it is paused wait inside vLLM.
         """
@@ -119,7 +119,7 @@ class StagedEngine:
                 await self._control.pause(mode)
 
     async def resume(self) -> None:
-        """As `RolloutEngine.resume`."""
+        """See `RolloutEngine.resume`."""
         wrong = await self._updates.must_not_serve(await self._updates.state())
         if wrong:
             raise EngineError(
@@ -129,15 +129,15 @@ class StagedEngine:
         await self._control.resume()
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """As `RolloutEngine.stage`. Each worker takes all tensors into its host's memory."""
+        """See `RolloutEngine.stage`. Each worker takes all tensors into its host's memory."""
         await self._updates.stage(update, buckets)
 
     async def commit(self, update_id: str) -> int:
-        """As `RolloutEngine.commit`."""
+        """See `RolloutEngine.commit`."""
         return await self._updates.commit(update_id)
 
     async def rollback(self, update_id: str) -> None:
-        """As `RolloutEngine.rollback`.
+        """See `RolloutEngine.rollback`.
 
         A half-done commit is undone with the copy that workers keep of the version before it, or
         the checkpoint that they were started from.
@@ -146,7 +146,7 @@ class StagedEngine:
         await self._updates.rollback(update_id)
 
     async def health(self) -> EngineHealth:
-        """As `RolloutEngine.health`."""
+        """See `RolloutEngine.health`."""
         running = len(self._running)
         try:
             return await asyncio.wait_for(self._health(running), self._timeouts.health_s)

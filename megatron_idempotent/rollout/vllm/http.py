@@ -151,7 +151,7 @@ class VllmEngine(StagedEngine):
         return int(named[0]["max_model_len"])
 
     async def _is_tempered(self, prompt: Sequence[int]) -> bool:
-        """Whether the likeliest token's log-prob follows the temperature."""
+        """Returns whether the likeliest token's log-prob follows the temperature."""
         likeliest = []
         for temperature in (1.0, 2.0):
             parameters = {"max_tokens": 1, "logprobs": 1, "temperature": temperature}

@@ -50,7 +50,7 @@ class Inbox:
         self._loaded: tuple[WeightUpdate, Weights] | None = None
 
     def answer(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what the command says; returns the state behind it, or what went wrong as "error".
+        """Do what the command says; returns the state after it, or the error as "error".
 
         Commands: "state"; "open" with update, opened, serving, keep, silence_s; "bucket" and
         "complete" and "drop" with an id. They return at once: receiving is a thread's work.
@@ -186,7 +186,7 @@ class Inbox:
         self._opened(command).complete(int(command["buckets"]))
 
     def _do_drop(self, command: Mapping[str, Any]) -> None:
-        """Of an id that is not here: no-op."""
+        """Drops an update; an unknown id is a no-op."""
         if self._arrival is not None and self._arrival.update.id == command["id"]:
             self.forget()
 

@@ -23,7 +23,7 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-"""For vLLM on a few CPU cores and small models: 1 GiB of cache, one thread."""
+"""The environment of vLLM on few CPU cores and small models: 1 GiB of cache, one thread."""
 _LOG_LINES = 30
 
 
@@ -73,17 +73,17 @@ class VllmServer:
 
     @property
     def url(self) -> str:
-        """For `VllmEngine`; known once it is started."""
+        """The URL for `VllmEngine`; known once it is started."""
         return f"http://{self._host}:{self._port}"
 
     @property
     def running(self) -> bool:
-        """Whether it answers, and says that its engine is well."""
+        """Returns whether it answers, and says that its engine is well."""
         return self._process is not None and _answers(f"{self.url}/health")
 
     @property
     def pid(self) -> int:
-        """Of the server; it leads a process group with all of vLLM's processes."""
+        """The process id of the server, which leads a group with all of vLLM's processes."""
         if self._process is None:
             raise RuntimeError("the server is not running; enter it first")
         return self._process.pid

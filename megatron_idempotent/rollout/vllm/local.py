@@ -81,12 +81,12 @@ class VllmLocalEngine(StagedEngine):
         )
 
     async def sleep(self) -> None:
-        """As `ColocatedEngine.sleep`. Weights go to the host's memory."""
+        """See `ColocatedEngine.sleep`. Weights go to the host's memory."""
         self._must_sleep()
         await self._local.guard("sleep", self._local.llm.sleep(1, "abort"), self._timeouts.commit_s)
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """As `ColocatedEngine.wake`; once it is awake as a whole it is paused."""
+        """See `ColocatedEngine.wake`; once it is awake as a whole it is paused."""
         self._must_sleep()
         limit_s = self._timeouts.commit_s
         if await self._local.guard("wake_up", self._local.llm.wake_up(list(tags)), limit_s):
@@ -156,7 +156,7 @@ class _LocalControl:
         return self._llm
 
     def let_go(self) -> None:
-        """For good: vLLM ends its processes in the collection of its garbage."""
+        """Drops vLLM for good: it ends its processes when its garbage is collected."""
         self._llm = None
 
     async def guard(self, what: str, call: Awaitable[_T], limit_s: float | None) -> _T:

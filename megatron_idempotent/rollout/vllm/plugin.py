@@ -1,11 +1,11 @@
-"""What vLLM loads when it starts, in every one of its processes."""
+"""The plugin that vLLM loads in every one of its processes."""
 
 from __future__ import annotations
 
 BACKEND = "megatron_idempotent"
 """Name of the transfer engine, for `--weight-transfer-config '{"backend": …}'`."""
 EXTENSION = "megatron_idempotent.rollout.vllm.worker.StagingExtension"
-"""For `--worker-extension-cls`: what the client tells workers while they serve goes through it."""
+"""The value of `--worker-extension-cls`: the client's commands to workers go through it."""
 
 
 def register() -> None:

@@ -11,7 +11,7 @@ from megatron_idempotent.rollout.records import FinishReason, Request, Sample
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises lower ones to this without a word, and below 1e-5 takes the likeliest token."""
 _NO_LOGPROB = -9999.0
-"""What vLLM writes where it has none, or one that is not a number."""
+"""The value that vLLM writes for a log-prob that is absent or not a number."""
 _REASONS: Mapping[str | None, FinishReason] = {
     "stop": "stop",
     "length": "length",
@@ -46,7 +46,7 @@ def sampling_params(request: Request) -> dict[str, Any]:
 def seed_at(seed: int, continued: int) -> int:
     """The seed of a response's part that begins at its token `continued`, 63 bits.
 
-    vLLM's generator starts anew with every request. With one seed for all parts, the numbers that
+    vLLM's generator starts again with every request. With one seed for all parts, the numbers that
     drew the first tokens would draw the later ones again, which would then depend on them.
     Mixed as in SplitMix64 (Steele, Lea and Flood 2014).
     """

@@ -1,4 +1,4 @@
-"""What an engine's workers say of themselves, as one."""
+"""Combines the states of an engine's workers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _KINDS: dict[str, type[Exception]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersState:
-    """Of all workers of one engine. Example: `WorkersState.of(answers, engine="a").version`."""
+    """The state of an engine's workers. Example: `WorkersState.of(answers, engine="a").version`."""
 
     version: int | None
-    """Of the last commit; None where there was none, or where they differ."""
+    """The version of the last commit; None if there was none, or if workers differ."""
     committed: str
     """Id of the last commit, where all workers have it."""
     holds: Mapping[str, int]

@@ -31,7 +31,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclasses.dataclass
 class CommitInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which weights to load. Example: `{"update_id": "run-7/12"}`, or `{"restore": true}`."""
+    """The weights to load. Example: `{"update_id": "run-7/12"}`, or `{"restore": true}`."""
 
     update_id: str = ""
     restore: bool = False
@@ -77,7 +77,7 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: CommitInfo) -> None:
-        """As `update_weights`."""
+        """See `update_weights`."""
         try:
             self._load(self.inbox.to_load(update_info.update_id, restore=update_info.restore))
         except BaseException as error:
@@ -113,7 +113,7 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     @functools.cached_property
     def _directory(self) -> Path:
-        """Of the checkpoint, which vLLM has downloaded where it was given a name."""
+        """The folder of the checkpoint, which vLLM has downloaded if it was given a name."""
         named = Path(self.model_config.model)
         if named.is_dir():
             return named

@@ -17,12 +17,12 @@ from .control import Control, Timeouts
 from .states import WorkersState
 
 UNSTAMPED = "default"
-"""What vLLM stamps tokens with before it was told a version."""
+"""The stamp of tokens before vLLM was told a version."""
 _POLL_S = (0.002, 0.05)
 
 
 class Updates:
-    """The state of an update is the workers' own: a client that starts anew finds it there.
+    """The state of an update is the workers' own: a client that is restarted finds it there.
 
     Example:
         await updates.stage(update, buckets)
@@ -50,7 +50,7 @@ class Updates:
         self._switching = asyncio.Lock()
 
     async def state(self) -> WorkersState:
-        """Of the workers; where none was committed, the version is that which vLLM stamps."""
+        """Returns the workers' state; before any commit, the version is that of vLLM's stamp."""
         found = await self._control.rpc({"do": "state"})
         state = WorkersState.whatever(found, engine=self._engine)
         if state.version is None and not state.dirty:
@@ -79,7 +79,7 @@ class Updates:
         return f"its weights are of version {state.version}, and it stamps tokens with {stamped}"
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """As `RolloutEngine.stage`."""
+        """See `RolloutEngine.stage`."""
         if self._transport is None:
             raise ValueError(f"engine {self._engine} has no transport; construct it with one")
         if self._staging:
@@ -97,7 +97,7 @@ class Updates:
             self._staging = ""
 
     async def commit(self, update_id: str) -> int:
-        """As `RolloutEngine.commit`."""
+        """See `RolloutEngine.commit`."""
         async with self._switching:
             state = await self.state()
             if state.committed == update_id and not state.dirty and state.version is not None:
@@ -117,7 +117,7 @@ class Updates:
             return version
 
     async def rollback(self, update_id: str) -> None:
-        """As `RolloutEngine.rollback`."""
+        """See `RolloutEngine.rollback`."""
         async with self._switching:
             state = await self.state()
             if state.dirty and state.half in (update_id, ""):
@@ -188,7 +188,7 @@ class Updates:
             pause_s = min(1.5 * pause_s, _POLL_S[1])
 
     async def _load(self, info: Mapping[str, Any], state: WorkersState, stamp: str) -> None:
-        """Exchange the weights. Requests that run compute their caches anew behind it."""
+        """Exchanges the weights. Running requests compute their caches again after it."""
         if state.updating:
             await self._tell({"do": "settle"})
         # First, and while nothing is computed: a failure further down leaves no stale cache.

@@ -1,4 +1,4 @@
-"""What vLLM's workers can do besides: take commands while they serve."""
+"""Extends vLLM's workers, which then take commands while they serve."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class StagingExtension:
     weight_transfer_engine: Any
 
     def megatron_idempotent(self, command: str) -> dict[str, Any]:
-        """One command of the client, as JSON; returns the worker's state behind it.
+        """Runs one command of the client, given as JSON; returns the worker's state after it.
 
         vLLM runs it between two steps of the model, so it does not wait for anything: buckets are
         received by a thread. It never raises: an error in a worker is logged as one of the engine.

@@ -60,7 +60,7 @@ class Engines:
         """Bring the current weights to all engines. Collective where they are shared.
 
         Returns the report on ranks that have engines. Errors: those of `WeightSync.update`; the
-        engines that it leaves behind or quarantined are left out of sampling.
+        engines that it could not update or quarantined are left out of sampling.
         """
         if self._sync is None:
             follow(self._source, settings=self._settings)
