@@ -126,7 +126,7 @@ def grid_markdown(proven: Proven) -> str:
 
 
 def read_findings(folder: Path) -> Proven:
-    """What `prove --json` wrote to `NAME.json`, file by file, by release or name of a commit.
+    """Reads what `prove --json` wrote to `NAME.json`, by release or name of a commit.
 
     Raises:
         ValueError: a file is no such output, or there is none.

@@ -26,7 +26,7 @@ accepts it. `megatron-idempotent doctor` says the same of what is installed.
 
 
 class Coverage(NamedTuple):
-    """What one Megatron gets."""
+    """The patches that one Megatron gets."""
 
     applied: int
     """Patches that were installed, and proven."""
@@ -99,7 +99,7 @@ def _row(
 
 
 def _lost(project: Mapping[str, Any], proven: Mapping[str, Mapping[str, str]]) -> str:
-    """What the refused patches would have mended."""
+    """Lists the hazards that the refused patches would have repaired."""
     names = dict.fromkeys(name for each in project["frameworks"] for name in each["megatron"])
     refused = dict.fromkeys(id for name in names for id in coverage(proven[name]).refused)
     if not refused:

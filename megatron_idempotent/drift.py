@@ -26,7 +26,7 @@ Standing = Literal["reviewed", "holds", "fixed_upstream", "missing", "drifted", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drift:
-    """How one patch stands towards one tree.
+    """The result of comparing one patch with one tree.
 
     Example:
         Drift(id="train-interval-timer", path="Megatron-LM", distribution="megatron-core",
@@ -38,7 +38,7 @@ class Drift:
     path: str
     distribution: str
     version: str
-    """Of the distribution; `unknown` in a checkout of a framework, whose bodies decide."""
+    """The distribution's version; `unknown` in a framework's checkout, whose bodies decide."""
     standing: Standing
     """`reviewed`: a person read every body; `holds`: not all, but they hold the fragments that the
     patch relies on; `fixed_upstream`; `missing`: a target is not in the tree (wheels before 0.17
@@ -86,7 +86,7 @@ def compare(trees: Iterable[SourceTree]) -> list[Drift]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reference:
-    """What a drifted body is compared with."""
+    """The body that a drifted one is compared with."""
 
     label: str
     reviewed: bool

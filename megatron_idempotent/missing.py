@@ -30,7 +30,7 @@ REMEDIES = {
         ("safetensors", "tokenizers", "transformers", "tensorboard", "matplotlib", "rich"), _TRAINER
     ),
 }
-"""By module: how to get it, where an extra of ours or the caller's framework brings it."""
+"""The way to get a module, by its name: an extra of ours, or the caller's framework."""
 
 
 @contextmanager

@@ -34,12 +34,12 @@ Verdict = Literal[
 ]
 
 DEADLINE_S = 120.0
-"""For one reproduction on one set of ranks. They take about a second; a hang is an outcome."""
+"""Seconds for one reproduction on one set of ranks, which takes about one; a hang is an outcome."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What one hazard's reproduction did.
+    """The result of one hazard's reproduction.
 
     Example:
         Finding(id="train-interval-timer", verdict="proven", seconds=1.4,
@@ -56,14 +56,14 @@ class Finding:
     """`ok` or `Type: message` of the first rank that failed."""
     patched: str
     seconds: float
-    """Of all runs."""
+    """Seconds of all runs."""
     neighbour: str = "-"
     """`-` where the case file names no right program beside the hazard or it was not run; `ok`;
     or what is wrong with it: `stock: …`, `patched: …`."""
 
     @property
     def failed(self) -> bool:
-        """Whether case file and release disagree."""
+        """True if case file and release disagree."""
         return self.verdict not in ("proven", "documented", "not_applicable")
 
 
@@ -218,7 +218,7 @@ def _examine(hazard: Hazard, pool: RankPool) -> Finding:
 
 
 def _ready() -> None:
-    """On a rank: nothing; the pool has imported torch and Megatron by then."""
+    """Does nothing on a rank: the pool has imported torch and Megatron by then."""
 
 
 def _reproduce(hazard_id: str, applied: tuple[str, ...], repaired: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a framework has to set on Megatron before it trains, in one call each, safe to repeat."""
+"""Sets what a framework has to set on Megatron before it trains; safe to repeat."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def wire_train_config(
 ) -> None:
     """Set the functions through which Megatron's schedules reach DDP and the optimizer.
 
-    Always binds anew: after a rebuilt model or optimizer, call it again. Call it with the chunks of
-    one model; chunks of virtual pipeline stages share one config, whose functions are then lists.
+    It always sets them: after a rebuilt model or optimizer, call it again. Call it with the chunks
+    of one model; chunks of virtual pipeline stages share one config, whose functions are then lists.
 
     Args:
         model_chunks: this rank's chunks, wrapped in Megatron's `DistributedDataParallel`.
