@@ -21,8 +21,9 @@ def wire_train_config(
 ) -> None:
     """Set the functions through which Megatron's schedules reach DDP and the optimizer.
 
-    It always sets them: after a rebuilt model or optimizer, call it again. Call it with the chunks
-    of one model; chunks of virtual pipeline stages share one config, whose functions are then lists.
+    It always sets them: after a rebuilt model or optimizer, call it again. Call it with the
+    chunks of one model; chunks of virtual pipeline stages share one config, whose functions are
+    then lists.
 
     Args:
         model_chunks: this rank's chunks, wrapped in Megatron's `DistributedDataParallel`.
