@@ -89,7 +89,7 @@ def test_without_one_of_its_factors_no_multiple_suffices(recipe):
                 smaller.append((alignment.sequence // factor, alignment.pack))
         for sequence, pack in smaller:
             less = TokenAlignment(sequence=sequence, pack=pack)
-            found = [wrong(recipe, tp, cp, shared, each) for each in packs(less, 30)]
+            found = (wrong(recipe, tp, cp, shared, each) for each in packs(less, 30))
             assert any(found), (tp, cp, shared, less)
 
 
