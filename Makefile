@@ -74,7 +74,7 @@ $(VLLM_VENV)/.ready: $(STAMP) pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM_VENV)/.ready
-	$(VLLM_VENV)/bin/python -m pytest tests/rollout_vllm $(ARGS)
+	$(VLLM_VENV)/bin/python -m pytest tests/engines_vllm $(ARGS)
 	MEGATRON_IDEMPOTENT_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
 	  $(BIN)/python -m pytest tests/trainer/test_vllm.py
 

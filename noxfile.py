@@ -30,22 +30,22 @@ WORK = Path(".nox")
 PROVEN = WORK / "proven"
 #: tests/parity/test_hazards.py is what `prove` does, and that writes down what it found.
 SUITES = (
-    *("tests/patches", "tests/step", "tests/logprobs", "tests/models", "tests/parity"),
-    "tests/engine/test_case_files.py",
+    *("tests/patches", "tests/step", "tests/logprobs", "tests/hf", "tests/parity"),
+    "tests/patching/test_case_files.py",
     "--ignore=tests/parity/test_hazards.py",
     "--ignore-glob=tests/step/test_fsdp*",  # there is no Megatron in it, and `fsdp` runs it
     *("-m", "not exhaustive"),
 )
 SUITES_OF_COMMITS = (
-    *("tests/parity", "tests/engine/fuzz/test_pinned.py"),
+    *("tests/parity", "tests/patching/fuzz/test_pinned.py"),
     *("tests/patches/test_newer_megatron.py", "tests/patches/test_megatron_fsdp.py"),
     "tests/patches/test_finalize_func.py",
     "--ignore=tests/parity/test_hazards.py",
 )
 #: FSDPTrainStep's own tests, and those that both engines are held to.
-FSDP = ("tests/step", "tests/models/test_hf_fsdp.py")
+FSDP = ("tests/step", "tests/hf/test_hf_fsdp.py")
 #: What the gate runs of them; it proves every hazard, too.
-GATE = ("tests/engine/test_case_files.py",)
+GATE = ("tests/patching/test_case_files.py",)
 # 0.15 builds a CUDA extension while it is imported; without a device torch finds no architecture to
 # build it for, and the import fails where a CUDA compiler is installed.
 ENVIRON = {"TORCH_CUDA_ARCH_LIST": "8.0"}
@@ -102,7 +102,7 @@ def engine(session: nox.Session, version: str) -> None:
     groups = nox.project.dependency_groups(PROJECT, "engine")
     _install(session, python, "-e", ".", *groups)
     cache = f"cache_dir={folder / 'pytest'}"
-    chosen = session.posargs or ["tests/engine"]
+    chosen = session.posargs or ["tests/patching"]
     session.run(str(python), "-m", "pytest", "-o", cache, *chosen, external=True)
 
 
@@ -179,7 +179,7 @@ def gate(session: nox.Session) -> None:
 
 
 def _write_down(session: nox.Session, proven: Path) -> None:
-    command = [sys.executable, "-m", "megatron_idempotent.casebook", "--proven", str(proven)]
+    command = [sys.executable, "-m", "megatron_idempotent.cli.casebook", "--proven", str(proven)]
     session.run(*command, external=True)
 
 

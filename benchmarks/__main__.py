@@ -10,8 +10,8 @@ import pkgutil
 import sys
 from pathlib import Path
 
-from megatron_idempotent.cpu.choice import DEVICES
 from megatron_idempotent.cpu.errors import NoDeviceError
+from megatron_idempotent.cpu.gpu import DEVICES
 
 HERE = Path(__file__).parent
 known = [

@@ -138,7 +138,7 @@ def tuned(rounds: int, copied: float) -> Iterator[dict[str, Any]]:
     import torch
 
     from megatron_idempotent import token_logprobs
-    from megatron_idempotent.logprobs import triton_blocks
+    from megatron_idempotent.logprobs import triton_kernels
 
     for dtype, entropy in itertools.product(("bfloat16", "float32"), ("none", "grad")):
         tokens = 16384 if dtype == "bfloat16" else 8192
@@ -149,9 +149,9 @@ def tuned(rounds: int, copied: float) -> Iterator[dict[str, Any]]:
             inputs = Inputs(case, None, tokens)
         nbytes = inputs.part[0].nbytes
         side = Side(name="consume", run=_logprob_sides._ours_from_logits("consume"))
-        for kernel, shapes in triton_blocks.SHAPES.items():
+        for kernel, shapes in triton_kernels.SHAPES.items():
             for shape in shapes:
-                with triton_blocks.using(**{kernel: shape}):
+                with triton_kernels.using(**{kernel: shape}):
                     if kernel == "statistics":
                         arguments = {"targets": inputs.targets_N, "entropy": entropy}
                         call = measured(

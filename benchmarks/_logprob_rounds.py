@@ -113,7 +113,7 @@ def _step(side: Side, inputs: Inputs, given: Given) -> tuple[Any, Any, list[Any]
 
 
 def _memory(side: Side, inputs: Inputs) -> int:
-    from megatron_idempotent.cpu.allocations import peak_bytes
+    from megatron_idempotent.cpu.probes import peak_bytes
 
     given = [inputs.fresh() for _ in range(2)]
     held = peak_bytes(lambda: _step(side, inputs, given.pop()), runs=2)
@@ -144,7 +144,7 @@ def _errors(side: Side, inputs: Inputs, truth: tuple[Any, Any, list[Any]]) -> di
 
 
 def _collectives(step: Callable[[], Any]) -> int:
-    from megatron_idempotent.cpu.dispatched import watching_collectives
+    from megatron_idempotent.cpu.probes import watching_collectives
 
     seen: list[str] = []
     with watching_collectives(lambda name, _: seen.append(name)):

@@ -7,14 +7,18 @@ import time
 from typing import Any
 
 from megatron_idempotent.controller.controller import Controller
-from megatron_idempotent.controller.records import RolloutGroup
+from megatron_idempotent.controller.protocol import RolloutGroup
 from megatron_idempotent.controller.samplers import load_sampler
 from megatron_idempotent.controller.settings import ControllerSettings
-from megatron_idempotent.rollout.records import Sample
+from megatron_idempotent.engines.protocol import Sample
 from megatron_idempotent.simulator import clock
 from megatron_idempotent.simulator.latency import uniform
-from megatron_idempotent.simulator.policy import SimulatedPolicy, TrainCosts
-from megatron_idempotent.simulator.world import SimulatedPrompts, SimulatedRecipe
+from megatron_idempotent.simulator.trainer import (
+    SimulatedPolicy,
+    SimulatedPrompts,
+    SimulatedRecipe,
+    TrainCosts,
+)
 
 
 class Quick:

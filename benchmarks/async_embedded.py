@@ -34,15 +34,12 @@ from megatron_idempotent.controller import (
     WindowedSampler,
 )
 from megatron_idempotent.controller.ping import PingServer
-from megatron_idempotent.rollout.local import TransformersEngine
+from megatron_idempotent.engines.transformers import TransformersEngine
+from megatron_idempotent.trainer.async_ranks import RankPolicy, make_ranks
+from megatron_idempotent.trainer.async_run import make_settings
 from megatron_idempotent.trainer.config import load_config
-from megatron_idempotent.trainer.job import INITIAL, Job, data_path
-from megatron_idempotent.trainer.rollout.requests import RequestMaker
-from megatron_idempotent.trainer.stream.policy import RankPolicy
-from megatron_idempotent.trainer.stream.prompts import PromptStream
-from megatron_idempotent.trainer.stream.ranks import make_ranks
-from megatron_idempotent.trainer.stream.recipe import GrpoRecipe
-from megatron_idempotent.trainer.stream.settings import make_settings
+from megatron_idempotent.trainer.output import INITIAL, Job, data_path
+from megatron_idempotent.trainer.rewards import GrpoRecipe, PromptStream, RequestMaker
 from megatron_idempotent.trainer.task.prompts import read_prompts
 from megatron_idempotent.trainer.task.tokenizer import make_tokenizer, sequence_positions
 from megatron_idempotent.workers import RemoteWeights

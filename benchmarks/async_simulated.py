@@ -26,11 +26,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.simulator.costs import EngineCosts
 from megatron_idempotent.simulator.faults import Fault
 from megatron_idempotent.simulator.latency import LogNormal
-from megatron_idempotent.simulator.policy import TrainCosts
 from megatron_idempotent.simulator.scenario import Limits, Scenario
+from megatron_idempotent.simulator.serving import EngineCosts
+from megatron_idempotent.simulator.trainer import TrainCosts
 
 LONG_TAIL = LogNormal(median=1200, p99=12000)
 SHORT_TAIL = LogNormal(median=2000, p99=3000)

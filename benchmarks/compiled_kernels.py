@@ -60,7 +60,7 @@ class Program:
 def programs(every_shape: bool) -> Iterator[Program]:
     """Every kernel that a call on adjacent columns launches."""
     from megatron_idempotent.fp8 import triton_blockwise
-    from megatron_idempotent.logprobs.triton_blocks import SHAPES
+    from megatron_idempotent.logprobs.triton_kernels import SHAPES
 
     for kernel in ("statistics", "gradient"):
         for shape in SHAPES[kernel] if every_shape else SHAPES[kernel][:1]:
@@ -115,7 +115,7 @@ def _of_tokens() -> Iterator[Program]:
 def _of_logprobs(kernel: str, shape: Any, name: str, entropy: bool) -> Program:
     import torch
 
-    from megatron_idempotent.logprobs import triton_gradient, triton_statistics
+    from megatron_idempotent.logprobs import triton_kernels
 
     constants = shape.of(getattr(torch, name)).constants()
     warps = constants.pop("num_warps")
@@ -125,12 +125,12 @@ def _of_logprobs(kernel: str, shape: Any, name: str, entropy: bool) -> Program:
     if kernel == "statistics":
         constants |= {"HAS_ROWS": False, "ENTROPY": entropy}
         types |= {"rows": "*i64", "found": "*fp32"}
-        compute = triton_statistics.statistics_kernel
+        compute = triton_kernels.statistics_kernel
     else:
         constants |= {"HAS_TOKENS": False, "HAS_ORIGIN": entropy, "HAS_SLOPE": entropy}
         per_token = ("origins", "factors", "slopes", "of_targets")
         types |= {"into": logits, "tokens": "*i64", **dict.fromkeys(per_token, "*fp32")}
-        compute = triton_gradient.gradient_kernel
+        compute = triton_kernels.gradient_kernel
     told = f"{shape.warps} warps, {shape.unroll} loads, {shape.stages} stages"
     return Program(
         name=f"{kernel}, {name}, {'entropy' if entropy else 'log-prob'}, {told}",

@@ -29,7 +29,7 @@ from typing import Any
 import megatron_idempotent
 from benchmarks._device import add_device, aim, fast_kernels, real_sizes
 from megatron_idempotent import cpu
-from megatron_idempotent.cpu.launches import activity
+from megatron_idempotent.cpu.probes import activity
 
 MICROBATCHES = 8
 WARM_UP = 3

@@ -117,7 +117,7 @@ def exposed(rounds: int, hidden: int, latency_s: float, bytes_per_s: float) -> t
 
 def memory(hidden: int) -> dict[str, float]:
     """On a rank: most bytes that a step of each side holds, in sizes of the gradient buffer."""
-    from megatron_idempotent.cpu.allocations import peak_bytes
+    from megatron_idempotent.cpu.probes import peak_bytes
 
     built, sides = _sides(hidden, CHUNKS, 2)
     size = sum(b.grad_data.nbytes for chunk in built.model.chunks for b in chunk.buffers)

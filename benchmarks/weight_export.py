@@ -46,7 +46,7 @@ def _source(megabytes: int, layout: dict[str, int]) -> Any:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_idempotent.models import Architecture, MegatronWeights, build_gpt
+    from megatron_idempotent.hf import Architecture, MegatronWeights, build_gpt
 
     logging.disable(logging.WARNING)
     tp, pp = layout.get("tp", 1), layout.get("pp", 1)
@@ -84,7 +84,7 @@ def _source(megabytes: int, layout: dict[str, int]) -> Any:
 
 def _fetch_only(source: Any, bucket_bytes: int) -> None:
     """What `buckets` does but for the checksums."""
-    from megatron_idempotent.models.buckets import split
+    from megatron_idempotent.hf.buckets import split
 
     for members in split([info.nbytes for info in source.tensors()], bucket_bytes):
         source._fetch(members)
@@ -97,7 +97,7 @@ def measure(
     import torch
     from safetensors.torch import save_file
 
-    from megatron_idempotent.cpu.allocations import peak_bytes
+    from megatron_idempotent.cpu.probes import peak_bytes
 
     source = _source(megabytes, layout)
     first = torch.distributed.get_rank() == 0

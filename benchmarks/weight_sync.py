@@ -67,14 +67,14 @@ def _copy_rate(nbytes: int) -> float:
 
 
 def _local(folder: Path, device: str) -> Callable[[], Any]:
-    from megatron_idempotent.rollout.local import TransformersEngine
+    from megatron_idempotent.engines.transformers import TransformersEngine
 
     where = None if device == "cpu" else "cuda"
     return lambda: TransformersEngine(folder, name="engine", device=where)
 
 
 def _vllm(folder: Path, python: str, stack: contextlib.ExitStack) -> Callable[[], Any]:
-    from megatron_idempotent.rollout.vllm import CPU_ENVIRONMENT, VllmEngine, VllmServer
+    from megatron_idempotent.engines.vllm import CPU_ENVIRONMENT, VllmEngine, VllmServer
     from megatron_idempotent.weights.transports import SharedMemorySender
 
     arguments = ("--dtype", "float32", "--enforce-eager")
@@ -86,7 +86,7 @@ def _vllm(folder: Path, python: str, stack: contextlib.ExitStack) -> Callable[[]
 async def _measure(
     model: tuple[list[Any], Any], make: Callable[[], Any], rounds: int, streams: int
 ) -> dict[str, Any]:
-    from megatron_idempotent.models import MegatronWeights
+    from megatron_idempotent.hf import MegatronWeights
     from megatron_idempotent.sync import SyncSettings, WeightSync
 
     chunks, arch = model
@@ -128,7 +128,7 @@ class Streams:
         self._tasks = [asyncio.ensure_future(self._stream(index)) for index in range(count)]
 
     async def _stream(self, index: int) -> None:
-        from megatron_idempotent.rollout import Request
+        from megatron_idempotent.engines import Request
 
         number = 0
         while self._on:
@@ -153,7 +153,7 @@ def _model(folder: Path, hidden: int) -> tuple[list[Any], Any]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from megatron_idempotent.models import Architecture, build_gpt, load_hf
+    from megatron_idempotent.hf import Architecture, build_gpt, load_hf
 
     torch.manual_seed(0)
     parallel_state.initialize_model_parallel()

@@ -17,38 +17,36 @@ if not os.path.isdir(os.path.join(__path__[0], "patches")):
 
     load_case_files(__path__)
 
-from .engine.control import apply, report, revert
-from .engine.errors import PatchError, UnknownPatchError, VerificationError
-from .engine.report import Report, Row
+from megatron_idempotent.patching.api import apply, report, revert
+from megatron_idempotent.patching.base import PatchError, UnknownPatchError, VerificationError
+from megatron_idempotent.patching.report import Report, Row
 
 TYPE_CHECKING = False  # importing typing would cost a third of apply()
 if TYPE_CHECKING:
     from typing import Any
 
-    from .engine.scoped import patched
-    from .engine.verify import verify
-    from .fp8.alignment import TokenAlignment, token_alignment
-    from .fp8.blockwise import dequantize_blockwise, quantize_blockwise
-    from .fp8.export import Fp8Export
-    from .fp8.gates import fp8_settings
-    from .fp8.packing import Pack
-    from .fp8.padding import recover_left_padding, remove_left_padding
-    from .logprobs.api import TokenStats, token_logprobs
-    from .logprobs.model import logprobs_processor, model_logprobs
-    from .logprobs.sampling import Sampling
-    from .logprobs.targets import context_parallel_part, shift_targets
-    from .step.fsdp import FSDPTrainStep
-    from .step.megatron import TrainStep
-    from .step.records import StepLoss, StepResult
-    from .window.abort import abort_window
-    from .window.accumulation import accumulation_window
-    from .window.agreement import SessionPoisoned, WindowAborted, agree
-    from .window.check import ReplicaMismatchError
-    from .window.guard import guarded_window
-    from .window.params import ensure_params_synced
-    from .window.rebuild import rebuild_process_groups
-    from .window.setup import ensure_initialized
-    from .wiring import seed_all, wire_train_config
+    from megatron_idempotent.fp8.blockwise import dequantize_blockwise, quantize_blockwise
+    from megatron_idempotent.fp8.export import Fp8Export
+    from megatron_idempotent.fp8.packing import Pack, TokenAlignment, token_alignment
+    from megatron_idempotent.fp8.padding import recover_left_padding, remove_left_padding
+    from megatron_idempotent.fp8.settings import fp8_settings
+    from megatron_idempotent.logprobs.api import TokenStats, token_logprobs
+    from megatron_idempotent.logprobs.model import logprobs_processor, model_logprobs
+    from megatron_idempotent.logprobs.request import Sampling
+    from megatron_idempotent.logprobs.targets import context_parallel_part, shift_targets
+    from megatron_idempotent.patching.scoped import patched
+    from megatron_idempotent.patching.verify import verify
+    from megatron_idempotent.ranks.agreement import SessionPoisoned, WindowAborted, agree
+    from megatron_idempotent.step.fsdp import FSDPTrainStep
+    from megatron_idempotent.step.megatron import TrainStep
+    from megatron_idempotent.step.records import StepLoss, StepResult
+    from megatron_idempotent.window.abort import abort_window
+    from megatron_idempotent.window.accumulation import accumulation_window
+    from megatron_idempotent.window.guard import guarded_window
+    from megatron_idempotent.window.params import ensure_params_synced
+    from megatron_idempotent.window.rebuild import rebuild_process_groups
+    from megatron_idempotent.window.replica_check import ReplicaMismatchError
+    from megatron_idempotent.window.setup import ensure_initialized, seed_all, wire_train_config
 
 __version__ = "0.1.0"
 
@@ -102,49 +100,44 @@ _LAZY = {
     "FSDPTrainStep": "step.fsdp",
     "Fp8Export": "fp8.export",
     "Pack": "fp8.packing",
-    "ReplicaMismatchError": "window.check",
-    "Sampling": "logprobs.sampling",
-    "SessionPoisoned": "window.agreement",
+    "ReplicaMismatchError": "window.replica_check",
+    "Sampling": "logprobs.request",
+    "SessionPoisoned": "ranks.agreement",
     "StepLoss": "step.records",
     "StepResult": "step.records",
-    "TokenAlignment": "fp8.alignment",
+    "TokenAlignment": "fp8.packing",
     "TokenStats": "logprobs.api",
     "TrainStep": "step.megatron",
-    "WindowAborted": "window.agreement",
+    "WindowAborted": "ranks.agreement",
     "abort_window": "window.abort",
     "accumulation_window": "window.accumulation",
-    "agree": "window.agreement",
+    "agree": "ranks.agreement",
     "context_parallel_part": "logprobs.targets",
     "dequantize_blockwise": "fp8.blockwise",
     "ensure_initialized": "window.setup",
     "ensure_params_synced": "window.params",
-    "fp8_settings": "fp8.gates",
+    "fp8_settings": "fp8.settings",
     "guarded_window": "window.guard",
     "logprobs_processor": "logprobs.model",
     "model_logprobs": "logprobs.model",
-    "patched": "engine.scoped",
+    "patched": "patching.scoped",
     "quantize_blockwise": "fp8.blockwise",
     "rebuild_process_groups": "window.rebuild",
     "recover_left_padding": "fp8.padding",
     "remove_left_padding": "fp8.padding",
-    "seed_all": "wiring",
+    "seed_all": "window.setup",
     "shift_targets": "logprobs.targets",
-    "token_alignment": "fp8.alignment",
+    "token_alignment": "fp8.packing",
     "token_logprobs": "logprobs.api",
-    "verify": "engine.verify",
-    "wire_train_config": "wiring",
+    "verify": "patching.verify",
+    "wire_train_config": "window.setup",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        from importlib import import_module
+    from .lazy import attributes  # not before it is needed: `apply()` does without
 
-        from .missing import naming_the_remedy
-
-        with naming_the_remedy(f"{__name__}.{name}"):
-            return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return attributes(__name__, _LAZY)(name)
 
 
 def __dir__() -> list[str]:

@@ -10,12 +10,12 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_idempotent.engine import arguments
+from megatron_idempotent.patching import arguments
 
 from .no_sync_func_reentry import is_no_sync_of
 
 if TYPE_CHECKING:
-    from megatron_idempotent.engine.source import Body
+    from megatron_idempotent.patching.source import Body
 
 
 def forget_no_sync(config: Any, chunks: Sequence[Any]) -> None:

@@ -28,8 +28,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-from megatron_idempotent.megatron import distributed_optimizer
+from megatron_idempotent.megatron import optimizers
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def load_state_dict(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
@@ -37,7 +37,7 @@ def load_state_dict(original: Callable[..., None], self: Any, state_dict: dict[s
     import torch
 
     original(self, state_dict)
-    if not distributed_optimizer.is_torch_adam(self):
+    if not optimizers.is_torch_adam(self):
         return
     (saved,) = {float(group["step"]) for group in state_dict["optimizer"]["param_groups"]}
     for state in self.optimizer.state.values():
@@ -67,8 +67,8 @@ PATCH = Patch(
     summary="a load leaves torch's Adam with one step counter that all parameters advance",
     since="0.12",
     before=UNTRIED,
-    targets=(distributed_optimizer.target("load_state_dict", load_state_dict),),
-    upstream=distributed_optimizer.UPSTREAM,
+    targets=(optimizers.target("load_state_dict", load_state_dict),),
+    upstream=optimizers.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

@@ -30,8 +30,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-from megatron_idempotent.megatron import auxiliary_losses, schedules, windows
+from megatron_idempotent.megatron import moe, schedules
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 _AUXILIARY = ("num_moe_experts", "mtp_num_layers", "experimental_attention_variant")
 
@@ -41,13 +41,13 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from megatron.core.utils import get_model_config
 
     model = kwargs["model"]
-    if windows.open_windows:
-        original = windows.around(original, model)
+    if schedules.open_windows:
+        original = schedules.around(original, model)
     config = get_model_config(schedules.chunks(model)[0])
     if all(getattr(config, name, None) is None for name in _AUXILIARY):
         return original(*args, **kwargs)
     saved = []
-    for scaler in auxiliary_losses.scalers():
+    for scaler in moe.scalers():
         scale = scaler.main_loss_backward_scale
         saved.append((scaler, scale, None if scale is None else scale.clone()))
     try:
@@ -105,6 +105,7 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("aux-loss",),
+    provides=("schedules-ask-windows",),
     targets=schedules.targets(schedule),
     upstream=schedules.UPSTREAM,
     reproduction=Reproduction(

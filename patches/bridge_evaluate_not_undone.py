@@ -28,8 +28,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target, arguments
-from megatron_idempotent.megatron.evaluation import undone
+from megatron_idempotent.megatron.training import undone
+from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target, arguments
 
 
 def evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

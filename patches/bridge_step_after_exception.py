@@ -27,8 +27,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target, arguments
-from megatron_idempotent.megatron.timers import stopping
+from megatron_idempotent.megatron.training import stopping
+from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target, arguments
 
 
 def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

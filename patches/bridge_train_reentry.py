@@ -31,8 +31,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target, arguments
-from megatron_idempotent.megatron.timers import stopping
+from megatron_idempotent.megatron.training import stopping
+from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target, arguments
 
 from . import _copies
 

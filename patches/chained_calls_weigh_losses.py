@@ -32,8 +32,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Helper, Reproduction
 from megatron_idempotent.megatron import schedules
+from megatron_idempotent.patching import UNTRIED, Helper, Reproduction
 
 
 def reproduce() -> None:

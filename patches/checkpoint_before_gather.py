@@ -32,9 +32,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target, arguments
 from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target, arguments
 
 from . import _scenarios
 

@@ -28,9 +28,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
-from megatron_idempotent.engine.weak_keys import PerProcessWeakKeys
 from megatron_idempotent.megatron import schedules
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
 _CONFIG = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
 _LAYER = ("drop_and_pad", "moe_expert_capacity_factor", "cuda_sync_point")

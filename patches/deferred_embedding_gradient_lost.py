@@ -27,8 +27,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Helper, Reproduction
 from megatron_idempotent.megatron import schedules
+from megatron_idempotent.patching import UNTRIED, Helper, Reproduction
 
 from . import _deferred_embedding
 

@@ -28,8 +28,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-from megatron_idempotent.megatron import deferred_embedding, schedules
+from megatron_idempotent.megatron import schedules
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 from . import _deferred_embedding
 
@@ -39,7 +39,7 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from megatron.core.utils import get_model_config
 
     model, forward_only = kwargs["model"], kwargs.get("forward_only", False)
-    kept = deferred_embedding.buffers(model)
+    kept = schedules.buffers(model)
     if kept is None:
         return original(*args, **kwargs)
     config = get_model_config(schedules.chunks(model)[0])
@@ -63,7 +63,7 @@ def reproduce() -> None:
     model = _deferred_embedding.build()
     for data_seed in range(3):
         model.forward_backward(2, data_seed=data_seed, forward_only=True)
-    kept = deferred_embedding.buffers(model.chunks)
+    kept = schedules.buffers(model.chunks)
     if kept is not None and kept[0]:
         raise RuntimeError(f"{len(kept[0])} activations kept behind forward-only windows")
 
@@ -74,7 +74,7 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("abort", "deferred-embedding"),
-    targets=schedules.targets(schedule, *deferred_embedding.SCHEDULES),
+    targets=schedules.targets(schedule, *schedules.SCHEDULES),
     upstream=schedules.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,

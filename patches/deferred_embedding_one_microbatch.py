@@ -25,8 +25,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-from megatron_idempotent.megatron import deferred_embedding
+from megatron_idempotent.megatron import schedules
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 from . import _deferred_embedding
 
@@ -71,7 +71,8 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("deferred-embedding",),
-    targets=(deferred_embedding.drain_target(drain),),
+    provides=("deferred-embedding-drained",),
+    targets=(schedules.drain_target(drain),),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/utils.py",
     reproduction=Reproduction(
         run=reproduce,

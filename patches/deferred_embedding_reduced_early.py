@@ -28,9 +28,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-from megatron_idempotent.engine.weak_keys import PerProcessWeakKeys
-from megatron_idempotent.megatron import arrivals, ddp, deferred_embedding, schedules
+from megatron_idempotent.megatron import ddp, schedules
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
+from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
 from . import _deferred_embedding
 
@@ -53,18 +53,18 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _defer(group: Any) -> None:
     _deferring[group] = False
-    arrivals.postpone(group, True)
+    ddp.postpone(group, True)
 
 
 def _defer_no_more(group: Any) -> bool | None:
-    arrivals.postpone(group, False)
+    ddp.postpone(group, False)
     return _deferring.pop(group, None)
 
 
 def _group(model: Any) -> Any:
     # That of the deferred weight, where its reduction overlaps the backward.
     chunk = schedules.chunks(model)[-1]
-    weight = deferred_embedding.weight(chunk)
+    weight = schedules.weight(chunk)
     if weight is None or not hasattr(chunk, "param_to_bucket_group"):
         return None
     return chunk.param_to_bucket_group[weight] if chunk.ddp_config.overlap_grad_reduce else None
@@ -159,12 +159,13 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("deferred-embedding",),
+    provides=("deferred-embedding-ordered",),
     targets=(
-        *schedules.targets(schedule, *deferred_embedding.SCHEDULES),
+        *schedules.targets(schedule, *schedules.SCHEDULES),
         ddp.group_target("start_grad_sync", start_grad_sync),
         ddp.group_target("finish_grad_sync", finish_grad_sync),
         ddp.group_target("reset", reset),
-        deferred_embedding.drain_target(drain),
+        schedules.drain_target(drain),
     ),
     upstream=schedules.UPSTREAM,
     reproduction=Reproduction(

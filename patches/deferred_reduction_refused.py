@@ -31,9 +31,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-from megatron_idempotent.megatron import arrivals, reduction
+from megatron_idempotent.megatron import ddp
 from megatron_idempotent.megatron.ddp import GROUP_UPSTREAM, bucket_groups, ddp_target
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 from . import _scenarios
 
@@ -45,13 +45,13 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
     if (
         self.ddp_config.overlap_grad_reduce
         and getattr(self, _HELD, False)
-        and not reduction.is_idle(self)
-        and not any(arrivals.dispatched(g) or reduction.registered(g) for g in bucket_groups(self))
+        and not ddp.is_idle(self)
+        and not any(ddp.dispatched(g) or ddp.registered(g) for g in bucket_groups(self))
     ):
-        reduction.start_held(self, *args, **kwargs)
+        ddp.start_held(self, *args, **kwargs)
     original(self, *args, **kwargs)
     setattr(self, _HELD, False)
-    reduction.finished(self)
+    ddp.finished(self)
 
 
 def no_sync(original: Callable[..., Any], self: Any) -> Any:
@@ -64,7 +64,7 @@ def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     """Start a window in which nothing was held back or dispatched."""
     original(self)
     setattr(self, _HELD, False)
-    reduction.began(self)
+    ddp.began(self)
 
 
 def reproduce() -> None:
@@ -100,7 +100,7 @@ PATCH = Patch(
         ddp_target("finish_grad_sync", finish_grad_sync),
         ddp_target("no_sync", no_sync),
         ddp_target("zero_grad_buffer", zero_grad_buffer),
-        arrivals.dispatch_target(),
+        ddp.dispatch_target(),
     ),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

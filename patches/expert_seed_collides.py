@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 
 _MODULE = "megatron.core.tensor_parallel.random"
 _OFFSET = 2**20

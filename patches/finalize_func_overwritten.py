@@ -28,8 +28,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, arguments
 from megatron_idempotent.megatron import training
+from megatron_idempotent.patching import Patch, Reproduction, arguments
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -28,14 +28,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-from megatron_idempotent.megatron import arrivals, reduction
+from megatron_idempotent.megatron import ddp
 from megatron_idempotent.megatron.ddp import GROUP_UPSTREAM, bucket_groups, ddp_target
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Reduce once, and again only where there is something new."""
-    if reduction.is_idle(self):
+    if ddp.is_idle(self):
         for group in bucket_groups(self):
             # As upstream does at every call.
             group.param_gather_dispatched = False
@@ -43,33 +43,29 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
                 group._copy_back_extra_main_grads()
         return
     original(self, *args, **kwargs)
-    reduction.finished(self)
+    ddp.finished(self)
 
 
 def start_all(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Around the chunk's `start_grad_sync`: without overlap it reduces, as finishing does."""
     if self.ddp_config.overlap_grad_reduce:
         original(self, *args, **kwargs)
-    elif not reduction.is_idle(self):
+    elif not ddp.is_idle(self):
         original(self, *args, **kwargs)
-        reduction.finished(self)
+        ddp.finished(self)
 
 
 def start(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Around a bucket group's: not again while its reduction is under way."""
-    if (
-        self.ddp_config.overlap_grad_reduce
-        and arrivals.dispatched(self)
-        and arrivals.late(self) is None
-    ):
+    if self.ddp_config.overlap_grad_reduce and ddp.dispatched(self) and ddp.late(self) is None:
         return
-    arrivals.dispatching(original, self, *args, **kwargs)
+    ddp.dispatching(original, self, *args, **kwargs)
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     """Start a window whose gradients are not reduced."""
     original(self)
-    reduction.began(self)
+    ddp.began(self)
 
 
 def reproduce() -> None:
@@ -97,7 +93,7 @@ PATCH = Patch(
         ddp_target("finish_grad_sync", finish_grad_sync),
         ddp_target("start_grad_sync", start_all),
         ddp_target("zero_grad_buffer", zero_grad_buffer),
-        arrivals.dispatch_target(start),
+        ddp.dispatch_target(start),
     ),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Reproduction, Target
 
 
 def add_up(original: Callable[..., None], model: list[Any], config: Any) -> None:

@@ -26,9 +26,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 from megatron_idempotent.megatron import fsdp
-from megatron_idempotent.megatron.no_sync import no_sync, zero_grad_buffer
+from megatron_idempotent.megatron.ddp import no_sync, zero_grad_buffer
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def reproduce() -> None:

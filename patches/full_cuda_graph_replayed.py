@@ -40,8 +40,8 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 from megatron_idempotent.megatron import schedules
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 
 _NEEDED = ("model", "data_iterator", "num_microbatches", "seq_length", "forward_only")
 _NUMBERS = ("num_microbatches", "seq_length", "micro_batch_size", "decoder_seq_length")

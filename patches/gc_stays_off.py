@@ -26,8 +26,8 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 from megatron_idempotent.megatron import training
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

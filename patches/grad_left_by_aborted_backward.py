@@ -27,8 +27,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 from megatron_idempotent.megatron import ddp
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 from . import _scenarios
 

@@ -35,9 +35,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target, arguments
 from megatron_idempotent.megatron import optimizers
-from megatron_idempotent.megatron.loss_scale import OURS, SCALED, LossScale, parts
+from megatron_idempotent.megatron.optimizers import OURS, SCALED, LossScale, parts
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target, arguments
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -33,9 +33,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-from megatron_idempotent.megatron import arrivals, reduction
+from megatron_idempotent.megatron import ddp
 from megatron_idempotent.megatron.ddp import GROUP_UPSTREAM, bucket_groups, ddp_target
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 from . import _scenarios
 
@@ -43,12 +43,12 @@ from . import _scenarios
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Look for gradients that no reduction contains, then finish."""
     for group in bucket_groups(self):
-        counts, expected = reduction.registered(group), _expected(group)
-        late = arrivals.late(group)
+        counts, expected = ddp.registered(group), _expected(group)
+        late = ddp.late(group)
         if late is not None and counts.get(late, 0) <= expected.get(late, 0):
-            reduction.wait(self)
+            ddp.wait(self)
             raise RuntimeError(
-                f"a gradient of {reduction.name_of(self, late)} came after the reduction of its "
+                f"a gradient of {ddp.name_of(self, late)} came after the reduction of its "
                 "bucket had started, and would stay local. Let the last window before "
                 "finish_grad_sync() be the one outside of no_sync(), or hold all of them inside of "
                 "it; call start_grad_sync() after the last one"
@@ -57,7 +57,7 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
         if late is not None or (counts and counts != expected and _never_starts(group)):
             _refuse(self, counts, expected)
     original(self, *args, **kwargs)
-    arrivals.ended(self)
+    ddp.ended(self)
 
 
 def _expected(group: Any) -> dict[Any, int]:
@@ -68,7 +68,7 @@ def _expected(group: Any) -> dict[Any, int]:
 
 
 def _never_starts(group: Any) -> bool:
-    if arrivals.dispatched(group) or getattr(group, "is_first_batch", False):
+    if ddp.dispatched(group) or getattr(group, "is_first_batch", False):
         return False  # by hooks, by hand or by the schedule; or by finishing itself
     # Before 0.16 upstream says it, unless there are several optimizer instances.
     return (
@@ -79,11 +79,11 @@ def _never_starts(group: Any) -> bool:
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     """Start a window without reductions."""
     original(self)
-    arrivals.ended(self)
+    ddp.ended(self)
 
 
 def _refuse(chunk: Any, counts: dict[Any, int], expected: dict[Any, int]) -> None:
-    reduction.wait(chunk)
+    ddp.wait(chunk)
     params = {**expected, **counts}
     differing = [(param, counts.get(param, 0), expected.get(param, 0)) for param in params]
     # Too many first: these are the ones that would have gone unnoticed.
@@ -92,7 +92,7 @@ def _refuse(chunk: Any, counts: dict[Any, int], expected: dict[Any, int]) -> Non
     )
     fate = "after its bucket was reduced" if found > wanted else "and its bucket was never reduced"
     raise RuntimeError(
-        f"{reduction.name_of(chunk, param)} has registered {found} gradients in this window where "
+        f"{ddp.name_of(chunk, param)} has registered {found} gradients in this window where "
         f"its bucket group waits for {wanted}, {fate}. If the number of microbatches has changed, "
         "set config.no_sync_func = ddp.no_sync (megatron_idempotent.wire_train_config does); if "
         "the number of schedule calls has, hold all but the last inside of no_sync(); if the "
@@ -144,7 +144,7 @@ PATCH = Patch(
     targets=(
         ddp_target("finish_grad_sync", finish_grad_sync),
         ddp_target("zero_grad_buffer", zero_grad_buffer),
-        arrivals.dispatch_target(),
+        ddp.dispatch_target(),
     ),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

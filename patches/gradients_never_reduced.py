@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Helper, Reproduction
+from megatron_idempotent.patching import UNTRIED, Helper, Reproduction
 
 
 def reproduce() -> None:

@@ -25,7 +25,7 @@ Remove when:
 
 from __future__ import annotations
 
-from megatron_idempotent.engine import UNTRIED, Helper, Reproduction
+from megatron_idempotent.patching import UNTRIED, Helper, Reproduction
 
 
 def reproduce() -> None:

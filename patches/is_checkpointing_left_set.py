@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 
 _FUNCTION = "megatron.core.tensor_parallel.random:CheckpointFunction"
 

@@ -40,9 +40,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-from megatron_idempotent.megatron import gather, layer_wise
+from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.ddp import GROUP_UPSTREAM, bucket_groups, ddp_target, group_target
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def finish_grad_sync(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,10 +67,10 @@ def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
 
 def step(original: Callable[..., Any], self: Any) -> Any:
     """Around a chain's update, which uses the gradients up."""
-    for group in layer_wise.deferred_groups(self):
+    for group in gather.deferred_groups(self):
         if gather.gathers_by_lists(group):
             gather.hold_gradients(group, False)
-            layer_wise.outdate(group)
+            gather.outdate(group)
     return original(self)
 
 
@@ -113,12 +113,13 @@ PATCH = Patch(
     since="0.18",
     before=UNTRIED,
     groups=("layer-wise",),
+    provides=("list-gathers-watched",),
     targets=(
         group_target("start_param_sync", start),
         group_target("finish_grad_sync", finish_grad_sync),
         ddp_target("zero_grad_buffer", zero_grad_buffer),
-        layer_wise.step_target(step),
-        layer_wise.chunks_target(),
+        gather.layer_wise_step_target(step),
+        gather.chunks_target(),
     ),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

@@ -38,18 +38,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-from megatron_idempotent.megatron import gather, layer_wise
+from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.ddp import group_target
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 from . import _scenarios
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
     """Around a chain's update: where its gather is left to a forward, that one has to come."""
-    layer_wise.watch(self)
-    for group in layer_wise.deferred_groups(self):
-        layer_wise.outdate(group)
+    gather.watch_layer_wise(self)
+    for group in gather.deferred_groups(self):
+        gather.outdate(group)
     return original(self)
 
 
@@ -63,7 +63,7 @@ def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> 
 
 def reproduce() -> None:
     """A forward-only pass between reduction and step, then one after it, hooks on throughout."""
-    from megatron_idempotent.cpu import layer_wise as bench_options
+    from megatron_idempotent.cpu import bench as bench_options
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build(
@@ -86,12 +86,13 @@ PATCH = Patch(
     since="0.17",
     before=UNTRIED,
     groups=("layer-wise",),
+    provides=("layer-wise-gathers-watched", "list-gathers-watched"),
     targets=(
-        layer_wise.step_target(step),
-        layer_wise.chunks_target(),
+        gather.layer_wise_step_target(step),
+        gather.chunks_target(),
         group_target("start_param_sync", start),
     ),
-    upstream=layer_wise.UPSTREAM,
+    upstream=gather.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_idempotent.engine import Patch, Reproduction, Target, arguments
+from megatron_idempotent.patching import Patch, Reproduction, Target, arguments
 
 
 class _Logits:
@@ -206,6 +206,7 @@ PATCH = Patch(
     summary="before 0.18 a loss of log-probs cannot have hidden states instead of logits",
     since="0.12",
     before="0.18",
+    provides=("output-processor",),
     targets=(
         Target(
             address="megatron.core.models.gpt.gpt_model:GPTModel.forward",

@@ -23,7 +23,7 @@ Remove when:
 
 from __future__ import annotations
 
-from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
 
 from . import _copies
 

@@ -25,8 +25,8 @@ Remove when:
 
 from __future__ import annotations
 
-from megatron_idempotent.engine import UNTRIED, Limit, Reproduction
 from megatron_idempotent.megatron.ddp import UPSTREAM
+from megatron_idempotent.patching import UNTRIED, Limit, Reproduction
 
 
 def reproduce() -> None:

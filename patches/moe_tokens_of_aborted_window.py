@@ -30,9 +30,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 from megatron_idempotent.megatron import ddp
 from megatron_idempotent.megatron.moe import forget_tokens
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any
 
-from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
 
 from . import _nemo_rl
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
 
 from . import _nemo_rl
 

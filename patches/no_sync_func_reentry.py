@@ -28,8 +28,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, arguments
 from megatron_idempotent.megatron import training
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, arguments
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -34,9 +34,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 from megatron_idempotent.megatron import optimizers
 from megatron_idempotent.megatron.ddp import UPSTREAM, bucket_groups, buffer_reset_target
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -41,8 +41,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 from megatron_idempotent.megatron import schedules
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 _IDLE = "_megatron_idempotent_idle"

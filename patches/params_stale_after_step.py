@@ -30,9 +30,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.ddp import GROUP_UPSTREAM
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 from . import _scenarios
 
@@ -67,6 +67,7 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("overlap",),
+    provides=("gathers-watched",),
     targets=(gather.step_target(step), gather.gather_target()),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

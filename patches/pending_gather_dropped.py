@@ -34,9 +34,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.ddp import bucket_groups, forward_target
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 
 from . import _scenarios
 
@@ -97,6 +97,7 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("overlap",),
+    provides=("gathers-watched",),
     targets=(
         Target(
             address="megatron.core.distributed.distributed_data_parallel:"

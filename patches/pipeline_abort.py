@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Helper, Reproduction
+from megatron_idempotent.patching import UNTRIED, Helper, Reproduction
 
 
 def reproduce() -> None:

@@ -29,8 +29,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 from megatron_idempotent.megatron.training import STAGE_OFFSET
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 
 """Upstream's own distance between the seeds of two stages."""
 

@@ -27,8 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 from megatron_idempotent.megatron.process_groups import alive, held, live_groups
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 
 _ADDRESS = "megatron.core.parallel_state:destroy_model_parallel"
 

@@ -37,7 +37,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 
 
 def checkpoint(

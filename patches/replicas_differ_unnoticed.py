@@ -30,10 +30,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, arguments
 from megatron_idempotent.megatron import optimizers
-from megatron_idempotent.megatron.ddp import bucket_groups, group_target
-from megatron_idempotent.megatron.reduction import GATHERED, REDUCTIONS
+from megatron_idempotent.megatron.ddp import GATHERED, REDUCTIONS, bucket_groups, group_target
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, arguments
 
 _CHUNKS = "_megatron_idempotent_chunks"
 
@@ -50,7 +49,7 @@ def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Compare, then step."""
-    from megatron_idempotent.window.check import check_replicas
+    from megatron_idempotent.window.replica_check import check_replicas
 
     chunks = getattr(self, _CHUNKS, ())
     check_replicas(chunks)

@@ -31,8 +31,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Limit, Reproduction
 from megatron_idempotent.megatron.ddp import UPSTREAM
+from megatron_idempotent.patching import UNTRIED, Limit, Reproduction
 
 
 def moved(frozen: str, unfrozen: str) -> tuple[bool, bool]:

@@ -37,26 +37,26 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
-from megatron_idempotent.megatron import rerun
+from megatron_idempotent.megatron import training
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 
 
 def should_run_forward_backward(
     original: Callable[..., bool], self: Any, *args: Any, **kwargs: Any
 ) -> bool:
     """Around `should_run_forward_backward`: a step that an exception has left is over."""
-    rerun.abandon_if_left(self)
+    training.abandon_if_left(self)
     runs = original(self, *args, **kwargs)
     if runs:
-        rerun.began(self)
+        training.began(self)
     else:
-        rerun.ended(self)
+        training.ended(self)
     return runs
 
 
 def state_dict(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around `state_dict`: a checkpoint after a failed step says that no step is under way."""
-    rerun.abandon_if_left(self)
+    training.abandon_if_left(self)
     return original(self, *args, **kwargs)
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Limit, Reproduction
+from megatron_idempotent.patching import UNTRIED, Limit, Reproduction
 
 
 def deleted_model() -> Any:

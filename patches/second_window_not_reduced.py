@@ -32,8 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-from megatron_idempotent.megatron import arrivals, reduction
+from megatron_idempotent.megatron import ddp
 from megatron_idempotent.megatron.ddp import (
     GROUP_UPSTREAM,
     bucket_groups,
@@ -41,6 +40,7 @@ from megatron_idempotent.megatron.ddp import (
     finalize_target,
     forward_target,
 )
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 _LOOKED_AT = "_megatron_idempotent_looked_at"
 _ZEROED = "_megatron_idempotent_zeroed"
@@ -49,7 +49,7 @@ _AGAIN = "_megatron_idempotent_reduced_again"
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Reduce again where new gradients came on top of reduced ones, or refuse."""
-    if reduction.grown(self):
+    if ddp.grown(self):
         _require_exact(self)
         setattr(self, _AGAIN, True)
         for group in bucket_groups(self):
@@ -59,7 +59,7 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
     if self.ddp_config.overlap_grad_reduce:
         for group in bucket_groups(self):
             if not getattr(group, "is_first_batch", False):
-                reduction.drop_registered(group)  # so that hooks dispatch the next window's
+                ddp.drop_registered(group)  # so that hooks dispatch the next window's
     _finished(self)
 
 
@@ -68,14 +68,14 @@ def start_all(original: Callable[..., None], self: Any, *args: Any, **kwargs: An
     if self.ddp_config.overlap_grad_reduce:
         original(self, *args, **kwargs)
         return
-    if reduction.grown(self):
+    if ddp.grown(self):
         _require_exact(self)
     original(self, *args, **kwargs)
     _finished(self)
 
 
 def _finished(chunk: Any) -> None:
-    reduction.finished(chunk)
+    ddp.finished(chunk)
     setattr(chunk, _ZEROED, False)
 
 
@@ -89,7 +89,7 @@ def _require_exact(chunk: Any) -> None:
 def finalize(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
     """Around `finalize_model_grads`, which sums over more than the data-parallel ranks."""
     chunks = list(model)
-    if any(reduction.grown(chunk) and not getattr(chunk, _ZEROED, False) for chunk in chunks):
+    if any(ddp.grown(chunk) and not getattr(chunk, _ZEROED, False) for chunk in chunks):
         num_tokens = args[0] if args else kwargs.get("num_tokens")
         why = _sums_elsewhere(chunks, num_tokens)
         if why:
@@ -99,7 +99,7 @@ def finalize(original: Callable[..., None], model: Any, *args: Any, **kwargs: An
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around a chunk's forward: a caller may zero gradients without `zero_grad_buffer`."""
-    reduced = reduction.reduced(self)
+    reduced = ddp.reduced(self)
     if reduced is not None and not getattr(self, _ZEROED, False):
         _look_for_zeros(self, reduced)
     return original(self, *args, **kwargs)
@@ -109,14 +109,14 @@ def _look_for_zeros(chunk: Any, reduced: tuple[int, ...]) -> None:
     import torch
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-    now = reduction.versions(chunk)
+    now = ddp.versions(chunk)
     if now == getattr(chunk, _LOOKED_AT, reduced) or not torch.is_grad_enabled():
         return
     if not is_graph_capturing():
         setattr(chunk, _LOOKED_AT, now)
         # A sum of zeros is exact, whatever it counts twice. Only programs that leave the gradients
         # of a window where they are until the next one wait for the device here.
-        setattr(chunk, _ZEROED, not any(map(_is_any, reduction.gradients(chunk))))
+        setattr(chunk, _ZEROED, not any(map(_is_any, ddp.gradients(chunk))))
 
 
 def _is_any(gradients: Any) -> bool:
@@ -125,14 +125,14 @@ def _is_any(gradients: Any) -> bool:
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
     """Start a window whose gradients are not reduced."""
-    if getattr(self, _AGAIN, False) or reduction.grown(self):
+    if getattr(self, _AGAIN, False) or ddp.grown(self):
         for group in bucket_groups(self):
             # What two windows have registered is what neither of them will, and a window that was
             # refused or aborted must teach nothing: the next one counts as the first.
             if getattr(group, "is_first_batch", False):
-                reduction.drop_registered(group)
+                ddp.drop_registered(group)
     original(self)
-    reduction.began(self)
+    ddp.began(self)
     setattr(self, _ZEROED, False)
     setattr(self, _AGAIN, False)
 
@@ -173,7 +173,7 @@ def _sums_elsewhere(chunks: Sequence[Any], num_tokens: Any) -> str | None:
 
 def _refuse(chunks: Sequence[Any], why: str) -> None:
     for chunk in chunks:
-        reduction.wait(chunk)
+        ddp.wait(chunk)
     raise RuntimeError(
         "gradients were added to gradients that were reduced already, without zero_grad_buffer() "
         f"in between, and cannot be reduced again: {why}. Call zero_grad_buffer() before each "
@@ -221,7 +221,7 @@ def neighbour() -> object:
         model = _neighbours.build(overlap=False, distributed=distributed)
         for data_seed in range(3):
             if distributed:  # a sum over zeros counts nothing twice
-                for gradients in reduction.gradients(model.chunks[0]):
+                for gradients in ddp.gradients(model.chunks[0]):
                     gradients.zero_()
             model.forward_backward(2, data_seed=data_seed, zero_first=False)
             model.chunks[0].finish_grad_sync()
@@ -268,7 +268,7 @@ PATCH = Patch(
         ddp_target("zero_grad_buffer", zero_grad_buffer),
         finalize_target(finalize),
         forward_target(forward),
-        arrivals.dispatch_target(),
+        ddp.dispatch_target(),
     ),
     upstream=GROUP_UPSTREAM,
     reproduction=Reproduction(

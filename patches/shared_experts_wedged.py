@@ -28,8 +28,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
 from megatron_idempotent.megatron.moe import reset_shared_experts
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 
 
 def pre_forward_comm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
 
 from . import _skyrl
 from ._skyrl import SkyRL

@@ -26,8 +26,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
 from megatron_idempotent.megatron import gather
+from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
 
 from . import _scenarios, _skyrl
 

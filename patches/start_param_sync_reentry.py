@@ -28,9 +28,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.ddp import GROUP_UPSTREAM, group_target
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:

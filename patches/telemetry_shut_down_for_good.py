@@ -26,9 +26,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target
-from megatron_idempotent.engine.per_process import PerProcessDict
 from megatron_idempotent.megatron.training import MODULE
+from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
+from megatron_idempotent.patching.per_process import PerProcessDict
 
 #: Under "handle" the one that was shut down last.
 _ended: dict[str, Any] = PerProcessDict(__name__, "_ended")

@@ -26,10 +26,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 from megatron_idempotent.megatron import optimizers, schedules
 from megatron_idempotent.megatron.ddp import finalize_target
-from megatron_idempotent.megatron.timers import stopping
+from megatron_idempotent.megatron.training import stopping
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -27,9 +27,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 from megatron_idempotent.megatron import training
-from megatron_idempotent.megatron.timers import stopping
+from megatron_idempotent.megatron.training import stopping
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 _TIMER = "interval-time"
 

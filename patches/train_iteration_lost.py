@@ -36,8 +36,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 from megatron_idempotent.megatron import training
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 # The iteration of this train() whose train_step has returned; empty before the first one has.
 _stepped: list[int | None] = []

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 
 if TYPE_CHECKING:
     from torch import Tensor

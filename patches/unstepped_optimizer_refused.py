@@ -26,13 +26,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
-from megatron_idempotent.megatron import distributed_optimizer
+from megatron_idempotent.megatron import optimizers
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def state_dict(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
     """Before upstream reads the state: fill it where there is none at all."""
-    if not self.optimizer.state and distributed_optimizer.is_torch_adam(self):
+    if not self.optimizer.state and optimizers.is_torch_adam(self):
         _fill(self.optimizer)
     return original(self)
 
@@ -78,8 +78,8 @@ PATCH = Patch(
     summary="loading a checkpoint asserts unless the distributed optimizer has stepped before",
     since="0.12",
     before=UNTRIED,
-    targets=(distributed_optimizer.target("state_dict", state_dict),),
-    upstream=distributed_optimizer.UPSTREAM,
+    targets=(optimizers.target("state_dict", state_dict),),
+    upstream=optimizers.UPSTREAM,
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,

@@ -30,7 +30,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import OPEN, Patch, Reproduction, Target, arguments
+from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target, arguments
 
 from . import _copies
 

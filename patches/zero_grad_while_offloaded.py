@@ -25,8 +25,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import UNTRIED, Patch, Reproduction
 from megatron_idempotent.megatron.ddp import GROUP_UPSTREAM, buffer_reset_target
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def reset(original: Callable[..., None], self: Any) -> None:

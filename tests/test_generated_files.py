@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent import casebook, compatibility
-from megatron_idempotent.engine.catalogue import hazards
+from megatron_idempotent.cli import casebook
+from megatron_idempotent.patching.catalog import hazards
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TABLE = PROJECT["tool"]["megatron-idempotent"]
 COMMITS = {each["name"]: each for each in TABLE["commits"]}
-REMEDY = "run `python -m megatron_idempotent.casebook` in the repository"
+REMEDY = "run `python -m megatron_idempotent.cli.casebook` in the repository"
 
 
 def test_hazards_md_is_current():
@@ -25,7 +25,7 @@ def test_hazards_md_is_current():
 
 def test_the_page_of_frameworks_is_current():
     proven = json.loads((ROOT / casebook.PROVEN).read_text())
-    page = compatibility.page(TABLE, proven)
+    page = casebook.page(TABLE, proven)
     assert (ROOT / casebook.COMPATIBILITY).read_text() == page, REMEDY
 
 
@@ -37,7 +37,7 @@ def test_a_framework_on_what_was_never_run_is_refused(change, fault):
     proven = json.loads((ROOT / casebook.PROVEN).read_text())
     frameworks = [TABLE["frameworks"][0] | change]
     with pytest.raises(ValueError, match=fault):
-        compatibility.page(TABLE | {"frameworks": frameworks}, proven)
+        casebook.page(TABLE | {"frameworks": frameworks}, proven)
 
 
 def test_every_hazard_was_run_on_every_release():

@@ -7,15 +7,14 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_idempotent.engine.catalogue import patches
-from megatron_idempotent.engine.contents import contents
-from megatron_idempotent.engine.control import apply
-from megatron_idempotent.engine.decide import MEGATRON, OFF_BY_DEFAULT
-from megatron_idempotent.engine.outline import OPEN, UNTRIED
-from megatron_idempotent.engine.report import COVERED, PROBLEMS, Report, Row
-from megatron_idempotent.engine.source import locate
-from megatron_idempotent.engine.table import render, terminal_width, wrapped
-from megatron_idempotent.engine.versions import installed, supported
+from megatron_idempotent.patching.api import apply
+from megatron_idempotent.patching.catalog import OPEN, UNTRIED, patches
+from megatron_idempotent.patching.decide import MEGATRON, OFF_BY_DEFAULT
+from megatron_idempotent.patching.report import COVERED, PROBLEMS, Report, Row
+from megatron_idempotent.patching.source import locate
+from megatron_idempotent.patching.table import render, terminal_width, wrapped
+from megatron_idempotent.patching.trees import contents
+from megatron_idempotent.patching.versions import installed, supported
 
 # So many problems are named in the first line.
 _NAMED = 4

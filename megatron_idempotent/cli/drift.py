@@ -1,18 +1,189 @@
-"""`drift`: patches against Megatrons and frameworks, installed or not, as a grid."""
+"""`drift`: compares case files with what is not installed, wheels or a checkout of main.
+
+It covers Megatron, and the frameworks that carry copies of its code. For each patch and tree: are
+the bodies that it wraps reviewed, repaired upstream, or new; and what is new in them. Reads source
+only, so all releases take seconds.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
-from megatron_idempotent.drift import Drift, Standing, compare, open_trees
-from megatron_idempotent.engine.decide import MEGATRON
-from megatron_idempotent.engine.source import locate
-from megatron_idempotent.engine.table import render
-from megatron_idempotent.engine.trees import INFO
-from megatron_idempotent.engine.versions import UNKNOWN
+from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.patching.decide import MEGATRON, in_range, judge, review
+from megatron_idempotent.patching.record import Patch, Target
+from megatron_idempotent.patching.source import Body, locate
+from megatron_idempotent.patching.statements import change
+from megatron_idempotent.patching.table import render
+from megatron_idempotent.patching.trees import INFO, SourceTree
+from megatron_idempotent.patching.versions import UNKNOWN, supported
+
+Standing = Literal["reviewed", "holds", "fixed_upstream", "missing", "drifted", "not_affected"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drift:
+    """The result of comparing one patch with one tree.
+
+    Example:
+        Drift(id="train-interval-timer", path="Megatron-LM", distribution="megatron-core",
+              version="0.20.0rc0", standing="drifted", in_range=False,
+              reason="train (body …) no longer …", diff="--- …")
+    """
+
+    id: str
+    path: str
+    distribution: str
+    version: str
+    """The distribution's version; `unknown` in a framework's checkout, whose bodies decide."""
+    standing: Standing
+    """`reviewed`: a person read every body; `holds`: not all, but they hold the fragments that the
+    patch relies on; `fixed_upstream`; `missing`: a target is not in the tree (wheels before 0.17
+    lack `megatron.training`); `drifted`: a body is new and the patch would be refused;
+    `not_affected`: the release, or a body whatever the release says, is older than the hazard."""
+    in_range: bool
+    """True if the bodies decide. Where upstream has mended the hazard, `apply()` refuses the patch,
+    whatever they say."""
+    reason: str
+    diff: str
+    """Unified diff of the drifted bodies against the newest accepted ones among the trees, or
+    against the statements of the nearest accepted one where no tree has one."""
+
+
+def open_trees(paths: Iterable[Path]) -> list[SourceTree]:
+    """The trees at these paths, oldest release first; a folder of wheels stands for all of them.
+
+    Raises:
+        ValueError: a path that holds nothing that a patch is for.
+    """
+    trees = []
+    for path in paths:
+        wheels = sorted(path.glob("*.whl")) if path.is_dir() else []
+        trees += [SourceTree(wheel, patches()) for wheel in wheels or [path]]
+    return sorted(trees, key=lambda t: [(name, v.release) for name, v in t.versions.items()])
+
+
+def compare(trees: Iterable[SourceTree]) -> list[Drift]:
+    """A row per patch and tree that holds the patch's distribution."""
+    trees = list(trees)
+    rows = []
+    for patch in patches().values():
+        references: dict[str, _Reference] = {}
+        found = [
+            (tree, {t.address: tree.body(t.module, t.qualname) for t in patch.targets})
+            for tree in trees
+            if patch.distribution in tree.versions
+        ]
+        for tree, bodies in found:
+            for target in patch.targets:
+                _refer(references, target, bodies[target.address], _label(tree, patch))
+        rows += [_row(patch, tree, bodies, references) for tree, bodies in found]
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reference:
+    """The body that a drifted one is compared with."""
+
+    label: str
+    reviewed: bool
+    body: Body
+
+
+def _label(tree: SourceTree, patch: Patch) -> str:
+    version = tree.versions[patch.distribution]
+    return str(tree.path) if version is UNKNOWN else version.text
+
+
+def _refer(
+    references: dict[str, _Reference], target: Target, body: Body | None, label: str
+) -> None:
+    if body is None or not review(target, body)[0]:
+        return
+    reviewed = body.hash in target.reviewed
+    known = references.get(target.address)
+    if reviewed or known is None or not known.reviewed:
+        references[target.address] = _Reference(label=label, reviewed=reviewed, body=body)
+
+
+def _row(
+    patch: Patch,
+    tree: SourceTree,
+    bodies: Mapping[str, Body | None],
+    references: Mapping[str, _Reference],
+) -> Drift:
+    version = tree.versions[patch.distribution]
+    standing, reason, diff = _stand(patch, tree, bodies, references)
+    return Drift(
+        id=patch.id,
+        path=str(tree.path),
+        distribution=patch.distribution,
+        version=version.text,
+        standing=standing,
+        in_range=in_range(patch, version),
+        reason=reason,
+        diff=diff,
+    )
+
+
+def _stand(
+    patch: Patch,
+    tree: SourceTree,
+    bodies: Mapping[str, Body | None],
+    references: Mapping[str, _Reference],
+) -> tuple[Standing, str, str]:
+    version = tree.versions[patch.distribution]
+    if version is not UNKNOWN and not supported(version, patch.since, f"{version.release[0] + 1}"):
+        return "not_affected", f"affects {patch.distribution} {patch.versions}", ""
+    verdict = judge(patch, bodies, named=False)
+    if verdict.status == "missing_target":
+        return "missing", verdict.reason, ""
+    if verdict.status == "fixed_upstream":
+        return "fixed_upstream", verdict.reason, ""
+    if verdict.status == "unsupported_version":
+        return "not_affected", verdict.reason, ""
+    if verdict.status is None:
+        known = all(verdict.bodies[t.address].hash in t.reviewed for t in patch.targets)
+        return ("reviewed" if known else "holds"), verdict.reason, ""
+    drifted = [t for t in patch.targets if not review(t, verdict.bodies[t.address])[0]]
+    diffs = [_diff(t, _label(tree, patch), verdict.bodies[t.address], references) for t in drifted]
+    return "drifted", verdict.reason, "\n".join(diffs)
+
+
+def _diff(target: Target, label: str, body: Body, references: Mapping[str, _Reference]) -> str:
+    reference = references.get(target.address)
+    if reference is None:
+        return _by_statements(target, label, body)
+    accepted = "reviewed" if reference.reviewed else "which holds what the patch relies on"
+    return "\n".join(
+        difflib.unified_diff(
+            reference.body.text.splitlines(),
+            body.text.splitlines(),
+            fromfile=f"{target.address} in {reference.label}, {accepted}",
+            tofile=f"{target.address} in {label}",
+            lineterm="",
+        )
+    )
+
+
+def _by_statements(target: Target, label: str, body: Body) -> str:
+    """The diff against a body that none of the trees holds: what is gone has no text."""
+    found = change(body, target.reviewed)
+    if found is None:
+        return (
+            f"{target.address}: nobody has read a body of it, so there is nothing to compare with"
+        )
+    heads = (
+        f"--- {target.address} in {found.label}, reviewed, by its statements' hashes",
+        f"+++ {target.address} in {label}",
+    )
+    return "\n".join((*heads, *found.lines))
+
 
 CELLS: dict[Standing, str] = {
     "reviewed": "ok",

@@ -1,20 +1,29 @@
-"""Subcommands and their arguments."""
+"""The subcommands `explain` and `prove`, and the arguments of all."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import select
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from megatron_idempotent import __version__
-from megatron_idempotent.cpu.choice import DEVICES
 from megatron_idempotent.cpu.errors import NoDeviceError
-from megatron_idempotent.engine.errors import PatchError, UnknownPatchError
-from megatron_idempotent.missing import REMEDIES, naming_the_remedy
+from megatron_idempotent.cpu.gpu import DEVICES
+from megatron_idempotent.lazy import REMEDIES, naming_the_remedy
+from megatron_idempotent.patching.base import PatchError, UnknownPatchError
+from megatron_idempotent.patching.catalog import hazards
+from megatron_idempotent.patching.settings import check_ids
+from megatron_idempotent.patching.table import render
+
+from .casebook import case_text
+from .proof import Finding
+from .proof import prove as findings_of
 
 PROGRAM = "megatron-idempotent"
 
@@ -81,15 +90,11 @@ def _run(argv: list[str]) -> int:
 
             return doctor(as_json=arguments.json)
         if arguments.command == "explain":
-            from .explain import explain
-
             return explain(arguments.id)
         if arguments.command == "drift":
             from .drift import drift
 
             return drift(arguments.paths, as_json=arguments.json, with_diff=arguments.diff)
-        from .explain import as_id
-        from .prove import prove
 
         return prove(
             [as_id(each) for each in arguments.ids] or None,
@@ -162,3 +167,53 @@ _PROVE = (
     "Runs each hazard's reproduction with the installed Megatron on gloo ranks of this machine, "
     "first stock, then patched. Exit code 1 where a release and its case file disagree."
 )
+
+
+def explain(patch_id: str | None) -> int:
+    """Print the case file, or without an id one line per hazard; always 0.
+
+    Raises:
+        UnknownPatchError: no case file has that id.
+    """
+    if patch_id is None:
+        rows = [(hazard.id, hazard.summary) for hazard in hazards().values()]
+        print(render(("id", "on stock Megatron"), rows))
+        return 0
+    patch_id = as_id(patch_id)
+    check_ids([patch_id], "explain", hazards())
+    print(case_text(hazards()[patch_id]))
+    return 0
+
+
+def as_id(text: str) -> str:
+    """Take the name of a case file for its id: `no_sync_func_reentry` or `….py`."""
+    return text.removesuffix(".py").replace("_", "-")
+
+
+def prove(ids: Sequence[str] | None, *, as_json: bool, device: str | None) -> int:
+    """Print a finding per hazard as it comes; 1 where a release and its case file disagree.
+
+    Raises:
+        UnknownPatchError: an id that no case file has.
+        NoDeviceError: there is no GPU, and the device is "cuda".
+    """
+    total = len(hazards() if ids is None else set(ids))
+    findings: list[Finding] = []
+    for finding in findings_of(ids, device=device):
+        findings.append(finding)
+        if not as_json and sys.stderr.isatty():
+            print(f"\r{len(findings)}/{total} {finding.id:<40}", end="", file=sys.stderr)
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        if sys.stderr.isatty():
+            print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
+        rows = [
+            (f.id, f.verdict, f"{f.seconds:.1f}", f.patched[:40], f.stock.split("\n")[0])
+            for f in findings
+        ]
+        print(render(("hazard", "verdict", "seconds", "patched", "stock"), rows))
+        for finding in findings:
+            if finding.failed and finding.neighbour not in ("-", "ok"):
+                print(f"\n{finding.id}, the right program beside it: {finding.neighbour}")
+    return 1 if any(finding.failed for finding in findings) else 0

@@ -7,36 +7,39 @@ it is used: the simulator runs all of this without a model.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megatron_idempotent.lazy import attributes
 
 if TYPE_CHECKING:
-    from .controller import Controller
+    from megatron_idempotent.metrics.loggers import Logger, SettingsError
+
+    from .controller import Controller, Evaluate
     from .data_plane import MemoryPlane
-    from .errors import (
-        ControllerError,
-        EnginesLost,
-        PoisonedPrompt,
-        PublishFailed,
-        SettingsError,
-        Stalled,
-        StepFailed,
-    )
-    from .evaluation import Evaluate
     from .fleet import Fleet
     from .protocol import (
+        Admission,
+        ControllerError,
+        Counts,
         DataPlane,
+        EnginesLost,
         Generator,
-        Logger,
+        Held,
         LogprobsOf,
+        PoisonedPrompt,
         Policy,
         Prompts,
+        PublishFailed,
         Ready,
         Recipe,
+        RolloutGroup,
         Sampler,
+        Stalled,
+        Status,
+        StepFailed,
+        StepOutcome,
         Store,
     )
-    from .records import Admission, Counts, Held, RolloutGroup, Status, StepOutcome
     from .samplers import (
         FirstReadySampler,
         InOrderSampler,
@@ -47,40 +50,39 @@ if TYPE_CHECKING:
     from .settings import ControllerSettings
 
 _HOMES = {
-    "controller": ("Controller",),
-    "evaluation": ("Evaluate",),
-    "data_plane": ("MemoryPlane",),
-    "errors": (
-        "ControllerError",
-        "EnginesLost",
-        "PoisonedPrompt",
-        "PublishFailed",
-        "SettingsError",
-        "Stalled",
-        "StepFailed",
-    ),
-    "fleet": ("Fleet",),
-    "protocol": (
-        "DataPlane",
-        "Generator",
-        "Logger",
-        "LogprobsOf",
-        "Policy",
-        "Prompts",
-        "Ready",
-        "Recipe",
-        "Sampler",
-        "Store",
-    ),
-    "records": ("Admission", "Counts", "Held", "RolloutGroup", "Status", "StepOutcome"),
-    "samplers": (
-        "FirstReadySampler",
-        "InOrderSampler",
-        "StrictSampler",
-        "WindowedSampler",
-        "load_sampler",
-    ),
-    "settings": ("ControllerSettings",),
+    "Admission": "protocol",
+    "Controller": "controller",
+    "ControllerError": "protocol",
+    "ControllerSettings": "settings",
+    "Counts": "protocol",
+    "DataPlane": "protocol",
+    "EnginesLost": "protocol",
+    "Evaluate": "controller",
+    "FirstReadySampler": "samplers",
+    "Fleet": "fleet",
+    "Generator": "protocol",
+    "Held": "protocol",
+    "InOrderSampler": "samplers",
+    "Logger": ".metrics.loggers",
+    "LogprobsOf": "protocol",
+    "MemoryPlane": "data_plane",
+    "PoisonedPrompt": "protocol",
+    "Policy": "protocol",
+    "Prompts": "protocol",
+    "PublishFailed": "protocol",
+    "Ready": "protocol",
+    "Recipe": "protocol",
+    "RolloutGroup": "protocol",
+    "Sampler": "protocol",
+    "SettingsError": ".metrics.loggers",
+    "Stalled": "protocol",
+    "Status": "protocol",
+    "StepFailed": "protocol",
+    "StepOutcome": "protocol",
+    "Store": "protocol",
+    "StrictSampler": "samplers",
+    "WindowedSampler": "samplers",
+    "load_sampler": "samplers",
 }
 
 __all__ = [
@@ -120,11 +122,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            from megatron_idempotent.missing import naming_the_remedy
-
-            with naming_the_remedy(f"{__name__}.{name}"):
-                return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = attributes(__name__, _HOMES)

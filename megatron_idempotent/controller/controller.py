@@ -5,32 +5,100 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from megatron_idempotent.workers.errors import RanksLost
+from megatron_idempotent.metrics.loggers import Logger, Loggers
+from megatron_idempotent.metrics.timeline import Timeline
+from megatron_idempotent.workers.protocol import RanksLost
 
-from .checkpoints import Checkpoints
-from .clearing import Clearing
+from .checkpoint import CheckpointSchedule, Reporting
 from .data_plane import MemoryPlane
-from .errors import ControllerError
-from .evaluation import Evaluate, evaluated
-from .intake import Intake
-from .measure import Measure
-from .one_step import OneStep
-from .protocol import DataPlane, Generator, Logger, Policy, Prompts, Recipe, Sampler, Store
-from .records import Status
-from .reporting import Reporting
-from .rollout_pump import RolloutPump
+from .optimizer_step import GroupSelector, OptimizerStep, finish_despite_cancel
+from .protocol import (
+    ControllerError,
+    DataPlane,
+    Generator,
+    Policy,
+    Prompts,
+    Recipe,
+    Sampler,
+    Stalled,
+    Status,
+    Store,
+)
+from .rollout_loop import RolloutPump
 from .settings import ControllerSettings
-from .shared import Shared
-from .status import status_of
-from .train_pump import TrainPump
-from .uncancelled import to_its_end
-from .watch.loggers import Loggers
-from .watch.timeline import Timeline
-from .watchers import look_for_engines, watchdog
+from .state import Measure, PendingDeletes, RunState, status_of
+from .train_loop import TrainPump
 
 _log = logging.getLogger(__name__)
+
+
+async def watchdog(shared: RunState) -> None:
+    """Look whether anything makes progress while work remains, for ever.
+
+    Errors: `Stalled`, with what each part of the run does or waits for.
+    """
+    limit_s = shared.settings.stall_s
+    while True:
+        # The moment itself: what is left of a sum of differences may be too little for any clock.
+        now, until = shared.measure.now(), shared.idle_since + limit_s
+        if now >= until:
+            idle_s = now - shared.idle_since
+            raise Stalled(
+                f"no progress in {idle_s:.0f} s (stall_s is {limit_s:g}): {where(shared)}"
+            )
+        await asyncio.sleep(until - now)
+
+
+def where(shared: RunState) -> str:
+    """Describes the state of a run in one line."""
+    counts = shared.buffer.counts
+    generating = list(shared.buffer.generating_ids)
+    shown = ", ".join(map(str, generating[:8])) + (", …" if len(generating) > 8 else "")
+    return (
+        f"the train pump is at {shared.doing or 'its start'!r} of version "
+        f"{shared.trainer_version}, engines serve version {shared.rollout_version}, "
+        f"{counts.generating} groups are being generated ({shown or 'none'}), {counts.ready} are "
+        f"ready, {shared.step_groups} are in the open step; room for {shared.room()} more; dropped "
+        f"so far: {dict(shared.dropped) or 'none'}; tried again: {dict(shared.retries) or 'none'}"
+    )
+
+
+async def look_for_engines(shared: RunState, generator: Generator) -> None:
+    """Look for engines that answer again after all were lost, for ever."""
+    while True:
+        await asyncio.sleep(shared.settings.look_again_s)
+        if shared.engines_back:
+            continue
+        try:
+            found = await generator.recover()
+        except Exception as error:  # noqa: BLE001 (an engine's; the next look may find it well)
+            _log.warning("looking for engines: %r", error)
+            continue
+        if found:
+            shared.engines_back = True
+            shared.tell()
+
+
+Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
+"""Called with each version that engines were given, and with 0; metrics, or none. Where it raises,
+the row of the version has `evaluation/failed` instead, and the run goes on."""
+
+
+async def evaluated(shared: RunState, evaluate: Evaluate, version: int) -> Mapping[str, float]:
+    """Its metrics. Errors: `RanksLost`."""
+    with shared.measure.phase("evaluation", version=version):
+        shared.doing = "evaluation"
+        try:
+            return await evaluate(version)
+        except RanksLost:
+            raise
+        except Exception as error:  # noqa: BLE001 (numbers to look at; the training needs none)
+            _log.error("version %d is not evaluated: %r", version, error)
+            return {"evaluation/failed": 1.0}
+        finally:
+            shared.progressed()
 
 
 class Controller:
@@ -83,26 +151,26 @@ class Controller:
         """
         capacity = settings.checked_capacity(sampler)
         self._measure = Measure(timeline)
-        self._shared = shared = Shared(settings, sampler, self._measure, capacity=capacity)
+        self._shared = shared = RunState(settings, sampler, self._measure, capacity=capacity)
         self._prompts = prompts
         self._generator = generator
         self._plane = plane if plane is not None else MemoryPlane()
         self._evaluate = evaluate
         self._reporting = Reporting(shared, recipe, loggers)
-        self._clearing = clearing = Clearing(shared, self._plane)
-        self._checkpoints = Checkpoints(
+        self._clearing = clearing = PendingDeletes(shared, self._plane)
+        self._checkpoints = CheckpointSchedule(
             shared, clearing, self._plane, prompts, self._reporting, store
         )
         self._rollouts = RolloutPump(shared, prompts, generator, recipe, self._plane, clearing)
-        intake = Intake(shared, clearing, lambda: self._training.republish())
+        intake = GroupSelector(shared, clearing, lambda: self._training.republish())
         self._training = TrainPump(
             shared,
             clearing,
-            OneStep(shared, intake, self._plane, policy, recipe),
+            OptimizerStep(shared, intake, self._plane, policy, recipe),
             generator,
             report=self._reporting.step,
-            before_stamp=self._at_version,
-            behind_stamp=self._checkpoints.save,
+            before_release=self._at_version,
+            after_release=self._checkpoints.save,
             due=self._due,
             run_name=uuid.uuid4().hex[:8],
         )
@@ -206,7 +274,7 @@ class Controller:
         finally:
             self._train_task = None
             stopping = asyncio.ensure_future(self._stop(tasks))
-            cancelled = await to_its_end(stopping)
+            cancelled = await finish_despite_cancel(stopping)
             results = stopping.result()
             if any(isinstance(each, RanksLost) for each in results):
                 # Told here too: whoever cancels the run does not get to see it.

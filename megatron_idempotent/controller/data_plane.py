@@ -1,10 +1,18 @@
-"""Complete groups, from their generation to the step that trains them, in this process."""
+"""The store of complete groups until their step: in this process, or in TransferQueue on Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import importlib
+import os
+import pickle
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from .records import RolloutGroup
+from megatron_idempotent.engines.protocol import Sample
+
+from .protocol import RolloutGroup
 
 
 class MemoryPlane:
@@ -45,3 +53,191 @@ class MemoryPlane:
     async def close(self) -> None:
         """Forget all groups."""
         self._groups.clear()
+
+
+FIELDS = ("tokens", "logprobs", "versions", "lengths", "rewards", "rest")
+"""The fields of a group, one row each: the tokens of all samples one after another (int64), their
+log-probs (float64) and versions (int64); the samples' lengths (int64) and rewards (float64); and
+the rest, pickled (uint8). Other clients of the queue may read the first five."""
+
+
+class TransferQueuePlane:
+    """A `DataPlane` in a partition of TransferQueue 0.1.11 or later, a key for each group.
+
+    TransferQueue is started at the first use, on the Ray cluster that this process is connected to,
+    if it does not run there yet; `transfer_queue.close()` ends it. Prompts are pickled.
+
+    Example:
+        ray.init(address="auto")
+        plane = TransferQueuePlane(partition="run-7")
+        await plane.put(group)
+    """
+
+    def __init__(
+        self, *, partition: str | None = None, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        """
+        Args:
+            partition: where groups are kept, one for each plane; a new one, if not given. What a
+                run that was killed has left in a partition is there again.
+            settings: for TransferQueue's own `init`, such as
+                `{"backend": {"SimpleStorage": {"num_data_storage_units": 8}}}`.
+        """
+        self._partition = partition or f"megatron-idempotent-{uuid.uuid4().hex}"
+        self._settings = dict(settings or {})
+        self._queue: Any = None
+        self._connecting = asyncio.Lock()
+
+    @property
+    def partition(self) -> str:
+        """Its name in TransferQueue."""
+        return self._partition
+
+    async def put(self, group: RolloutGroup) -> None:
+        """See `DataPlane.put`. A group of that id that is there is replaced.
+
+        Errors: `ModuleNotFoundError` without TransferQueue, `RuntimeError` without a cluster or
+            where the queue does not do it: put again.
+        """
+        queue = await self._connected()
+        await queue.async_kv_batch_put(
+            keys=[str(group.id)],
+            partition_id=self._partition,
+            fields=_fields(group),
+            tags=[{"version": group.oldest_version, "tokens": group.tokens}],
+        )
+
+    async def get(self, group_id: int) -> RolloutGroup:
+        """See `DataPlane.get`. A group whose `put` was not completed is not there.
+
+        Errors: `RuntimeError` where the queue does not answer.
+        """
+        queue = await self._connected()
+        try:
+            row = await queue.async_kv_batch_get(
+                keys=[str(group_id)], partition_id=self._partition, select_fields=list(FIELDS)
+            )
+            columns = {name: row[name][0] for name in FIELDS}
+        except (ValueError, KeyError) as error:  # of unknown keys, and of fields that are absent
+            raise KeyError(
+                f"group {group_id} is not in partition {self._partition}: {error}"
+            ) from error
+        return _group(columns)
+
+    async def clear(self, group_ids: Sequence[int]) -> None:
+        """See `DataPlane.clear`. Errors: `RuntimeError` where the queue does not do it."""
+        keys = [str(each) for each in dict.fromkeys(group_ids)]
+        if keys:
+            queue = await self._connected()
+            await queue.async_kv_clear(keys=keys, partition_id=self._partition)
+
+    async def close(self) -> None:
+        """Forget all groups of the partition. TransferQueue runs on, for others."""
+        queue, self._queue = self._queue, None
+        if queue is not None:
+            listed = await queue.async_kv_list(partition_id=self._partition)
+            keys = list(listed.get(self._partition, ()))
+            if keys:
+                await queue.async_kv_clear(keys=keys, partition_id=self._partition)
+
+    async def _connected(self) -> Any:
+        async with self._connecting:
+            if self._queue is None:
+                # In a thread: it starts actors and waits for them.
+                self._queue = await asyncio.to_thread(connect, self._settings)
+        return self._queue
+
+
+def connect(settings: Mapping[str, Any] | None = None) -> Any:
+    """Start TransferQueue, or join it where it runs; returns the module. Blocks for its start.
+
+    Errors: `ModuleNotFoundError` without TransferQueue, `RuntimeError` without a cluster.
+    """
+    try:
+        ray, queue = importlib.import_module("ray"), _import_queue()
+    except ModuleNotFoundError as error:
+        if error.name not in ("transfer_queue", "ray"):
+            raise
+        raise ModuleNotFoundError(
+            "TransferQueue is not installed; install megatron-idempotent[transferqueue], here and "
+            "on every node of the cluster",
+            name=error.name,
+        ) from error
+    if not ray.is_initialized():
+        raise RuntimeError(
+            "TransferQueuePlane needs a Ray cluster and this process has none; call ray.init() "
+            'first, with address="auto" on a node of a running cluster'
+        )
+    omegaconf = importlib.import_module("omegaconf")
+    queue.init(omegaconf.OmegaConf.create(dict(settings)) if settings else None)
+    return queue
+
+
+def _import_queue() -> Any:
+    """TransferQueue sets torch's number of threads in every put and get, for all that this process
+    computes meanwhile, and sums come out in another order; it is given the number that there is."""
+    import torch
+
+    chosen = os.environ.get("TQ_NUM_THREADS")
+    os.environ.setdefault("TQ_NUM_THREADS", str(torch.get_num_threads()))
+    try:
+        return importlib.import_module("transfer_queue")
+    finally:
+        if chosen is None:
+            del os.environ["TQ_NUM_THREADS"]
+
+
+def _fields(group: RolloutGroup) -> Any:
+    import torch
+
+    tensordict = importlib.import_module("tensordict")
+    samples = group.samples
+    rest = {
+        "id": group.id,
+        "prompt": group.prompt,
+        "failed": group.failed,
+        "ids": [each.request_id for each in samples],
+        "reasons": [each.finish_reason for each in samples],
+    }
+    columns = {
+        "tokens": _row([token for each in samples for token in each.tokens], torch.int64),
+        "logprobs": _row([value for each in samples for value in each.logprobs], torch.float64),
+        "versions": _row([each for sample in samples for each in sample.versions], torch.int64),
+        "lengths": _row([len(each.tokens) for each in samples], torch.int64),
+        "rewards": _row(group.rewards, torch.float64),
+        "rest": torch.frombuffer(bytearray(pickle.dumps(rest)), dtype=torch.uint8),
+    }
+    rows = {name: column.unsqueeze(0) for name, column in columns.items()}
+    return tensordict.TensorDict(rows, batch_size=[1])
+
+
+def _row(values: Sequence[float], dtype: Any) -> Any:
+    import torch
+
+    return torch.tensor(values, dtype=dtype)
+
+
+def _group(row: Mapping[str, Any]) -> RolloutGroup:
+    rest = pickle.loads(row["rest"].contiguous().numpy().tobytes())
+    tokens, logprobs, versions, lengths, rewards = (row[name].tolist() for name in FIELDS[:5])
+    samples = []
+    start = 0
+    for request_id, reason, length in zip(rest["ids"], rest["reasons"], lengths, strict=True):
+        end = start + length
+        samples.append(
+            Sample(
+                request_id=request_id,
+                tokens=tuple(tokens[start:end]),
+                logprobs=tuple(logprobs[start:end]),
+                versions=tuple(versions[start:end]),
+                finish_reason=reason,
+            )
+        )
+        start = end
+    return RolloutGroup(
+        id=rest["id"],
+        prompt=rest["prompt"],
+        samples=tuple(samples),
+        rewards=tuple(rewards),
+        failed=rest["failed"],
+    )

@@ -7,13 +7,12 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_idempotent.rollout import EngineError, EnginePool, Request, RolloutEngine, Sample
+from megatron_idempotent.engines import EngineError, EnginePool, Request, RolloutEngine, Sample
 from megatron_idempotent.sync import SyncFailed, SyncReport, SyncSettings, WeightSync
-from megatron_idempotent.sync.settle import ask
+from megatron_idempotent.sync.recovery import ask
 from megatron_idempotent.weights import WeightSource
 
-from .errors import EnginesLost, PoisonedPrompt
-from .records import RolloutGroup
+from .protocol import EnginesLost, PoisonedPrompt, RolloutGroup
 
 MakeRequests = Callable[[int, Any], Sequence[Request]]
 """Makes a group's requests, one for each sample, of its id and prompt."""
@@ -136,7 +135,7 @@ class Fleet:
             for name, found in report.engines.items()
             if found.outcome != "committed"
         }
-        await self._pool.look_again()
+        await self._pool.reprobe()
         return {
             "pause_s": report.pause_s,
             "stage_s": report.stage_s,

@@ -19,10 +19,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import ControllerError
+from .protocol import ControllerError
 
 if TYPE_CHECKING:
-    from .records import Status
+    from .protocol import Status
 
 SOCKET_FILE = "ping.sock"
 

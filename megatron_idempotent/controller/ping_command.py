@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_idempotent.metrics.console import make_table, rows
+from megatron_idempotent.metrics.loggers import METRICS_FILE
+
 from .ping import SOCKET_FILE, NotListening, PingError, ask
-from .watch.rows import METRICS_FILE
-from .watch.table import make_table, rows
 
 RUNS = Path("runs")
 

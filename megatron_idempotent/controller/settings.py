@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from megatron_idempotent.metrics.loggers import SettingsError
 from megatron_idempotent.settings import Field, settings
 
-from .errors import SettingsError
 from .protocol import LogprobsOf, Sampler
 from .samplers import asked
 

@@ -13,13 +13,14 @@ neither importing this package nor the pytest plugin imports torch. What is emul
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatron_idempotent.cpu.table import EMULATED
+from megatron_idempotent.lazy import attributes
+
+from .table import EMULATED
 
 if TYPE_CHECKING:
-    from megatron_idempotent.cpu.errors import (
+    from .errors import (
         NoDeviceError,
         NotEmulatedError,
         PlacementError,
@@ -27,17 +28,24 @@ if TYPE_CHECKING:
         RankFailure,
         RankTimeout,
     )
-    from megatron_idempotent.cpu.pool import PROGRAM_PRELOAD, RankPool, run_ranks
-    from megatron_idempotent.cpu.runtime import disable, enable, enabled, is_enabled
+    from .pool import PROGRAM_PRELOAD, RankPool, run_ranks
+    from .runtime import disable, enable, enabled, is_enabled
 
 # Resolved at first use: every pytest run of everybody who installs us loads this package.
 _HOMES = {
-    "errors": (
-        *("NoDeviceError", "NotEmulatedError", "PlacementError"),
-        *("RankError", "RankFailure", "RankTimeout"),
-    ),
-    "pool": ("PROGRAM_PRELOAD", "RankPool", "run_ranks"),
-    "runtime": ("disable", "enable", "enabled", "is_enabled"),
+    "NoDeviceError": "errors",
+    "NotEmulatedError": "errors",
+    "PROGRAM_PRELOAD": "pool",
+    "PlacementError": "errors",
+    "RankError": "errors",
+    "RankFailure": "errors",
+    "RankPool": "pool",
+    "RankTimeout": "errors",
+    "disable": "runtime",
+    "enable": "runtime",
+    "enabled": "runtime",
+    "is_enabled": "runtime",
+    "run_ranks": "pool",
 }
 
 __doc__ = (__doc__ or "") + "\n".join(f"- {names}: {answer}" for names, answer in EMULATED)
@@ -60,8 +68,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = attributes(__name__, _HOMES)

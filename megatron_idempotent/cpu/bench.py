@@ -1,16 +1,204 @@
-"""A model, its optimizer and its schedule, as a test drives them. Legend: B batch, T tokens."""
+"""A model, its optimizer and its schedule, as a test drives them. Legend: B batch, T tokens.
+
+`LayerWiseDistributedOptimizer` gives each rank whole parameters to update. From 0.18 it gathers
+them out of DDP's buffers, which are laid out for it (`by_layout`), or through lists of parameters
+per rank, which is all that 0.17 has and what models with experts fall back to.
+
+gloo lacks one thing that Megatron-FSDP uses, the reduction that scales as it sums (`PREMUL_SUM`),
+and upstream has an option for that: gradients are divided first. There are two versions of the
+wrapper, the second one on Megatron main.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_idempotent.cpu import megatron_fsdp
+from megatron_idempotent.megatron.layer_specs import takes
 
 if TYPE_CHECKING:
     import torch
+
+
+_MODULE = "megatron.core.optimizer.layer_wise_optimizer"
+
+
+def has_layout() -> bool:
+    """Returns whether this release lays DDP's buffers out for the optimizer."""
+    return hasattr(_optimizer_class(), "compute_full_param_layout")
+
+
+def prepare(module: Any, ddp_config: Any, *, by_layout: bool, muon: bool) -> dict[str, Any]:
+    """Prepare a model that is not in DDP yet; returns further arguments for its DDP.
+
+    With Muon the vectors and embeddings go to a DistributedOptimizer of their own, as upstream
+    routes them; without, the layer-wise optimizer has everything.
+    """
+    if not by_layout:
+        return {}
+    import importlib
+
+    from megatron.core import parallel_state
+
+    if muon:
+        importlib.import_module(_MODULE).tag_params_for_buffer_routing([module])
+    else:
+        for parameter in module.parameters():
+            parameter.is_managed_by_layer_wise_optimizer = True
+    layout = _optimizer_class().compute_full_param_layout(
+        [parameter for parameter in module.parameters() if parameter.requires_grad],
+        ddp_config.bucket_size,
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        ddp_config,
+        expert_data_parallel_world_size=parallel_state.get_expert_data_parallel_world_size(),
+    )
+    return {"full_param_layout": layout}
+
+
+def build_optimizer(values: Mapping[str, Any], chunks: list[Any]) -> Any:
+    """Around Muon (`emerging-optimizers`) by upstream's own factory, around torch's AdamW here.
+
+    `values` are fields of OptimizerConfig; `use_distributed_optimizer` in it is ignored, as
+    upstream's arguments clear it.
+    """
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    names = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    wanted = {**values, "use_distributed_optimizer": False}
+    muon = wanted["optimizer"] == "muon"
+    if muon:
+        wanted["use_layer_wise_distributed_optimizer"] = True
+    config = OptimizerConfig(**{name: v for name, v in wanted.items() if name in names})
+    if not muon:
+        return _around_adam(config, chunks)
+    if "use_layer_wise_distributed_optimizer" in names:
+        return get_megatron_optimizer(config, chunks)
+    from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+    return get_megatron_muon_optimizer(
+        config, chunks, use_gloo_process_groups=False, layer_wise_distributed_optimizer=True
+    )
+
+
+def _around_adam(config: Any, chunks: list[Any]) -> Any:
+    import torch
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    parameters = [p for chunk in chunks for p in chunk.module.parameters() if p.requires_grad]
+    kinds = (
+        (False, [p for p in parameters if getattr(p, "allreduce", True)]),
+        (True, [p for p in parameters if not getattr(p, "allreduce", True)]),
+    )
+    groups = [
+        {
+            "params": members,
+            "is_expert_parallel": is_expert,
+            "wd_mult": 1.0,
+            "lr_mult": 1.0,
+            "is_decoupled_lr": False,
+        }
+        for is_expert, members in kinds
+        if members
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay)
+    layer_wise = _optimizer_class()
+    # 0.17 and commits between it and 0.18 have an argument for it, later ones read the config.
+    overlap = {
+        name: config.overlap_param_gather
+        for name in ("async_allgather", "overlap_param_gather")
+        if takes(layer_wise.__init__, name)
+    }
+    return layer_wise(
+        [optimizer],
+        config,
+        ProcessGroupCollection.use_mpu_process_groups(),
+        init_state_fn_list=None,
+        model_chunks=chunks,
+        **overlap,
+    )
+
+
+def _optimizer_class() -> Any:
+    import importlib
+
+    return importlib.import_module(_MODULE).LayerWiseDistributedOptimizer
+
+
+Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "v2"]
+"""The state that the first version shards; the second one shards all three."""
+
+
+def options(strategy: Strategy) -> dict[str, Any]:
+    """Fields of DistributedDataParallelConfig for a model under Megatron-FSDP."""
+    second = strategy == "v2"
+    return {
+        "use_megatron_fsdp": True,
+        "data_parallel_sharding_strategy": "optim_grads_params" if second else strategy,
+        "gradient_reduce_div_fusion": False,
+        "bucket_size": None,
+        **({"megatron_fsdp_version": 2} if second else {}),
+    }
+
+
+def wrapped(config: Any, ddp_config: Any, module: Any) -> Any:
+    """The model chunk in Megatron-FSDP, with each transformer layer as a unit."""
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
+
+    options = {"config": config, "ddp_config": ddp_config, "module": module}
+    if getattr(ddp_config, "megatron_fsdp_version", 1) == 2:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        _give_streams()
+        options["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
+    return adapter.FullyShardedDataParallel(**options)
+
+
+def _give_streams() -> None:
+    """Let buffers of the second version have a stream, which they note down on a CUDA device only.
+
+    It asserts that they have one. The one thing of upstream that is replaced here.
+    """
+    import torch
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer import DBuffer
+
+    DBuffer.allocation_stream = property(
+        lambda self: torch.cuda.current_stream(), lambda self, stream: None
+    )
+
+
+def is_wrapped(chunk: Any) -> bool:
+    """Returns whether the chunk is in Megatron-FSDP."""
+    return hasattr(chunk.module, "param_and_grad_buffer") or _is_second(chunk)
+
+
+def gradients(chunk: Any) -> list[Any]:
+    """The gradients that this rank's optimizer would step with, in the order of the parameters."""
+    found = []
+    for parameter in _held(chunk):
+        gradient = getattr(parameter, "decoupled_grad", None)
+        gradient = parameter.grad if gradient is None else gradient
+        if gradient is not None:
+            found.append(getattr(gradient, "_local_tensor", gradient))
+    return found
+
+
+def parameters(chunk: Any) -> list[Any]:
+    """Returns this rank's optimizer's parts of the parameters, in their order."""
+    return [getattr(each, "_local_tensor", each).detach() for each in _held(chunk)]
+
+
+def _held(chunk: Any) -> list[Any]:
+    if _is_second(chunk):
+        return list(chunk.parameters())
+    return [each for _, each in chunk.module.param_and_grad_buffer.optimizer_named_parameters]
+
+
+def _is_second(chunk: Any) -> bool:
+    return getattr(getattr(chunk, "ddp_config", None), "megatron_fsdp_version", 1) == 2
+
 
 VOCABULARY, SEQUENCE, BATCH = 128, 32, 2
 
@@ -84,8 +272,8 @@ class Tiny:
             tensor
             for chunk in self.chunks
             for tensor in (
-                megatron_fsdp.gradients(chunk)
-                if megatron_fsdp.is_wrapped(chunk)
+                gradients(chunk)
+                if is_wrapped(chunk)
                 else [b.grad_data for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             )
         ]
@@ -102,11 +290,7 @@ class Tiny:
         tensors = [
             tensor
             for chunk in self.chunks
-            for tensor in (
-                megatron_fsdp.parameters(chunk)
-                if megatron_fsdp.is_wrapped(chunk)
-                else chunk.module.parameters()
-            )
+            for tensor in (parameters(chunk) if is_wrapped(chunk) else chunk.module.parameters())
         ]
         return torch.cat([tensor.detach().float().flatten() for tensor in tensors]).cpu()
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_idempotent.cpu.choice import Device
-from megatron_idempotent.cpu.errors import RankFailure
+from .errors import RankFailure
+from .gpu import Device
 
 #: The name multiprocessing gives the parent's main module in a child; importing multiprocessing
 #: makes it an alias of `__main__` in the parent, so that pickles travel both ways.

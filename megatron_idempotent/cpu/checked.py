@@ -23,9 +23,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_idempotent.cpu import placement
-from megatron_idempotent.cpu.errors import PlacementError
-from megatron_idempotent.engine.per_process import PerProcess, PerProcessDict
+from megatron_idempotent.patching.per_process import PerProcess, PerProcessDict
+
+from . import placement
+from .errors import PlacementError
 
 #: Operations that go from one to the other.
 _COPIES = ("copy_", "_to_copy", "_copy_from", "_copy_from_and_resize", "_foreach_copy_", "set_")

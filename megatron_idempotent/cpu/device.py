@@ -1,4 +1,4 @@
-"""The device itself: its number, name, memory and random numbers. Imports torch.
+"""The device itself: its number, name, memory and random numbers, under `torch.cuda`'s names.
 
 Loaded by `enable()` only. Memory counters are all zero, which is the truth: no byte of device
 memory is in use. What would need a number that does not exist here (free device memory, power,
@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-from megatron_idempotent.engine.per_process import PerProcess
+from megatron_idempotent.patching.per_process import PerProcess
+
+from . import refusals, streams
 
 CAPABILITY = (0, 0)
 NAME = "megatron_idempotent CPU runtime"
@@ -162,19 +164,19 @@ def initial_seed() -> int:
 # Answers that are the same every time -------------------------------------------------------
 
 
-def yes(*_args: Any, **_kwargs: Any) -> bool:
+def return_true(*_args: Any, **_kwargs: Any) -> bool:
     return True
 
 
-def no(*_args: Any, **_kwargs: Any) -> bool:
+def return_false(*_args: Any, **_kwargs: Any) -> bool:
     return False
 
 
-def nothing(*_args: Any, **_kwargs: Any) -> None:
+def no_op(*_args: Any, **_kwargs: Any) -> None:
     return None
 
 
-def none_of_them() -> list[str]:
+def return_empty_list() -> list[str]:
     return []
 
 
@@ -201,3 +203,101 @@ def nvtx_range(_msg: str, *_args: Any, **_kwargs: Any) -> Iterator[None]:
         yield
     finally:
         range_pop()
+
+
+ANSWERS: dict[str, Any] = {
+    "is_available": return_true,
+    "is_initialized": return_true,
+    "is_bf16_supported": return_true,
+    "is_tf32_supported": return_false,
+    "is_current_stream_capturing": return_false,
+    "init": no_op,
+    "_lazy_init": no_op,
+    "synchronize": no_op,
+    "empty_cache": no_op,
+    "reset_peak_memory_stats": no_op,
+    "reset_accumulated_memory_stats": no_op,
+    "reset_max_memory_allocated": no_op,
+    "reset_max_memory_cached": no_op,
+    "device_count": device_count,
+    "current_device": current_device,
+    "set_device": set_device,
+    "_exchange_device": exchange_device,
+    "_maybe_exchange_device": exchange_device,
+    "get_device_properties": get_device_properties,
+    "get_device_name": get_device_name,
+    "get_device_capability": get_device_capability,
+    "get_arch_list": return_empty_list,
+    "Stream": streams.Stream,
+    "Event": streams.Event,
+    "stream": streams.stream,
+    "StreamContext": streams.StreamContext,
+    "current_stream": streams.current_stream,
+    "default_stream": streams.default_stream,
+    "set_stream": streams.set_stream,
+    "memory_allocated": no_bytes,
+    "max_memory_allocated": no_bytes,
+    "memory_reserved": no_bytes,
+    "max_memory_reserved": no_bytes,
+    "memory_cached": no_bytes,
+    "max_memory_cached": no_bytes,
+    "device_memory_used": no_bytes,
+    "memory_stats": memory_stats,
+    "get_rng_state": get_rng_state,
+    "set_rng_state": set_rng_state,
+    "get_rng_state_all": get_rng_state_all,
+    "set_rng_state_all": set_rng_state_all,
+    "manual_seed": manual_seed,
+    "manual_seed_all": manual_seed,
+    "seed": seed,
+    "seed_all": seed,
+    "initial_seed": initial_seed,
+}
+
+NVTX_ANSWERS: dict[str, Any] = {
+    "range_push": range_push,
+    "range_pop": range_pop,
+    "range": nvtx_range,
+    "mark": no_op,
+}
+
+
+#: torch's optimizers ask these about graph capture as soon as torch.cuda says it is available.
+ACCELERATOR_ANSWERS: dict[str, Any] = {
+    "is_available": return_true,
+    "device_count": device_count,
+    "current_device_index": current_device,
+    "set_device_index": set_device,
+    "current_stream": streams.current_stream,
+    "set_stream": streams.set_stream,
+    "synchronize": no_op,
+}
+
+
+class _Generators:
+    """`torch.cuda.default_generators`: the CPU generator under every index."""
+
+    def __len__(self) -> int:
+        return device_count()
+
+    def __getitem__(self, index: int) -> torch.Generator:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return torch.default_generator
+
+
+def replacements() -> list[tuple[Any, str, Any]]:
+    found: list[tuple[Any, str, Any]] = []
+    for owner, answers in (
+        (torch.cuda, ANSWERS),
+        (torch.cuda.nvtx, NVTX_ANSWERS),
+        (getattr(torch, "accelerator", None), ACCELERATOR_ANSWERS),  # torch 2.6 on
+    ):
+        for name, answer in answers.items():
+            original = getattr(owner, name, None)
+            if original is None:
+                continue
+            found.append((owner, name, answer))
+            found += refusals.elsewhere(original, answer, owner)
+    found.append((torch.cuda, "default_generators", _Generators()))
+    return found

@@ -1,9 +1,14 @@
-"""Ranks on real GPUs: what their launcher may do before it forks, and how a rank begins.
+"""Chooses the device of a pool's ranks, and readies ranks on real GPUs.
 
 A CUDA context does not survive a fork, and neither does the driver once a process has started it.
 So the launcher imports torch and Megatron, and leaves the driver alone: the one question that
 Megatron asks while it is imported, `torch.cuda.is_available()`, is answered by NVML, which torch
 has an option for. A rank starts the driver for itself. Imports torch inside of functions.
+
+On "cpu" the runtime answers for CUDA. On "cuda" nothing is emulated: ranks compute on the GPUs of
+this machine, over NCCL where each has a GPU of its own, and else over gloo and host memory, since
+NCCL refuses two ranks on one GPU. "checked" is the CPU, where ranks refuse what a GPU would refuse
+(`cpu.checked`).
 """
 
 from __future__ import annotations
@@ -13,10 +18,30 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from megatron_idempotent.cpu.choice import VARIABLE
-from megatron_idempotent.cpu.errors import NoDeviceError
+from .errors import NoDeviceError
+
+Device = Literal["cpu", "cuda", "checked"]
+DEVICES: tuple[Device, ...] = ("cpu", "cuda", "checked")
+#: For whoever starts ranks without naming a device.
+VARIABLE = "MEGATRON_IDEMPOTENT_DEVICE"
+
+
+def chosen(device: str | None = None) -> Device:
+    """Return the device that is asked for, by argument, else by the environment, else the CPU.
+
+    Raises:
+        ValueError: none of DEVICES.
+    """
+    asked, said_by = (
+        (device, "device") if device is not None else (os.environ.get(VARIABLE) or "cpu", VARIABLE)
+    )
+    for known in DEVICES:
+        if asked == known:
+            return known
+    raise ValueError(f"{said_by} is {asked!r}; allowed: {', '.join(DEVICES)}")
+
 
 #: For the launcher: torch counts devices without the driver.
 ENVIRONMENT: Mapping[str, str] = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -33,13 +58,13 @@ def prepare() -> None:
     Raises:
         NoDeviceError: this torch can use no GPU of this machine.
     """
-    from megatron_idempotent.cpu import late, staging
+    from . import runtime, staging
 
     require()
     for owner, name, value in staging.replacements():
         setattr(owner, name, value)
     # A GPU machine may lack Transformer Engine and Apex too.
-    sys.meta_path.insert(0, late.Completer(setattr))
+    sys.meta_path.insert(0, runtime.Completer(setattr))
 
 
 def require() -> None:
@@ -93,7 +118,7 @@ def settle(rank: int, world_size: int) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
-    from megatron_idempotent.cpu import staging
+    from . import staging
 
     require()
     devices = torch.cuda.device_count()

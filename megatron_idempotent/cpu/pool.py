@@ -17,10 +17,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron_idempotent.cpu import gpu
-from megatron_idempotent.cpu.calls import Call, Outcome, refer
-from megatron_idempotent.cpu.choice import Device, chosen
-from megatron_idempotent.cpu.errors import NoDeviceError, RankError, RankFailure, RankTimeout
+from . import gpu
+from .calls import Call, Outcome, refer
+from .errors import NoDeviceError, RankError, RankFailure, RankTimeout
+from .gpu import Device, chosen
 
 #: What the launcher imports before it forks. Those that are not installed are skipped.
 PRELOAD = (

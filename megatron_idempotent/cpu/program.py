@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_idempotent.cpu import megatron_fsdp
+from . import bench
 
 if TYPE_CHECKING:
     import torch
@@ -72,9 +72,7 @@ class Program:
             parameter
             for chunk in self.chunks
             for parameter in (
-                megatron_fsdp.parameters(chunk)
-                if megatron_fsdp.is_wrapped(chunk)
-                else chunk.parameters()
+                bench.parameters(chunk) if bench.is_wrapped(chunk) else chunk.parameters()
             )
         ]
         return torch.cat([tensor.detach().float().flatten() for tensor in tensors]).cpu()

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from megatron_idempotent.cpu.choice import DEVICES
+from .gpu import DEVICES
 
 if TYPE_CHECKING:
-    from megatron_idempotent.cpu.pool import RankPool
+    from .pool import RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def megatron_rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """The pool of `megatron_ranks`, one per test session; starts with the first call."""
-    from megatron_idempotent.cpu.pool import PROGRAM_PRELOAD, RankPool
+    from .pool import PROGRAM_PRELOAD, RankPool
 
     max_world_size = int(request.config.getini("megatron_ranks_max"))
     # Ranks import the test's module, and that imports pytest.

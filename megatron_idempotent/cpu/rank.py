@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO
 
-from megatron_idempotent.cpu import gpu
-from megatron_idempotent.cpu.calls import Call, dump_result, load_arguments, resolve
-from megatron_idempotent.cpu.errors import RankFailure
+from . import gpu
+from .calls import Call, dump_result, load_arguments, resolve
+from .errors import RankFailure
 
 
 class _Struct(struct.Struct):
@@ -36,7 +36,7 @@ HEADER = _Struct("!cQ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
+class RankSlot:
     """The data that the launcher gives to one rank."""
 
     rank: int
@@ -52,7 +52,7 @@ class Seat:
     stacks_path: str
 
 
-def occupy(call: Call, seat: Seat) -> None:
+def occupy(call: Call, seat: RankSlot) -> None:
     """Run the call as one rank and end the process; does not return."""
     # Its own process group, so that ending a rank ends what it started too.
     os.setpgrp()
@@ -73,7 +73,7 @@ def occupy(call: Call, seat: Seat) -> None:
 def _checks(call: Call) -> AbstractContextManager[None]:
     if call.device != "checked":
         return contextlib.nullcontext()
-    from megatron_idempotent.cpu.checked import checking
+    from .checked import checking
 
     return checking()
 
@@ -81,7 +81,7 @@ def _checks(call: Call) -> AbstractContextManager[None]:
 class _Reporter:
     """Sends the result, or whatever exception ends the block, and then ends the process."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: RankSlot) -> None:
         self._seat = seat
         self.payload = b""
 
@@ -133,7 +133,7 @@ def _die_with_the_launcher() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _settle(call: Call, seat: Seat) -> None:
+def _settle(call: Call, seat: RankSlot) -> None:
     os.environ.clear()
     os.environ.update(call.environ)
     os.environ.update(
@@ -163,7 +163,7 @@ def _settle(call: Call, seat: Seat) -> None:
         torch.cuda.set_device(seat.rank)
 
 
-def _join_default_group(call: Call, seat: Seat) -> None:
+def _join_default_group(call: Call, seat: RankSlot) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch.cuda import graphs, memory, nvtx, profiler, random, streams
 
-from megatron_idempotent.cpu.errors import NotEmulatedError
-from megatron_idempotent.cpu.table import LEFT_ALONE, REFUSED_BY_NAME, emulated_names
+from .errors import NotEmulatedError
+from .table import LEFT_ALONE, REFUSED_BY_NAME, emulated_names
 
 #: `torch.cuda.f` is often defined in one of these and called from there as well.
 SUBMODULES = (graphs, memory, nvtx, profiler, random, streams)

@@ -1,16 +1,36 @@
-"""Turning the emulation on and off. Imports torch only inside `enable()`."""
+"""Turns the emulation on and off, and adapts modules as soon as they are loaded.
+
+Imports torch only inside `enable()`.
+
+An oversight is what upstream needs of a full GPU installation for no reason of its own: a name
+that is used without Transformer Engine but defined only with it, or a build step for something
+that the wheel ships built. None of them changes what Megatron computes. Free of torch.
+
+`torch.compile` and `torch.compiler.disable` import the compiler, a quarter of the time that the
+import of Megatron takes, which decorates functions with both. The runtime calls none of them
+compiled, so a plain function is decorated in its first call after the runtime is off. Imports
+torch; loaded by `enable()` only.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
-from megatron_idempotent.engine.per_process import PerProcess, PerProcessLock
-from megatron_idempotent.missing import naming_the_remedy
+import torch
+
+from megatron_idempotent.lazy import naming_the_remedy
+from megatron_idempotent.patching.per_process import PerProcess, PerProcessLock
 
 _MISSING = object()
 
@@ -52,28 +72,21 @@ class _Active:
 
     def start(self) -> None:
 
-        from megatron_idempotent.cpu import (
-            collectives,
-            compiling,
-            cuda_calls,
-            late,
-            placement,
-            refusals,
-        )
+        from . import device, placement, refusals
 
         # All are computed before any is installed: they look up originals.
         planned = [
-            *cuda_calls.replacements(),
+            *device.replacements(),
             *refusals.replacements(),
-            *placement.replacements(),
-            *collectives.replacements(),
-            *compiling.replacements(),
+            *placement.tensor_replacements(),
+            *placement.collective_replacements(),
+            *replacements(),
         ]
         for owner, name, value in planned:
             self.ledger.replace(owner, name, value)
-        self.finder = late.Completer(self.ledger.replace)
+        self.finder = Completer(self.ledger.replace)
         sys.meta_path.insert(0, self.finder)
-        for module_name, complete in late.COMPLETE.items():
+        for module_name, complete in COMPLETE.items():
             if (module := sys.modules.get(module_name)) is not None:
                 complete(module, self.ledger.replace)
 
@@ -163,3 +176,136 @@ def real_cuda(device_count: int, visible: str | None) -> RuntimeError:
         f"{device_count} CUDA device(s) (CUDA_VISIBLE_DEVICES {setting}); start it with "
         f'CUDA_VISIBLE_DEVICES="" to use the CPU runtime'
     )
+
+
+def _already_compiled() -> None:
+    """`initialize_megatron` runs make for a library that the wheel ships built."""
+
+
+Complete = Callable[[ModuleType, str, Any], None]
+
+
+def _optimizer(module: ModuleType, replace: Complete) -> None:
+    # Called after each step of the distributed optimizer with the list of quantized parameters.
+    # Without Transformer Engine that list is empty, and 0.12 raises before it looks.
+    original = vars(module).get("quantize_param_shard")
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def quantize_param_shard(model_params: Any, *args: Any, **kwargs: Any) -> None:
+        if model_params:
+            original(model_params, *args, **kwargs)
+
+    replace(module, "quantize_param_shard", quantize_param_shard)
+
+
+def _moe(module: ModuleType, replace: Complete) -> None:
+    # 0.14 on: the router tests `te_general_gemm is not None` before it uses it.
+    if "te_general_gemm" not in vars(module):
+        replace(module, "te_general_gemm", None)
+
+
+def _datasets(module: ModuleType, replace: Complete) -> None:
+    folder = Path(str(module.__file__)).parent
+    if not (folder / "Makefile").exists() and any(folder.glob("helpers_cpp.*")):
+        replace(module, "compile_helpers", _already_compiled)
+
+
+def _compiler(module: ModuleType, replace: Complete) -> None:
+    # What torch.compiler.set_stance("force_eager") sets, without importing the compiler for it
+    # (7 s): Megatron's `jit_fuser` is torch.compile, bound when Megatron is imported, and the
+    # stance reaches functions that were decorated before.
+    if "_stance" in vars(module):  # torch 2.6 on
+        replace(module, "_stance", module.DynamoStance("force_eager"))
+
+
+COMPLETE: dict[str, Callable[[ModuleType, Complete], None]] = {
+    "torch._dynamo.eval_frame": _compiler,
+    "megatron.core.datasets.utils": _datasets,
+    "megatron.core.optimizer.distrib_optimizer": _optimizer,
+    "megatron.core.transformer.moe.moe_utils": _moe,
+}
+
+
+class Completer(importlib.abc.MetaPathFinder):
+    """Completes the modules of COMPLETE right after they are loaded; stands in `sys.meta_path`."""
+
+    def __init__(self, complete: Complete) -> None:
+        self._complete = complete
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in COMPLETE:
+            return None
+        spec = None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(fullname, path, target)):
+                break
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._complete)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, inner: importlib.abc.Loader, complete: Complete) -> None:
+        self._inner = inner
+        self._complete = complete
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module keeps its ordinary loader: source lookup and reload go through it.
+        module.__loader__ = self._inner
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        self._inner.exec_module(module)
+        COMPLETE[module.__name__](module, self._complete)
+
+
+def replacements() -> list[tuple[Any, str, Any]]:
+    return [
+        (torch, "compile", _later(torch.compile)),
+        (torch.compiler, "disable", _later(torch.compiler.disable)),
+    ]
+
+
+def _later(decorate: Callable[..., Any]) -> Callable[..., Any]:
+    """The decorator, put off for plain functions; of modules and classes as it is."""
+
+    @functools.wraps(decorate)
+    def decorator(*args: Any, **options: Any) -> Any:
+        if not args and not options.keys() & {"model", "fn"}:
+            return functools.partial(decorator, **options)
+        if len(args) != 1 or type(args[0]) is not FunctionType:
+            return decorate(*args, **options)
+        return _Function(decorate, args[0], options).called()
+
+    return decorator
+
+
+class _Function:
+    def __init__(
+        self, decorate: Callable[..., Any], plain: FunctionType, options: dict[str, Any]
+    ) -> None:
+        self._decorate, self._plain, self._options = decorate, plain, options
+        self._decorated: Callable[..., Any] | None = None
+
+    def called(self) -> Callable[..., Any]:
+        """A function, so that it binds as a method and pickles by its name."""
+
+        @functools.wraps(self._plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._now()(*args, **kwargs)
+
+        return call
+
+    def _now(self) -> Callable[..., Any]:
+
+        if is_enabled():
+            return self._plain
+        if self._decorated is None:
+            self._decorated = self._decorate(self._plain, **self._options)
+        return self._decorated

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree
 
-from megatron_idempotent.cpu import collectives
-from megatron_idempotent.engine.per_process import PerProcess
+from megatron_idempotent.patching.per_process import PerProcess
+
+from . import placement
 
 #: Place of the argument that a collective writes to; None for those that only send.
 WRITES: dict[str, int | None] = {
@@ -50,12 +51,12 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]
 """Tensors that a collective writes to, each with the host's copy of it."""
 
 
-class _State(PerProcess):
+class _Staging(PerProcess):
     #: Type of the device whose tensors are staged, as long as they are.
     device: str | None = None
 
 
-_state = _State(__name__, "_state")
+_state = _Staging(__name__, "_state")
 # Group → what the collectives of an open `_coalescing_manager` will have written.
 _coalesced: dict[Any, Copies] = {}
 
@@ -72,8 +73,8 @@ def end() -> None:
 
 def replacements() -> list[tuple[Any, str, Any]]:
     """(owner, attribute, replacement) for whatever torch's collectives are called by."""
-    on_gloo = {name: value for _, name, value in collectives.replacements()}
-    owners = {(owner, name) for owner, name, _ in collectives.replacements()}
+    on_gloo = {name: value for _, name, value in placement.collective_replacements()}
+    owners = {(owner, name) for owner, name, _ in placement.collective_replacements()}
     owners |= {(owner, name) for owner in (dist, distributed_c10d) for name in WRITES}
     found: dict[str, Any] = {}
     for name in {name for _, name in owners}:

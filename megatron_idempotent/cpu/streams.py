@@ -8,8 +8,9 @@ import time
 from types import TracebackType
 from typing import Any
 
-from megatron_idempotent.cpu.errors import NotEmulatedError
-from megatron_idempotent.engine.per_process import PerProcess
+from megatron_idempotent.patching.per_process import PerProcess
+
+from .errors import NotEmulatedError
 
 _ids = itertools.count()
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_idempotent.cpu import megatron_fsdp
-from megatron_idempotent.cpu.bench import BATCH, SEQUENCE, VOCABULARY, Tiny, microbatches
-from megatron_idempotent.cpu.layer_wise import build_optimizer, prepare
+from . import bench
+from .bench import BATCH, SEQUENCE, VOCABULARY, Tiny, build_optimizer, microbatches, prepare
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +37,7 @@ def build(
     overlap_param_gather: bool = False,
     distributed_optimizer: bool = True,
     layer_wise: bool = False,
-    fsdp: megatron_fsdp.Strategy | None = None,
+    fsdp: bench.Strategy | None = None,
     align: bool = False,
     dtype: Dtype = "fp32",
     experts: int = 0,
@@ -143,7 +142,7 @@ def build(
             "grad_reduce_in_fp32": True,
             "bucket_size": BUCKET_SIZE,
             **({"align_param_gather": True} if align else {}),
-            **(megatron_fsdp.options(fsdp) if fsdp else {}),
+            **(bench.options(fsdp) if fsdp else {}),
             **(ddp_overrides or {}),
         }
     )
@@ -153,7 +152,7 @@ def build(
         if before_ddp is not None:
             before_ddp(module)
         if fsdp:
-            chunks.append(megatron_fsdp.wrapped(config, ddp_config, module))
+            chunks.append(bench.wrapped(config, ddp_config, module))
             continue
         layout = {}
         if layer_wise:

@@ -1,17 +1,162 @@
-"""Sequences one after the other, aligned as ranks and kernels want them.
+"""Packs sequences into one row, padded to what FP8 and MXFP8 kernels and ranks need.
 
 Legend: n sequences, N their tokens, T tokens of the pack.
+
+The code that packs, collates and computes asks here: if the parts disagreed, positions would
+belong to other sequences than the loss thinks, and nothing would raise.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .alignment import TokenAlignment
+#: Tokens of a tile along which Transformer Engine scales a block, and those that a GEMM over tokens
+#: (the weight's gradient) wants to find: cuBLAS takes leading dimensions of 16 bytes.
+_MXFP8, _BLOCK, _GEMM = 32, 128, 16
+#: Transformer Engine refuses an input of other than multiples of 8 tokens, before it is gathered.
+_INPUT = 8
+RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenAlignment:
+    """Multiples of tokens, counted over all context- and tensor-parallel ranks.
+
+    Example: `TokenAlignment(sequence=4, pack=64).of_pack([3, 5]) == 64`.
+    """
+
+    sequence: int
+    """The multiple for each sequence in a pack; only the layout needs it."""
+    pack: int
+    """The multiple for the pack, and for each row of a padded batch; layout and kernels need it."""
+
+    def __post_init__(self) -> None:
+        _positive("TokenAlignment", sequence=self.sequence, pack=self.pack)
+        if self.pack % self.sequence:
+            raise ValueError(
+                f"TokenAlignment() got pack={self.pack} and sequence={self.sequence}: what fills "
+                "a pack is a sequence too, so the one is a multiple of the other"
+            )
+
+    def of_sequence(self, tokens: int) -> int:
+        """Returns the tokens that a sequence of this length takes in a pack, padding included."""
+        return -(-tokens // self.sequence) * self.sequence
+
+    def of_pack(self, lengths: Iterable[int]) -> int:
+        """Returns the tokens of a pack of these sequences; for one row, the width of its batch."""
+        return -(-sum(map(self.of_sequence, lengths)) // self.pack) * self.pack
+
+    @classmethod
+    def of_config(cls, config: Any) -> TokenAlignment:
+        """Reads the multiples from a TransformerConfig, arguments, or a mapping with such names.
+
+        Reads `fp8`, `fp8_recipe`, `tensor_model_parallel_size`, `context_parallel_size` and
+        `sequence_parallel`.
+
+        Raises:
+            ValueError: one of them is missing or not resolved, or they do not go together.
+        """
+        recipe = None
+        if _field(config, "fp8"):
+            recipe = _field(config, "fp8_recipe")
+            if recipe is None:
+                raise ValueError(
+                    f"fp8={_field(config, 'fp8')!r} with fp8_recipe=None: set the recipe that the "
+                    f"model computes with, {', '.join(RECIPES)}"
+                )
+        for name in ("fp4", "hybrid_context_parallel"):
+            value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+            if value:
+                raise ValueError(
+                    f"{name}={value!r} has other multiples than FP8 recipes and fixed sizes have: "
+                    "give TokenAlignment(sequence=…, pack=…) those"
+                )
+        return token_alignment(
+            recipe,
+            _field(config, "tensor_model_parallel_size"),
+            _field(config, "context_parallel_size"),
+            _field(config, "sequence_parallel"),
+        )
+
+
+def token_alignment(
+    recipe: str | None, tp: int, cp: int, sequence_parallel: bool
+) -> TokenAlignment:
+    """Returns the multiples that sequences and packs are padded to, in tokens over all ranks.
+
+    Context parallelism cuts each sequence into 2 · cp pieces; sequence parallelism cuts what a
+    context-parallel rank has into tp pieces, across sequences, and only where it is on do the
+    pieces of tp ranks reach a kernel. There Transformer Engine 2.3 to 2.20 wants
+
+    - of any input 8 tokens, before it is gathered, and 16 after (`assert_dim_for_fp8_exec`, and
+      cuBLAS in the weight's gradient, whose inner dimension the tokens are);
+    - for MXFP8 32 before it is gathered, else `MXFP8Quantizer` raises;
+    - blockwise under sequence parallelism 128 before it is gathered, else it gathers in high
+      precision, with a warning, and quantizes again (`Float8BlockQuantizer.is_quantizable`).
+
+    Args:
+        recipe: Megatron's `fp8_recipe`: "delayed", "tensorwise", "mxfp8" or "blockwise"; None
+            where FP8 is off.
+        tp: tensor-parallel ranks.
+        cp: context-parallel ranks.
+        sequence_parallel: Megatron's `sequence_parallel`.
+
+    Raises:
+        ValueError: a recipe that is none of those, "auto" in particular, or sizes that cannot be.
+
+    Example:
+        alignment = token_alignment("mxfp8", tp=2, cp=2, sequence_parallel=True)
+        assert (alignment.sequence, alignment.pack) == (4, 128)
+    """
+    _positive("token_alignment", tp=tp, cp=cp)
+    if not isinstance(sequence_parallel, bool):
+        raise ValueError(f"token_alignment() got sequence_parallel={sequence_parallel!r}: a bool")
+    if sequence_parallel and tp == 1:
+        raise ValueError(
+            "token_alignment() got sequence_parallel=True with tp=1: it is the tensor-parallel "
+            "ranks that share a sequence; turn it off, as Megatron does, or give their number"
+        )
+    pieces = tp if sequence_parallel else 1
+    # Of what one context-parallel rank has.
+    if recipe is None:
+        share = pieces
+    elif recipe in ("delayed", "tensorwise"):
+        share = math.lcm(_GEMM, _INPUT * pieces)
+    elif recipe == "mxfp8":
+        share = _MXFP8 * pieces
+    elif recipe == "blockwise":
+        share = _BLOCK * pieces if sequence_parallel else _GEMM
+    else:
+        remedy = "resolve it where the model is configured"
+        if recipe == "custom":
+            remedy = "give TokenAlignment(sequence=…, pack=…) what its quantizers take, or name one"
+        raise ValueError(
+            f"token_alignment() got recipe {str(getattr(recipe, 'value', recipe))!r}, of which no "
+            f"multiple is known: {remedy} of {', '.join(RECIPES)}, or None without FP8"
+        )
+    sequence = 2 * cp if cp > 1 else 1
+    return TokenAlignment(sequence=sequence, pack=math.lcm(sequence, cp * share))
+
+
+def _positive(what: str, **sizes: Any) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{what}() got {name}={size!r}: an integer from 1 on")
+
+
+def _field(config: Any, name: str) -> Any:
+    try:
+        return config[name] if isinstance(config, Mapping) else getattr(config, name)
+    except (KeyError, AttributeError):
+        raise ValueError(
+            f"{type(config).__name__} has no {name}: give Megatron's TransformerConfig or arguments"
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_idempotent.logprobs.differentiable import once_differentiable
+from megatron_idempotent.logprobs.sources import once_differentiable
 
-from .alignment import TokenAlignment
+from .packing import TokenAlignment
 
 
 class RightPadded(NamedTuple):

@@ -1,4 +1,4 @@
-"""`token_logprobs`: the one entrance."""
+"""`token_logprobs`: the one entrance, which refuses wrong arguments before it computes or sends."""
 
 from __future__ import annotations
 
@@ -9,16 +9,174 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import check
-from .asked import Asked, Wanted
-from .backend import backend_of
-from .from_hidden import LogprobsFromHidden
-from .from_kept import KeptFromHidden, KeptFromLogits
-from .from_logits import LogprobsFromLogits
-from .parts import Parts
+from .autograd import KeptFromHidden, KeptFromLogits, LogprobsFromHidden, LogprobsFromLogits
+from .request import Columns, ComputeOptions, Sampling, TokenBatch, backend_of
 from .rows import Order, kept_places
-from .sampling import Sampling
-from .sequence import SequenceParallel
+from .sources import ProductParts, SequenceParallel
+
+
+def one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    """An option has a value that it can have."""
+    if value not in known:
+        raise ValueError(f"token_logprobs() got {name}={value!r}: one of {', '.join(known)}")
+
+
+def floating(name: str, tensor: Tensor) -> None:
+    """The tensor has rows of floating point numbers."""
+    if not tensor.is_floating_point() or tensor.dim() < 1:
+        raise ValueError(
+            f"token_logprobs() got {name} of {tensor.dtype} and shape {tuple(tensor.shape)}: "
+            "floating point, [..., columns]"
+        )
+
+
+def one_form(logits: Any, hidden: Any, weight: Any, ownership: str, hidden_layout: str) -> None:
+    """Logits, or hidden states and a weight that fit each other, and options that go with them."""
+    given = [
+        n for n, v in (("logits", logits), ("hidden", hidden), ("weight", weight)) if v is not None
+    ]
+    if given not in (["logits"], ["hidden", "weight"]):
+        raise ValueError(
+            f"token_logprobs() got {', '.join(given) or 'neither'}: logits, or hidden and weight"
+        )
+    if logits is not None:
+        floating("logits", logits)
+        if hidden_layout != "replicated":
+            raise ValueError(f"token_logprobs() got logits and hidden_layout={hidden_layout!r}")
+        return
+    floating("hidden", hidden)
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"token_logprobs() got hidden of {hidden.dtype} and shape {tuple(hidden.shape)} with "
+            f"weight of {weight.dtype} and shape {tuple(weight.shape)}: [..., H] and [columns, H] "
+            "of one type"
+        )
+    if ownership == "consume":
+        raise ValueError("token_logprobs() got hidden and ownership='consume': no logits are kept")
+
+
+class Tokens(NamedTuple):
+    """The tokens that a call computes."""
+
+    kept: Tensor | None
+    """A mask, [...]; None for all."""
+    computed: int
+
+    def others(self, per_token: Tensor, value: float) -> Tensor:
+        """Returns a copy of `per_token` with `value` at the tokens that are left out."""
+        return per_token if self.kept is None else torch.where(self.kept, per_token, value)
+
+
+def tokens_to_compute(
+    shape: torch.Size,
+    targets: Tensor,
+    token_mask: Tensor | None,
+    ignore_index: int,
+    vocabulary: int,
+) -> Tokens:
+    """The tokens that are neither masked nor ignored, once their targets are ids.
+
+    The host reads once from the device, for the whole call: each time it would wait for all that
+    was queued there.
+    """
+    if targets.dtype != torch.int64 or targets.shape != shape:
+        raise ValueError(
+            f"token_logprobs() got targets of {targets.dtype} and shape {tuple(targets.shape)} "
+            f"for rows of shape {tuple(shape)}: torch.int64, {tuple(shape)}"
+        )
+    kept = targets != ignore_index
+    if token_mask is not None:
+        if token_mask.dtype != torch.bool or token_mask.shape != targets.shape:
+            raise ValueError(
+                f"token_logprobs() got token_mask of {token_mask.dtype} and shape "
+                f"{tuple(token_mask.shape)}: torch.bool, {tuple(targets.shape)}"
+            )
+        kept &= token_mask
+    if not kept.numel():
+        return Tokens(None, 0)
+    facts = torch.stack([kept.sum(), *torch.where(kept, targets, 0).aminmax()])
+    count, low, high = facts.tolist()
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"token_logprobs() got target {low if low < 0 else high}, outside of the "
+            f"vocabulary of {vocabulary}: mask such tokens, or set them to ignore_index"
+        )
+    return Tokens(None if count == kept.numel() else kept, count)
+
+
+def columns_of(per_rank: int, group: Any, vocab_size: int | None) -> Columns:
+    """Returns the part of the vocabulary that this rank has."""
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    whole = per_rank * size
+    if vocab_size is None:
+        vocab_size = whole
+    if not 1 <= vocab_size <= whole:
+        raise ValueError(
+            f"token_logprobs() got vocab_size={vocab_size}, and {size} ranks with {per_rank} "
+            f"columns each have {whole}: is tp_group the one that shares the output layer?"
+        )
+    first = rank * per_rank
+    columns = Columns(first, 0, per_rank, vocab_size, group, size)
+    return columns._replace(real=columns.real_of(rank))
+
+
+def positive(temperature: float | Tensor, targets: Tensor, tokens: Tokens) -> None:
+    """A temperature is, on all tokens that are computed."""
+    if isinstance(temperature, Tensor):
+        if temperature.shape != targets.shape:
+            raise ValueError(
+                f"token_logprobs() got temperature of shape {tuple(temperature.shape)}: a number, "
+                f"or {tuple(targets.shape)}"
+            )
+        if temperature.requires_grad:
+            raise ValueError("token_logprobs() does not differentiate by temperature: detach() it")
+        value = float(tokens.others(temperature, 1.0).min()) if tokens.computed else 1.0
+    else:
+        value = float(temperature)
+    if not 0 < value < float("inf"):
+        raise ValueError(f"token_logprobs() got temperature {value}: it is positive")
+
+
+def main_grad(weight: Tensor | None) -> None:
+    """There is one to add to."""
+    found = getattr(weight, "main_grad", None)
+    if weight is None or not isinstance(found, Tensor) or found.shape != weight.shape:
+        where = "no weight" if weight is None else f"a weight of shape {tuple(weight.shape)}"
+        has = "none" if found is None else f"one of shape {tuple(found.shape)}"
+        raise ValueError(
+            "token_logprobs(gradient_accumulation_fusion=True) adds to weight.main_grad, and got "
+            f"{where} with {has}: pass the parameter that Megatron's DistributedDataParallel has"
+        )
+
+
+def ids_to_keep(
+    sampling: Sampling | None, targets: Tensor, tokens: Tokens, vocabulary: int
+) -> Tensor | None:
+    """Returns the ids that each token keeps, [..., K]."""
+    if sampling is None or sampling.keep is None:
+        return None
+    keep = sampling.keep
+    if keep.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"token_logprobs() got sampling.keep of shape {tuple(keep.shape)} for targets of shape "
+            f"{tuple(targets.shape)}: {(*targets.shape, 'ids')}"
+        )
+    if not tokens.computed:
+        return keep
+    highest = keep.amax(-1) if keep.shape[-1] else keep.new_full(keep.shape[:-1], -1)
+    low, high = torch.stack(tokens.others(highest, 0).aminmax()).tolist()
+    if high >= vocabulary:
+        raise ValueError(
+            f"token_logprobs() got id {high} in sampling.keep, outside of the "
+            f"vocabulary of {vocabulary}"
+        )
+    if sampling.target != "keep" and low < 0:
+        raise ValueError(
+            "token_logprobs() got a token of which sampling.keep names no id: mask it, or let "
+            "its target be kept, with target='keep'"
+        )
+    return keep
+
 
 #: Blocks that stay in a core's cache; on a GPU, blocks that fill it.
 _WORKSPACE_BYTES = {"cpu": 1 << 20}
@@ -115,10 +273,10 @@ def token_logprobs(
         stats = token_logprobs(logits=logits, targets=labels, entropy="metric")
         loss = -(stats.logprob * mask).sum()
     """
-    check.one_of("entropy", entropy, ("none", "metric", "grad"))
-    check.one_of("ownership", ownership, ("borrow", "consume"))
-    check.one_of("hidden_layout", hidden_layout, ("replicated", "sequence_parallel"))
-    check.one_form(logits, hidden, weight, ownership, hidden_layout)
+    one_of("entropy", entropy, ("none", "metric", "grad"))
+    one_of("ownership", ownership, ("borrow", "consume"))
+    one_of("hidden_layout", hidden_layout, ("replicated", "sequence_parallel"))
+    one_form(logits, hidden, weight, ownership, hidden_layout)
     if workspace_bytes is not None and workspace_bytes < 1:
         raise ValueError(f"token_logprobs() got workspace_bytes={workspace_bytes}: at least 1")
     if logits is not None:
@@ -127,19 +285,19 @@ def token_logprobs(
         assert hidden is not None
         assert weight is not None
         rows, per_rank = hidden, weight.shape[0]
-    columns = check.columns_of(per_rank, tp_group, vocab_size)
+    columns = columns_of(per_rank, tp_group, vocab_size)
     size = 1 if tp_group is None else dist.get_world_size(tp_group)
     gathered = size > 1 and hidden_layout == "sequence_parallel"
     shape = list(rows.shape[:-1])
     if gathered:
         shape[0] *= size
-    tokens = check.tokens_to_compute(
+    tokens = tokens_to_compute(
         torch.Size(shape), targets, token_mask, ignore_index, columns.vocabulary
     )
-    check.positive(temperature, targets, tokens)
+    positive(temperature, targets, tokens)
     if gradient_accumulation_fusion:
-        check.main_grad(weight)
-    keep = check.ids_to_keep(sampling, targets, tokens, columns.vocabulary)
+        main_grad(weight)
+    keep = ids_to_keep(sampling, targets, tokens, columns.vocabulary)
 
     if gathered:
         rows = SequenceParallel.apply(rows, tp_group)  # type: ignore[no-untyped-call]
@@ -155,14 +313,14 @@ def token_logprobs(
     place_K = None if kept_N is None else kept_places(kept_N, tokens.computed)
     device = rows.device.type
     in_cache = _WORKSPACE_BYTES.get(device, _WORKSPACE_BYTES_ELSEWHERE)
-    wanted = Wanted(
+    wanted = ComputeOptions(
         entropy=entropy != "none",
         entropy_gradient=entropy == "grad",
         consume=ownership == "consume" and _may_consume(rows, order),
         backend=backend_of(rows.device, rows.dtype, compiled=compiled, triton=triton),
         workspace_bytes=workspace_bytes or in_cache,
     )
-    asked = Asked(chosen(targets), chosen(temperature), columns, wanted)
+    asked = TokenBatch(chosen(targets), chosen(temperature), columns, wanted)
     cut = sampling is not None and sampling.cuts(columns.vocabulary)
     if cut:
         asked = asked._replace(sampling=sampling, keep=chosen(keep))
@@ -170,7 +328,7 @@ def token_logprobs(
         from_logits: Any = KeptFromLogits if cut else LogprobsFromLogits
         found = from_logits.apply(rows, kept_N, asked)
     else:
-        parts = Parts(
+        parts = ProductParts(
             workspace_bytes or _LOGITS_BYTES.get(device, _LOGITS_BYTES_ELSEWHERE),
             reduce=size > 1 and not gathered,
             fused=gradient_accumulation_fusion,

@@ -8,26 +8,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .asked import Asked, Columns, Wanted
-from .combine import Partial, Whole, all_gathered
-from .rows import kept_places, panels
-from .slopes import Slopes
-from .triton_blocks import block_of
-from .triton_gradient import launch_gradient
-from .triton_statistics import launch_statistics
+from .kernels import GradCoefficients
+from .request import Columns, ComputeOptions, TokenBatch
+from .rows import as_matrices, kept_places
+from .statistics import Partial, Whole, all_gathered
+from .triton_kernels import block_of, launch_gradient, launch_statistics
 from .triton_tokens import launch_coefficients, launch_combine
 
 
-def partial_of(
+def local_statistics(
     logits: Tensor,
     local_N: Tensor,
     kept_N: Tensor | None,
     temperature: Tensor | float,
     columns: Columns,
-    wanted: Wanted,
+    wanted: ComputeOptions,
 ) -> Partial:
     """Statistics of the kept tokens, without a copy of their rows."""
-    matrices = panels(logits)[0]
+    matrices = as_matrices(logits)[0]
     block = block_of("statistics", logits.dtype)
     temperature = _computed(temperature)
     found: list[Tensor] = []
@@ -56,7 +54,7 @@ def partial_of(
     return Partial(*launch_combine(parts_PN4, local_N, width, temperature, whole=False).unbind(-1))
 
 
-def whole_of(partial: Partial, asked: Asked) -> Whole:
+def global_statistics(partial: Partial, asked: TokenBatch) -> Whole:
     """Does the same as `combine`. A collective of the group's ranks: one all-gather."""
     columns, temperature = asked.columns, _computed(asked.temperature)
     parts_RN4 = all_gathered(torch.stack(partial, dim=-1), columns.group)
@@ -64,10 +62,12 @@ def whole_of(partial: Partial, asked: Asked) -> Whole:
     return Whole(*found)
 
 
-def slopes_of(
-    asked: Asked, whole: Whole, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None
-) -> tuple[Slopes, Tensor]:
-    """Returns `Slopes.made`, and each token's index, or -1 if its outputs have no gradient, [N].
+def grad_coefficients(
+    asked: TokenBatch, whole: Whole, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None
+) -> tuple[GradCoefficients, Tensor]:
+    """Returns `GradCoefficients.from_outputs` and each token's index, [N].
+
+    The index is -1 if the token's outputs have no gradient.
 
     Nothing is read on the host.
     """
@@ -75,7 +75,7 @@ def slopes_of(
     found_3N, token_N = launch_coefficients(whole, of_logprob_N, of_entropy_N, temperature)
     factor_N, slope_N, of_target_N = found_3N
     slope = None if of_entropy_N is None else slope_N
-    return Slopes(asked.local, whole.origin, factor_N, slope, of_target_N), token_N
+    return GradCoefficients(asked.local, whole.origin, factor_N, slope, of_target_N), token_N
 
 
 def write_gradient(
@@ -83,7 +83,7 @@ def write_gradient(
     into: list[Tensor],
     kept_N: Tensor | None,
     token_N: Tensor | None,
-    slopes: Slopes,
+    slopes: GradCoefficients,
     temperature: Tensor | float,
     columns: Columns,
 ) -> None:

@@ -40,7 +40,7 @@ class Order:
         return per_token_N.view(self._shape).permute(self._back)
 
 
-def panels(*tensors: Tensor) -> tuple[list[Tensor], ...]:
+def as_matrices(*tensors: Tensor) -> tuple[list[Tensor], ...]:
     """Views each tensor as a list of matrices that together are all of it.
 
     One, unless some tensor is a slice; all tensors, of one shape, are cut the same.
@@ -50,32 +50,32 @@ def panels(*tensors: Tensor) -> tuple[list[Tensor], ...]:
     except RuntimeError:  # no one stride leads from row to row
         found: tuple[list[Tensor], ...] = tuple([] for _ in tensors)
         for parts in zip(*(tensor.unbind(0) for tensor in tensors), strict=True):
-            for of_tensor, of_part in zip(found, panels(*parts), strict=True):
+            for of_tensor, of_part in zip(found, as_matrices(*parts), strict=True):
                 of_tensor += of_part
         return found
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Some rows of one panel, and where what is found for them stands among the kept tokens."""
 
     panel: int
     rows: slice | Tensor
     kept: slice
 
-    def read(self, panels: list[Tensor]) -> Tensor:
+    def read(self, as_matrices: list[Tensor]) -> Tensor:
         """Returns the block's rows of these panels; a view if the rows follow each other."""
-        rows, matrix = self.rows, panels[self.panel]
+        rows, matrix = self.rows, as_matrices[self.panel]
         if isinstance(rows, Tensor):
             return matrix.index_select(0, rows)
         return matrix.narrow(0, rows.start, rows.stop - rows.start)
 
-    def view(self, panels: list[Tensor]) -> Tensor | None:
+    def view(self, as_matrices: list[Tensor]) -> Tensor | None:
         """Returns a view of the rows; None if they do not follow each other."""
-        return self.read(panels) if isinstance(self.rows, slice) else None
+        return self.read(as_matrices) if isinstance(self.rows, slice) else None
 
-    def write(self, panels: list[Tensor], values: Tensor) -> None:
+    def write(self, as_matrices: list[Tensor], values: Tensor) -> None:
         """Rounded to the panels' type."""
-        matrix = panels[self.panel]
+        matrix = as_matrices[self.panel]
         values = values.to(matrix.dtype)
         if isinstance(self.rows, slice):
             matrix[self.rows] = values
@@ -83,12 +83,12 @@ class Block(NamedTuple):
             matrix.index_copy_(0, self.rows, values)
 
 
-def along(blocks: Sequence[Block], per_token: Tensor) -> Sequence[Tensor]:
+def split_like(blocks: Sequence[RowBlock], per_token: Tensor) -> Sequence[Tensor]:
     """Splits [N, ...] by blocks that together are all kept tokens; views."""
     return torch.split(per_token, [each.kept.stop - each.kept.start for each in blocks])
 
 
-def blocks(sizes: list[int], kept_N: Tensor | None, rows: int) -> Iterator[Block]:
+def blocks(sizes: list[int], kept_N: Tensor | None, rows: int) -> Iterator[RowBlock]:
     """All tokens of panels of these sizes, or those that are kept, at most so many rows at a time.
 
     `kept_N` is a bool mask; it is read on the host, once.
@@ -99,7 +99,7 @@ def blocks(sizes: list[int], kept_N: Tensor | None, rows: int) -> Iterator[Block
         chosen = None if mask is None else mask.nonzero().squeeze(1)
         for part in _parts(size, chosen, rows):
             count = part.stop - part.start if isinstance(part, slice) else len(part)
-            yield Block(panel, part, slice(done, done + count))
+            yield RowBlock(panel, part, slice(done, done + count))
             done += count
 
 
@@ -133,7 +133,7 @@ def kept_places(kept_N: Tensor, count: int) -> Tensor:
     return found[:count]
 
 
-def some(kept_N: Tensor | None, chosen_K: Tensor) -> Tensor:
+def submask(kept_N: Tensor | None, chosen_K: Tensor) -> Tensor:
     """A bool mask over all tokens, of those among the K kept ones that are chosen."""
     return chosen_K if kept_N is None else kept_N.masked_scatter(kept_N, chosen_K)
 
@@ -143,7 +143,7 @@ def rows_of_a_block(columns: int, workspace_bytes: int, buffers: int, dtype: tor
     return max(1, workspace_bytes // (max(columns, 1) * buffers * dtype.itemsize))
 
 
-def places(
+def flat_indices(
     sizes: list[int], kept_N: Tensor | None, token_E: Tensor
 ) -> Iterator[tuple[int, slice | Tensor, Tensor]]:
     """Yields each panel that has kept tokens, which of them, and their rows in it."""

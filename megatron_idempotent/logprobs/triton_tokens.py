@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .combine import Whole
-from .triton_blocks import on_device_of
-from .triton_math import FINITE
+from .statistics import Whole
+from .triton_kernels import FINITE, on_device_of
 
 _TOKENS = 128
 
@@ -106,7 +105,7 @@ def coefficients_kernel(
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write factor, slope and `of_target` [3, N] of `Slopes`, and the token or -1 [N]."""
+    """Write factor, slope and `of_target` [3, N] of `GradCoefficients`, and the token or -1 [N]."""
     token_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there_B = token_B < tokens
     t_B = tl.zeros([BLOCK], tl.float64) + temperature

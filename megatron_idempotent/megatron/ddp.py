@@ -1,11 +1,22 @@
-"""Patch targets in Megatron's DDP and its bucket groups, and helpers that act on them."""
+"""Megatron's DDP and its bucket groups: patch targets, open `no_sync` contexts, reductions.
+
+With overlap_grad_reduce every gradient passes `register_grad_ready` of its bucket group, inside of
+`no_sync` too, where that does nothing. Upstream keeps no record of a reduction that was dispatched:
+its handle is None again as soon as it was waited for, and with several distributed-optimizer
+instances there is none at all.
+
+A window's gradients are local until `finish_grad_sync` and reduced afterwards, until
+`zero_grad_buffer`. Upstream keeps no record of which.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ContextDecorator
+from functools import partial
 from typing import Any
 
-from megatron_idempotent.engine import Target
+from megatron_idempotent.patching import Target
 
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 _GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
@@ -144,3 +155,264 @@ def drain(group: Any) -> None:
 
         # No handle tells: upstream orders the streams, as is done here, and never asks the host.
         torch.cuda.current_stream().wait_stream(group.communication_stream)
+
+
+_ENTRIES = "_megatron_idempotent_no_sync"
+
+
+class Entries:
+    """Counts the `no_sync` contexts that are open on a chunk since its gradients were zeroed."""
+
+    def __init__(self) -> None:
+        self.open = 0
+
+
+class NoSync(ContextDecorator):
+    """The context that `ddp.no_sync()` returns. Dropping it without an exit leaves it, too.
+
+    The schedules do that to it at the end of a forward-only pass.
+    """
+
+    def __init__(self, chunk: Any) -> None:
+        self._chunk = chunk
+        self._entries: Entries | None = None
+
+    def _recreate_cm(self) -> NoSync:
+        return NoSync(self._chunk)
+
+    def __enter__(self) -> None:
+        if self._entries is not None:
+            raise RuntimeError(
+                "this no_sync() context was entered twice: call ddp.no_sync() for each"
+            )
+        entries = getattr(self._chunk, _ENTRIES, None)
+        if entries is None:
+            entries = Entries()
+            setattr(self._chunk, _ENTRIES, entries)
+        entries.open += 1
+        self._entries = entries
+        _arm(self._chunk, False)
+
+    def __exit__(self, *exception: object) -> None:
+        entries, self._entries = self._entries, None
+        if entries is None:
+            return
+        entries.open -= 1
+        now = getattr(self._chunk, _ENTRIES, None)
+        # One of an earlier window ends nothing that a later one has entered.
+        if now is None or now.open == 0:
+            _arm(self._chunk, True)
+
+    def __del__(self) -> None:
+        self.__exit__()
+
+
+def _arm(chunk: Any, armed: bool) -> None:
+    if hasattr(chunk, "grad_reduce_pipeline"):  # a MegatronFSDP
+        chunk.is_last_microbatch = armed
+    for group in bucket_groups(chunk):
+        group.is_last_microbatch = armed
+
+
+def no_sync(original: Callable[..., Any], self: Any) -> NoSync:
+    """Instead of upstream's generator."""
+    # Never entered; called for the other case files whose wrappers may stand below this one.
+    original(self)
+    return NoSync(self)
+
+
+def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
+    """Forget the entries: what is still open belongs to a window that is gone."""
+    setattr(self, _ENTRIES, None)
+    original(self)
+
+
+_WATCHES = "_megatron_idempotent_watches"
+_DISPATCHED = "_megatron_idempotent_dispatched"
+_POSTPONED = "_megatron_idempotent_postponed"
+_LATE = "late"
+
+
+def watch(group: Any, purpose: str) -> None:
+    """Remember the first gradient of the bucket group that comes from here on."""
+    vars(group).setdefault(_WATCHES, {})[purpose] = None
+    if not _is_hooked(group):
+        # An attribute of the instance, and only until the first one: a wrapper would run once per
+        # parameter and microbatch.
+        group.register_grad_ready = partial(_register, group, group.register_grad_ready)
+
+
+def arrived(group: Any, purpose: str) -> Any:
+    """The parameter whose gradient came first since `watch`; None if none has."""
+    return vars(group).get(_WATCHES, {}).get(purpose)
+
+
+def unwatch(group: Any, purpose: str) -> None:
+    """Forget what came."""
+    watches = vars(group).get(_WATCHES, {})
+    watches.pop(purpose, None)
+    if not watches and _is_hooked(group):
+        del group.register_grad_ready
+
+
+def _is_hooked(group: Any) -> bool:
+    ours = vars(group).get("register_grad_ready")
+    return isinstance(ours, partial) and ours.func is _register
+
+
+def _register(
+    group: Any, beneath: Callable[..., None], param: Any, *args: Any, **kwargs: Any
+) -> None:
+    watches = getattr(group, _WATCHES)
+    for purpose, first in watches.items():
+        watches[purpose] = param if first is None else first
+    if _is_hooked(group):  # else somebody stands around it, and takes it away
+        del group.register_grad_ready
+    beneath(param, *args, **kwargs)
+
+
+def dispatch_target(wrapper: Callable[..., None] | None = None) -> Target:
+    """`start_grad_sync` of a bucket group. A `wrapper` of one's own calls `dispatching`."""
+    return group_target("start_grad_sync", wrapper or dispatching)
+
+
+def dispatching(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Around a reduction's dispatch: what comes from here on comes too late for it."""
+    original(self, *args, **kwargs)
+    if self.ddp_config.overlap_grad_reduce and not vars(self).get(_POSTPONED, False):
+        if not vars(self).get(_DISPATCHED, False):
+            watch(self, _LATE)
+        setattr(self, _DISPATCHED, True)
+
+
+def postpone(group: Any, postponed: bool) -> None:
+    """Say that a call of `start_grad_sync` puts the reduction off, or no more."""
+    setattr(group, _POSTPONED, postponed)
+
+
+def dispatched(group: Any) -> bool:
+    """True if an overlapped reduction was dispatched and its window is not finished."""
+    return vars(group).get(_DISPATCHED, False) or group.grad_reduce_handle is not None
+
+
+def late(group: Any) -> Any:
+    """The first parameter whose gradient came after the reduction was dispatched, or None."""
+    return arrived(group, _LATE)
+
+
+def ended(chunk: Any) -> None:
+    """The chunk's reductions are finished, or its gradients are zeroed."""
+    for group in bucket_groups(chunk):
+        setattr(group, _DISPATCHED, False)
+        unwatch(group, _LATE)
+
+
+#: Set on bucket groups where replicas are compared: reductions in this window, and whether
+#: parameters are those of the latest step on all ranks.
+REDUCTIONS = "_megatron_idempotent_reductions"
+GATHERED = "_megatron_idempotent_gathered"
+_REDUCED = "_megatron_idempotent_reduced"
+
+
+def reduced(chunk: Any) -> tuple[int, ...] | None:
+    """The `versions` of the chunk's gradients as they were reduced; None before that in a window"""
+    found: tuple[int, ...] | None = getattr(chunk, _REDUCED, None)
+    return found
+
+
+def grown(chunk: Any) -> bool:
+    """True if gradients were added to reduced ones, or their reduction was dispatched again."""
+    before = reduced(chunk)
+    if before is None:
+        return False
+    if chunk.ddp_config.overlap_grad_reduce:
+        return any(
+            arrived(group, _REDUCED) is not None or dispatched(group)
+            for group in bucket_groups(chunk)
+        )
+    # No hook tells. Clipping and scaling write too, and count as gradients.
+    return versions(chunk) != before or _replays(chunk.config)
+
+
+def is_idle(chunk: Any) -> bool:
+    """True if all of the chunk's gradients are reduced."""
+    return reduced(chunk) is not None and not grown(chunk)
+
+
+def finished(chunk: Any) -> None:
+    """Records that all gradients are reduced now; to be called after `finish_grad_sync`."""
+    setattr(chunk, _REDUCED, versions(chunk))
+    ended(chunk)
+    if chunk.ddp_config.overlap_grad_reduce:
+        for group in bucket_groups(chunk):
+            watch(group, _REDUCED)
+
+
+def began(chunk: Any) -> None:
+    """Belongs to `zero_grad_buffer`: a window whose gradients are not reduced."""
+    setattr(chunk, _REDUCED, None)
+    ended(chunk)
+    for group in bucket_groups(chunk):
+        unwatch(group, _REDUCED)
+
+
+def _replays(config: Any) -> bool:
+    """Returns whether CUDA graphs may write gradients, which torch's counters do not see."""
+    return bool(
+        getattr(config, "enable_cuda_graph", False)
+        or getattr(config, "external_cuda_graph", False)
+        or getattr(config, "cuda_graph_impl", "none") != "none"
+    )
+
+
+def registered(group: Any) -> dict[Any, int]:
+    """Returns how often each parameter's gradient came in armed backward passes since `reset`."""
+    counts = getattr(group, "per_param_grad_ready_counts", None)
+    # Releases before 0.16 keep a set, because they allow one gradient per parameter.
+    return dict.fromkeys(group.params_with_grad, 1) if counts is None else counts
+
+
+def drop_registered(group: Any) -> None:
+    """Restarts the count of gradients."""
+    if hasattr(group, "params_with_grad"):
+        group.params_with_grad = set()
+    else:
+        group.per_param_grad_ready_counts = {}
+
+
+def start_held(chunk: Any, *args: Any, **kwargs: Any) -> None:
+    """Dispatch what `no_sync` has held back, as `finish_grad_sync` expects to find it.
+
+    Not in a first batch, where that dispatches; without a handle it would do so a second time.
+    """
+    for group in bucket_groups(chunk):
+        if not getattr(group, "is_first_batch", False):
+            group.start_grad_sync(*args, **kwargs)
+
+
+def wait(chunk: Any) -> None:
+    """Let the reductions in flight end; what they write is of no use any more."""
+    for group in bucket_groups(chunk):
+        if group.grad_reduce_handle is not None:
+            group.grad_reduce_handle.wait()
+            group.grad_reduce_handle = None
+
+
+def name_of(chunk: Any, param: Any) -> str:
+    """The parameter's name in the wrapped module, for messages."""
+    names = (name for name, other in chunk.module.named_parameters() if other is param)
+    return next(names, "?")
+
+
+def gradients(chunk: Any) -> list[Any]:
+    """The tensors that hold the chunk's gradients."""
+    return [
+        tensor
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        for tensor in (buffer.grad_data, *getattr(buffer, "extra_main_grads", ()))
+    ]
+
+
+def versions(chunk: Any) -> tuple[int, ...]:
+    """torch's counters of writes in place into the gradients, reductions included."""
+    return tuple(tensor._version for tensor in gradients(chunk))

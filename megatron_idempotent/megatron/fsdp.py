@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Target
+from megatron_idempotent.patching import Target
 
 _MODULE = "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp"
 UPSTREAM = (

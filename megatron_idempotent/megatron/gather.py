@@ -1,9 +1,14 @@
-"""Tracks which bucket groups wait for an overlapped gather of their parameters.
+"""Overlapped gathers of parameters: which bucket groups still wait for theirs.
+
+This holds for the distributed optimizer and for `LayerWiseDistributedOptimizer`.
 
 Upstream's `param_gather_dispatched` cannot tell: it is reset when gradients are finished, not when
 parameters change. So each bucket group carries a mark of ours, set where an optimizer writes the
 group's parameters and cleared where a gather of them is dispatched. All ranks of a data-parallel
 group step together, so the marks are the same on all of them.
+
+`LayerWiseDistributedOptimizer` is a chain of optimizers, each with whole parameters of this rank,
+and no DistributedOptimizer: its updates do not pass the methods that `gather` watches.
 """
 
 from __future__ import annotations
@@ -11,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.engine import Target
-from megatron_idempotent.engine.weak_keys import PerProcessWeakKeys
-from megatron_idempotent.megatron.ddp import bucket_groups, group_target
+from megatron_idempotent.patching import Target
+from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
+
+from .ddp import bucket_groups, group_target
 
 _STEP = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads"
 _MARK = "megatron_idempotent_update_pending"
@@ -177,3 +183,106 @@ def finish_update(chunks: list[Any]) -> None:
 def shares_memory_with_gradients(chunk: Any) -> bool:
     """MXFP8 with reuse_grad_buf_for_mxfp8_param_ag: only the training loop can stage the update."""
     return bool(getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False))
+
+
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer"
+UPSTREAM = (
+    "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/"
+    "layer_wise_optimizer.py"
+)
+_CHUNKS = "_megatron_idempotent_chunks"
+
+
+def layer_wise_step_target(wrapper: Callable[..., Any]) -> Target:
+    """The method in which the chain updates its parameters.
+
+    The base class's, because 0.17 overrides `step` and later releases `step_with_ready_grads`;
+    either calls this one.
+    """
+    return Target(
+        address=f"{_OPTIMIZER}:ChainedOptimizer.step_with_ready_grads",
+        wrapper=wrapper,
+        reviewed={"0a192e06e8f3": "0.17.0 to 0.17.1", "8255106bc090": "0.18.0 to 0.19.2"},
+    )
+
+
+def chunks_target() -> Target:
+    """The constructor that tells the chunks to an optimizer which gathers by lists."""
+    return Target(
+        address=f"{_LAYER_WISE}:LayerWiseDistributedOptimizer.set_bucket_layerwise_params_list",
+        wrapper=remember_chunks,
+        reviewed={
+            "db6d20368be6": "0.17.0 to 0.17.1",
+            "86d5a2f4bf49": "main, April 2026",
+            "b40214db7eb1": "0.18.0 to 0.18.2",
+            "15796a7c7ddc": "0.19.0 to 0.19.2",
+            "10c0be459ae3": "main, July 2026, and dev, August 2026",
+        },
+    )
+
+
+def remember_chunks(original: Callable[..., None], self: Any, model_chunks: Any) -> None:
+    """0.17, and commits between it and 0.18, forget them."""
+    original(self, model_chunks)
+    setattr(self, _CHUNKS, list(model_chunks))
+
+
+def deferred_groups(optimizer: Any) -> list[Any]:
+    """The bucket groups whose gather this optimizer leaves to the forward pre-hooks.
+
+    The same on all ranks, whether they own any of the parameters or not.
+    """
+    if not _defers(optimizer):
+        return []
+    return [
+        group
+        for chunk in _chunks(optimizer)
+        for group in bucket_groups(chunk)
+        if is_layer_wise(group)
+    ]
+
+
+def watch_layer_wise(optimizer: Any) -> None:
+    """Remember the chunks, for a checkpoint."""
+    if _defers(optimizer):
+        for chunk in _chunks(optimizer):
+            watch(chunk)
+
+
+def outdate(group: Any) -> None:
+    """Marks the group's gathered parameters as out of date, as they are after a step."""
+    if group.param_gather_handle is not None:
+        # Only waited for: what it brings is about to be overwritten.
+        group.param_gather_handle.wait()
+        group.param_gather_handle = None
+        for bucket in group.buckets:
+            bucket.layerwise_gather_list = None
+    group.param_gather_dispatched = False
+    mark(group)
+
+
+def _defers(optimizer: Any) -> bool:
+    if not hasattr(optimizer, "set_bucket_layerwise_params_list"):
+        return False  # some other chain
+    # The second is the name that 0.17 has for it.
+    return bool(
+        getattr(optimizer, "overlap_param_gather", False)
+        or getattr(optimizer, "async_allgather", False)
+    )
+
+
+def _chunks(optimizer: Any) -> list[Any]:
+    known = getattr(optimizer, "model_chunks", None) or getattr(optimizer, _CHUNKS, None)
+    if known is None:
+        import warnings
+
+        warnings.warn(
+            "a LayerWiseDistributedOptimizer, which on this Megatron forgets its model chunks, was "
+            "built before megatron_idempotent.apply(): its updates are not watched. Call apply() "
+            "first",
+            stacklevel=2,
+        )
+        setattr(optimizer, _CHUNKS, [])  # said once
+        return []
+    return list(known)

@@ -1,7 +1,9 @@
-"""State that an aborted window leaves in mixture-of-experts layers."""
+"""Mixture-of-experts layers: the state of a window in them, and their auxiliary losses."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 _KEPT = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
@@ -28,3 +30,32 @@ def forget_tokens(chunk: Any) -> None:
         if getattr(module, "qb_beta_accum", None) is not None:  # quantile balancing, from 0.19 on
             module.qb_beta_accum.zero_()
             module.qb_beta_count.zero_()
+
+
+_TRANSFORMER = "megatron.core.transformer"
+_SCALERS = (
+    (f"{_TRANSFORMER}.moe.moe_utils", "MoEAuxLossAutoScaler"),
+    (f"{_TRANSFORMER}.multi_token_prediction", "MTPLossAutoScaler"),
+    (f"{_TRANSFORMER}.experimental_attention_variant.dsa", "DSAIndexerLossAutoScaler"),
+)
+_LOGS = (
+    (f"{_TRANSFORMER}.multi_token_prediction", "MTPLossLoggingHelper"),
+    (f"{_TRANSFORMER}.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper"),
+)
+
+
+def scalers() -> Iterator[Any]:
+    """The classes whose `main_loss_backward_scale` the schedules set, where loaded."""
+    for module, name in _SCALERS:
+        scaler = getattr(sys.modules.get(module), name, None)
+        if scaler is not None:
+            yield scaler
+
+
+def layer_logs() -> Iterator[Any]:
+    """The tensors that MTP and DSA layers add their losses to; those of MoE are elsewhere."""
+    import torch
+
+    for module, name in _LOGS:
+        tracker = getattr(getattr(sys.modules.get(module), name, None), "tracker", {})
+        yield from (value for value in tracker.values() if isinstance(value, torch.Tensor))

@@ -1,11 +1,16 @@
-"""Patch targets in Megatron's optimizers: their steps and their factory."""
+"""Megatron's optimizers: patch targets in their steps and checkpoints, and the loss scale."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_idempotent.engine import Target
+from megatron_idempotent.patching import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 MODULE = "megatron.core.optimizer.optimizer"
 
@@ -54,3 +59,89 @@ def factory_target(wrapper: Callable[..., Any]) -> Target:
         relies_on=("model_chunks",),
         parts={"efec8d254753": "0.12.0 to 0.19.2"},
     )
+
+
+_MODULE = "megatron.core.optimizer.distrib_optimizer"
+UPSTREAM = (
+    "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/"
+    "distrib_optimizer.py"
+)
+
+# Body hash → releases, read by a person for every case file that uses the method.
+_REVIEWED_CHECKPOINTS = {
+    "state_dict": {
+        "a8f5b130215d": "0.12.0 to 0.13.1",
+        "ed939f25d63c": "0.14.0",
+        "517a44685655": "0.15.0 to 0.19.2",
+        "7b945c8203df": "slime's patch and miles' fork, August 2026",
+    },
+    "load_state_dict": {
+        "8caa0198d084": "0.12.0 to 0.12.3",
+        "4ab433e14e59": "0.13.0 to 0.13.1",
+        "bc2722b2d5a9": "0.14.0",
+        "94e171bc79ce": "0.15.0 to 0.15.3",
+        "cbe25a473496": "0.16.0 to 0.18.2",
+        "0bc9f68a4a8c": "0.19.0 to 0.19.2",
+        "29e68aa9b850": "miles' fork, August 2026",
+        "7e4330203d8a": "dev, August 2026",
+    },
+}
+
+
+def target(method: str, wrapper: Callable[..., Any]) -> Target:
+    """A method of `DistributedOptimizer`."""
+    return Target(
+        address=f"{_MODULE}:DistributedOptimizer.{method}",
+        wrapper=wrapper,
+        reviewed=_REVIEWED_CHECKPOINTS[method],
+    )
+
+
+def is_torch_adam(optimizer: Any) -> bool:
+    """Returns whether an optimizer counts steps per parameter, as only torch's Adam does."""
+    import torch
+    from megatron.core.optimizer import distrib_optimizer
+
+    return not distrib_optimizer.HAVE_APEX_OR_TE and isinstance(
+        optimizer.optimizer, (torch.optim.Adam, torch.optim.AdamW)
+    )
+
+
+SCALED = "_megatron_idempotent_scaled_by_caller"
+
+
+OURS = "_megatron_idempotent_scaling"
+
+
+class LossScale:
+    """`optimizer.scale_loss` without keeping, copying or pickling the optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        """`loss` of any shape times the optimizer's current loss scale."""
+        optimizer = self._optimizer()
+        if optimizer is None or any(SCALED in vars(part) for part in parts(optimizer)):
+            return loss
+        setattr(optimizer, OURS, True)
+        try:
+            scaled: Tensor = optimizer.scale_loss(loss)
+        finally:
+            delattr(optimizer, OURS)
+        return scaled
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LossScale:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        # Another process has no such optimizer; None is what upstream's config starts with.
+        return _unwired, ()
+
+
+def _unwired() -> None:
+    return None
+
+
+def parts(optimizer: Any) -> list[Any]:
+    return [optimizer, *getattr(optimizer, "chained_optimizers", ())]

@@ -1,11 +1,21 @@
-"""Patch targets in Megatron's three pipeline schedules."""
+"""Megatron's three pipeline schedules: patch targets, the window they ask, deferred gradients.
+
+Only `accumulation_window()` fills the list of open windows; without it a schedule's wrapper looks
+at an empty list.
+
+With `defer_embedding_wgrad_compute` the output layer keeps its inputs and output gradients in two
+lists, and its weight gradient is computed from them after the last backward. Upstream wants the
+fused CUDA kernel for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
-from megatron_idempotent.engine import Target
+from megatron_idempotent.patching import Target
+from megatron_idempotent.patching.per_process import PerProcessList
 
 MODULE = "megatron.core.pipeline_parallel.schedules"
 UPSTREAM = (
@@ -70,3 +80,80 @@ def targets(wrapper: Callable[..., Any], *names: str) -> tuple[Target, ...]:
 def chunks(model: Any) -> list[Any]:
     """The model chunks of a schedule's `model` argument, which may be one chunk alone."""
     return list(model) if isinstance(model, list) else [model]
+
+
+class Window(Protocol):
+    """Runs the schedule calls of some model chunks."""
+
+    def holds(self, chunk: Any) -> bool:
+        """Returns whether the chunk is one of the window's."""
+
+    def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
+        """One call of the schedule, as part of the window."""
+
+
+open_windows: list[Window] = PerProcessList(__name__, "open_windows")
+
+
+def are_held(chunks: list[Any]) -> bool:
+    """Returns whether an open window holds one of the chunks."""
+    return any(window.holds(chunk) for window in open_windows for chunk in chunks)
+
+
+def around(schedule: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    """`schedule`, or the same inside of the open window that holds a chunk of `model`."""
+    for window in open_windows:
+        if any(window.holds(chunk) for chunk in chunks(model)):
+            return partial(window.run, schedule)
+    return schedule
+
+
+#: Those that defer.
+SCHEDULES = (
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
+
+
+def drain_target(wrapper: Callable[..., Any]) -> Target:
+    """The function that computes the deferred gradient."""
+    return Target(
+        address="megatron.core.utils:drain_embedding_wgrad_compute",
+        wrapper=wrapper,
+        reviewed={"f9fd584dcfd3": "0.12.0 to 0.13.1", "af081b2e07d0": "0.14.0 to 0.19.2"},
+    )
+
+
+def buffers(model: Any) -> tuple[list[Any], list[Any]] | None:
+    """Activations and output gradients kept on the last stage; None where nothing is deferred."""
+    holder = _holder(model[-1] if isinstance(model, list) else model)
+    return (
+        None if holder is None else (holder.embedding_activation_buffer, holder.grad_output_buffer)
+    )
+
+
+def weight(chunk: Any) -> Any:
+    """The weight whose gradient the chunk defers; None where it defers none, or it is frozen."""
+    holder = _holder(chunk)
+    if holder is None:
+        return None
+    # As upstream's schedules find it.
+    if holder.share_embeddings_and_output_weights:
+        found = holder.output_layer.weight
+    else:
+        found = holder.shared_embedding_or_output_weight()
+    return found if found is not None and found.requires_grad else None
+
+
+def _holder(chunk: Any) -> Any:
+    from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+    if not get_model_config(chunk).defer_embedding_wgrad_compute:
+        return None
+    try:
+        holder = get_attr_wrapped_model(chunk, "embedding_activation_buffer", return_model_obj=True)
+    except RuntimeError:  # upstream's word for: no module has it
+        return None
+    if holder.embedding_activation_buffer is None or holder.grad_output_buffer is None:
+        return None
+    return holder

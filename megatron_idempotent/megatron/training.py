@@ -1,11 +1,19 @@
-"""Patch targets in `megatron.training.training`."""
+"""`megatron.training.training`: patch targets, and what a call leaves when it raises.
+
+That is timers, the arguments that `evaluate` changes, and the step of the rerun state machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dis
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
-from megatron_idempotent.engine import Target
+from megatron_idempotent.patching import Target
+from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
 #: Upstream adds it to the seed of each pipeline stage.
 STAGE_OFFSET = 100
@@ -81,3 +89,144 @@ def locals_of(function: str, error: BaseException) -> Mapping[str, Any] | None:
             return dict(frame.f_locals)
         link = link.tb_next
     return None
+
+
+def stopping(timers: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `original`; where it raises, stop the timers that it started and did not stop.
+
+    What they had measured before stays: several iterations may add up to one line of the log.
+    """
+    known = getattr(timers, "_timers", None)
+    if known is None:  # no timers, or a framework's own
+        return original(*args, **kwargs)
+    before = {name for name, timer in known.items() if timer._started}
+    try:
+        return original(*args, **kwargs)
+    except BaseException:
+        for name, timer in known.items():
+            if timer._started and name not in before:
+                timer._started = False
+        raise
+
+
+_TIMER = "evaluate"
+
+
+def undone(
+    original: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    chunks: Sequence[Any],
+    config: Any,
+    timers: Any,
+) -> Any:
+    """Call an `evaluate`, upstream's or a copy, and undo what it set up, however it ends."""
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    rerun = get_rerun_state_machine()
+    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
+    rerun_mode, config_timers = rerun.get_mode(), config.timers
+    try:
+        return stopping(timers, original, *args, **kwargs)
+    finally:
+        _put_back(chunks, modes)
+        rerun.set_mode(rerun_mode)
+        if config.timers is None:
+            config.timers = config_timers
+        timer = timers._timers.get(_TIMER)
+        if timer is not None and timer._started:  # the return at the time limit
+            timer.reset()
+
+
+def _put_back(chunks: Sequence[Any], modes: Sequence[tuple[Any, bool]]) -> None:
+    before = dict(modes)
+    for chunk in chunks:
+        if chunk.training is not before[chunk]:
+            chunk.train(before[chunk])  # first, because a module may do more here than set its mode
+    for module, was_training in modes:
+        if module.training is not was_training:
+            module.training = was_training
+
+
+# A step is under way: state by name → where a next step has to find the machine.
+_INTERRUPTED = {
+    "INITIAL_RUN": "NOT_RUNNING_YET",
+    "RERUNNING_IN_PLACE": "NOT_RUNNING_YET",
+    "RERUNNING_FROM_CHECKPOINT": "WILL_RERUN_FROM_CHECKPOINT",
+}
+_RETURNS = {dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in dis.opmap}
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+#: Modules that stand between the function that asks and the wrapper that it reaches.
+_BETWEEN = ("megatron_idempotent.patching", "wrapt")
+
+#: By machine: the call of a function that began its step. Nothing but the frame can tell that an
+#: exception has left that call. Held from the start of a step to its end, or to the next start.
+_began: PerProcessWeakKeys[Any, FrameType] = PerProcessWeakKeys(__name__, "_began")
+
+
+def live_machine() -> Any:
+    """The process's rerun state machine, or None: upstream's getter would make one."""
+    from megatron.core import rerun_state_machine
+
+    return rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
+
+
+def abandon(machine: Any) -> None:
+    """Take the machine out of the step it is in, if it is in one."""
+    _began.pop(machine, None)
+    waiting = _INTERRUPTED.get(machine.state.name)
+    if waiting is None:
+        return
+    machine.state = type(machine.state)[waiting]
+    machine.restart_again_requested = False
+    machine.continue_requested = False
+    if waiting == "NOT_RUNNING_YET":  # what was loaded from a checkpoint is still to be rerun
+        machine.current_iteration -= 1
+        machine.rerun_requested = False
+        machine.checkpoint_requested = False
+        machine.failed_validation_call = None
+        machine.initial_result = None
+        machine.saved_state = None
+        machine.saved_results = {}
+
+
+def began(machine: Any) -> None:
+    """Remember that the function that called the caller, a wrapper, runs the machine's step."""
+    _began[machine] = next(
+        frame
+        for frame in _outwards(sys._getframe(2))
+        if not frame.f_globals.get("__name__", "").startswith(_BETWEEN)
+    )
+
+
+def ended(machine: Any) -> None:
+    """Forget who ran the step: its loop has ended as it should."""
+    _began.pop(machine, None)
+
+
+def abandon_if_left(machine: Any) -> None:
+    """End the machine's step where an exception has left the call that ran it.
+
+    A function that returned, or catches the exception itself, may still ask for the step's end:
+    its step is left alone.
+    """
+    frame = _began.get(machine)
+    if frame is not None and _left_by_exception(frame):
+        abandon(machine)
+
+
+def _left_by_exception(frame: FrameType) -> bool:
+    code = frame.f_code
+    if code.co_flags & _SUSPENDABLE:  # may be waiting to go on
+        return False
+    if code.co_code[frame.f_lasti] in _RETURNS:
+        return False
+    threads = sys._current_frames().values()
+    return not any(frame is running for thread in threads for running in _outwards(thread))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = SHIPPED / f"{asked.scenario}.toml"
     try:
         # Here and not above: `--help` needs nothing that is not installed with the package.
+        from .report import print_table
         from .run import simulate
         from .scenario import load_scenario
-        from .table import print_table
 
         runs = [
             (" ".join(chosen) or path.stem, load_scenario(path, [*asked.set, *chosen]))

@@ -11,27 +11,62 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_idempotent.controller.controller import Controller
-from megatron_idempotent.controller.records import Status
-from megatron_idempotent.controller.watch.loggers import Loggers
-from megatron_idempotent.rollout import Request, Sample
+from megatron_idempotent.controller.fleet import Fleet
+from megatron_idempotent.controller.protocol import Status
+from megatron_idempotent.engines import Request, Sample
+from megatron_idempotent.metrics.loggers import Loggers
+from megatron_idempotent.sync import SyncSettings
 
 from . import clock
 from .engine import SimulatedEngine
 from .faults import Fault, Faults
 from .latency import uniform
-from .measured import MeasuredFleet, sync_settings
-from .policy import SimulatedPolicy
-from .report import Report
+from .report import SimulationReport
 from .scenario import Scenario
-from .world import (
+from .trainer import (
     CountingPlane,
     FaultyLogger,
     MemoryStore,
     Recorder,
+    SimulatedPolicy,
     SimulatedPrompts,
     SimulatedRecipe,
     SimulatedWeights,
 )
+
+
+class MeasuredFleet(Fleet):
+    """Example: `fleet.pause_s / fleet.sync_s`."""
+
+    pause_s = 0.0
+    """Seconds in which engines were paused."""
+    sync_s = 0.0
+    """Seconds of all publishes."""
+    syncs = 0
+
+    async def publish(self, version: int) -> Mapping[str, float]:
+        """See `Generator.publish`."""
+        started = asyncio.get_running_loop().time()
+        try:
+            metrics = await super().publish(version)
+        finally:
+            self.sync_s += asyncio.get_running_loop().time() - started
+        self.syncs += 1
+        self.pause_s += metrics["pause_s"]
+        return metrics
+
+
+def sync_settings(scenario: Scenario) -> SyncSettings:
+    """Returns the scenario's settings; limits that it does not name stay the defaults."""
+    sync = scenario.sync
+    return SyncSettings(
+        pause_mode=sync.pause_mode,
+        attempts=sync.attempts,
+        retry_wait_s=sync.retry_wait_s,
+        bucket_timeout_s=sync.bucket_timeout_s,
+        commit_timeout_s=sync.commit_timeout_s,
+    )
+
 
 #: Streams of random numbers.
 _LENGTH, _HARDNESS, _REWARD = 1, 2, 3
@@ -40,7 +75,7 @@ Hook = Callable[["Simulation"], Any]
 """A coroutine function that runs beside the controller."""
 
 
-def simulate(scenario: Scenario, *, beside: Hook | None = None) -> Report:
+def simulate(scenario: Scenario, *, beside: Hook | None = None) -> SimulationReport:
     """Run a scenario to its end.
 
     Args:
@@ -132,7 +167,7 @@ class Simulation:
             # What is under way on engines is theirs.
             await self.fleet.close()
 
-    def report(self, cpu_s: float) -> Report:
+    def report(self, cpu_s: float) -> SimulationReport:
         """Returns the results, once it has run."""
         assert self.status is not None, "run() has not come to its end"
         scenario, per_entry = self.scenario, self.scenario.tokens_per_entry
@@ -147,7 +182,7 @@ class Simulation:
             if ("dropped" in name or "retries" in name) and value
         }
         lags = Counter(lag for update in self.policy.updates for lag in update.lags)
-        return Report(
+        return SimulationReport(
             steps=self.policy.version,
             measured_s=measured_s,
             generate_s=tokens / rate,

@@ -10,13 +10,13 @@ from pathlib import Path
 from megatron_idempotent.controller.protocol import Sampler
 from megatron_idempotent.controller.samplers import load_sampler
 from megatron_idempotent.controller.settings import ControllerSettings, LogprobsAsked
-from megatron_idempotent.rollout.records import PauseMode
+from megatron_idempotent.engines.protocol import PauseMode
 from megatron_idempotent.settings import Field, SettingsReader, settings
 
-from .costs import EngineCosts
 from .faults import Fault
 from .latency import AnyDistribution, Constant, LogNormal
-from .policy import TrainCosts
+from .serving import EngineCosts
+from .trainer import TrainCosts
 
 
 class ScenarioError(ValueError):

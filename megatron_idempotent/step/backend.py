@@ -1,4 +1,4 @@
-"""The protocol of a training engine on which a step can be split."""
+"""The protocol of a training engine on which a step can be split, and the results of its update."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from .records import Batch, StepLoss
+import torch.distributed as dist
+
+from .records import Batch, StepLoss, StepResult
 from .totals import Row, Totals
 
 
@@ -30,7 +32,7 @@ class Backend(Protocol):
         """Data-parallel rank; ranks of one replica are given the same batches."""
 
     @property
-    def speaks(self) -> bool:
+    def is_reporting_rank(self) -> bool:
         """True on the one rank of a replica that has its metrics, and counts for it."""
 
     @property
@@ -54,7 +56,7 @@ class Backend(Protocol):
         """True if gradients of sums over a whole step may leave the range of their type."""
 
     @property
-    def torn(self) -> bool:
+    def partially_updated(self) -> bool:
         """True if parameters may be half updated, without a copy to go back to."""
 
     def open(self) -> None:
@@ -63,7 +65,7 @@ class Backend(Protocol):
     def accept(self, lists: Sequence[Sequence[Batch]]) -> None:
         """Raise `ValueError` where microbatches cannot be run so; nothing has happened yet."""
 
-    def coupled(self) -> tuple[bool, Any]:
+    def lockstep_group(self) -> tuple[bool, Any]:
         """Returns whether ranks meet inside of a microbatch, and the gloo group of those that do.
 
         The group is None if it has all ranks. The first call is a collective of all ranks.
@@ -81,8 +83,8 @@ class Backend(Protocol):
         """Forward and backward, with the loss not normalised; each microbatch's metrics.
 
         With `reduce`, reductions start as they would in the last microbatch of a one-shot step.
-        Of `ghosts` nothing may reach a gradient. Raises `Carried` for a failure on this rank after
-        which it did all that other ranks wait for, and `WindowAborted` for one that all know.
+        Nothing of `ghosts` may reach a gradient. Raises `LocalFailure` for a failure on this rank
+        after which it did all that other ranks wait for, and `WindowAborted` for one that all know.
         """
 
     def check_ready(self) -> None:
@@ -113,3 +115,41 @@ class Backend(Protocol):
 
     def restore(self) -> None:
         """Drop the gradients, and put back what `open` found; nothing where that was refused."""
+
+
+def result_of(
+    step_id: str,
+    totals: Totals,
+    update: Update | str,
+    rates: tuple[float, float],
+    *,
+    own_microbatches: int,
+) -> StepResult:
+    """The result of a step with this update, or of one without, for the reason that is given.
+
+    `rates` are the learning rate and weight decay that it has used, or would have.
+    """
+    lr, weight_decay = rates
+    skipped = update if isinstance(update, str) else update.skipped
+    return StepResult(
+        step_id=step_id,
+        updated=skipped is None,
+        skipped=skipped,
+        grad_norm=None if isinstance(update, str) else update.grad_norm,
+        global_valid_sequences=totals.sequences,
+        global_valid_tokens=totals.tokens,
+        microbatches=totals.microbatches,
+        auxiliary_loss_scale=1.0 / max(own_microbatches, 1),
+        lr=lr,
+        weight_decay=weight_decay,
+        metrics=totals.metrics(),
+        rows=totals.rows(lr=lr, wd=weight_decay),
+        reported_by=dist.get_rank() if dist.is_initialized() else 0,
+    )
+
+
+def no_way_back(step_id: str, what: str) -> RuntimeError:
+    """Makes the error of a call that comes after all ranks have updated; `finish` alone may."""
+    return RuntimeError(
+        f"{what}(): all ranks have updated in step {step_id!r}; finish() it again for its result"
+    )

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_idempotent.window.agreement import control_group, refuse_if_poisoned
+from megatron_idempotent.ranks.agreement import control_group, refuse_if_poisoned
 
-from .backend import Backend
+from .backend import Backend, no_way_back
 from .open_step import OpenStep
-from .outcome import no_way_back
 from .records import Batch, Options, Receipt, StepLoss, StepResult, check_begin
 
 _REMEMBERED = 8
@@ -30,7 +29,7 @@ class SplitStep:
         # The steps that ended last: their results, or why there is none.
         self._ended: dict[str, StepResult | str] = {}
         self._begun = self._updates = 0
-        self._torn = False
+        self._partially_updated = False
 
     @property
     def open_step_id(self) -> str | None:
@@ -90,7 +89,7 @@ class SplitStep:
             raise RuntimeError(
                 f"begin(): step {self._open.step_id!r} is open; finish() or abort() it first"
             )
-        if self._torn:
+        if self._partially_updated:
             raise RuntimeError(
                 "begin(): an earlier step failed inside of the optimizer's update, so parameters "
                 "may be half updated: load a checkpoint and make a new TrainStep"
@@ -99,7 +98,7 @@ class SplitStep:
         if dist.is_initialized():
             # Here, where all ranks come by: later one may be in a forward while another asks.
             control_group(self._options.deadline_s)
-            self._backend.coupled()
+            self._backend.lockstep_group()
         try:
             self._backend.open()
         except BaseException:
@@ -181,7 +180,7 @@ class SplitStep:
         try:
             result = step.finish()
         finally:
-            self._torn = self._torn or step.torn
+            self._partially_updated = self._partially_updated or step.partially_updated
         self._backend.close()
         self._updates = step.updates
         self._end(step_id, result)
@@ -210,7 +209,7 @@ class SplitStep:
         try:
             step.tell_of_abort()
         finally:
-            self._torn = self._torn or step.torn
+            self._partially_updated = self._partially_updated or step.partially_updated
             self._backend.restore()
             self._end(step.step_id, "it was aborted")
 

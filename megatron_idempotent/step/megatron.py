@@ -1,21 +1,315 @@
-"""`TrainStep`: a split step on Megatron."""
+"""`TrainStep`: a split step on Megatron's schedules, DDP and optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
-from megatron_idempotent.window.agreement import DEADLINE_S
+from megatron_idempotent.megatron import gather
+from megatron_idempotent.megatron.ddp import bucket_groups, start_held
+from megatron_idempotent.megatron.schedules import are_held, open_windows
+from megatron_idempotent.patching.needs import Need, check_applied
+from megatron_idempotent.ranks.agreement import (
+    DEADLINE_S,
+    collective_timeout,
+    describe,
+    is_poisoned,
+    poison,
+)
+from megatron_idempotent.window.abort import abort_window, checked, drop_collectives
+from megatron_idempotent.window.missed_collectives import gather_params
 
+from .backend import Update
 from .lifecycle import SplitStep
-from .megatron_backend import MegatronBackend
-from .megatron_needs import check_patches
-from .megatron_run import Forward
-from .records import TOKENS, Batch, NonFinite, checked_options
-from .snapshot import evaluating
+from .megatron_run import Forward, MegatronSnapshot, Runner, forget_inference
+from .megatron_update import CheckedUpdate
+from .records import TOKENS, Batch, NonFinite, Options, StepLoss, checked_options
+from .snapshot import evaluating, lr_and_weight_decay
+from .totals import Row, Totals
+
+
+class MegatronBackend:
+    """This rank's chunks, optimizer and scheduler; see `Backend` for what the methods do."""
+
+    def __init__(
+        self,
+        chunks: Any,
+        optimizer: Any,
+        scheduler: Any,
+        forward: Forward,
+        *,
+        options: Options,
+        undo: bool,
+    ) -> None:
+        self.chunks = checked("TrainStep()", chunks, optimizer)
+        _refuse(self.chunks)
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._runner = Runner(self.chunks, optimizer, forward, options.deadline_s)
+        self._step = CheckedUpdate(self.chunks, optimizer, options.non_finite, keeps_undo=undo)
+        self._shift: int | None = None
+        self._snapshot: MegatronSnapshot | None = None
+        self._released = False
+        self._window = _Window(self._runner)
+
+    @property
+    def must_agree(self) -> dict[str, Any]:
+        return {
+            "calculate_per_token_loss": self._runner.per_token,
+            "scheduler": type(self._scheduler).__name__,
+        }
+
+    @property
+    def replica(self) -> int:
+        return self._runner.replica
+
+    @property
+    def replicas(self) -> int:
+        return int(parallel_state.get_data_parallel_world_size())
+
+    @property
+    def lowers_scale(self) -> bool:
+        return self._step.lowers_scale
+
+    @property
+    def narrow(self) -> bool:
+        # With calculate_per_token_loss Megatron sums too, and has the same bits.
+        return not self._runner.per_token and any(each.fp16 for each in self._runner.configs)
+
+    @property
+    def device(self) -> Any:
+        return self._runner.device
+
+    @property
+    def is_reporting_rank(self) -> bool:
+        return bool(
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
+        )
+
+    @property
+    def partially_updated(self) -> bool:
+        return self._step.updating and self._step.undo is None
+
+    def open(self) -> None:
+        self.close()  # a step whose end was interrupted may still be here
+        if are_held(self.chunks):
+            raise RuntimeError(
+                "begin(): an accumulation_window() or another TrainStep is open for these chunks"
+            )
+        self._snapshot = MegatronSnapshot(self.chunks, self._optimizer, self._scheduler)
+        self._step.reset()
+        self._released, self._shift, self._runner.shift = False, None, 0
+        open_windows.append(self._window)
+        modules = self._snapshot.modules
+        forget_inference(modules.modules)
+        for chunk in self.chunks:
+            if not modules.training:
+                chunk.train()
+            chunk.zero_grad_buffer()
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+
+    def accept(self, lists: Sequence[Sequence[Batch]]) -> None:
+        self._runner.accept(lists)
+
+    def lockstep_group(self) -> tuple[bool, Any]:
+        return self._runner.lockstep_group()
+
+    def divide_losses(self, shift: int) -> None:
+        if self._shift is not None:
+            for chunk in self.chunks:
+                chunk.scale_gradients(2.0 ** (self._shift - shift))
+        self._shift = self._runner.shift = shift
+
+    def run(
+        self, microbatches: Sequence[Batch], loss: StepLoss, *, reduce: bool, ghosts: bool
+    ) -> list[Row]:
+        self._released = self._released or reduce
+        return self._runner.run(microbatches, loss, reduce=reduce, ghosts=ghosts)
+
+    def check_ready(self) -> None:
+        if self._optimizer is None:
+            raise RuntimeError("finish(): TrainStep() was made without an optimizer")
+        if any(config.finalize_model_grads_func is None for config in self._runner.configs):
+            raise RuntimeError(
+                "finish(): config.finalize_model_grads_func is None, so gradients would never be "
+                "reduced: set it (megatron_idempotent.wire_train_config does)"
+            )
+
+    def join(self, *, wait: bool = True) -> None:
+        with collective_timeout(self._runner.groups(), self._runner.deadline_s):
+            for chunk in self.chunks:
+                gather_params(chunk, wait=wait)
+
+    def check_gradients(self) -> None:
+        for chunk in self.chunks:
+            options = chunk.ddp_config
+            large = getattr(options, "check_for_large_grads", False)
+            for group in bucket_groups(chunk):
+                # In a reduction one rank would raise, and the others wait for it.
+                if (options.check_for_nan_in_grad or large) and group.grad_reduce_handle is None:
+                    group.check_grads(
+                        check_for_nan_or_inf=options.check_for_nan_in_grad, check_for_large=large
+                    )
+
+    def update(self, totals: Totals, local: float, increment: int, timeout_s: float) -> Update:
+        with collective_timeout(self._runner.groups(), timeout_s):
+            self._finalize(totals, local)
+            grad_norm, skipped = self._step.run()
+        if skipped is None and self._scheduler is not None:
+            self._scheduler.step(increment=increment)
+        return Update(skipped=skipped, grad_norm=grad_norm)
+
+    def _finalize(self, totals: Totals, local: float) -> None:
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_grad_reduce and not self._released:
+                start_held(chunk)  # else finalizing dispatches by itself
+        finalize = self._runner.configs[0].finalize_model_grads_func
+        finalize(self.chunks, self._num_tokens(local), **self._runner.finalize_options)
+        if not self._runner.per_token:
+            size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+            for chunk in self.chunks:
+                # DDP has divided by the number of ranks, and the losses by 2 ** shift.
+                chunk.scale_gradients(size * 2.0**self._runner.shift / totals.normalizer)
+
+    def rates(self) -> tuple[float, float] | None:
+        return lr_and_weight_decay(self._optimizer)
+
+    def skip(self) -> None:
+        abort_window(self.chunks, self._optimizer)
+        self.close()
+
+    def close(self) -> None:
+        self._snapshot = None
+        self._step.reset()
+        if self._window in open_windows:
+            open_windows.remove(self._window)
+
+    def restore(self) -> None:
+        if self._snapshot is None:
+            return  # another step is open for these chunks, and this one never was
+        if is_poisoned():
+            drop_collectives(self.chunks)
+        try:
+            abort_window(self.chunks, self._optimizer)
+        except RuntimeError as lost:  # from the wait for what a peer has not joined
+            poison(f"a reduction of an aborted step did not end: {describe(lost)}")
+            drop_collectives(self.chunks)
+            abort_window(self.chunks, self._optimizer)
+        if self._step.undo is not None:
+            self._step.undo.restore()
+        self._snapshot.restore()
+        self.close()
+
+    def _num_tokens(self, local: float) -> Any:
+        """Returns the tokens that finalizing sums over data- and context-parallel ranks.
+
+        Context parallel ranks are given the same rows, so that one of them counts.
+        """
+        if not self._runner.per_token:
+            return None
+        counted = local if parallel_state.get_context_parallel_rank() == 0 else 0.0
+        # As the schedules count; a sum of masks that are no zeros and ones needs more.
+        kind = torch.int if counted == int(counted) else torch.float64
+        return torch.tensor(counted, device=self.device).to(kind)
+
+
+def _refuse(chunks: Sequence[Any]) -> None:
+    """Raise for what would give another gradient, or none."""
+    for chunk in chunks:
+        config = get_model_config(chunk)
+        if getattr(config, "overlap_moe_expert_parallel_comm", False):
+            raise ValueError(
+                "TrainStep() got overlap_moe_expert_parallel_comm=True, whose schedule runs two "
+                "microbatches in one and cannot be taken apart: set it to False"
+            )
+        shards = getattr(config, "gtp_weight_remat_size", None) or 1
+        if shards > 1:
+            raise ValueError(
+                f"TrainStep() got gtp_weight_remat_size={shards}, whose ranks share weights and "
+                "not batches, so that they are neither one replica nor several: set it to 1"
+            )
+        if getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+            raise ValueError(
+                "TrainStep() got reuse_grad_buf_for_mxfp8_param_ag=True, where a gather of "
+                "parameters would overwrite the gradients of an open step: set it to False"
+            )
+
+
+class _Window:
+    """The window that patched schedules ask while a step is open, see `megatron/schedules.py`."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def holds(self, chunk: Any) -> bool:
+        return any(chunk is mine for mine in self._runner.chunks)
+
+    def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
+        if call.get("forward_only", False) or self._runner.running:
+            return schedule(**call)
+        raise RuntimeError(
+            "a TrainStep is open for these chunks, and a schedule was called to train them: it "
+            "would reduce in the middle of the step. Use step.microbatch(), or finish() or "
+            "abort() the step first"
+        )
+
+
+def _set(name: str) -> Callable[[Any], bool]:
+    return lambda chunk: bool(getattr(get_model_config(chunk), name, False))
+
+
+def _gathers_layer_wise(chunk: Any) -> bool:
+    return bool(chunk.ddp_config.overlap_param_gather) and any(
+        map(gather.is_layer_wise, bucket_groups(chunk))
+    )
+
+
+# The step itself holds back reductions, scales losses, and drops what an aborted batch leaves. The
+# rest is asked for only where a chunk has what is patched.
+_NEEDS = (
+    Need(
+        "schedules-ask-windows",
+        "a schedule that is called to train while a step is open reduces in the middle of it",
+        a_door=True,
+    ),
+    Need(
+        "layer-wise-gathers-watched",
+        "reading() sees parameters of other ranks without the last update",
+        _gathers_layer_wise,
+    ),
+    Need(
+        "deferred-embedding-drained",
+        "a batch of one microbatch raises",
+        _set("defer_embedding_wgrad_compute"),
+    ),
+    Need(
+        "deferred-embedding-ordered",
+        "with last=True the output layer's gradient is reduced before it is computed",
+        _set("defer_embedding_wgrad_compute"),
+    ),
+    Need(
+        "forward-only-counts-nothing",
+        "a forward-only schedule while a step is open counts for its expert bias",
+        _set("moe_router_enable_expert_bias"),
+    ),
+)
+
+
+def check_patches(chunks: Sequence[Any]) -> None:
+    """Raise unless the patches are applied that a step on these chunks stands on.
+
+    Raises:
+        RuntimeError: names each that is not, why it is not, and what is lost without it.
+    """
+    check_applied("TrainStep()", _NEEDS, chunks)
 
 
 def gpt_forward(model: Any, microbatch: Batch) -> torch.Tensor:

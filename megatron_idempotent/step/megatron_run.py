@@ -1,37 +1,183 @@
-"""One call of Megatron's schedule for some microbatches of a split step."""
+"""Runs Megatron's schedule for some microbatches of a step, and keeps what the step may change."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
 
-from megatron_idempotent.megatron.loss_scale import LossScale
+from megatron_idempotent.megatron import moe
+from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.megatron.optimizers import LossScale
 from megatron_idempotent.megatron.process_groups import live_groups
-from megatron_idempotent.window.agreement import (
+from megatron_idempotent.ranks.agreement import (
     WindowAborted,
+    collective_timeout,
     exchange,
     lockstep_group,
     shared_group,
 )
-from megatron_idempotent.window.bounded import bounded
-from megatron_idempotent.window.divisor import dividing_by
-from megatron_idempotent.window.guard_call import GuardedCall
+from megatron_idempotent.window.accumulation import (
+    configs_of,
+    dividing_by,
+    set_for,
+    suppress_grad_sync,
+)
+from megatron_idempotent.window.guard import GuardedCall, no_gradient
 from megatron_idempotent.window.guard_layers import across_replicas
-from megatron_idempotent.window.guard_owed import Debts
-from megatron_idempotent.window.guard_zeros import no_gradient
-from megatron_idempotent.window.hold import configs_of, hold_back, set_for
+from megatron_idempotent.window.missed_collectives import MissedCollectives
 
-from .megatron_state import MegatronSnapshot
+from .messages import LocalFailure
 from .records import TOKENS, Batch, StepLoss
-from .talk import Carried
+from .snapshot import (
+    AttributeSnapshot,
+    FunctionSnapshot,
+    GroupSnapshot,
+    ModuleSnapshot,
+    StateUndo,
+    TorchSnapshot,
+)
 from .totals import Row, row_of
+
+_MOE = "megatron.core.transformer.moe"
+# What a step sets aside while it runs. Each is back when a call ends, in whatever way; but that a
+# second exception interrupts the putting back.
+_ASIDE = (
+    "finalize_model_grads_func",
+    "grad_scale_func",
+    "grad_sync_func",
+    "no_sync_func",
+    "param_sync_func",
+)
+_WATCHED = ("step_with_ready_grads", "get_grad_norm", "clip_grad_norm")
+_OVERRIDDEN = ("start_grad_sync", "start_param_sync", "register_grad_ready", "check_grads")
+
+
+class _Part(Protocol):
+    def restore(self) -> None: ...
+
+
+class MegatronSnapshot:
+    """All that is small and that a step changes, as it is before the step."""
+
+    def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
+        self.modules = ModuleSnapshot(chunks)
+        self._parts: list[_Part] = [self.modules, TorchSnapshot(), _Trackers(), LogSnapshot()]
+        for config in configs_of(chunks):
+            self._parts.append(FunctionSnapshot(config, _ASIDE))
+        steps = ("backward_step", "forward_step", "forward_step_calc_loss")
+        self._parts.append(FunctionSnapshot(schedules, steps))
+        self._parts += [
+            FunctionSnapshot(group, _OVERRIDDEN) for c in chunks for group in bucket_groups(c)
+        ]
+        if optimizer is not None:
+            self._parts.append(FunctionSnapshot(optimizer, _WATCHED))
+        for scaler in moe.scalers():
+            self._parts.append(AttributeSnapshot(scaler, ["main_loss_backward_scale"]))
+        for one in _optimizers(optimizer):
+            scaler = getattr(one, "grad_scaler", None)
+            if scaler is not None:
+                self._parts.append(AttributeSnapshot(scaler))
+            if getattr(one, "optimizer", None) is not None:
+                self._parts.append(GroupSnapshot(one.optimizer.param_groups))
+        if scheduler is not None:
+            self._parts.append(AttributeSnapshot(scheduler))
+
+    def restore(self) -> None:
+        """Put all of it back; may be called again."""
+        for part in self._parts:
+            part.restore()
+
+
+class _Trackers:
+    """The random states of Megatron's tracker, which forwards draw dropout from."""
+
+    def __init__(self) -> None:
+        self._states = {
+            name: state.clone() if isinstance(state, Tensor) else state
+            for name, state in get_cuda_rng_tracker().get_states().items()
+        }
+        # Of a fork that was left in the wrong order; Transformer Engine's tracker has none.
+        self._current = vars(get_cuda_rng_tracker()).get("_current_state_name")
+
+    def restore(self) -> None:
+        tracker = get_cuda_rng_tracker()
+        states = {n: s.clone() if isinstance(s, Tensor) else s for n, s in self._states.items()}
+        tracker.set_states(states)
+        if self._current is not None:
+            tracker._current_state_name = self._current
+
+
+class LogSnapshot:
+    """Keeps the totals that MoE, MTP and DSA layers log."""
+
+    def __init__(self) -> None:
+        self._values = [(value, value.clone()) for value in _logged()]
+
+    def restore(self) -> None:
+        """Put it back; what was first logged since is zero."""
+        known = {id(value): before for value, before in self._values}
+        for value in _logged():
+            before = known.get(id(value))
+            if before is None:
+                value.zero_()
+            else:
+                value.copy_(before)
+
+
+def _logged() -> Iterator[Tensor]:
+    logging = sys.modules.get(f"{_MOE}.moe_logging")
+    state = sys.modules.get("megatron.core.parallel_state")
+    moe_utils = sys.modules.get(f"{_MOE}.moe_utils")
+    if logging is not None:  # from 0.18 on
+        yield from (entry.values for entry in logging.get_moe_metrics_tracker().metrics.values())
+    else:
+        for owner in (moe_utils, state):
+            get = getattr(owner, "get_moe_layer_wise_logging_tracker", None)
+            if get is not None:
+                yield from (entry["values"] for entry in get().values())
+                break
+    yield from moe.layer_logs()
+
+
+def undo_of(chunks: list[Any], optimizer: Any) -> StateUndo:
+    """A copy of parameters and optimizer state to go back to."""
+    inner = [one.optimizer for one in _optimizers(optimizer)]
+    return StateUndo(
+        [param for chunk in chunks for param in chunk.parameters()],
+        [one for one in inner if one is not None],
+    )
+
+
+def forget_inference(modules: list[Any]) -> None:
+    """Drop what generation has left in the modules that are about to train."""
+    for module in modules:
+        for name in ("inference_params", "_inference_key_value_memory"):
+            if _has(module, name) and getattr(module, name) is not None:
+                setattr(module, name, None)
+        if _has(module, "reset_inference_cache"):
+            module.reset_inference_cache()
+
+
+def _has(module: Any, name: str) -> bool:
+    # Not hasattr(): what a module lacks it looks for in its parameters, and formats an error.
+    return name in vars(module) or hasattr(type(module), name)
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    if optimizer is None:
+        return []
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
 
 Forward = Callable[[Any, Batch], Any]
 
@@ -83,7 +229,7 @@ class Runner:
                     f"{stages}: send so many rows, padded with rows whose sample_mask is 0"
                 )
 
-    def coupled(self) -> tuple[bool, Any]:
+    def lockstep_group(self) -> tuple[bool, Any]:
         config = self.configs[0]
         if across_replicas(config) is not None:
             return True, None
@@ -141,7 +287,7 @@ class Runner:
                         stack, config, "no_sync_func", no_sync if len(no_sync) > 1 else no_sync[0]
                     )
         else:
-            hold_back(stack, self.chunks, self.configs, self._note_finalize)
+            suppress_grad_sync(stack, self.chunks, self.configs, self._note_finalize)
         if self._optimizer is not None:
             for config in self.configs:
                 if config.grad_scale_func is None:
@@ -155,25 +301,28 @@ class Runner:
 
     def _call(self, arguments: dict[str, Any], reduce: bool) -> None:
         schedule = get_forward_backward_func()
-        coupled, group = self.coupled()
+        coupled, group = self.lockstep_group()
         if not coupled and not reduce:
             # No rank waits for this one but in gathers of parameters, which `join` makes up for.
             # It may wait there itself, for one that was interrupted in one.
-            with bounded(self.groups(), self.deadline_s), Debts(self.chunks).watched():
+            with (
+                collective_timeout(self.groups(), self.deadline_s),
+                MissedCollectives(self.chunks).watched(),
+            ):
                 schedule(**arguments)
             return
         tell: Callable[[str | None], dict[int, str]] = _nobody
         if coupled:
             tell = functools.partial(exchange, deadline_s=self.deadline_s, group=group)
         call = GuardedCall(arguments, tell, check=False)
-        with bounded(self.groups(), self.deadline_s):
+        with collective_timeout(self.groups(), self.deadline_s):
             call.run(schedule)
         if call.failures:
             raise WindowAborted(
                 call.failures, "All ranks that share the model have finished the window."
             ) from call.error
         if call.error is not None:
-            raise Carried(call.error)
+            raise LocalFailure(call.error)
 
     def groups(self) -> list[Any]:
         """Megatron's process groups that this rank is in; 0.12 uses the default one, too."""

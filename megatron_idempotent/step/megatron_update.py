@@ -8,13 +8,12 @@ from typing import Any
 
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-from .megatron_state import undo_of
-from .non_finite import skipped_for
-from .records import NonFinite
+from .megatron_run import undo_of
+from .records import NonFinite, skipped_for
 from .snapshot import StateUndo
 
 
-class OptimizerStep:
+class CheckedUpdate:
     """Runs an optimizer's `step()` in parts, and knows how far it has come on this rank."""
 
     def __init__(

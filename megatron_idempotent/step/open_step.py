@@ -2,23 +2,191 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from megatron_idempotent.window.agreement import (
+from megatron_idempotent.ranks.agreement import (
     SessionPoisoned,
     WindowAborted,
     describe,
     is_poisoned,
     poison,
 )
+from megatron_idempotent.window.open_contexts import close_contexts
 
-from .backend import Update
-from .batch import rows_of, split, valid_counts
-from .outcome import result_of
-from .records import Batch, Receipt, StepResult
-from .talk import Doing, Say, failures, stop
-from .totals import Totals, as_numbers
-from .turns import Turns
+from .backend import Backend, Update, result_of
+from .messages import (
+    Doing,
+    LocalFailure,
+    RankStatus,
+    all_gather_status,
+    begun_alike,
+    failures,
+    stop,
+)
+from .microbatches import calls, differing_replicas, rows_of, spec, split, valid_counts
+from .records import TOKENS, Batch, Options, Receipt, StepLoss, StepResult
+from .totals import Row, Totals, as_numbers
+
+
+class Turns:
+    """Agreements and calls of one step. `failure` is what stops it, `known` to all or not yet."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        step_id: str,
+        begun_with: Mapping[str, Any],
+        options: Options,
+        updates: int,
+    ) -> None:
+        self.step_id = step_id
+        self.begun_with = begun_with
+        self.failure: str | None = None
+        self.known = False
+        self.owes = False
+        """True if peers may be in a batch that this rank has agreed to run with them.
+
+        It is set before the agreement, because an interrupt may come right after it.
+        """
+        self._backend = backend
+        self._options = options
+        self._deadline_s = options.deadline_s
+        self._updates = updates
+        self._loss: StepLoss = begun_with["loss"]
+        self._rows: list[Row] = []
+        # What ranks have to have in common. The normalizers of metrics are told in `finish` alone,
+        # which tells of metrics anyway.
+        alike = {
+            "kind": self._loss.kind,
+            "global_batch_size": begun_with["global_batch_size"],
+            "non_finite": options.non_finite,
+            **backend.must_agree,
+        }
+        self._begun = {name: repr(value) for name, value in alike.items()}
+        self._shift: int | None = None
+
+    def _meet(
+        self,
+        doing: Doing,
+        lists: list[list[Batch]],
+        bad: ValueError | None,
+        group: Any,
+        *,
+        uneven: bool = False,
+    ) -> list[RankStatus]:
+        """Tell the group what this rank is about to run, and hear whether anybody cannot.
+
+        If ranks may have an `uneven` number of microbatches, also what theirs look like.
+        """
+        say = self._say(
+            doing,
+            failure=None if bad is None else describe(bad),
+            replica=self._backend.replica,
+            begun=self._begun,
+            shift=self._shift_for(lists),
+            lists=tuple((len(each), *each[0][TOKENS].shape[:2]) for each in lists),
+            specs=tuple(spec(each[0]) for each in lists) if uneven else (),
+        )
+        self.owes = True
+        said = self._hear(say, group)
+        found = failures(said, group)
+        differing = differing_replicas(said)
+        if differing and not found:
+            found = {0: differing}
+        self.owes = not found
+        elsewhere = any(each.doing == "abort" or each.step_id != self.step_id for each in said)
+        if elsewhere or not begun_alike(said):
+            self._fail("; ".join(found.values()), known=group is None)
+            stop(found, "No rank has run this batch; abort() the step.", bad)
+        stop(found, "No rank has run this batch; the step is as it was.", bad)
+        self._agree_on_shift([each.shift for each in said])
+        return said
+
+    def _shift_for(self, lists: Sequence[Sequence[Batch]]) -> int | None:
+        """Return the exponent of the least power of two not below what a replica's sum is over.
+
+        Divided by that, gradients are no larger than those of a mean. It is chosen once in a step,
+        with the first batch, because gradients of all batches are added up.
+        """
+        if self._shift is not None or not lists or not self._backend.narrow:
+            return self._shift
+        tokens_BT = lists[0][0][TOKENS]
+        rows = max(
+            -(-self.begun_with["global_batch_size"] // self._backend.replicas),
+            self.begun_with["rank_batch_size"] or 0,
+            sum(len(each[TOKENS]) for microbatches in lists for each in microbatches),
+        )
+        number = rows * tokens_BT.shape[1] if self._loss.kind == "token" else rows
+        return int(number - 1).bit_length()
+
+    def _agree_on_shift(self, shifts: Iterable[int | None]) -> None:
+        """Take the largest: gradients of all ranks that hear of it are added up."""
+        largest = max((shift for shift in shifts if shift is not None), default=None)
+        if largest is not None and largest != self._shift:
+            self._shift = largest
+            self._backend.divide_losses(largest)
+
+    def _say(self, doing: Doing, **more: Any) -> RankStatus:
+        return RankStatus(doing=doing, step_id=self.step_id, updates=self._updates, **more)
+
+    def _hear(self, say: RankStatus, group: Any = None) -> list[RankStatus]:
+        try:
+            return all_gather_status(say, self._deadline_s, group)
+        except BaseException:
+            # Nobody listens any more, or all know; unless it had not begun.
+            self.known = self.known or (group is None and is_poisoned())
+            raise
+
+    @contextmanager
+    def _failing(self, *, unless: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
+        """The step has failed where the block raises, whatever it is."""
+        try:
+            yield
+        except unless:
+            raise  # all who would wait for this rank have stopped as well
+        except BaseException as error:
+            close_contexts(error)
+            self._fail(describe(error))
+            raise
+
+    def _fail(self, failure: str, *, known: bool = False) -> None:
+        self.failure = self.failure or failure
+        self.known = self.known or known
+
+    def _run(self, lists: list[list[Batch]], said: list[RankStatus], release: bool) -> int:
+        """Forward and backward; how many microbatches were this rank's own."""
+        self.owes = bool(said) or release
+        try:
+            number = self._run_calls(lists, said, release)
+        except LocalFailure as carried:
+            self.owes = False
+            raise carried.error from None
+        except (WindowAborted, SessionPoisoned):
+            self.owes = False
+            raise
+        except BaseException as error:
+            if self.owes:
+                # The others have begun, and wait for this rank.
+                poisoned = poison(f"a batch was left by {describe(error)}")
+                if isinstance(error, Exception):
+                    raise poisoned from error
+            raise
+        self.owes = False
+        return number
+
+    def _run_calls(self, lists: list[list[Batch]], said: list[RankStatus], release: bool) -> int:
+        self._agree_on_shift([self._shift_for(lists)])
+        plan = list(calls(lists, said, self._backend.device))
+        number = 0
+        for index, (microbatches, ghosts) in enumerate(plan):
+            reduce = release and index == len(plan) - 1
+            rows = self._backend.run(microbatches, self._loss, reduce=reduce, ghosts=ghosts)
+            if not ghosts:
+                self._rows += rows
+                number += len(microbatches)
+        return number
 
 
 class OpenStep(Turns):
@@ -37,11 +205,11 @@ class OpenStep(Turns):
         self._rates = 0.0, 0.0
         # What this rank has done, and what all ranks have said of that.
         self._done: tuple[Totals, Update | str] | None = None
-        self._votes: list[Say] | None = None
+        self._votes: list[RankStatus] | None = None
 
     def add(self, batch: Batch | None, last: bool, name: str) -> Receipt:
         """Run a batch, after ranks that would wait for each other agree on what it is."""
-        coupled, group = self._backend.coupled()
+        coupled, group = self._backend.lockstep_group()
         rows, lists, bad = 0, [], None
         try:
             rows = 0 if batch is None else rows_of(batch, self._options.shared)
@@ -54,7 +222,7 @@ class OpenStep(Turns):
             if not coupled:
                 raise
             rows, lists, bad = 0, [], error
-        said: list[Say] = []
+        said: list[RankStatus] = []
         release = False
         with self._failing(unless=WindowAborted):
             if last:
@@ -118,11 +286,11 @@ class OpenStep(Turns):
         return self._votes is not None and not failures(self._votes)
 
     @property
-    def torn(self) -> bool:
+    def partially_updated(self) -> bool:
         """True if an update was left half-way on any rank, without a copy to go back to."""
         if self._votes is None:
-            return self._backend.torn
-        return not self.committed and any(vote.torn for vote in self._votes)
+            return self._backend.partially_updated
+        return not self.committed and any(vote.partially_updated for vote in self._votes)
 
     @property
     def updates(self) -> int:
@@ -171,8 +339,8 @@ class OpenStep(Turns):
             rows = as_numbers(self._rows)
         except Exception as caught:  # noqa: BLE001  told to all ranks, and raised on all
             error = caught
-        coupled, group = self._backend.coupled()
-        speaks = self._backend.speaks
+        coupled, group = self._backend.lockstep_group()
+        reports = self._backend.is_reporting_rank
         say = self._say(
             "finish",
             failure=None if error is None else describe(error),
@@ -182,8 +350,8 @@ class OpenStep(Turns):
             },
             replica=self._backend.replica,
             shift=self._shift,
-            counts=local if speaks else (0.0, 0.0),
-            rows=rows if speaks else (),
+            counts=local if reports else (0.0, 0.0),
+            rows=rows if reports else (),
             rates=self._backend.rates(),
         )
         while True:
@@ -237,7 +405,9 @@ class OpenStep(Turns):
         except BaseException as caught:  # noqa: BLE001  told to all ranks, and raised on all
             error = caught
         failure = None if error is None else describe(error)
-        vote = self._say("updated", failure=failure, torn=self._backend.torn)
+        vote = self._say(
+            "updated", failure=failure, partially_updated=self._backend.partially_updated
+        )
         if update is not None:
             self._done = totals, update
         self._votes = self._hear(vote)
@@ -247,9 +417,9 @@ class OpenStep(Turns):
             self._raise_failed_update(self._votes, found, error)
 
     def _raise_failed_update(
-        self, said: list[Say], found: dict[int, str], error: BaseException | None
+        self, said: list[RankStatus], found: dict[int, str], error: BaseException | None
     ) -> None:
-        how = _TORN if self.torn else "All ranks can go back: abort() the step."
+        how = _TORN if self.partially_updated else "All ranks can go back: abort() the step."
         if len({say.failure for say in said}) > 1:
             # A rank left collectives that the others were in, or have started since.
             told = "; ".join(f"rank {rank}: {text}" for rank, text in found.items())

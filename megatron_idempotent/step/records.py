@@ -1,8 +1,9 @@
-"""Inputs and results of a split step."""
+"""Inputs and results of a split step, and its options."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, Protocol, get_args
 
@@ -196,3 +197,22 @@ def _checked_deadline(deadline_s: Any) -> float:
     if not deadline_s > 0:
         raise ValueError(f"deadline_s must be positive, got {deadline_s!r}")
     return float(deadline_s)
+
+
+def skipped_for(grad_norm: float, rule: NonFinite) -> str | None:
+    """Return why the update is to be skipped; None where it is to be made.
+
+    All ranks decide the same, because the norm is that of all ranks.
+
+    Raises:
+        RuntimeError: the norm is not finite, and the rule is to refuse that.
+    """
+    if math.isfinite(grad_norm) or rule == "update":
+        return None
+    found = f"the norm of the gradients is {grad_norm}"
+    if rule == "skip":
+        return f"{found}, and non_finite='skip'"
+    raise RuntimeError(
+        f"{found}, and the update would spread that to all parameters; no rank has begun it. "
+        "non_finite='skip' drops such steps"
+    )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_idempotent.window.left_open import close_contexts
+from megatron_idempotent.window.open_contexts import close_contexts
 
 
 class ModuleSnapshot:

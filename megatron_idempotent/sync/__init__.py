@@ -1,6 +1,6 @@
 """New weights for engines that are serving: staged beside the old ones, switched under a pause."""
 
-from megatron_idempotent.missing import naming_the_remedy
+from megatron_idempotent.lazy import naming_the_remedy
 
 with naming_the_remedy(__name__):
     from .records import EngineOutcome, Outcome, SyncError, SyncFailed, SyncReport, SyncSettings

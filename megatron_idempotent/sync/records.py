@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from megatron_idempotent.rollout import PauseMode
+from megatron_idempotent.engines import PauseMode
 
 Outcome = Literal["committed", "behind", "quarantined"]
 """The state of an engine after a sync: it serves the new version; it serves a known older one; or

@@ -1,4 +1,4 @@
-"""The configuration of a run: its sections, their defaults, and how it is read.
+"""The configuration of a run: its sections, their defaults, how it is read, and its errors.
 
 The string under a field is its documentation. The table in docs/trainer.md, the JSON schema and the
 errors are all made from these classes.
@@ -12,7 +12,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_idempotent.settings import Field, SettingsReader, settings
-from megatron_idempotent.trainer.errors import ConfigError
+
+
+class TrainerError(ValueError):
+    """A mistake outside the program: the command prints the message alone, with exit code 2."""
+
+
+class ConfigError(TrainerError):
+    """A setting that does not exist, or that cannot be what it is."""
+
+
+class DataError(TrainerError):
+    """A prompt file that cannot be used; the message starts with the path and the line."""
+
+
+class OutputError(TrainerError):
+    """An output directory that cannot be written, or that belongs to another run."""
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint that is incomplete or damaged; the message names the file."""
 
 
 @settings(ConfigError, "run.")

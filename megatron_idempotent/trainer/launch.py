@@ -1,4 +1,4 @@
-"""Runs a prepared job: starts the ranks, draws the curves, prints the table."""
+"""Runs a prepared job: starts the ranks, draws the curves, prints the table, explains a failure."""
 
 from __future__ import annotations
 
@@ -6,32 +6,28 @@ import os
 from pathlib import Path
 
 from megatron_idempotent import cpu
-from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
-from megatron_idempotent.trainer import saved
-from megatron_idempotent.trainer.config import Config
-from megatron_idempotent.trainer.errors import CheckpointError
-from megatron_idempotent.trainer.job import Job
+from megatron_idempotent.cpu import RankError
+from megatron_idempotent.metrics.loggers import METRICS_FILE, read_metrics
 from megatron_idempotent.trainer.task.prompts import PromptSet, check_answers_fit
 from megatron_idempotent.trainer.task.tokenizer import make_tokenizer
-from megatron_idempotent.trainer.watch.report import (
-    CURVES_FILE,
-    draw_curves,
-    print_summary,
-    summarize,
-)
+
+from . import checkpoint_dir
+from .config import CheckpointError, Config
+from .output import Job
+from .report import CURVES_FILE, draw_curves, print_summary, summarize
 
 #: Imported once, and not again by each rank; models of other families than Llama are.
 PRELOAD = (
     *cpu.PROGRAM_PRELOAD,
-    "megatron_idempotent.trainer.worker",
-    "megatron_idempotent.rollout.local",
+    "megatron_idempotent.trainer.loop",
+    "megatron_idempotent.engines.transformers",
     "transformers.models.llama.modeling_llama",
 )
 
 
 def run_rank(job: Job) -> None:
     """One rank: the worker, imported where torch may be imported."""
-    from megatron_idempotent.trainer.worker import work
+    from .loop import work
 
     work(job)
 
@@ -50,8 +46,8 @@ def check(config: Config, prompts: PromptSet) -> None:
     without a tokenizer or with a damaged file, `ConfigError` where answers do not fit into a
     response, or for a sampler or logger that there is none of, in both modes.
     """
-    from megatron_idempotent.trainer.stream.settings import make_sampler, make_settings
-    from megatron_idempotent.trainer.watch.loggers import named_loggers
+    from .async_run import make_sampler, make_settings
+    from .report import named_loggers
 
     make_sampler(config)
     named_loggers(config, Path(config.run.out))
@@ -66,11 +62,11 @@ def check(config: Config, prompts: PromptSet) -> None:
 
 def _check_checkpoint(folder: Path) -> None:
     """Errors: `CheckpointError` for what ranks could not load, or would load damaged."""
-    from megatron_idempotent.models import Architecture
-    from megatron_idempotent.models.checkpoint import Checkpoint
+    from megatron_idempotent.hf import Architecture
+    from megatron_idempotent.hf.checkpoint import Checkpoint
 
-    remedy = f"fetch it again, or write {saved.SUMS} again if you have changed it"
-    saved.check_sums(folder, remedy)
+    remedy = f"fetch it again, or write {checkpoint_dir.SUMS} again if you have changed it"
+    checkpoint_dir.check_sums(folder, remedy)
     try:
         Architecture.read(folder)
         Checkpoint(folder).close()
@@ -88,7 +84,7 @@ def launch(job: Job, prompts: PromptSet) -> bool:
     os.environ["OMP_NUM_THREADS"] = "1"
     ended = True
     if job.config.run.mode == "async":
-        from megatron_idempotent.trainer.stream.run import run_controller
+        from .async_run import run_controller
 
         ended = run_controller(job, prompts)
     else:
@@ -99,3 +95,11 @@ def launch(job: Job, prompts: PromptSet) -> bool:
     if not job.quiet:
         print_summary(summarize(rows), job.out)
     return ended
+
+
+def explain_failure(error: RankError, job: Job) -> str:
+    """The error with its traceback, and where to find what the rank printed before."""
+    return (
+        f"{error}\n\nrank {error.rank} failed; what it printed is in "
+        f"{job.out / 'logs' / f'rank-{error.rank}.log'}"
+    )

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_idempotent.trainer.errors import TrainerError
+from .config import TrainerError
 
 _NAMED = {
     "rollouts": "run.rollouts",
@@ -48,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if options.schema:
         from megatron_idempotent.settings import schema
-        from megatron_idempotent.trainer.config import Config
+
+        from .config import Config
 
         print(json.dumps(schema(Config), indent=1))
         return 0
@@ -62,17 +63,16 @@ def main(argv: Sequence[str]) -> int:
 def _run(options: argparse.Namespace) -> int:
     # Here and not above: `--help` should not wait for the tokenizer and the progress bar.
     from megatron_idempotent import cpu
-    from megatron_idempotent.controller.errors import ControllerError
-    from megatron_idempotent.trainer.config import load_config
-    from megatron_idempotent.trainer.failures import explain_failure
-    from megatron_idempotent.trainer.job import data_path
-    from megatron_idempotent.trainer.launch import check, launch
-    from megatron_idempotent.trainer.output import CONFIG_FILE, prepare, run_to_resume
-    from megatron_idempotent.trainer.stream.torchrun import serve_rank, torchrun_overrides
+    from megatron_idempotent.controller.protocol import ControllerError
     from megatron_idempotent.trainer.task.prompts import read_prompts
     from megatron_idempotent.trainer.task.reward import load_reward
     from megatron_idempotent.workers import under_torchrun
-    from megatron_idempotent.workers.errors import RankFailed, RanksLost
+    from megatron_idempotent.workers.protocol import RankFailed, RanksLost
+
+    from .async_run import serve_rank, torchrun_overrides
+    from .config import load_config
+    from .launch import check, explain_failure, launch
+    from .output import CONFIG_FILE, data_path, prepare, run_to_resume
 
     overrides = list(options.set)
     for name, path in _NAMED.items():

@@ -1,4 +1,4 @@
-"""The output directory: chosen, checked and made before anything else starts."""
+"""The output directory and the job in it: chosen, checked and made before anything else starts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
-from megatron_idempotent.trainer import saved
-from megatron_idempotent.trainer.config import SECTIONS, Config, as_toml
-from megatron_idempotent.trainer.errors import CheckpointError, OutputError
-from megatron_idempotent.trainer.job import INITIAL, Job, data_path
+from megatron_idempotent.metrics.loggers import METRICS_FILE, read_metrics
+from megatron_idempotent.trainer.task.prompts import SHIPPED_FILE
+
+from . import checkpoint_dir
+from .config import SECTIONS, CheckpointError, Config, OutputError, as_toml
+
+#: Hugging Face checkpoints in the output directory: what a run without one began from, and its end.
+INITIAL, TRAINED = "model-initial", "model"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One start of a run. `out` exists; `resume_from` is a complete checkpoint in it, or None.
+
+    Example: `Job(config=Config(), out=Path("runs/a"))`.
+    """
+
+    config: Config
+    out: Path
+    resume_from: Path | None = None
+    quiet: bool = False
+
+
+def data_path(config: Config) -> Path:
+    """The prompt file: the configured one, or the one that ships with the project."""
+    return Path(config.task.data) if config.task.data else SHIPPED_FILE
+
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.toml"
@@ -65,7 +87,7 @@ def prepare(config: Config, *, resume: bool, quiet: bool, started_anew: bool = F
     """
     if started_anew:
         out = Path(config.run.out)
-        resume = bool(saved.complete(out / "checkpoints"))
+        resume = bool(checkpoint_dir.complete(out / "checkpoints"))
     else:
         out = run_to_resume(config.run.out) if resume else _fresh(config)
     try:
@@ -80,9 +102,11 @@ def prepare(config: Config, *, resume: bool, quiet: bool, started_anew: bool = F
     checkpoint = None
     if resume:
         checkpoint = newest_checkpoint(out)
-        _same_settings(saved.verify(checkpoint)["config"], resume_state(config), checkpoint)
+        _same_settings(
+            checkpoint_dir.verify(checkpoint)["config"], resume_state(config), checkpoint
+        )
         initial = out / INITIAL
-        saved.check_sums(initial, f"remove {initial}: it is made again, the same")
+        checkpoint_dir.check_sums(initial, f"remove {initial}: it is made again, the same")
         try:
             read_metrics(out / METRICS_FILE)
         except ValueError as error:
@@ -93,7 +117,7 @@ def prepare(config: Config, *, resume: bool, quiet: bool, started_anew: bool = F
 
 def newest_checkpoint(out: Path) -> Path:
     """The newest complete checkpoint of a run."""
-    found = saved.complete(out / "checkpoints")
+    found = checkpoint_dir.complete(out / "checkpoints")
     if not found:
         raise CheckpointError(
             f"{out / 'checkpoints'}: no complete checkpoint to resume from; start without --resume"
@@ -119,9 +143,9 @@ def seal_checkpoint(directory: Path, done: int, config: Config, *, digest: str) 
     `digest` is that of the weights.
     """
     state = {"rollouts": done, "config": resume_state(config), "weights sha256": digest}
-    unfinished = saved.unfinished_path(directory, done)
-    saved.seal(unfinished, saved.path_for(directory, done), state)
-    saved.keep_newest(directory, config.run.keep_checkpoints)
+    unfinished = checkpoint_dir.unfinished_path(directory, done)
+    checkpoint_dir.seal(unfinished, checkpoint_dir.path_for(directory, done), state)
+    checkpoint_dir.keep_newest(directory, config.run.keep_checkpoints)
 
 
 def _same_settings(written: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from megatron_idempotent.settings import allowed, schema
-from megatron_idempotent.trainer.config import ASYNC, SECTIONS, Config
+
+from .config import ASYNC, SECTIONS, Config
 
 BEGIN = "<!-- settings: python -m megatron_idempotent.trainer.reference docs/trainer.md -->"
 END = "<!-- end of settings -->"

@@ -1,16 +1,16 @@
-"""An engine's side of an update: gathered and checked beside the weights that are being served."""
+"""An engine's side of an update: gathered and checked next to the weights that are being served."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from .checksum import checksum
-from .errors import UpdateDamaged, UpdateMismatch
-from .records import Bucket, TensorInfo, WeightUpdate
+from .records import Bucket, TensorInfo, UpdateDamaged, UpdateMismatch, WeightUpdate, checksum
 
 if TYPE_CHECKING:
     import torch
+
 
 _LISTED = 20
 
@@ -101,3 +101,60 @@ class Staging:
 def _listed(names: list[str], separator: str = ", ") -> str:
     more = len(names) - _LISTED
     return separator.join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+class SideStream:
+    """A CUDA stream for copies, which neither wait for the model's kernels nor hold them up.
+
+    On any other device nothing differs from the current stream.
+
+    Example:
+        side = SideStream(weight.device)
+        with side.complete():
+            copy = weight.clone()
+        # here the copy is complete, whatever the current stream is still computing
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """
+        Args:
+            device: where the copies are.
+        """
+        import torch
+
+        self._stream = (
+            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            if device.type == "cuda"
+            else None
+        )
+
+    @contextlib.contextmanager
+    def complete(self) -> Iterator[None]:
+        """Run the block's kernels on the stream, and wait on the host until they have ended.
+
+        The block reads nothing that the current stream may still be writing: it does not wait for
+        that. Weights with checksums are complete, since reading a checksum waited for them.
+        """
+        if self._stream is None:
+            yield
+            return
+        import torch
+
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self._stream.synchronize()
+
+
+def used_here(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, whose memory nobody gets before the current stream is done with it.
+
+    A tensor that was made on a side stream goes back to that stream's memory, which does not know
+    of kernels of other streams that still read it.
+    """
+    if tensor.is_cuda:
+        import torch
+
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor

@@ -10,12 +10,12 @@ import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import get_model_config
 
-from megatron_idempotent.megatron import auxiliary_losses, fsdp, gather
+from megatron_idempotent.megatron import fsdp, gather, moe
 from megatron_idempotent.megatron.ddp import bucket_groups, drain, forget_first_window
 from megatron_idempotent.megatron.moe import forget_tokens, reset_shared_experts
-from megatron_idempotent.megatron.rerun import abandon, live_machine
+from megatron_idempotent.megatron.training import abandon, live_machine
 
-from .left_open import close_contexts, drop_coalescing, leave_no_sync
+from .open_contexts import close_contexts, drop_coalescing, leave_no_sync
 
 # What Megatron times between the start of a window and the end of its step. Timers of the caller's,
 # around several windows, run on.
@@ -125,7 +125,7 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
         abandon(machine)
 
 
-def let_go(chunks: Sequence[Any]) -> None:
+def drop_collectives(chunks: Sequence[Any]) -> None:
     """Forget collectives under way of a poisoned session, some of which will never end.
 
     Whether a gather ended may differ between ranks, so all gather again before the next forward.
@@ -196,7 +196,7 @@ def _clear_logs() -> None:
         logging.get_moe_metrics_tracker().clear()
     elif moe_utils is not None:
         moe_utils.clear_aux_losses_tracker()
-    for value in auxiliary_losses.layer_logs():
+    for value in moe.layer_logs():
         value.zero_()
 
 

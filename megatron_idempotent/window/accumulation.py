@@ -7,18 +7,135 @@ another gradient than called once.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from megatron_idempotent.megatron.windows import are_held, open_windows
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
 
-from .divisor import dividing_by
-from .hold import configs_of, hold_back, set_for, start_held
-from .needs import Need, check_applied
+from megatron_idempotent.megatron import ddp, fsdp
+from megatron_idempotent.megatron.schedules import are_held, open_windows
+from megatron_idempotent.patching.needs import Need, check_applied
+
+
+def configs_of(chunks: Sequence[Any]) -> list[Any]:
+    """The chunks' configs, each once: mostly there is one for all of them."""
+    return list({id(config): config for config in map(get_model_config, chunks)}.values())
+
+
+def suppress_grad_sync(
+    stack: ExitStack,
+    chunks: Sequence[Any],
+    configs: Sequence[Any],
+    instead_of_finalize: Callable[..., None],
+) -> None:
+    """Until the stack is left, let no call of a schedule reduce or finalize gradients.
+
+    `instead_of_finalize` gets what the schedule would have finalized with.
+    """
+    for config in configs:
+        functions = config.no_sync_func
+        if functions is None:
+            functions = [chunk.no_sync for chunk in chunks if _overlaps(chunk)]
+        for function in functions if isinstance(functions, list) else [functions]:
+            stack.enter_context(function())
+        # The schedule leaves its own no_sync context for the last microbatch.
+        set_for(stack, config, "no_sync_func", nullcontext)
+        set_for(stack, config, "grad_sync_func", None)
+        # Not None: the schedules would leave out the deferred embedding gradient with it.
+        set_for(stack, config, "finalize_model_grads_func", instead_of_finalize)
+
+
+def start_held(chunk: Any) -> None:
+    """Dispatch the reductions that were held back, after the last backward of a step.
+
+    Raises:
+        RuntimeError: Megatron-FSDP reduces over two groups in turn, which only a backward does.
+    """
+    if not fsdp.is_wrapped(chunk):
+        ddp.start_held(chunk)
+        return
+    wrapped = chunk.module
+    if wrapped.dist_index.use_hybrid_fsdp:
+        raise RuntimeError(
+            "the step ends after its last backward, and Megatron-FSDP over two groups (hybrid) "
+            "reduces in a backward only: say the total before the last call, as in "
+            "accumulation_window(chunks, total_microbatches)"
+        )
+    if wrapped.data_parallel_sharding_strategy in ("no_shard", "optim"):  # others never hold back
+        groups = wrapped.param_and_grad_buffer.parameter_groups
+        held = [each for group in groups if group.requires_grad for each in group.params]
+        wrapped.grad_reduce_pipeline.reduce_gradients(held)
+
+
+def _overlaps(chunk: Any) -> bool:
+    """Returns whether a backward of the chunk may start reductions.
+
+    Where it did not, Megatron-FSDP's `no_sync()` would turn that on for later backwards.
+    """
+    options = getattr(chunk, "ddp_config", None)
+    return hasattr(chunk, "no_sync") and getattr(options, "overlap_grad_reduce", True)
+
+
+def set_for(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until the stack is left."""
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+@contextmanager
+def dividing_by(divisor: int, *, auxiliary_weight: float = 1.0) -> Iterator[None]:
+    """Replace the number of microbatches where the schedules divide by it.
+
+    They look the function up when they call it; nothing else in it reads the number. The losses
+    of MoE, MTP and experimental attention are multiplied with `auxiliary_weight` besides, unless
+    the config has scale functions of their own.
+    """
+    late = hasattr(schedules, "forward_step_calc_loss")  # 0.14 on; before, forward_step divides
+    name = "forward_step_calc_loss" if late else "forward_step"
+    original = getattr(schedules, name)
+    number, config = _places(original)
+
+    def with_divisor(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > number:
+            args = (*args[:number], divisor, *args[number + 1 :])
+        else:
+            kwargs["num_microbatches"] = divisor
+        if auxiliary_weight == 1.0:
+            return original(*args, **kwargs)
+        with ExitStack() as stack:
+            its = args[config] if len(args) > config else kwargs["config"]
+            # Inside of this function it scales the auxiliary losses only; the loss itself is
+            # scaled when its backward starts.
+            set_for(stack, its, "grad_scale_func", _times(auxiliary_weight, its.grad_scale_func))
+            return original(*args, **kwargs)
+
+    setattr(schedules, name, with_divisor)
+    try:
+        yield
+    finally:
+        setattr(schedules, name, original)
+
+
+@functools.lru_cache(maxsize=8)
+def _places(function: Callable[..., Any]) -> tuple[int, int]:
+    """Returns the positions of the number of microbatches and the config among its parameters."""
+    parameters = list(inspect.signature(function).parameters)
+    return parameters.index("num_microbatches"), parameters.index("config")
+
+
+def _times(weight: float, scale: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    def weighed(loss: Any) -> Any:
+        return (loss if scale is None else scale(loss)) * weight
+
+    return weighed
+
 
 _DOOR = Need(
-    "aux-loss-scale-left-set",
+    "schedules-ask-windows",
     "each schedule call averages, reduces and finalizes its own microbatches as a whole step",
     a_door=True,
 )
@@ -93,7 +210,7 @@ class AccumulationWindow:
             if after == self.total:
                 self._let_finalize(stack)
             else:
-                hold_back(stack, self._chunks, self._configs, self._count_tokens)
+                suppress_grad_sync(stack, self._chunks, self._configs, self._count_tokens)
             result = schedule(**call)
         self.done = after
         self._finalized = after == self.total
@@ -171,7 +288,7 @@ def accumulation_window(
     calls for other models. The config's functions are those of the caller again after each call.
 
     A loss function that undoes Megatron's division, by multiplying with the number of microbatches
-    of its call, must multiply with `window.divisor` instead.
+    of its call, must multiply with `window.accumulation` instead.
 
     Without a total, all calls are held back and the gradients are reduced at the end of the block,
     without overlap. The divisor is then `expected_microbatches`, or 1, and what was accumulated is

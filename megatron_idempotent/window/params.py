@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_idempotent.engine.catalogue import patches
-from megatron_idempotent.engine.landing import landed
 from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.ddp import bucket_groups
-
-# Any of them watches where parameters are updated and where they are gathered.
-_WATCHERS = ("params-stale-after-step", "pending-gather-dropped")
-# The same for bucket groups that a LayerWiseDistributedOptimizer writes, whose step is another.
-_LAYER_WISE_WATCHERS = ("layerwise-params-stale-after-step",)
-_LIST_WATCHERS = (*_LAYER_WISE_WATCHERS, "layerwise-gather-erases-gradients")
+from megatron_idempotent.patching.needs import is_provided
 
 
 def ensure_params_synced(model_chunks: Sequence[Any]) -> int:
@@ -83,7 +76,7 @@ def _sync(chunk: Any) -> int:
 
 def _known(group: Any) -> bool:
     """Returns whether the group's mark can be believed, or upstream's flag if it has none yet."""
-    watched = any(landed(patches()[patch_id]) for patch_id in _watchers(group))
+    watched = is_provided(_watch_of(group))
     if gather.marked(group) is None:
         # Gradients that wait for the first step of all: nothing was updated yet.
         return watched and (group.param_gather_dispatched or gather.holds_gradients(group))
@@ -91,7 +84,8 @@ def _known(group: Any) -> bool:
     return watched or not gather.is_layer_wise(group)
 
 
-def _watchers(group: Any) -> tuple[str, ...]:
+def _watch_of(group: Any) -> str:
+    """The key of `PROVIDED` for patches that watch updates and gathers of such a group."""
     if gather.gathers_by_lists(group):
-        return _LIST_WATCHERS
-    return _LAYER_WISE_WATCHERS if gather.is_layer_wise(group) else _WATCHERS
+        return "list-gathers-watched"
+    return "layer-wise-gathers-watched" if gather.is_layer_wise(group) else "gathers-watched"

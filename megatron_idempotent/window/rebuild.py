@@ -6,18 +6,178 @@ same ranks know nothing of it; parameters and optimizer state stay where they ar
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import datetime
+import functools
+import gc
+import inspect
+import types
 from collections.abc import Iterable
+from itertools import compress, filterfalse
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_idempotent.megatron.process_groups import live_groups
+from megatron_idempotent.megatron.process_groups import held, live_groups
+from megatron_idempotent.ranks import agreement
 
-from . import agreement
-from .abort import abort_window, let_go
-from .left_open import leave_coalescing
-from .rebuild_holders import replace_everywhere
+from .abort import abort_window, drop_collectives
+from .open_contexts import leave_coalescing
+
+_UNTRACKED = frozenset((dict, tuple))
+"""Containers which the garbage collector does not list while they hold nothing that it tracks."""
+_BATCH = 256
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+class _Substitutes:
+    """Old object → new one, by identity."""
+
+    def __init__(self, old: list[Any], new: list[Any]) -> None:
+        self.old = old  # kept, or an id could come to mean another object
+        self._new = {id(a): b for a, b in zip(old, new, strict=True)}
+        self.ids = frozenset(self._new)
+
+    def __contains__(self, item: Any) -> bool:
+        return id(item) in self.ids
+
+    def __getitem__(self, item: Any) -> Any:
+        return self._new.get(id(item), item)
+
+
+def replace_everywhere(old: list[Any], new: list[Any]) -> list[str]:
+    """Have every holder of `old[i]` hold `new[i]`, except for these lists; who still holds one.
+
+    Walks all objects that the garbage collector knows, a few times: seconds in a large process.
+    Frozen ones are thawed for it, and frozen again with all others.
+    """
+    gc.collect()
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    outdated, renewed = old, new
+    while outdated:
+        substitutes = _Substitutes(outdated, renewed)
+        spared = {id(item) for item in (old, new, outdated, renewed)}
+        tuples: list[Any] = []
+        for holder in _holders(substitutes, spared):
+            if isinstance(holder, tuple):
+                tuples.append(holder)
+            else:
+                _replace_in(holder, substitutes)
+        # A tuple cannot change: its own holders get a new one, in the next round.
+        outdated = [holder for holder in tuples if _is_plain(holder)]
+        renewed = [_renewed(holder, substitutes) for holder in outdated]
+    del substitutes, tuples
+    left = [
+        words
+        for place, is_held in enumerate(held(old))
+        if is_held
+        for words in _in_words(old[place], {id(old), id(new)})
+    ]
+    if frozen:
+        gc.freeze()
+    return left
+
+
+def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
+    """Every object that refers to an outdated one, except for frames of this module."""
+    wanted = substitutes.ids
+    asked = tuple(substitutes.old)  # from Python 3.13 on the tuple of arguments is found, too
+    found = gc.get_referrers(*asked)
+    queue = gc.get_objects()
+    seen: set[int] = set()
+    spared = {*spared, id(queue), id(found), id(asked)}
+    # What the collector does not list is found through what it lists. A million objects refer to
+    # many more, so that each step of this is one loop in C.
+    while queue:
+        fresh: dict[int, Any] = {}
+        for start in range(0, len(queue), _BATCH):
+            parts = gc.get_referents(*queue[start : start + _BATCH])
+            containers = compress(parts, map(_UNTRACKED.__contains__, map(type, parts)))
+            fresh.update((id(part), part) for part in filterfalse(gc.is_tracked, containers))
+        queue = [part for place, part in fresh.items() if place not in seen]
+        seen.update(fresh)
+        found += [i for i in queue if not wanted.isdisjoint(map(id, gc.get_referents(i)))]
+    return [item for item in found if id(item) not in spared and not _frame_here(item)]
+
+
+def _replace_in(holder: Any, substitutes: _Substitutes) -> None:
+    """Replace the references directly inside of `holder`, by its kind."""
+    if isinstance(holder, types.FrameType):
+        # A traceback keeps frames of calls that have ended. Clearing a generator's would end it.
+        if not holder.f_code.co_flags & _SUSPENDS:
+            with contextlib.suppress(RuntimeError):  # it is running
+                holder.clear()
+    elif isinstance(holder, dict):
+        _in_dict(holder, substitutes)
+    elif isinstance(holder, list | collections.deque):
+        for place, item in enumerate(holder):
+            holder[place] = substitutes[item]
+    elif isinstance(holder, set):
+        items = [substitutes[item] for item in holder]
+        holder.clear()
+        holder.update(items)
+    elif isinstance(holder, types.CellType):
+        holder.cell_contents = substitutes[holder.cell_contents]
+    elif isinstance(holder, functools.partial):
+        args = substitutes[holder.args]
+        args = tuple(substitutes[item] for item in args)
+        state = (holder.func, args, holder.keywords, vars(holder))
+        holder.__setstate__(state)  # type: ignore[attr-defined]
+    elif isinstance(holder, functools._lru_cache_wrapper):
+        holder.cache_clear()  # what it holds is computed again
+    elif isinstance(holder, types.FunctionType):
+        holder.__defaults__ = substitutes[holder.__defaults__]
+    else:
+        _in_attributes(holder, substitutes)
+
+
+def _in_dict(holder: dict[Any, Any], substitutes: _Substitutes) -> None:
+    for key, value in list(holder.items()):
+        if value in substitutes:
+            holder[key] = substitutes[value]
+        if key in substitutes:
+            holder[substitutes[key]] = holder.pop(key)
+
+
+def _in_attributes(holder: Any, substitutes: _Substitutes) -> None:
+    # Since 3.11 an object refers to its attributes itself, until somebody asks for its dict.
+    attributes = getattr(holder, "__dict__", None)
+    if isinstance(attributes, dict):
+        _in_dict(attributes, substitutes)
+    for kind in type(holder).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            value = getattr(holder, name, None)
+            if value in substitutes:
+                object.__setattr__(holder, name, substitutes[value])
+
+
+def _is_plain(holder: tuple[Any, ...]) -> bool:
+    return type(holder) is tuple or hasattr(holder, "_make")
+
+
+def _renewed(holder: tuple[Any, ...], substitutes: _Substitutes) -> Any:
+    items = [substitutes[item] for item in holder]
+    make = getattr(holder, "_make", tuple)  # of a named tuple
+    return make(items)
+
+
+def _frame_here(item: Any) -> bool:
+    return isinstance(item, types.FrameType) and item.f_code.co_filename == __file__
+
+
+def _in_words(old: Any, spared: set[int]) -> list[str]:
+    words = []
+    for holder in gc.get_referrers(old):
+        if isinstance(holder, types.FrameType):
+            if not _frame_here(holder):
+                code = holder.f_code
+                words.append(f"{code.co_name}() at {code.co_filename}:{holder.f_lineno}")
+        elif id(holder) not in spared:
+            words.append(f"a {type(holder).__module__}.{type(holder).__qualname__}")
+    return words or ["a variable of a running function"]
 
 
 def rebuild_process_groups(
@@ -52,7 +212,7 @@ def rebuild_process_groups(
     again, or restart the processes.
     """
     chunks = list(model_chunks or ())
-    let_go(chunks)
+    drop_collectives(chunks)
     old = _unique([*live_groups(), *groups])
     agreement.forget()
     leave_coalescing()

@@ -9,23 +9,23 @@ Importing this imports neither torch nor Megatron.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .errors import RankFailed, RanksLost, RankTraceback
-from .protocol import RankGroup, WorkerSpec
+from megatron_idempotent.lazy import attributes
+
+from .protocol import RankFailed, RankGroup, RanksLost, RankTraceback, WorkerSpec
 
 if TYPE_CHECKING:
     from .embedded import EmbeddedRanks
     from .exports import Exports, RemoteWeights
-    from .ray_ranks import RayRanks
+    from .ray import RayRanks
     from .torchrun import TorchrunRanks, run_rank, under_torchrun
 
 # Resolved at first use: the exports import torch.
 _HOMES = {
     "EmbeddedRanks": "embedded",
     "Exports": "exports",
-    "RayRanks": "ray_ranks",
+    "RayRanks": "ray",
     "RemoteWeights": "exports",
     "TorchrunRanks": "torchrun",
     "run_rank": "torchrun",
@@ -48,10 +48,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        from megatron_idempotent.missing import naming_the_remedy
-
-        with naming_the_remedy(f"{__name__}.{name}"):
-            return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = attributes(__name__, _HOMES)

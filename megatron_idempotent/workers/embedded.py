@@ -17,12 +17,10 @@ from megatron_idempotent.cpu.errors import RankError, RankTimeout, describe_exit
 from megatron_idempotent.cpu.pool import PROGRAM_PRELOAD, RankPool
 
 from . import wire
-from .connection import Connection
-from .errors import RanksLost
-from .group import SocketRanks
-from .protocol import WorkerSpec
-from .serve import ENDED, Seat
+from .protocol import RanksLost, WorkerSpec
+from .serve import ENDED, RankConnection
 from .server import Server
+from .socket_ranks import Connection, SocketRanks
 
 #: Of one life of the ranks: what `poll(2)`, which takes milliseconds in an int, allows.
 _LIFE_S = 24 * 24 * 3600.0
@@ -191,7 +189,7 @@ def _serve(
     if log_dir is not None:
         log_to(log_dir / f"rank-{rank}.log")
     hello = wire.Hello(generation=generation, rank=rank, pid=os.getpid())
-    Seat(address, token, hello).serve(spec)
+    RankConnection(address, token, hello).serve(spec)
 
 
 def log_to(path: Path) -> None:

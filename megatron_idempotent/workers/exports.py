@@ -15,11 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_idempotent.models.buckets import BucketStream
+from megatron_idempotent.hf.buckets import BucketStream
 from megatron_idempotent.weights.records import Bucket, TensorInfo, WeightSource, end_export
 
-from .errors import RanksLost
-from .protocol import RankGroup
+from .protocol import RankGroup, RanksLost
 
 #: Beyond the time of a call, for the ranks to be ended: bounds the wait for the loop itself.
 _MARGIN_S = 60.0

@@ -11,21 +11,20 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from . import pickles, wire
-from .errors import RankTraceback
-from .protocol import WorkerSpec
+from . import wire
+from .protocol import RankTraceback, WorkerSpec
 
 #: Exit code of a rank whose controller is gone, or has ended it.
 ENDED = 75
 
 
-class Seat:
+class RankConnection:
     """A rank's connection to its controller.
 
     A thread reads it all the time and ends the process when it breaks, wherever the main thread is,
     in a collective too. It touches neither pickles nor torch, so it can wait for neither.
 
-    Example: `Seat("unix:/run/user/1000/ranks", token, Hello(…)).serve(spec)`.
+    Example: `RankConnection("unix:/run/user/1000/ranks", token, Hello(…)).serve(spec)`.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class Seat:
             self._connection.close()
             raise
         self._connection.settimeout(None)
-        self._frames: queue.SimpleQueue[tuple[bytes, list[pickles.Bytes]]] = queue.SimpleQueue()
+        self._frames: queue.SimpleQueue[tuple[bytes, list[wire.Bytes]]] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="controller", daemon=True).start()
 
     def serve(self, spec: WorkerSpec, prepare: Callable[[], None] | None = None) -> None:
@@ -60,18 +59,18 @@ class Seat:
                     if prepare is not None:
                         prepare()
                     worker = make_worker(spec)
-                    answer = pickles.dump(None)
+                    answer = wire.dump(None)
                 else:
                     answer = _run(worker, parts)
             except BaseException as error:  # noqa: BLE001 (told to the controller, who decides)
-                self._send(b"E", pickles.dump(describe(self._rank, error)))
+                self._send(b"E", wire.dump(describe(self._rank, error)))
                 del error
             else:
                 self._send(b"R", answer)
                 del answer
             del parts  # or a large argument would live until the next call
 
-    def _send(self, kind: bytes, parts: list[pickles.Bytes]) -> None:
+    def _send(self, kind: bytes, parts: list[wire.Bytes]) -> None:
         try:
             wire.send_frame(self._connection, kind, parts)
         except OSError as error:
@@ -123,17 +122,17 @@ def run_method(worker: Any, method: str, args: tuple[Any, ...]) -> Any:
     return found(*args)
 
 
-def _run(worker: Any, parts: list[pickles.Bytes]) -> list[pickles.Bytes]:
+def _run(worker: Any, parts: list[wire.Bytes]) -> list[wire.Bytes]:
     # The first part says how many of the others are the common argument's; the rest are our own.
     count = int.from_bytes(parts[0], "big")
-    method, args = pickles.load(parts[1 : 1 + count])
+    method, args = wire.load(parts[1 : 1 + count])
     own = parts[1 + count :]
     parts.clear()
     if own:
-        args = (*args, pickles.load(own))
+        args = (*args, wire.load(own))
     result = run_method(worker, method, args)
     try:
-        return pickles.dump(result)
+        return wire.dump(result)
     except Exception as error:
         raise TypeError(
             f"the result of {method}(), a {type(result).__qualname__}, cannot be pickled: {error}"

@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from . import wire
-from .connection import Connection, receive
+from .socket_ranks import Connection, receive
 
 
 class Server:

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.cli import main
 from megatron_idempotent.cli.doctor import overview
-from megatron_idempotent.engine.catalogue import hazards, patches
-from megatron_idempotent.engine.control import apply
-from megatron_idempotent.engine.report import Report, Row
-from megatron_idempotent.engine.source import locate
-from megatron_idempotent.engine.versions import installed
+from megatron_idempotent.cli.main import main
+from megatron_idempotent.patching.api import apply
+from megatron_idempotent.patching.catalog import hazards, patches
+from megatron_idempotent.patching.report import Report, Row
+from megatron_idempotent.patching.source import locate
+from megatron_idempotent.patching.versions import installed
 
 PROBE = (
-    "import sys; from megatron_idempotent.cli import main; code = main(sys.argv[1:]); "
+    "import sys; from megatron_idempotent.cli.main import main; code = main(sys.argv[1:]); "
     "loaded = {'torch', 'megatron', 'numpy'} & set(sys.modules); "
     "sys.exit(f'imported {loaded}' if loaded else code)"
 )
@@ -164,7 +164,7 @@ def test_doctor_tells_a_commit_from_the_release_whose_version_it_says(checkout):
 STRIPPED = """
 import sys
 import megatron_idempotent.cpu.pytest_plugin
-from megatron_idempotent.cli import main
+from megatron_idempotent.cli.main import main
 megatron_idempotent.apply()
 problems = megatron_idempotent.apply(dry_run=True).problems  # no assert: it would be stripped too
 sys.exit(str(problems) if problems else main(["explain", "no_sync_func_reentry.py"]))

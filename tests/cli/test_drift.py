@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.cli import main
-from megatron_idempotent.engine import OPEN, UNTRIED, Patch, Reproduction, Target
-from megatron_idempotent.engine.catalogue import patches
-from megatron_idempotent.engine.source import locate, read_body
+from megatron_idempotent.cli.main import main
+from megatron_idempotent.patching import OPEN, UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.patching.source import locate, read_body
 
 INFO = "megatron.core.package_info"
 RANDOM = "megatron.core.tensor_parallel.random"
@@ -149,7 +149,7 @@ def test_what_holds_no_megatron_is_an_error_that_says_so(make, says, tmp_path, c
 
 def test_drift_imports_neither_torch_nor_megatron(tree):
     probe = (
-        "import sys; from megatron_idempotent.cli import main; main(sys.argv[1:]); "
+        "import sys; from megatron_idempotent.cli.main import main; main(sys.argv[1:]); "
         "sys.exit(str({'torch', 'megatron'} & set(sys.modules) or 0))"
     )
     command = [sys.executable, "-c", probe, "drift", str(tree)]
@@ -265,7 +265,7 @@ def test_a_body_of_before_the_hazard_is_not_called_new(tree, capsys, monkeypatch
         upstream="https://example.com",
         reproduction=Reproduction(run=print, ranks=1, stock_error="."),
     )
-    monkeypatch.setattr("megatron_idempotent.drift.patches", lambda: {patch.id: patch})
+    monkeypatch.setattr("megatron_idempotent.cli.drift.patches", lambda: {patch.id: patch})
     code, (row,) = rows(capsys, tree)
     assert (code, row["standing"]) == (0, "not_affected")
     assert "the hazard came with 0.16" in row["reason"]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent import proof
-from megatron_idempotent.cli import main
-from megatron_idempotent.proof import Finding
+from megatron_idempotent.cli import proof
+from megatron_idempotent.cli.main import main
+from megatron_idempotent.cli.proof import Finding
 
 
 def test_prove_shows_a_hazard_on_stock_and_its_absence_when_patched(capsys):
@@ -74,7 +74,7 @@ FALSE_ALARMS = {
     ),
     # Gradients begin with a number of their own.
     "no-sync-ends-early": (
-        "megatron_idempotent/megatron/no_sync.py",
+        "megatron_idempotent/megatron/ddp.py",
         "setattr(self, _ENTRIES, None)\n    original(self)\n",
         "original(self)\n    self.buffers[0].grad_data[0] = 1.0\n",
     ),
@@ -82,7 +82,7 @@ FALSE_ALARMS = {
 
 
 def test_prove_tells_of_a_patch_or_helper_that_breaks_a_right_program(tmp_path):
-    root = Path(proof.__file__).parents[1]
+    root = Path(proof.__file__).parents[2]
     for package in ("megatron_idempotent", "patches"):
         shutil.copytree(root / package, tmp_path / package)
     for name, right, wrong in FALSE_ALARMS.values():

@@ -18,8 +18,8 @@ import struct
 
 import pytest
 
-from megatron_idempotent.controller.records import RolloutGroup
-from megatron_idempotent.rollout.records import Sample
+from megatron_idempotent.controller.protocol import RolloutGroup
+from megatron_idempotent.engines.protocol import Sample
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import dataclasses
 import random
 
 from megatron_idempotent.controller.buffer import GroupBuffer
-from megatron_idempotent.controller.records import Admission
+from megatron_idempotent.controller.protocol import Admission
 from megatron_idempotent.controller.samplers import checked_evict, checked_select
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from megatron_idempotent.controller.buffer import MOST_REASONS, GroupBuffer, GroupStateError
-from megatron_idempotent.controller.records import Counts, Held
+from megatron_idempotent.controller.protocol import Counts, Held
 
 id_lists = st.lists(group_ids, max_size=4)
 

@@ -8,13 +8,8 @@ import pytest
 from toy import Toy, ToyStore, conserved, run_virtually
 from toy_faults import BAD, once, spinning_is_an_error, when
 
-from megatron_idempotent.controller import (
-    ControllerError,
-    InOrderSampler,
-    MemoryPlane,
-    Stalled,
-)
-from megatron_idempotent.controller.watchers import watchdog
+from megatron_idempotent.controller import ControllerError, InOrderSampler, MemoryPlane, Stalled
+from megatron_idempotent.controller.controller import watchdog
 
 
 def test_a_run_without_progress_says_where_it_stands_and_ends():

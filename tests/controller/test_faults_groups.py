@@ -9,13 +9,9 @@ import pytest
 from toy import Toy, ToyLogger, ToyStore
 from toy_faults import BAD, RealStore, once, stored
 
-from megatron_idempotent.controller import (
-    InOrderSampler,
-    MemoryPlane,
-    PoisonedPrompt,
-)
+from megatron_idempotent.controller import InOrderSampler, MemoryPlane, PoisonedPrompt
 from megatron_idempotent.controller.samplers import SamplerError
-from megatron_idempotent.controller.watch.loggers import Loggers
+from megatron_idempotent.metrics.loggers import Loggers
 from megatron_idempotent.workers import RanksLost
 
 

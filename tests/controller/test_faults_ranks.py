@@ -8,11 +8,7 @@ import pytest
 from toy import Toy, ToyStore, run_virtually
 from toy_faults import BAD, RealStore, fails_once, once, stored, when
 
-from megatron_idempotent.controller import (
-    InOrderSampler,
-    MemoryPlane,
-    StrictSampler,
-)
+from megatron_idempotent.controller import InOrderSampler, MemoryPlane, StrictSampler
 from megatron_idempotent.workers import RanksLost
 
 

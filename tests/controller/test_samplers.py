@@ -8,9 +8,7 @@ from custom_samplers import Answers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_idempotent.controller.errors import SettingsError
-from megatron_idempotent.controller.protocol import Sampler
-from megatron_idempotent.controller.records import Admission, Held
+from megatron_idempotent.controller.protocol import Admission, Held, Sampler
 from megatron_idempotent.controller.samplers import (
     FirstReadySampler,
     InOrderSampler,
@@ -21,6 +19,7 @@ from megatron_idempotent.controller.samplers import (
     checked_select,
     load_sampler,
 )
+from megatron_idempotent.metrics.loggers import SettingsError
 
 windows = st.integers(0, 3)
 counts = st.integers(0, 6)

@@ -15,7 +15,7 @@ from megatron_idempotent.controller import (
     StepOutcome,
     WindowedSampler,
 )
-from megatron_idempotent.rollout.records import Sample
+from megatron_idempotent.engines.protocol import Sample
 from megatron_idempotent.simulator.clock import run as run_virtually
 
 

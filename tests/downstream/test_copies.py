@@ -11,7 +11,7 @@ import pytest
 from loops import BRIDGE, SLIME, VERL, load, write
 
 from megatron_idempotent.cpu import RankError
-from megatron_idempotent.engine.source import locate
+from megatron_idempotent.patching.source import locate
 
 TAKEN = "config.no_sync_func is taken"
 REDUCED_EARLY = "has registered 3 gradients|Cannot set grad twice"  # the latter before 0.16

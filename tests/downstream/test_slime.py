@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_idempotent.cpu import RankError
-from megatron_idempotent.engine.source import locate
+from megatron_idempotent.patching.source import locate
 
 SOURCE = os.environ.get("SLIME_SOURCE", "")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megatron_idempotent import context_parallel_part
-from megatron_idempotent.fp8.alignment import RECIPES, TokenAlignment, token_alignment
-from megatron_idempotent.fp8.packing import Pack
+from megatron_idempotent.fp8.packing import RECIPES, Pack, TokenAlignment, token_alignment
 
 LAYOUTS = [
     (tp, cp, sequence_parallel)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_idempotent.cpu.allocations import peak_bytes
+from megatron_idempotent.cpu.probes import peak_bytes
 from megatron_idempotent.fp8.blockwise import (
     BLOCK,
     check_cuts,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_idempotent.fp8.alignment import RECIPES, TokenAlignment, token_alignment
-from megatron_idempotent.fp8.gates import Fp8Settings, fp8_settings
+from megatron_idempotent.fp8.packing import RECIPES, TokenAlignment, token_alignment
+from megatron_idempotent.fp8.settings import Fp8Settings, fp8_settings
 
 
 def lacking(recipe: str, **arguments: Any) -> list[str]:

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_idempotent import context_parallel_part, shift_targets
-from megatron_idempotent.fp8.alignment import TokenAlignment
-from megatron_idempotent.fp8.packing import Pack
+from megatron_idempotent.fp8.packing import Pack, TokenAlignment
 
 PAD, IGNORED = -7, -100
 

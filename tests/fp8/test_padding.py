@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_idempotent.fp8.alignment import TokenAlignment
+from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.fp8.padding import recover_left_padding, remove_left_padding
 
 PAD = 7

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_idempotent.cpu.choice import Device, chosen
+from megatron_idempotent.cpu.gpu import Device, chosen
 
 
 @pytest.fixture(scope="session")

@@ -108,7 +108,7 @@ def prove(run: Run) -> tuple[Rows, str]:
     asked = run.start(
         "affected",
         "-c",
-        "from megatron_idempotent.proof import affected; print('\\n'.join(affected()))",
+        "from megatron_idempotent.cli.proof import affected; print('\\n'.join(affected()))",
     )
     asked.wait()
     ids = asked.output.split()

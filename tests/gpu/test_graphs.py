@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.engine.source import locate
+from megatron_idempotent.patching.source import locate
 
 
 def iterations() -> tuple[list[list[float]], list[bytes], int]:

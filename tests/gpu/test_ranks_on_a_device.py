@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_idempotent import cpu
-from megatron_idempotent.cpu import choice, gpu
+from megatron_idempotent.cpu import gpu
 
 
 def where_it_computes() -> tuple[str, str, str, float]:
@@ -40,7 +40,7 @@ def test_two_ranks_compute_on_the_device_too(device, megatron_ranks):
 _ASKED = """
 import importlib, importlib.util, json, sys, warnings
 warnings.simplefilter("ignore")
-from megatron_idempotent.cpu import cuda_calls, runtime
+from megatron_idempotent.cpu import device, runtime
 asked = set()
 def told(name, answer):
     if isinstance(answer, type):
@@ -49,7 +49,7 @@ def told(name, answer):
         asked.add(name)
         return answer(*args, **kwargs)
     return call
-for answers in (cuda_calls.ANSWERS, cuda_calls.ACCELERATOR_ANSWERS):
+for answers in (device.ANSWERS, device.ACCELERATOR_ANSWERS):
     for name in answers:
         answers[name] = told(name, answers[name])
 runtime.enable()
@@ -110,15 +110,15 @@ def test_without_a_gpu_asking_for_one_says_why():
     ],
 )
 def test_an_argument_wins_over_the_environment(argument, variable, expected, monkeypatch):
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.delenv(gpu.VARIABLE, raising=False)
     if variable is not None:
-        monkeypatch.setenv(choice.VARIABLE, variable)
-    assert choice.chosen(argument) == expected
+        monkeypatch.setenv(gpu.VARIABLE, variable)
+    assert gpu.chosen(argument) == expected
     assert cpu.RankPool(1, device=argument).device == expected
 
 
 def test_an_unknown_device_is_named_with_those_that_there_are(monkeypatch):
-    monkeypatch.setenv(choice.VARIABLE, "gpu")
+    monkeypatch.setenv(gpu.VARIABLE, "gpu")
     with pytest.raises(ValueError, match="MEGATRON_IDEMPOTENT_DEVICE is 'gpu'; allowed: cpu, cuda"):
         cpu.RankPool(1)
 

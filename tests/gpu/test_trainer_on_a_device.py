@@ -9,12 +9,11 @@ import pytest
 
 pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 
-from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
-from megatron_idempotent.engine.source import locate
+from megatron_idempotent.metrics.loggers import METRICS_FILE, read_metrics
+from megatron_idempotent.patching.source import locate
 from megatron_idempotent.trainer import launch
 from megatron_idempotent.trainer.config import load_config
-from megatron_idempotent.trainer.memory import Memory, MemoryLedger
-from megatron_idempotent.trainer.metrics import Stopwatch
+from megatron_idempotent.trainer.loop import MemoryLedger, MemoryReading, Stopwatch
 from megatron_idempotent.trainer.output import prepare
 
 SMALL = (
@@ -75,10 +74,10 @@ def test_the_ledger_says_what_a_phase_held_and_what_it_kept():
     gib = 1 << 30
     states = iter(
         [
-            Memory(allocated=2 * gib, reserved=3 * gib, peak=2 * gib),
-            Memory(allocated=2 * gib, reserved=8 * gib, peak=7 * gib),
-            Memory(allocated=2 * gib, reserved=8 * gib, peak=2 * gib),
-            Memory(allocated=3 * gib, reserved=8 * gib, peak=4 * gib),
+            MemoryReading(allocated=2 * gib, reserved=3 * gib, peak=2 * gib),
+            MemoryReading(allocated=2 * gib, reserved=8 * gib, peak=7 * gib),
+            MemoryReading(allocated=2 * gib, reserved=8 * gib, peak=2 * gib),
+            MemoryReading(allocated=3 * gib, reserved=8 * gib, peak=4 * gib),
         ]
     )
     resets = []

@@ -17,9 +17,9 @@ def synced(folder: str, rounds: int) -> list[tuple[bool, float, list[int]]]:
     import torch
 
     from benchmarks.weight_sync import _model, _train
-    from megatron_idempotent.models import MegatronWeights
-    from megatron_idempotent.rollout import Request
-    from megatron_idempotent.rollout.local import TransformersEngine
+    from megatron_idempotent.engines import Request
+    from megatron_idempotent.engines.transformers import TransformersEngine
+    from megatron_idempotent.hf import MegatronWeights
     from megatron_idempotent.sync import SyncSettings, WeightSync
 
     chunks, arch = _model(Path(folder), 128)
@@ -112,7 +112,7 @@ def staged_beside(nbytes: int) -> tuple[bool, bool]:
     """On a rank with a GPU: an engine's copies of an update, while the current stream is busy."""
     import torch
 
-    from megatron_idempotent.rollout.local.incoming import Incoming
+    from megatron_idempotent.engines.transformers.weights import Incoming
     from megatron_idempotent.weights import Bucket, TensorInfo, WeightUpdate
 
     weights = torch.randint(0, 127, (nbytes,), dtype=torch.uint8, device="cuda")

@@ -19,10 +19,10 @@ WIDE = (1, 2, 1, 256, 64)
 @contextlib.contextmanager
 def in_blocks(shape: str = "small") -> Iterator[None]:
     """Let the kernels compute in blocks of that shape."""
-    from megatron_idempotent.logprobs import triton_blocks
+    from megatron_idempotent.logprobs import triton_kernels
 
-    chosen = triton_blocks.Shape(*SHAPES.get(shape, WIDE))
-    with triton_blocks.using(statistics=chosen, gradient=chosen):
+    chosen = triton_kernels.Shape(*SHAPES.get(shape, WIDE))
+    with triton_kernels.using(statistics=chosen, gradient=chosen):
         yield
 
 

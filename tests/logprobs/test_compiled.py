@@ -16,7 +16,7 @@ def compiled() -> None:
     from cases import case, truth
 
     from megatron_idempotent import Sampling, token_logprobs
-    from megatron_idempotent.logprobs import fused
+    from megatron_idempotent.logprobs import statistics
 
     def close(name: str, value: Any, expected: Any) -> None:
         error = (value.double() - getattr(expected, name)).abs()
@@ -50,7 +50,7 @@ def compiled() -> None:
         close("gradient", leaf.grad, expected)
         done.add(kind)
     assert len(done) == 2
-    assert fused.compiled.cache_info().currsize == 2  # statistics and their gradient
+    assert statistics.compiled.cache_info().currsize == 2  # statistics and their gradient
 
     torch.manual_seed(0)
     arguments = {

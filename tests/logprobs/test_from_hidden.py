@@ -135,7 +135,7 @@ def what_is_needed() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from megatron_idempotent import token_logprobs
-    from megatron_idempotent.cpu.allocations import peak_bytes
+    from megatron_idempotent.cpu.probes import peak_bytes
 
     class Products(TorchDispatchMode):
         shapes: list[tuple[int, ...]]
@@ -188,9 +188,9 @@ def run_parts(tokens: int, columns: int) -> int:
     """In how many parts the backward makes the logits."""
     import torch
 
-    from megatron_idempotent.logprobs.parts import Parts
+    from megatron_idempotent.logprobs.sources import ProductParts
 
-    return len(list(Parts(8 << 20, False, False).of_columns(tokens, columns, torch.float32)))
+    return len(list(ProductParts(8 << 20, False, False).of_columns(tokens, columns, torch.float32)))
 
 
 def test_only_what_is_asked_for_is_multiplied_and_held(megatron_ranks):

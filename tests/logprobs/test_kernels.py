@@ -268,7 +268,7 @@ def choice(environment: str | None) -> dict[str, str]:
     """On a rank: which kernels run, or what is said."""
     import torch
 
-    from megatron_idempotent.logprobs.backend import backend_of
+    from megatron_idempotent.logprobs.request import backend_of
 
     if environment is None:
         os.environ.pop("MEGATRON_IDEMPOTENT_TRITON")
@@ -302,7 +302,7 @@ def test_the_argument_comes_before_the_environment_and_that_before_the_device(ke
         "MEGATRON_IDEMPOTENT_TRITON='yes' in the environment: 1, 0 or nothing"
     )
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    from megatron_idempotent.logprobs.backend import backend_of
+    from megatron_idempotent.logprobs.request import backend_of
 
     torch = pytest.importorskip("torch")
     with pytest.raises(ValueError, match="cpu is no GPU: set TRITON_INTERPRET=1"):

@@ -106,7 +106,7 @@ def largest() -> list[int]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from megatron_idempotent.cpu import tiny
-    from megatron_idempotent.logprobs import parts
+    from megatron_idempotent.logprobs import sources
 
     class Watching(TorchDispatchMode):
         rows = 0
@@ -120,14 +120,14 @@ def largest() -> list[int]:
     (chunk,) = models.build(layers_per_stage=1).chunks
     tokens = models.case()[0].repeat(4, 1)
     found = []
-    narrowest, parts.NARROWEST = parts.NARROWEST, 4  # of a vocabulary of 128
+    narrowest, sources.NARROWEST = sources.NARROWEST, 4  # of a vocabulary of 128
     try:
         for way in (models.from_hidden, models.from_logits):
             with Watching() as watching, torch.no_grad():
                 way(chunk, tokens, {"targets": tokens, "workspace_bytes": 4096})
             found.append(watching.rows)
     finally:
-        parts.NARROWEST = narrowest
+        sources.NARROWEST = narrowest
     return found
 
 

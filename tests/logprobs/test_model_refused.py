@@ -115,7 +115,7 @@ def without_patches() -> str:
 
 
 def test_an_older_release_asks_for_its_patch(megatron_ranks):
-    from megatron_idempotent.proof import affected
+    from megatron_idempotent.cli.proof import affected
 
     (said,) = megatron_ranks(1, without_patches)
     if "logits-always-built" in affected():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 def test_blocks_are_all_kept_rows_in_order(masks, rows):
     import torch
 
-    from megatron_idempotent.logprobs.rows import blocks, places
+    from megatron_idempotent.logprobs.rows import blocks, flat_indices
 
     sizes = [len(mask) for mask in masks]
     kept_N = torch.tensor([each for mask in masks for each in mask], dtype=torch.bool)
@@ -30,7 +30,7 @@ def test_blocks_are_all_kept_rows_in_order(masks, rows):
     ]
     assert found == wanted
     at = {}
-    for panel, chosen, row in places(sizes, kept_N, torch.arange(len(wanted))):
+    for panel, chosen, row in flat_indices(sizes, kept_N, torch.arange(len(wanted))):
         numbers = torch.arange(len(wanted))[chosen]
         at |= dict(zip(numbers.tolist(), ((panel, each) for each in row.tolist()), strict=True))
     assert [at[number] for number in range(len(wanted))] == wanted

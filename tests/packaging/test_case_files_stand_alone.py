@@ -20,7 +20,7 @@ LIBRARY, PATCHES = ROOT / "megatron_idempotent", ROOT / "patches"
 NAME = "megatron_idempotent.patches"
 CASES = sorted(path for path in PATCHES.glob("*.py") if not path.name.startswith("_"))
 #: Rooms that a case file is built on; its reproduction may use any.
-BELOW = ("megatron_idempotent.engine", "megatron_idempotent.megatron")
+BELOW = ("megatron_idempotent.patching", "megatron_idempotent.megatron")
 
 
 def imported(path: Path, *, at_import: bool = False) -> Iterator[str]:
@@ -87,7 +87,7 @@ def test_the_rule_sees_what_it_is_to_see(tmp_path, monkeypatch):
 _IMPORT_ALL = """
 import importlib, pkgutil
 import megatron_idempotent
-for room in ("megatron", "window", "step", "logprobs", "fp8", "engine"):
+for room in ("megatron", "window", "step", "logprobs", "fp8", "patching", "ranks"):
     package = importlib.import_module(f"megatron_idempotent.{room}")
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)

@@ -13,8 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from megatron_idempotent.engine import OPEN, UNTRIED
-from megatron_idempotent.engine.catalogue import hazards
+from megatron_idempotent.patching import OPEN, UNTRIED
+from megatron_idempotent.patching.catalog import hazards
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
 ROOT = Path(__file__).parents[2]

@@ -133,7 +133,7 @@ def test_the_installed_wheel_finds_its_case_files(installed):
         "import megatron_idempotent\n"
         "print(megatron_idempotent.__file__)\n"
         "megatron_idempotent.apply()\n"
-        "from megatron_idempotent.engine.catalogue import hazards\n"
+        "from megatron_idempotent.patching.catalog import hazards\n"
         "print(*hazards())\n"
     )
     output = run(sys.executable, "-S", "-I", "-c", program, cwd=installed)
@@ -213,7 +213,7 @@ print(json.dumps(found))
 
 
 def test_without_torch_every_public_name_says_what_brings_it_or_works(installed):
-    parts = ("", ".cpu", ".controller", ".models", ".rollout", ".sync", ".weights", ".workers")
+    parts = ("", ".cpu", ".controller", ".hf", ".engines", ".sync", ".weights", ".workers")
     packages = [f"megatron_idempotent{part}" for part in parts]
     command = (sys.executable, "-S", "-I", "-c", WITHOUT_TORCH, str(installed), *packages)
     found = json.loads(run(*command, cwd=installed))

@@ -119,7 +119,7 @@ class Run:
 
     def check(self) -> None:
         """What debug mode does before an optimizer's step."""
-        from megatron_idempotent.window.check import check_replicas
+        from megatron_idempotent.window.replica_check import check_replicas
 
         check_replicas(self.bench.chunks)
 
@@ -398,8 +398,8 @@ def run(programs: list[Program], *, applied: str | None) -> list[Result]:
 
 def _apply(applied: str | None) -> None:
     import megatron_idempotent
-    from megatron_idempotent.engine.catalogue import patches
-    from megatron_idempotent.engine.report import COVERED
+    from megatron_idempotent.patching.catalog import patches
+    from megatron_idempotent.patching.report import COVERED
 
     if applied == "backwards":
         rows = [row.id for row in megatron_idempotent.apply(dry_run=True) if row.status in COVERED]

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from megatron_idempotent import proof
-from megatron_idempotent.engine.catalogue import hazards, patches
-from megatron_idempotent.engine.groups import GROUPS
-from megatron_idempotent.engine.report import Report, Row
+from megatron_idempotent.cli import proof
+from megatron_idempotent.patching.catalog import hazards, patches
+from megatron_idempotent.patching.record import GROUPS
+from megatron_idempotent.patching.report import Report, Row
 
 AFFECTED = [each for each in proof.affected() if each in patches()]
 BESIDE = [name for name in AFFECTED if hazards()[name].reproduction.neighbour is not None]
@@ -92,7 +92,7 @@ def test_every_group_has_members_and_a_case_file_names_no_other():
 
 
 def test_doctor_says_what_a_group_lacks(monkeypatch, capsys):
-    from megatron_idempotent.cli import main
+    from megatron_idempotent.cli.main import main
 
     monkeypatch.setenv("MEGATRON_IDEMPOTENT_DISABLE", "unscaled-twice")
     assert main(["doctor"]) == 0

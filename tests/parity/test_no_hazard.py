@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_idempotent.engine import OPEN, versions
-from megatron_idempotent.engine.source import locate
+from megatron_idempotent.patching import OPEN, versions
+from megatron_idempotent.patching.source import locate
 
 COLLECTIVES = (
     *("all_reduce", "reduce", "broadcast", "barrier"),

@@ -22,7 +22,7 @@ from reduction_programs import (
 )
 from reductions import run
 
-from megatron_idempotent.engine.source import locate
+from megatron_idempotent.patching.source import locate
 
 BUFFER = locate("megatron.core.distributed.param_and_grad_buffer")
 assert BUFFER is not None, "the tests need a Megatron"

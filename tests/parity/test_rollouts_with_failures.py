@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_idempotent.engine.source import locate
+from megatron_idempotent.patching.source import locate
 
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 MICROBATCHES = 4

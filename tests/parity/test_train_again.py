@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from megatron_idempotent.cpu import RankError
-from megatron_idempotent.engine.source import locate
+from megatron_idempotent.patching.source import locate
 
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 NO_SYNC = r"config\.no_sync_func must be None"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.engine.source import locate
+from megatron_idempotent.patching.source import locate
 
 STEP = str(Path(__file__).parents[1] / "step")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")

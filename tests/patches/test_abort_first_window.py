@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from abort_sites import Interrupted
 
+from megatron_idempotent.cli.proof import affected
 from megatron_idempotent.cpu import RankError
-from megatron_idempotent.proof import affected
 
 pytestmark = pytest.mark.skipif(
     "first-window-aborted" not in affected(), reason="before 0.16 nothing is learned"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_idempotent.engine.source import locate
+from megatron_idempotent.patching.source import locate
 
 needs_training = pytest.mark.skipif(
     locate("megatron.training.training") is None,

@@ -64,7 +64,7 @@ def sums() -> None:
     """On a rank: what the checksum sees."""
     import torch
 
-    from megatron_idempotent.window.check import checksum
+    from megatron_idempotent.window.replica_check import checksum
 
     values = torch.arange(3_000_000, dtype=torch.float32)
     swapped = values.clone()
@@ -85,7 +85,7 @@ def status_without_the_switch() -> tuple[str, bool]:
     """On a rank: the row of the check, and whether it stands around any function."""
     os.environ.pop("MEGATRON_IDEMPOTENT_CHECK", None)
     import megatron_idempotent
-    from megatron_idempotent.engine.landing import state
+    from megatron_idempotent.patching.install import state
 
     row = megatron_idempotent.apply(strict=True)[ID]
     return row.status, any(ID in site.layers for site in state.sites.values())

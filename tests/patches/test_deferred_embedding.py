@@ -13,11 +13,11 @@ def behind_an_abort() -> list[tuple[int, int]]:
     from megatron_idempotent.patches.deferred_embedding_leftovers import schedule
 
     import megatron_idempotent
-    from megatron_idempotent.megatron import deferred_embedding
+    from megatron_idempotent.megatron import schedules
 
     megatron_idempotent.apply()
     model = _deferred_embedding.build(overlap_grad_reduce=False)
-    kept = deferred_embedding.buffers(model.chunks)
+    kept = schedules.buffers(model.chunks)
     if kept is None:
         return []
 
@@ -157,7 +157,7 @@ def computed_by_the_caller(applied: bool) -> list[bytes]:
 
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
-    from megatron_idempotent.megatron import deferred_embedding
+    from megatron_idempotent.megatron import schedules
 
     if applied:
         megatron_idempotent.apply(strict=True)
@@ -174,7 +174,7 @@ def computed_by_the_caller(applied: bool) -> list[bytes]:
                 model.chunks[0].zero_grad_buffer()
                 for microbatches in calls:
                     model.forward_backward(microbatches, data_seed=number, zero_first=False)
-                    if model is deferring and deferred_embedding.buffers(model.chunks):
+                    if model is deferring and schedules.buffers(model.chunks):
                         # From 0.14 on it is told the last stage and the tensor-parallel group.
                         rest = (True, parallel_state.get_tensor_model_parallel_group())
                         finish_embedding_wgrad_compute(

@@ -21,7 +21,7 @@ def built(*, applied: bool = True, **layout):
 def synced(model) -> tuple[int, int]:
     """Bucket groups that were pending, and collectives that it took."""
     import megatron_idempotent
-    from megatron_idempotent.cpu.dispatched import watching_collectives
+    from megatron_idempotent.cpu.probes import watching_collectives
 
     seen: list[str] = []
     with watching_collectives(lambda name, _: seen.append(name)):

@@ -7,9 +7,9 @@ import importlib.util
 
 import pytest
 
-from megatron_idempotent.engine import versions
-from megatron_idempotent.engine.catalogue import patches
-from megatron_idempotent.engine.source import locate
+from megatron_idempotent.patching import versions
+from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.patching.source import locate
 
 STALE, ERASED = "layerwise-params-stale-after-step", "layerwise-gather-erases-gradients"
 INSTALLED = versions.installed("megatron-core")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_idempotent.proof import affected
+from megatron_idempotent.cli.proof import affected
 
 
 def _model() -> tuple[Any, tuple[Any, ...]]:

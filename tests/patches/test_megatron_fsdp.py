@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from megatron_idempotent.engine.source import locate, read_body
+from megatron_idempotent.patching.source import locate, read_body
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _EXPERIMENTAL = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_idempotent.engine.source import locate, read_body
+from megatron_idempotent.patching.source import locate, read_body
 
 
 def _defines(module: str, name: str) -> bool:

@@ -9,7 +9,7 @@ import io
 import pytest
 
 from megatron_idempotent.cpu import RankError
-from megatron_idempotent.engine.versions import installed
+from megatron_idempotent.patching.versions import installed
 
 release = installed("megatron-core")
 if release is None or release.release < (0, 16):

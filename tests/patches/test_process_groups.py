@@ -114,12 +114,7 @@ def _poisoned_and_rebuilt(layout, site):
     import torch.distributed as dist
     from megatron.core import parallel_state, pipeline_parallel
 
-    from megatron_idempotent import (
-        SessionPoisoned,
-        agree,
-        guarded_window,
-        rebuild_process_groups,
-    )
+    from megatron_idempotent import SessionPoisoned, agree, guarded_window, rebuild_process_groups
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.get("tp", 1),

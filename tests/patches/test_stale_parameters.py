@@ -33,7 +33,7 @@ def collectives_of_training(only: tuple[str, ...], layout: dict, iterations: int
 
     With the hooks as `train()` has them: off in the first iteration, on from the second.
     """
-    from megatron_idempotent.cpu.dispatched import watching_collectives
+    from megatron_idempotent.cpu.probes import watching_collectives
 
     issued: list[str] = []
     model = built(only, **layout)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megatron_idempotent.engine import OPEN, versions
+from megatron_idempotent.patching import OPEN, versions
 
 INSTALLED = versions.installed("megatron-core")
 assert INSTALLED is not None, "the tests need a Megatron"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_idempotent.engine.source import locate
+from megatron_idempotent.patching.source import locate
 
 MICROBATCHES = 4
 

@@ -19,7 +19,7 @@ elif os.environ.get("MEGATRON_IDEMPOTENT_RAY") != "1":
 else:
     WHY = ""
     # The contracts, and what they are made of, live beside the other kinds that keep them.
-    for folder in ("workers", "controller", "rollout", "step", "trainer"):
+    for folder in ("workers", "controller", "engines", "step", "trainer"):
         sys.path.append(str(TESTS / folder))
     pytest.register_assert_rewrite(
         "contract",
@@ -74,7 +74,7 @@ def make_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def queue(cluster):
     """TransferQueue on that cluster."""
-    from megatron_idempotent.controller.transfer_queue import connect
+    from megatron_idempotent.controller.data_plane import connect
 
     if importlib.util.find_spec("transfer_queue") is None:
         pytest.skip("TransferQueue is not installed; `make test-ray` brings it")

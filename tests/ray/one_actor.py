@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_idempotent.rollout.ray import RayEngine
-from megatron_idempotent.rollout.ray.remote import Remote
+from megatron_idempotent.engines.ray import RayEngine
+from megatron_idempotent.engines.ray.engine import Remote
 
 
 class OneActor(Remote):

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 
-from megatron_idempotent.rollout.local import TransformersEngine
+from megatron_idempotent.engines.transformers import TransformersEngine
 
 
 class WatchedEngine(TransformersEngine):

@@ -11,8 +11,8 @@ from local_cases import request, works
 from one_actor import engine_in_it
 from tiny import read_weights
 
-from megatron_idempotent.rollout import EngineDead, EngineError
-from megatron_idempotent.rollout.ray import RayEngine
+from megatron_idempotent.engines import EngineDead, EngineError
+from megatron_idempotent.engines.ray import RayEngine
 
 contract = ContractBase()
 

@@ -8,10 +8,8 @@ import sys
 import numpy
 import pytest
 
-from megatron_idempotent.workers.errors import RanksLost
-from megatron_idempotent.workers.protocol import WorkerSpec
-from megatron_idempotent.workers.ray_actor import Seat, places
-from megatron_idempotent.workers.ray_ranks import RayRanks
+from megatron_idempotent.workers.protocol import RanksLost, WorkerSpec
+from megatron_idempotent.workers.ray import NodePlacement, RayRanks, places
 
 SPEC = WorkerSpec(
     factory="ray_cases:make_surroundings",
@@ -99,7 +97,7 @@ def reserved(cluster):
 
 
 def test_ranks_of_a_node_are_neighbours():
-    seats = [Seat(node=node, address=f"10.0.0.{node}") for node in "2121"]
+    seats = [NodePlacement(node=node, address=f"10.0.0.{node}") for node in "2121"]
     found = places(seats, shows_own_gpus=False)
     assert [each.rank for each in found] == [0, 1, 2, 3]
     assert [each.actor for each in found] == [0, 2, 1, 3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from contract_ranks import FactoryContract, RankContract
 
-from megatron_idempotent.workers.ray_ranks import RayRanks
+from megatron_idempotent.workers.ray import RayRanks
 
 
 @pytest.fixture(scope="module")

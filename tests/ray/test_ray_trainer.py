@@ -8,9 +8,9 @@ pytest.importorskip("transformers")
 
 from async_cases import job_for
 
-from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
-from megatron_idempotent.trainer.job import data_path
-from megatron_idempotent.trainer.stream.run import run_controller
+from megatron_idempotent.metrics.loggers import METRICS_FILE, read_metrics
+from megatron_idempotent.trainer.async_run import run_controller
+from megatron_idempotent.trainer.output import data_path
 from megatron_idempotent.trainer.task.prompts import read_prompts
 
 

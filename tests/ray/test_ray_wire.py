@@ -8,17 +8,20 @@ import pickle
 import pytest
 import torch
 
-from megatron_idempotent.rollout.errors import (
+from megatron_idempotent.engines.protocol import (
     EngineDead,
     EngineError,
     EngineTimeout,
     EngineUnsupported,
 )
-from megatron_idempotent.rollout.ray.actor import HostedEngine
-from megatron_idempotent.rollout.ray.arrival import Arrival
-from megatron_idempotent.rollout.ray.held import hold
-from megatron_idempotent.rollout.ray.sending import send
-from megatron_idempotent.rollout.ray.wire import Answer, pack, unpack
+from megatron_idempotent.engines.ray.actor import (
+    BucketQueue,
+    CallResult,
+    HostedEngine,
+    pack,
+    unpack,
+)
+from megatron_idempotent.engines.ray.buckets import hold, send
 from megatron_idempotent.weights import (
     Bucket,
     UpdateDamaged,
@@ -71,7 +74,7 @@ def test_a_bucket_arrives_as_it_was_sent_and_can_be_written():
     ],
 )
 def test_errors_come_back_in_their_own_class(kind):
-    answer = pickle.loads(pickle.dumps(Answer.of(kind("what it says"))))
+    answer = pickle.loads(pickle.dumps(CallResult.of(kind("what it says"))))
     with pytest.raises(kind, match=r"^what it says$") as found:
         answer.unwrap("engine")
     assert type(found.value) is kind
@@ -83,7 +86,7 @@ class Local(EngineError):
 
 def test_an_error_of_an_unknown_kind_comes_back_as_what_it_is_a_kind_of():
     with pytest.raises(EngineError, match=r"^own$") as found:
-        Answer.of(Local("own")).unwrap("engine")
+        CallResult.of(Local("own")).unwrap("engine")
     assert type(found.value) is EngineError
 
 
@@ -93,7 +96,7 @@ async def read(arrival):
 
 def test_buckets_that_come_in_another_order_are_read_in_their_own():
     async def scenario():
-        arrival = Arrival()
+        arrival = BucketQueue()
         given = [pack(Bucket.of(index, {"a": torch.zeros(1)})) for index in range(3)]
         reading = asyncio.ensure_future(read(arrival))
         putting = []
@@ -110,7 +113,7 @@ def test_buckets_that_come_in_another_order_are_read_in_their_own():
 
 def test_a_reader_that_ends_lets_all_go():
     async def scenario():
-        arrival = Arrival()
+        arrival = BucketQueue()
         packed = pack(Bucket.of(0, {"a": torch.zeros(1)}))
         putting = asyncio.ensure_future(arrival.put(0, packed))
         asking = asyncio.ensure_future(arrival.wanted())

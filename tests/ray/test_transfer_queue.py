@@ -9,7 +9,7 @@ import pytest
 import torch
 from contract_plane import PlaneContract, group
 
-from megatron_idempotent.controller.transfer_queue import TransferQueuePlane
+from megatron_idempotent.controller.data_plane import TransferQueuePlane
 
 
 class TestTransferQueuePlane(PlaneContract):

@@ -16,23 +16,16 @@ from typing import Any
 
 from small_run import SMALL
 
-from megatron_idempotent.controller import (
-    Controller,
-    PublishFailed,
-    Stalled,
-    Status,
-    StepFailed,
-)
-from megatron_idempotent.controller.watch.loggers import Loggers
+from megatron_idempotent.controller import Controller, PublishFailed, Stalled, Status, StepFailed
+from megatron_idempotent.metrics.loggers import Loggers
 from megatron_idempotent.simulator import clock
 from megatron_idempotent.simulator.faults import Fault, InjectedError
 from megatron_idempotent.simulator.latency import uniform
-from megatron_idempotent.simulator.measured import MeasuredFleet, sync_settings
-from megatron_idempotent.simulator.policy import BrokenRule
-from megatron_idempotent.simulator.run import Simulation
+from megatron_idempotent.simulator.run import MeasuredFleet, Simulation, sync_settings
 from megatron_idempotent.simulator.scenario import Scenario
-from megatron_idempotent.simulator.world import (
+from megatron_idempotent.simulator.trainer import (
     _FLAT,
+    BrokenRule,
     CountingPlane,
     SimulatedPrompts,
     SimulatedWeights,
@@ -345,7 +338,7 @@ class Teller:
             left = [
                 task
                 for task in asyncio.all_tasks() - self._ours
-                if "OneUpdate" not in repr(task) and "SimulatedEngine" not in repr(task)
+                if "UpdateAttempt" not in repr(task) and "SimulatedEngine" not in repr(task)
             ]
             assert not left, left
         status = await controller.ping()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_idempotent.simulator.costs import EngineCosts
 from megatron_idempotent.simulator.faults import Fault
 from megatron_idempotent.simulator.latency import LogNormal
-from megatron_idempotent.simulator.policy import TrainCosts
-from megatron_idempotent.simulator.report import Report
+from megatron_idempotent.simulator.report import SimulationReport
 from megatron_idempotent.simulator.run import Simulation, simulate
 from megatron_idempotent.simulator.scenario import Limits, Scenario, SyncCosts
+from megatron_idempotent.simulator.serving import EngineCosts
+from megatron_idempotent.simulator.trainer import TrainCosts
 
 SMALL = Scenario(
     steps=16,
@@ -30,7 +30,7 @@ SMALL = Scenario(
 )
 
 
-def run(*faults: Fault, **more: Any) -> tuple[Report, Simulation]:
+def run(*faults: Fault, **more: Any) -> tuple[SimulationReport, Simulation]:
     """The small scenario with faults; what holds in every run is checked."""
     scenario = dataclasses.replace(SMALL, faults=faults, **more)
     seen: list[Simulation] = []
@@ -43,7 +43,7 @@ def run(*faults: Fault, **more: Any) -> tuple[Report, Simulation]:
     return report, seen[0]
 
 
-def check(report: Report, scenario: Scenario) -> None:
+def check(report: SimulationReport, scenario: Scenario) -> None:
     """It has come to its end, no group is lost, and none has counted twice."""
     assert report.steps == scenario.steps
     assert report.conserved, report.counts

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megatron_idempotent.simulator.__main__ import SHIPPED, main
-from megatron_idempotent.simulator.costs import EngineCosts
 from megatron_idempotent.simulator.faults import Fault
 from megatron_idempotent.simulator.latency import (
     Constant,
@@ -22,6 +21,7 @@ from megatron_idempotent.simulator.latency import (
     uniform,
 )
 from megatron_idempotent.simulator.scenario import Scenario, ScenarioError, load_scenario
+from megatron_idempotent.simulator.serving import EngineCosts
 
 
 def draws(of: object, count: int = 20000) -> list[float]:

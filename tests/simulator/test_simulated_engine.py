@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from megatron_idempotent.rollout import EngineDead, EngineError, Request, RolloutEngine, Sample
-from megatron_idempotent.rollout.resubmit import generate_whole
+from megatron_idempotent.engines import EngineDead, EngineError, Request, RolloutEngine, Sample
+from megatron_idempotent.engines.pool import generate_whole
 from megatron_idempotent.simulator.clock import run
-from megatron_idempotent.simulator.costs import EngineCosts
 from megatron_idempotent.simulator.engine import SimulatedEngine
 from megatron_idempotent.simulator.faults import Fault, Faults
+from megatron_idempotent.simulator.serving import EngineCosts
 from megatron_idempotent.weights import Bucket, UpdateDamaged, UpdateRefused, WeightUpdate
 
 COSTS = EngineCosts(

@@ -10,15 +10,15 @@ import pytest
 from small_run import SMALL, check, run
 
 from megatron_idempotent.controller import EnginesLost, Fleet
-from megatron_idempotent.controller.errors import Stalled, StepFailed
-from megatron_idempotent.rollout import Request
+from megatron_idempotent.controller.protocol import Stalled, StepFailed
+from megatron_idempotent.engines import Request
 from megatron_idempotent.simulator.clock import run as run_virtually
 from megatron_idempotent.simulator.engine import SimulatedEngine
 from megatron_idempotent.simulator.faults import Fault, Faults
 from megatron_idempotent.simulator.run import Simulation, simulate
 from megatron_idempotent.simulator.scenario import Limits
-from megatron_idempotent.simulator.world import SimulatedWeights
-from megatron_idempotent.workers.errors import RanksLost
+from megatron_idempotent.simulator.trainer import SimulatedWeights
+from megatron_idempotent.workers.protocol import RanksLost
 
 
 def engine(kind: str, **more: Any) -> Fault:

@@ -7,13 +7,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_idempotent.controller.records import RolloutGroup
-from megatron_idempotent.rollout import Sample
+from megatron_idempotent.controller.protocol import RolloutGroup
+from megatron_idempotent.engines import Sample
 from megatron_idempotent.simulator.clock import run
 from megatron_idempotent.simulator.faults import Fault, Faults, InjectedError
-from megatron_idempotent.simulator.policy import BrokenRule, SimulatedPolicy, TrainCosts
-from megatron_idempotent.simulator.world import MemoryStore
-from megatron_idempotent.workers.errors import RanksLost
+from megatron_idempotent.simulator.trainer import (
+    BrokenRule,
+    MemoryStore,
+    SimulatedPolicy,
+    TrainCosts,
+)
+from megatron_idempotent.workers.protocol import RanksLost
 
 COSTS = TrainCosts(
     token_s=1.0, microbatch_s=2.0, finish_s=3.0, abort_s=1.0, save_s=4.0, restore_s=5.0

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from small_run import SMALL, check, run
 
-from megatron_idempotent.controller.errors import SettingsError
-from megatron_idempotent.simulator.costs import EngineCosts
+from megatron_idempotent.metrics.loggers import SettingsError
 from megatron_idempotent.simulator.latency import Constant, LogNormal
-from megatron_idempotent.simulator.policy import TrainCosts
 from megatron_idempotent.simulator.run import Simulation, simulate
 from megatron_idempotent.simulator.scenario import SyncCosts
+from megatron_idempotent.simulator.serving import EngineCosts
+from megatron_idempotent.simulator.trainer import TrainCosts
 
 
 @pytest.mark.parametrize(

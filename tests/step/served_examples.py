@@ -57,7 +57,7 @@ def _helpers(*folders: str) -> None:
 
 def on_one_rank(folder: Path) -> None:
     """With engines in memory and over HTTP, a fleet of toys, and weights of a few bytes."""
-    _helpers("rollout", "sync", "controller")
+    _helpers("engines", "sync", "controller")
     tiny = importlib.import_module("tiny")
     checkpoint = tiny.make_checkpoint(folder / CHECKPOINT, vocabulary=128)
     for file, example in SERVED.items():
@@ -86,7 +86,7 @@ def _controller(file: str, folder: Path, checkpoint: Path) -> None:
 
 
 def _local_engine(file: str, folder: Path, checkpoint: Path) -> None:
-    from megatron_idempotent.rollout import Request
+    from megatron_idempotent.engines import Request
 
     async def main() -> None:
         left = await _run(file, instead={"Qwen/Qwen3-0.6B": str(checkpoint)}, Request=Request)
@@ -99,7 +99,7 @@ def _local_engine(file: str, folder: Path, checkpoint: Path) -> None:
 def _sglang_engine(file: str, folder: Path, checkpoint: Path) -> None:
     from sglang_server import FakeSglang
 
-    from megatron_idempotent.rollout import Request
+    from megatron_idempotent.engines import Request
 
     async def main(url: str) -> None:
         instead = {
@@ -205,13 +205,13 @@ def _server(file: str, folder: Path, checkpoint: Path) -> None:
 #: Each is called with its file, a folder, and a checkpoint.
 SERVED = {
     "controller/controller.py": _controller,
-    "rollout/local/engine.py": _local_engine,
-    "rollout/sglang/engine.py": _sglang_engine,
-    "rollout/sglang/folder.py": _sglang_folder,
-    "rollout/vllm/inbox.py": _inbox,
+    "engines/transformers/engine.py": _local_engine,
+    "engines/sglang/engine.py": _sglang_engine,
+    "engines/sglang/updates.py": _sglang_folder,
+    "engines/vllm/inbox.py:Inbox": _inbox,
     "sync/fan_out.py": _fan_out,
     "sync/weight_sync.py": _weight_sync,
-    "weights/staging.py": _staging,
+    "weights/staging.py:Staging": _staging,
     "workers/server.py": _server,
 }
 
@@ -220,29 +220,29 @@ def on_two_ranks(folder: Path) -> set[str]:
     """With the checkpoint that `on_one_rank` wrote in the folder, sharded over both."""
     import torch
 
-    _helpers("models")
+    _helpers("hf")
     import hf_programs
     import test_hf_fsdp
 
-    from megatron_idempotent import models
+    from megatron_idempotent import hf
 
     directory, done = folder / CHECKPOINT, set()
 
     def run(file: str, **given: Any) -> dict[str, Any]:
         done.add(file)
-        public = {name: getattr(models, name) for name in models.__all__}
+        public = {name: getattr(hf, name) for name in hf.__all__}
         return asyncio.run(_run(file, **{**public, "torch": torch, **given}))
 
-    run("models/checkpoint.py", directory=directory)
+    run("hf/checkpoint.py", directory=directory)
     hf_programs.parallel(tp=2)
-    left = run("models/families.py", instead={"/models/qwen3-8b": str(directory)})
+    left = run("hf/config.py", instead={"/models/qwen3-8b": str(directory)})
     arch = left["arch"]
-    run("models/naming.py", arch=arch)
-    source = run("models/export.py", chunks=[left["model"]], directory=directory)["source"]
+    run("hf/names.py", arch=arch)
+    source = run("hf/export.py", chunks=[left["model"]], directory=directory)["source"]
     sent: list[Any] = []
-    run("models/buckets.py", source=source, send=sent.append)
+    run("hf/buckets.py", source=source, send=sent.append)
     if torch.distributed.get_rank() == 0:
         assert sum(len(bucket.tensors) for bucket in sent) == len(source.tensors())
     model = test_hf_fsdp.sharded(folder, directory.name)
-    assert run("models/fsdp.py", model=model)["source"].tensors()
+    assert run("hf/fsdp.py", model=model)["source"].tensors()
     return done

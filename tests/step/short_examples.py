@@ -234,7 +234,7 @@ def _make(example: Short, tree: ast.Module, names: dict[str, Any]) -> bool:
 def names_of(file: str) -> dict[str, Any]:
     """What a file's examples may name: its module's names, and all that is public."""
     package = megatron_idempotent
-    place = re.sub(r"(/__init__)?\.py$", "", file).replace("/", ".")
+    place = re.sub(r"(/__init__)?\.py(:\w+)?$", "", file).replace("/", ".")
     module = importlib.import_module(f"{package.__name__}.{place}")
     public = {name: getattr(package, name) for name in package.__all__}
     return {package.__name__: package, **public, **vars(module)}

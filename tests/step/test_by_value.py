@@ -27,8 +27,8 @@ def all_by_value() -> tuple[bytes, bytes]:
 
     import megatron_idempotent
     from megatron_idempotent import TrainStep
-    from megatron_idempotent.engine.catalogue import hazards
-    from megatron_idempotent.window.agreement import is_poisoned, poison
+    from megatron_idempotent.patching.catalog import hazards
+    from megatron_idempotent.ranks.agreement import is_poisoned, poison
 
     os.environ["A_SECRET"] = "of this process alone"
     # Locks, groups, weak keys, thread-locals and caches are in use; this rank ends anyway.
@@ -109,7 +109,7 @@ def used(engine: str, names: bytes, code: bytes) -> None:
     from split_bench import TokenLoss, data, raised_by, split_step
 
     import megatron_idempotent
-    from megatron_idempotent.window import agreement
+    from megatron_idempotent.ranks import agreement
 
     assert cloudpickle.loads(names) == [class_of(engine) for engine in ENGINES]
     arrived: dict[str, Any] = cloudpickle.loads(code)

@@ -1,8 +1,9 @@
 """The examples in docstrings run: in this process, or on ranks with a real model.
 
 sybil reads them. The examples of a file share a namespace: that of their module, everything public,
-and what is given to the file below, or in `served_examples`. Where one needs a cluster, a GPU or
-processes of its own, its calls are held against the signatures of what they call.
+and what is given to the file below, or in `served_examples`. Where the examples of one file need
+different things, `file.py:name` stands for those of one class or function. Where one needs a
+cluster, a GPU or processes of its own, its calls are held against the signatures of what they call.
 """
 
 from __future__ import annotations
@@ -23,46 +24,57 @@ pytestmark = NEEDS_ALL
 CLUSTER = "processes of its own, which cost 5 CPU seconds each"
 #: What is not run, by file, and what it would need.
 BOUND = {
-    "controller/transfer_queue.py": "a cluster of Ray's, and TransferQueue",
+    "controller/data_plane.py": "a cluster of Ray's, and TransferQueue",
     "cpu/pool.py": CLUSTER,
-    "fp8/gates.py": "Transformer Engine and a GPU",
-    "rollout/ray/engine.py": "a cluster of Ray's",
-    "rollout/vllm/arrival.py": "a sender beside it that sends between the lines",
-    "rollout/vllm/launch.py": "vLLM",
-    "rollout/vllm/updates.py": "an engine of vLLM's",
+    "fp8/settings.py": "Transformer Engine and a GPU",
+    "engines/ray/engine.py": "a cluster of Ray's",
+    "engines/vllm/inbox.py:IncomingUpdate": "a sender beside it that sends between the lines",
+    "engines/vllm/server.py": "vLLM",
+    "engines/vllm/updates.py": "an engine of vLLM's",
     "workers/embedded.py": CLUSTER,
-    "workers/ray_ranks.py": "a cluster of Ray's",
+    "workers/ray.py": "a cluster of Ray's",
     "workers/torchrun.py": "torchrun's ranks in other processes",
 }
 #: Classes of what such an example is given, by its name there.
 GIVEN = {
-    "rollout/vllm/updates.py": ("updates", "rollout.vllm.updates", "Updates"),
+    "engines/vllm/updates.py": ("updates", "engines.vllm.updates", "UpdateStager"),
 }
 ON_RANKS = {
-    "cpu/dispatched.py",
+    "cpu/probes.py:watching_collectives",
     "logprobs/model.py",
     "step/fsdp.py",
     "step/lifecycle.py",
     "step/megatron.py",
     "window/abort.py",
     "window/accumulation.py",
-    "window/agreement.py",
+    "ranks/agreement.py",
     "window/guard.py",
     "window/params.py",
     "window/setup.py",
 }
 #: On two ranks, with a checkpoint; `served_examples.SERVED` names the rest of those with a server.
 SHARDED = {
-    "models/buckets.py",
-    "models/checkpoint.py",
-    "models/export.py",
-    "models/families.py",
-    "models/fsdp.py",
-    "models/naming.py",
+    "hf/buckets.py",
+    "hf/checkpoint.py",
+    "hf/export.py",
+    "hf/config.py",
+    "hf/fsdp.py",
+    "hf/names.py",
 }
 
 
+def _owners(path: Path) -> dict[str, range]:
+    """The lines of each class and function of a file, by its name."""
+    body = ast.parse(path.read_text("utf-8")).body
+    return {
+        node.name: range(node.lineno, (node.end_lineno or 0) + 1)
+        for node in body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
 def _examples(file: str, *, package: Path = PACKAGE) -> list[Any]:
+    """The examples of `file.py`, or of `file.py:name`."""
     from sybil.document import PythonDocStringDocument
     from sybil.evaluators.python import PythonEvaluator
     from sybil.parsers.abstract.lexers import BlockLexer
@@ -78,7 +90,12 @@ def _examples(file: str, *, package: Path = PACKAGE) -> list[Any]:
             region.parsed, region.evaluator = region.lexemes["source"], PythonEvaluator()
             yield region
 
-    return list(PythonDocStringDocument.parse(str(package / file), parse).examples())
+    path, _, owner = file.partition(":")
+    found = list(PythonDocStringDocument.parse(str(package / path), parse).examples())
+    if not owner:
+        return found
+    lines = _owners(package / path)[owner]
+    return [example for example in found if example.line in lines]
 
 
 def _run(file: str, **given: Any) -> dict[str, Any]:
@@ -102,19 +119,17 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
     (tmp_path / "training.py").write_text("def train():\n    config.param_sync_func = None\n")
     installed = Path(megatron.core.__path__[0]).parents[1]
     return {
-        "cpu/allocations.py": {"logits": logits_BTV, "loss_of": torch.sum},
-        "drift.py": {},
-        "engine/computed.py": {},
-        "engine/contract.py": {"train": _run},
-        "engine/control.py": {},
-        "engine/scoped.py": {"train": lambda _: None},
-        "engine/frozen.py": {},
-        "engine/per_process.py": {},
-        "engine/record.py": {"train": print},
-        "engine/report.py": {},
-        "engine/source.py": {"Path": tmp_path.joinpath},
-        "engine/trees.py": {"Path": lambda _: installed, "patches": _patches},
-        "fp8/alignment.py": {},
+        "cpu/probes.py:peak_bytes": {"logits": logits_BTV, "loss_of": torch.sum},
+        "cli/drift.py": {},
+        "patching/contract.py": {"train": _run},
+        "patching/api.py": {},
+        "patching/scoped.py": {"train": lambda _: None},
+        "patching/base.py": {},
+        "patching/per_process.py": {},
+        "patching/record.py": {"train": print},
+        "patching/report.py": {},
+        "patching/source.py": {"Path": tmp_path.joinpath},
+        "patching/trees.py": {"Path": lambda _: installed, "patches": _patches},
         "fp8/blockwise.py": {"weight": torch.randn(256, 128)},
         "fp8/export.py": {
             "config": {},
@@ -132,22 +147,23 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
             "tokens": tokens_BT,
             "attention_mask": mask_BT,
         },
-        "trainer/memory.py": {},
-        "models/files.py": {
+        "trainer/loop.py": {},
+        "weights/safetensors_io.py": {
             "path": tmp_path / "model.safetensors",
             "TensorInfo": TensorInfo,
             "a": mask_BT,
         },
-        "proof.py": {},
+        "cli/proof.py": {},
+        "lazy.py": {},
         "step/records.py": {"torch": torch},
-        "weights/side_stream.py": {"weight": torch.ones(3)},
+        "weights/staging.py:SideStream": {"weight": torch.ones(3)},
         "workers/exports.py": {"MegatronWeights": object},
         "workers/protocol.py": {"job": None},
     }
 
 
 def _patches() -> Any:
-    from megatron_idempotent.engine.catalogue import patches
+    from megatron_idempotent.patching.catalog import patches
 
     return {"train-interval-timer": patches()["train-interval-timer"]}
 
@@ -231,8 +247,8 @@ def run_on_ranks() -> set[str]:
         get_forward_backward_func=get_forward_backward_func,
     )
     run("window/params.py", **parts, model_chunks=model.chunks)
-    run("window/agreement.py", pack=list, rollouts=[])
-    run("cpu/dispatched.py", model=model)
+    run("ranks/agreement.py", pack=list, rollouts=[])
+    run("cpu/probes.py:watching_collectives", model=model)
 
     tokens_BT = microbatch["input_ids"]
     run(
@@ -342,9 +358,16 @@ def test_examples_run(megatron_ranks, tmp_path):
     assert all(map(str.startswith, told, WRONG.values())), told
     run = done | ON_RANKS | SERVED.keys() | SHARDED
     assert not run & BOUND.keys(), "what runs is not listed with a reason"
-    files = (path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-    with_examples = {file for file in files if _examples(file)}
-    assert run | BOUND.keys() == with_examples
+    held = run | BOUND.keys()
+    left = {
+        place
+        for path in PACKAGE.rglob("*.py")
+        if (file := path.relative_to(PACKAGE).as_posix()) not in held
+        for place in (f"{file}:{name}" for name in _owners(path))
+        if place not in held and _examples(place)
+    }
+    assert not left
+    assert all(map(_examples, held))
 
 
 def test_examples_with_engines_fleets_and_checkpoints_run(megatron_ranks, tmp_path):

@@ -59,7 +59,7 @@ def test_what_is_missing_is_refused_by_name(monkeypatch):
 def test_all_that_is_used_of_fsdp2_is_looked_for():
     from torch import Tensor, nn
 
-    from megatron_idempotent.step import fsdp_backend, fsdp_internals, fsdp_run, fsdp_state
+    from megatron_idempotent.step import fsdp, fsdp_internals, fsdp_run
 
     of_fsdp, asked = set(), {"reset_iter_state"}  # used where it is there
     common = {name for kind in (nn.Module, Tensor, tuple, type) for name in dir(kind)}
@@ -67,7 +67,7 @@ def test_all_that_is_used_of_fsdp2_is_looked_for():
         of_fsdp |= fsdp_internals._names(fsdp_internals._found(path)) - common
         asked |= {one.partition("(")[0] for name in names for one in name.split("|")}
     seen = set()
-    for module in (fsdp_state, fsdp_run, fsdp_backend, fsdp_internals):
+    for module in (fsdp_run, fsdp_run, fsdp, fsdp_internals):
         tree = ast.parse(inspect.getsource(module))
         # What these classes keep for themselves, under a name that FSDP2 has for something else.
         own = {

@@ -111,7 +111,7 @@ def accumulated():
     import torch
     from fsdp_bench import build
 
-    from megatron_idempotent.step.fsdp_state import AccumulatedSnapshot, Shards
+    from megatron_idempotent.step.fsdp_run import AccumulatedSnapshot, Shards
 
     found = []
     for layout in ("shard", "half precision"):

@@ -63,7 +63,7 @@ def left(
     from split_bench import ROWS, TokenLoss, build, data, forward, raised_by, split_step, state
 
     from megatron_idempotent import TrainStep, rebuild_process_groups
-    from megatron_idempotent.window.agreement import is_poisoned
+    from megatron_idempotent.ranks.agreement import is_poisoned
 
     options = {"overlap_param_gather": True}
     model, scheduler, replica = build(**options)
@@ -133,13 +133,13 @@ def test_the_session_goes_on_where_nothing_was_started(megatron_ranks):
     assert right == also == [True] * 4
 
 
-def _raise_behind(owner: Any, name: str, doing: str) -> None:
+def _raise_behind(owner: Any, name: str, said: str) -> None:
     """Have a function of ours raise once, behind what it does, where ranks said that."""
     stock = getattr(owner, name)
 
     def raising(*args: Any, **kwargs: Any) -> Any:
         value = stock(*args, **kwargs)
-        if doing in repr(args):
+        if said in repr(args):
             setattr(owner, name, stock)
             raise Broken
         return value
@@ -162,7 +162,7 @@ def behind_the_vote(engine: str) -> None:
         name = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
         step.microbatch(name, batch)
         if interrupted and torch.distributed.get_rank() == 1:
-            _raise_behind(open_step, "failures", "updated")
+            _raise_behind(open_step, "failures", "doing='updated'")
             assert isinstance(raised_by(step.finish, name), Broken)
             for call, *args in ((step.abort, name), (step.abort,), (step.microbatch, name, batch)):
                 assert "finish() it again" in str(raised_by(call, *args))
@@ -186,8 +186,8 @@ def in_doubt() -> list[str]:
     from split_bench import ROWS, TokenLoss, build, data, forward, raised_by, split_step
 
     from megatron_idempotent import TrainStep, rebuild_process_groups
-    from megatron_idempotent.step import talk
-    from megatron_idempotent.window.agreement import is_poisoned
+    from megatron_idempotent.ranks.agreement import is_poisoned
+    from megatron_idempotent.step import messages
 
     model, scheduler, replica = build()
     step = TrainStep(
@@ -196,7 +196,7 @@ def in_doubt() -> list[str]:
     batch = data(1, 2 * ROWS, replica)
     split_step(step, TokenLoss(), batch, [2])
     if torch.distributed.get_rank() == 1:
-        _raise_behind(talk, "_gathered", "updated")
+        _raise_behind(messages, "_gathered", r"\x07updated")  # as pickle writes the word
     told = [str(raised_by(split_step, step, TokenLoss(), batch, [2]))]
     raised_by(step.abort)
     told.append(str(raised_by(split_step, step, TokenLoss(), batch, [2])))

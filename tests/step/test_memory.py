@@ -21,7 +21,7 @@ def compared(options: dict[str, Any]) -> dict[str, Any]:
     from split_bench import DEADLINE_S, TokenLoss, build, data, forward, one_shot, split_step
 
     from megatron_idempotent import TrainStep
-    from megatron_idempotent.cpu.allocations import allocations, peak_bytes
+    from megatron_idempotent.cpu.probes import allocations, peak_bytes
     from megatron_idempotent.megatron.ddp import bucket_groups
 
     loss = TokenLoss()

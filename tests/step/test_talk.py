@@ -7,11 +7,13 @@ def told(lengths: list[int]) -> list[tuple[str, int]]:
     """On a rank: what is heard of ranks that each bring so many rows of metrics."""
     import torch.distributed as dist
 
-    from megatron_idempotent.step.talk import Say, hear
+    from megatron_idempotent.step.messages import RankStatus, all_gather_status
 
     rank = dist.get_rank()
     rows = tuple({"loss": float(row), f"of {rank}": 1.0} for row in range(lengths[rank]))
-    said = hear(Say(doing="finish", step_id=f"step of {rank}", updates=0, rows=rows), 20.0)
+    said = all_gather_status(
+        RankStatus(doing="finish", step_id=f"step of {rank}", updates=0, rows=rows), 20.0
+    )
     assert all(say.rows[-1]["loss"] == len(say.rows) - 1 for say in said if say.rows)
     return [(say.step_id, len(say.rows)) for say in said]
 

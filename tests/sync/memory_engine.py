@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import torch
 
-from megatron_idempotent.rollout import (
+from megatron_idempotent.engines import (
     EngineDead,
     EngineError,
     EngineHealth,
@@ -21,13 +21,7 @@ from megatron_idempotent.rollout import (
     Sample,
 )
 from megatron_idempotent.sync import SyncSettings
-from megatron_idempotent.weights import (
-    Bucket,
-    Staging,
-    TensorInfo,
-    UpdateRefused,
-    WeightUpdate,
-)
+from megatron_idempotent.weights import Bucket, Staging, TensorInfo, UpdateRefused, WeightUpdate
 
 NAMES = ("a", "b", "c", "d")
 INFOS = tuple(TensorInfo(name=name, shape=(8,), dtype=torch.float32) for name in NAMES)

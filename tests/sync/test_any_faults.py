@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_engine import FAULTS, MemoryEngine, Source
 
-from megatron_idempotent.rollout import Request
+from megatron_idempotent.engines import Request
 from megatron_idempotent.sync import SyncFailed, SyncReport, SyncSettings, WeightSync
 
 QUICK = SyncSettings(

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 from memory_engine import QUICK, MemoryEngine, Source, serves
 
-from megatron_idempotent.rollout import EngineError, EngineHealth, Request
+from megatron_idempotent.engines import EngineError, EngineHealth, Request
 from megatron_idempotent.sync import SyncFailed, WeightSync
 from megatron_idempotent.weights import Bucket, TensorInfo, WeightUpdate
 
@@ -98,7 +98,7 @@ def test_engines_that_cannot_sleep_are_refused() -> None:
 
 def test_a_real_engine_wakes_with_the_new_weights() -> None:
     transformers = pytest.importorskip("transformers")
-    from megatron_idempotent.rollout.local import TransformersEngine
+    from megatron_idempotent.engines.transformers import TransformersEngine
 
     config = transformers.LlamaConfig(
         vocab_size=32,

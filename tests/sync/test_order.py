@@ -12,14 +12,9 @@ pytest.importorskip("torch")
 
 from memory_engine import NAMES, QUICK, MemoryEngine, Source, serves
 
-from megatron_idempotent.rollout import EngineHealth, EngineTimeout
-from megatron_idempotent.sync import (
-    SyncError,
-    SyncFailed,
-    SyncReport,
-    WeightSync,
-)
-from megatron_idempotent.sync.settle import bounded
+from megatron_idempotent.engines import EngineHealth, EngineTimeout
+from megatron_idempotent.sync import SyncError, SyncFailed, SyncReport, WeightSync
+from megatron_idempotent.sync.recovery import bounded
 
 
 def update(engines: list[MemoryEngine], version: int = 1, **more: Any) -> SyncReport:

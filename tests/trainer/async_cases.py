@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_idempotent.trainer import saved
+from megatron_idempotent.trainer import checkpoint_dir
 from megatron_idempotent.trainer.config import load_config
 from megatron_idempotent.trainer.output import prepare
 
@@ -34,5 +34,5 @@ def job_for(out, *overrides, resume=False):
 
 
 def digest(job, version=LAST):
-    found = saved.path_for(job.out / "checkpoints", version)
-    return saved.verify(found)["weights sha256"]
+    found = checkpoint_dir.path_for(job.out / "checkpoints", version)
+    return checkpoint_dir.verify(found)["weights sha256"]

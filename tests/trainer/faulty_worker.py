@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from megatron_idempotent.trainer.stream.worker import PolicyWorker
+from megatron_idempotent.trainer.async_ranks import PolicyWorker
 
 #: The rank that fails takes its line away: it fails once, over a restart of all ranks too.
 PLAN = "fault.txt"

@@ -18,14 +18,13 @@ from async_cases import LAST, SMALL, digest, job_for
 from faulty_worker import PLAN
 
 from megatron_idempotent.controller import StepFailed
-from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
-from megatron_idempotent.engine.source import locate
-from megatron_idempotent.trainer import saved
+from megatron_idempotent.metrics.loggers import METRICS_FILE, read_metrics
+from megatron_idempotent.patching.source import locate
+from megatron_idempotent.trainer import async_ranks, checkpoint_dir
+from megatron_idempotent.trainer.async_run import run_controller
 from megatron_idempotent.trainer.config import load_config
-from megatron_idempotent.trainer.job import data_path
 from megatron_idempotent.trainer.main import main
-from megatron_idempotent.trainer.stream import ranks
-from megatron_idempotent.trainer.stream.run import run_controller
+from megatron_idempotent.trainer.output import data_path
 from megatron_idempotent.trainer.task.prompts import read_prompts
 
 pytestmark = pytest.mark.skipif(
@@ -106,7 +105,7 @@ PLANS = {
     ],
 )
 def test_a_rank_that_fails_changes_no_bit(plan, whole, megatron_rank_pool, tmp_path, monkeypatch):
-    monkeypatch.setattr(ranks, "FACTORY", "faulty_worker:make_worker")
+    monkeypatch.setattr(async_ranks, "FACTORY", "faulty_worker:make_worker")
     job = job_for(tmp_path / "run")
     (job.out / PLAN).write_text("\n".join(PLANS[plan]))
     run(job, megatron_rank_pool)
@@ -127,7 +126,7 @@ def test_ranks_that_get_no_row_of_a_group_take_part(megatron_rank_pool, tmp_path
 def test_a_step_that_fails_every_time_ends_the_run_with_an_error(
     megatron_rank_pool, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(ranks, "FACTORY", "faulty_worker:make_worker")
+    monkeypatch.setattr(async_ranks, "FACTORY", "faulty_worker:make_worker")
     job = job_for(tmp_path / "run", "controller.step_attempts=1")
     (job.out / PLAN).write_text("microbatch 4 raise")
     with pytest.raises(StepFailed, match="microbatch fails on rank 1"):
@@ -136,7 +135,7 @@ def test_a_step_that_fails_every_time_ends_the_run_with_an_error(
 
 
 def continues_as_if_it_had_not_stopped(out, whole, pool):
-    done = saved.rollouts_of(saved.complete(out / "checkpoints")[-1])
+    done = checkpoint_dir.rollouts_of(checkpoint_dir.complete(out / "checkpoints")[-1])
     assert 2 <= done < LAST, "the run was not stopped half-way"
     job, ended = run(job_for(out, resume=True), pool)
     assert ended
@@ -152,8 +151,8 @@ def test_a_controller_that_is_told_to_stop_is_continued_bit_for_bit(
         (job.out / PLAN).write_text(f"finish 2 terminate-{os.getpid()}")
         return run_controller(job, prompts, pool=megatron_rank_pool)
 
-    monkeypatch.setattr(ranks, "FACTORY", "faulty_worker:make_worker")
-    monkeypatch.setattr("megatron_idempotent.trainer.stream.run.run_controller", here)
+    monkeypatch.setattr(async_ranks, "FACTORY", "faulty_worker:make_worker")
+    monkeypatch.setattr("megatron_idempotent.trainer.async_run.run_controller", here)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the command sets
     out = tmp_path / "run"
     options = [part for text in SMALL for part in ("--set", text)]
@@ -213,8 +212,8 @@ def test_ranks_of_torchrun_give_the_same_weights(whole, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     config = load_config(out / "config.toml")
     assert (config.controller.cluster, config.run.ranks) == ("torchrun", 2)
-    found = saved.path_for(out / "checkpoints", LAST)
-    assert saved.verify(found)["weights sha256"] == digest(whole)
+    found = checkpoint_dir.path_for(out / "checkpoints", LAST)
+    assert checkpoint_dir.verify(found)["weights sha256"] == digest(whole)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +229,7 @@ def test_a_torchrun_that_cannot_work_is_told_so(arguments, said, monkeypatch, ca
 
 
 def test_a_run_of_the_other_mode_is_not_continued(whole):
-    from megatron_idempotent.trainer.errors import CheckpointError
+    from megatron_idempotent.trainer.config import CheckpointError
 
     with pytest.raises(CheckpointError, match=r"run\.mode = 'async', now it is 'sync'"):
         job_for(whole.out, "run.mode=sync", resume=True)

@@ -7,12 +7,12 @@ import pytest
 pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 
 from megatron_idempotent import StepResult
-from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
-from megatron_idempotent.engine.source import locate
-from megatron_idempotent.trainer import saved
+from megatron_idempotent.metrics.loggers import METRICS_FILE, read_metrics
+from megatron_idempotent.patching.source import locate
+from megatron_idempotent.trainer import checkpoint_dir
 from megatron_idempotent.trainer.config import load_config
 from megatron_idempotent.trainer.output import prepare
-from megatron_idempotent.trainer.policy.megatron import training_metrics
+from megatron_idempotent.trainer.policy import training_metrics
 
 SMALL = (
     "model.hidden=32",
@@ -62,9 +62,9 @@ def test_a_run_does_not_depend_on_the_number_of_chunks(megatron_ranks, tmp_path)
         # A rollout of 4 steps; 32 sequences per rank, so 8 in a step.
         for rows in megatron_ranks(2, run_and_note_chunks, job, timeout_s=TIMEOUT_S):
             assert rows == [8 // number] * (4 * number)
-        checkpoint = saved.path_for(job.out / "checkpoints", 1)
+        checkpoint = checkpoint_dir.path_for(job.out / "checkpoints", 1)
         found[number] = (
-            saved.verify(checkpoint)["weights sha256"],
+            checkpoint_dir.verify(checkpoint)["weights sha256"],
             [
                 {name: value for name, value in row.items() if not name.startswith("timing/")}
                 for row in read_metrics(job.out / METRICS_FILE)
@@ -81,11 +81,10 @@ def train_with_failures(job, failing):
     import torch.distributed as dist
 
     import megatron_idempotent
-    from megatron_idempotent.trainer.job import data_path
-    from megatron_idempotent.trainer.policy.batch import Batch, chunks
-    from megatron_idempotent.trainer.policy.checkpoint import weights_digest
-    from megatron_idempotent.trainer.policy.initial import ensure_checkpoint
-    from megatron_idempotent.trainer.policy.megatron import MegatronPolicy
+    from megatron_idempotent.trainer.batch import Batch, chunks
+    from megatron_idempotent.trainer.checkpoint import weights_digest
+    from megatron_idempotent.trainer.output import data_path
+    from megatron_idempotent.trainer.policy import MegatronPolicy, ensure_checkpoint
     from megatron_idempotent.trainer.task.prompts import read_prompts
     from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 

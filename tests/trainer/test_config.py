@@ -11,13 +11,13 @@ from megatron_idempotent.trainer.config import (
     ASYNC,
     SECTIONS,
     Config,
+    ConfigError,
     OptimizerConfig,
     RolloutConfig,
     RunConfig,
     as_toml,
     load_config,
 )
-from megatron_idempotent.trainer.errors import ConfigError
 from megatron_idempotent.trainer.main import main
 from megatron_idempotent.trainer.reference import with_current_table
 

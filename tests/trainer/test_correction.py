@@ -7,16 +7,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_idempotent.step.batch import valid_counts  # noqa: E402 - after the skip
-from megatron_idempotent.trainer.config import Config, LossConfig  # noqa: E402
-from megatron_idempotent.trainer.errors import ConfigError  # noqa: E402
-from megatron_idempotent.trainer.policy.batch import Batch  # noqa: E402
-from megatron_idempotent.trainer.policy.correction import (  # noqa: E402
+from megatron_idempotent.step.microbatches import valid_counts  # noqa: E402 - after the skip
+from megatron_idempotent.trainer.batch import Batch  # noqa: E402
+from megatron_idempotent.trainer.config import (  # noqa: E402
+    Config,
+    ConfigError,
+    LossConfig,
+)
+from megatron_idempotent.trainer.loss import (  # noqa: E402
+    PolicyLoss,
     corrected,
+    grpo_loss,
     importance_correction,
 )
-from megatron_idempotent.trainer.policy.forward import PolicyLoss  # noqa: E402
-from megatron_idempotent.trainer.policy.loss import grpo_loss  # noqa: E402
 
 B, T = 6, 9
 BOUNDS = {"low": 0.8, "high": 1.2}

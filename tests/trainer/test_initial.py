@@ -10,9 +10,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from megatron_idempotent.trainer.config import ModelConfig, RolloutConfig  # noqa: E402
-from megatron_idempotent.trainer.errors import ConfigError  # noqa: E402
-from megatron_idempotent.trainer.policy.initial import write_checkpoint  # noqa: E402
+from megatron_idempotent.trainer.config import (  # noqa: E402
+    ConfigError,
+    ModelConfig,
+    RolloutConfig,
+)
+from megatron_idempotent.trainer.policy import write_checkpoint  # noqa: E402
 from megatron_idempotent.trainer.task.prompts import SHIPPED_FILE, read_prompts  # noqa: E402
 from megatron_idempotent.trainer.task.tokenizer import TextTokenizer  # noqa: E402
 

@@ -8,11 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_idempotent import token_logprobs  # noqa: E402 - after the skip
-from megatron_idempotent.step.batch import valid_counts  # noqa: E402
+from megatron_idempotent.step.microbatches import valid_counts  # noqa: E402
+from megatron_idempotent.trainer.batch import Batch  # noqa: E402
 from megatron_idempotent.trainer.config import LossConfig  # noqa: E402
-from megatron_idempotent.trainer.policy.batch import Batch  # noqa: E402
-from megatron_idempotent.trainer.policy.forward import PolicyLoss  # noqa: E402
-from megatron_idempotent.trainer.policy.loss import grpo_loss  # noqa: E402
+from megatron_idempotent.trainer.loss import PolicyLoss, grpo_loss  # noqa: E402
 
 B, T = 5, 7
 CLIP_LOW, CLIP_HIGH, KL = 0.2, 0.3, 0.05

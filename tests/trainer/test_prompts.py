@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from megatron_idempotent.trainer.errors import DataError
+from megatron_idempotent.trainer.config import DataError
 from megatron_idempotent.trainer.task import letters
 from megatron_idempotent.trainer.task.prompts import SHIPPED_FILE, read_prompts, rollout_prompts
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 
-from megatron_idempotent.engine.source import locate
+from megatron_idempotent.patching.source import locate
 from megatron_idempotent.trainer.config import load_config
 from megatron_idempotent.trainer.output import prepare
 
@@ -34,12 +34,11 @@ def train_once(job, behaviour):
     import torch.distributed as dist
 
     import megatron_idempotent
-    from megatron_idempotent.trainer.job import data_path
-    from megatron_idempotent.trainer.policy.batch import Batch
-    from megatron_idempotent.trainer.policy.checkpoint import weights_digest
-    from megatron_idempotent.trainer.policy.forward import decoder_logits
-    from megatron_idempotent.trainer.policy.initial import ensure_checkpoint
-    from megatron_idempotent.trainer.policy.megatron import MegatronPolicy
+    from megatron_idempotent.trainer.batch import Batch
+    from megatron_idempotent.trainer.checkpoint import weights_digest
+    from megatron_idempotent.trainer.loss import decoder_logits
+    from megatron_idempotent.trainer.output import data_path
+    from megatron_idempotent.trainer.policy import MegatronPolicy, ensure_checkpoint
     from megatron_idempotent.trainer.task.prompts import read_prompts
     from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 

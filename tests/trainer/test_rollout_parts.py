@@ -7,9 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_idempotent.trainer.policy.batch import chunks, pack  # noqa: E402 - after the skip
-from megatron_idempotent.trainer.rollout.advantages import group_advantages  # noqa: E402
-from megatron_idempotent.trainer.rollout.records import Group, Sample, ScoredGroup  # noqa: E402
+from megatron_idempotent.trainer.batch import PromptGroup, ScoredGroup, TrainingSample, chunks, pack  # noqa: E402 - after the skip  # noqa: E402
+from megatron_idempotent.trainer.rewards import group_advantages  # noqa: E402
 from megatron_idempotent.trainer.task.prompts import Prompt  # noqa: E402
 from megatron_idempotent.trainer.task.reward import position_reward  # noqa: E402
 
@@ -56,15 +55,17 @@ def test_a_group_of_equal_rewards_has_no_advantages():
 
 def scored_groups():
     prompt = Prompt(row=0, text="copy a", answer="a", split="train")
-    first = Sample(tokens=(5, 1), logprobs=(-0.5, -0.25), versions=(0, 0), text="a", finished=True)
-    second = Sample(
+    first = TrainingSample(
+        tokens=(5, 1), logprobs=(-0.5, -0.25), versions=(0, 0), text="a", finished=True
+    )
+    second = TrainingSample(
         tokens=(6, 6, 6),
         logprobs=(-1.0, -2.0, -3.0),
         versions=(0,) * 3,
         text="b b b",
         finished=False,
     )
-    group = Group(prompt=prompt, prompt_tokens=(3, 4, 2), samples=(first, second))
+    group = PromptGroup(prompt=prompt, prompt_tokens=(3, 4, 2), samples=(first, second))
     return [ScoredGroup(group=group, rewards=(1.0, 0.0), advantages=(1.0, -1.0))]
 
 
@@ -104,9 +105,9 @@ def test_chunks_use_every_sequence_once_in_a_seeded_order():
 def test_log_probabilities_survive_the_way_into_the_batch():
     value = math.log(1 / 3)
     stored = torch.tensor(value).item()  # what the sampler hands over: a float32
-    sample = Sample(tokens=(1,), logprobs=(stored,), versions=(0,), text="", finished=True)
+    sample = TrainingSample(tokens=(1,), logprobs=(stored,), versions=(0,), text="", finished=True)
     prompt = Prompt(row=0, text="a", answer="a", split="train")
-    group = Group(prompt=prompt, prompt_tokens=(3,), samples=(sample,))
+    group = PromptGroup(prompt=prompt, prompt_tokens=(3,), samples=(sample,))
     batch = pack(
         [ScoredGroup(group=group, rewards=(0.0,), advantages=(0.0,))], positions=1, pad_id=0
     )

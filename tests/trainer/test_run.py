@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 
-from megatron_idempotent.controller.watch.rows import METRICS_FILE, read_metrics
 from megatron_idempotent.cpu import RankError
-from megatron_idempotent.engine.source import locate
-from megatron_idempotent.trainer import launch, saved
+from megatron_idempotent.metrics.loggers import METRICS_FILE, read_metrics
+from megatron_idempotent.patching.source import locate
+from megatron_idempotent.trainer import checkpoint_dir, launch
 from megatron_idempotent.trainer.config import load_config
-from megatron_idempotent.trainer.failures import explain_failure
+from megatron_idempotent.trainer.launch import explain_failure
 from megatron_idempotent.trainer.main import main
 from megatron_idempotent.trainer.output import prepare
 
@@ -49,7 +49,9 @@ def reproducible(job):
 
 
 def digest(job, rollouts):
-    return saved.verify(saved.path_for(job.out / "checkpoints", rollouts))["weights sha256"]
+    return checkpoint_dir.verify(checkpoint_dir.path_for(job.out / "checkpoints", rollouts))[
+        "weights sha256"
+    ]
 
 
 def compare_sampling_with_training(job):
@@ -57,14 +59,11 @@ def compare_sampling_with_training(job):
     import torch
 
     import megatron_idempotent
-    from megatron_idempotent.trainer.policy.batch import pack
-    from megatron_idempotent.trainer.policy.checkpoint import weights_digest
-    from megatron_idempotent.trainer.policy.forward import decoder_logits
-    from megatron_idempotent.trainer.policy.initial import ensure_checkpoint
-    from megatron_idempotent.trainer.policy.megatron import MegatronPolicy
-    from megatron_idempotent.trainer.rollout.make import make_engines
-    from megatron_idempotent.trainer.rollout.records import ScoredGroup
-    from megatron_idempotent.trainer.rollout.sampling import EngineSampler
+    from megatron_idempotent.trainer.batch import ScoredGroup, pack
+    from megatron_idempotent.trainer.checkpoint import weights_digest
+    from megatron_idempotent.trainer.engines import EngineSampler, make_engines
+    from megatron_idempotent.trainer.loss import decoder_logits
+    from megatron_idempotent.trainer.policy import MegatronPolicy, ensure_checkpoint
     from megatron_idempotent.trainer.task.prompts import Prompt
     from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 
@@ -210,7 +209,7 @@ def damaged(file):
 
 def run_and_note_versions(job):
     """On a rank: a whole run; each update, and behind it the versions of what is sampled."""
-    from megatron_idempotent.trainer.rollout.engines import Engines
+    from megatron_idempotent.trainer.engines import Engines
 
     noted, publish, generate = [], Engines.publish, Engines.generate
 

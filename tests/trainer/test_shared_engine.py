@@ -13,11 +13,11 @@ pytest.importorskip("transformers")
 
 from test_run import TIMEOUT_S, compare_sampling_with_training, job_for, pytestmark  # noqa: F401
 
-from megatron_idempotent.trainer.policy.initial import write_checkpoint
+from megatron_idempotent.trainer.policy import write_checkpoint
 from megatron_idempotent.trainer.task.prompts import Prompt
 from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 
-sys.path.append(str(Path(__file__).parents[1] / "rollout"))
+sys.path.append(str(Path(__file__).parents[1] / "engines"))
 
 
 @pytest.mark.parametrize(

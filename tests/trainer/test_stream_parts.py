@@ -13,19 +13,17 @@ pytest.importorskip("tokenizers")
 import torch
 
 from megatron_idempotent.controller import RolloutGroup
-from megatron_idempotent.controller.watch.rows import read_metrics
-from megatron_idempotent.rollout import Sample
+from megatron_idempotent.engines import Sample
+from megatron_idempotent.metrics.loggers import read_metrics
+from megatron_idempotent.trainer.async_ranks import RankPolicy
+from megatron_idempotent.trainer.async_run import last_version, make_settings
+from megatron_idempotent.trainer.batch import Batch
 from megatron_idempotent.trainer.config import load_config
-from megatron_idempotent.trainer.job import Job
-from megatron_idempotent.trainer.policy.batch import Batch
-from megatron_idempotent.trainer.stream.policy import RankPolicy
-from megatron_idempotent.trainer.stream.prompts import PromptStream
-from megatron_idempotent.trainer.stream.recipe import GrpoRecipe
-from megatron_idempotent.trainer.stream.score import Evaluation, Scorer
-from megatron_idempotent.trainer.stream.settings import last_version, make_settings
+from megatron_idempotent.trainer.output import Job
+from megatron_idempotent.trainer.report import make_loggers
+from megatron_idempotent.trainer.rewards import Evaluation, GrpoRecipe, PromptStream, Scorer
 from megatron_idempotent.trainer.task.prompts import Prompt, rollout_prompts
 from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
-from megatron_idempotent.trainer.watch.loggers import make_loggers
 
 PROMPTS = [Prompt(row=row, text=f"say {a}", answer=a, split="train") for row, a in enumerate("abc")]
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from megatron_idempotent.trainer.errors import CheckpointError, DataError
+from megatron_idempotent.trainer.config import CheckpointError, DataError
 from megatron_idempotent.trainer.task.prompts import SHIPPED_FILE, Prompt, read_prompts
 from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 

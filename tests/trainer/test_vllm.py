@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(
 def test_a_vllm_server_samples_with_the_weights_that_were_trained(megatron_ranks, tmp_path):
     from test_run import compare_sampling_with_training, job_for
 
-    from megatron_idempotent.rollout.vllm import CPU_ENVIRONMENT, VllmServer
-    from megatron_idempotent.trainer.policy.initial import write_checkpoint
+    from megatron_idempotent.engines.vllm import CPU_ENVIRONMENT, VllmServer
+    from megatron_idempotent.trainer.policy import write_checkpoint
     from megatron_idempotent.trainer.task.prompts import Prompt
     from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 

@@ -7,8 +7,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("rich")
 
-from megatron_idempotent.trainer.config import load_config
-from megatron_idempotent.trainer.names import (
+from megatron_idempotent.metrics.names import (
     GRAD_NORM,
     HELD_OUT,
     LOSS,
@@ -16,9 +15,11 @@ from megatron_idempotent.trainer.names import (
     TOKENS_PER_S,
     TOTAL_S,
 )
-from megatron_idempotent.trainer.watch.progress import ProgressBar, make_progress
-from megatron_idempotent.trainer.watch.report import (
+from megatron_idempotent.trainer.config import load_config
+from megatron_idempotent.trainer.report import (
+    ProgressBar,
     draw_curves,
+    make_progress,
     print_summary,
     summarize,
 )

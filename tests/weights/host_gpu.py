@@ -16,7 +16,7 @@ import tempfile
 import torch
 
 from megatron_idempotent.weights.transports import cuda_ipc
-from megatron_idempotent.weights.transports.cuda_driver import CudaDriver
+from megatron_idempotent.weights.transports.cuda_ipc import CudaDriver
 
 #: The library, for the other processes of a test too.
 VARIABLE = "DRIVER_IN_HOST_MEMORY"

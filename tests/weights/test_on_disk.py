@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_idempotent.weights import TensorInfo, WeightsError
-from megatron_idempotent.weights.on_disk import DTYPES, INDEX, tensor_infos
+from megatron_idempotent.weights.safetensors_io import DTYPES, INDEX, tensor_infos
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:

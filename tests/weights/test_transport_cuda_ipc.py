@@ -12,7 +12,7 @@ from weight_peers import PeerError, Peers
 
 from megatron_idempotent.weights import Bucket, UpdateDamaged, WeightUpdate
 from megatron_idempotent.weights import transports as t
-from megatron_idempotent.weights.transports import cuda_driver, cuda_ipc
+from megatron_idempotent.weights.transports import cuda_ipc
 
 UPDATE = WeightUpdate(id="run/1", version=1)
 
@@ -114,6 +114,6 @@ def test_a_gpu_that_is_not_there_is_named_with_how_many_are() -> None:
 
 
 def test_without_a_driver_the_error_names_other_transports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "LIBRARY", "libcuda-that-is-not-there.so.1")
+    monkeypatch.setattr(cuda_ipc, "LIBRARY", "libcuda-that-is-not-there.so.1")
     with pytest.raises(t.TransportError, match=r"no NVIDIA driver here: .*use SharedMemorySender"):
         t.CudaIpcSender()

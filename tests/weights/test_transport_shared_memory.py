@@ -14,7 +14,7 @@ from weight_peers import Peers
 
 from megatron_idempotent.weights import Bucket, UpdateDamaged, WeightUpdate
 from megatron_idempotent.weights import transports as t
-from megatron_idempotent.weights.transports import segments
+from megatron_idempotent.weights.transports import shared_memory
 
 UPDATE = WeightUpdate(id="run/1", version=1)
 GRAIN = 1 << 21
@@ -25,7 +25,7 @@ def bucket(index: int, megabytes: int = 1) -> Bucket:
 
 
 def mine() -> list[pathlib.Path]:
-    return list(segments.DIRECTORY.glob(f"{segments.PREFIX}.*.{os.getpid()}.*"))
+    return list(shared_memory.DIRECTORY.glob(f"{shared_memory.PREFIX}.*.{os.getpid()}.*"))
 
 
 def test_two_segments_serve_any_number_of_buckets_of_any_size() -> None:
@@ -89,7 +89,7 @@ def test_a_segment_of_the_wrong_size_is_refused() -> None:
     async def scenario() -> None:
         receiver = t.receiver(await sender.open(UPDATE))
         announced = dict(await sender.announce(bucket(0)))
-        path = segments.DIRECTORY / announced["segment"]
+        path = shared_memory.DIRECTORY / announced["segment"]
         with pytest.raises(UpdateDamaged, match=f"it has {GRAIN} bytes, {GRAIN + 1} were announ"):
             receiver.receive({**announced, "segment_bytes": GRAIN + 1})
         os.truncate(path, 1000)
@@ -111,7 +111,7 @@ def test_nothing_but_a_segment_is_read() -> None:
     async def scenario() -> None:
         receiver = t.receiver(await sender.open(UPDATE))
         announced = await sender.announce(bucket(0))
-        for name in ("/etc/passwd", "other", f"{segments.PREFIX}./../../etc/passwd", None):
+        for name in ("/etc/passwd", "other", f"{shared_memory.PREFIX}./../../etc/passwd", None):
             with pytest.raises(UpdateDamaged, match="is not a trainer's segment"):
                 receiver.receive({**announced, "segment": name})
         await sender.close()
@@ -121,7 +121,7 @@ def test_nothing_but_a_segment_is_read() -> None:
 
 def test_memory_that_is_not_there_is_an_error_and_not_a_signal() -> None:
     sender = t.SharedMemorySender()
-    room = os.statvfs(segments.DIRECTORY)
+    room = os.statvfs(shared_memory.DIRECTORY)
     nbytes = room.f_blocks * room.f_frsize * 2
     if not nbytes:
         pytest.skip("shared memory is not limited here")
@@ -164,7 +164,7 @@ def test_segments_of_a_killed_trainer_are_removed_by_the_next_one(peers: Peers) 
     assert name not in t.remove_stale_segments()  # its owner lives
     assert receiver.receive(made["announced"]).index == 0
     peers[1].kill(group=True)  # its resource tracker, which would clean up, as well
-    assert (segments.DIRECTORY / name).exists()
+    assert (shared_memory.DIRECTORY / name).exists()
 
     async def scenario() -> None:
         sender = t.SharedMemorySender()
@@ -172,7 +172,7 @@ def test_segments_of_a_killed_trainer_are_removed_by_the_next_one(peers: Peers) 
         await sender.close()
 
     asyncio.run(scenario())
-    assert not (segments.DIRECTORY / name).exists()
+    assert not (shared_memory.DIRECTORY / name).exists()
     with pytest.raises(UpdateDamaged, match="there is no segment"):
         receiver.receive(made["announced"])
 
@@ -185,8 +185,8 @@ def dead_pid() -> int:
 
 
 def test_only_segments_of_dead_owners_are_stale(dead_pid: int) -> None:
-    here, me = segments._namespace(), os.getpid()
-    began = segments._started(me)
+    here, me = shared_memory._namespace(), os.getpid()
+    began = shared_memory._started(me)
     names = {
         f"{here}.{dead_pid}.5.ab": True,
         f"{here}.{me}.{began - 1}.ab": True,  # an earlier process with this one's PID
@@ -196,24 +196,24 @@ def test_only_segments_of_dead_owners_are_stale(dead_pid: int) -> None:
         f"{here}.{dead_pid}.x.ab": False,
     }
     for name in names:
-        (segments.DIRECTORY / f"{segments.PREFIX}.{name}").write_bytes(b"")
+        (shared_memory.DIRECTORY / f"{shared_memory.PREFIX}.{name}").write_bytes(b"")
     try:
         removed = t.remove_stale_segments()
-        stale = {f"{segments.PREFIX}.{name}" for name, is_stale in names.items() if is_stale}
-        made = {f"{segments.PREFIX}.{name}" for name in names}
+        stale = {f"{shared_memory.PREFIX}.{name}" for name, is_stale in names.items() if is_stale}
+        made = {f"{shared_memory.PREFIX}.{name}" for name in names}
         assert made.intersection(removed) == stale
-        assert {path.name for path in segments.DIRECTORY.iterdir()} & made == made - stale
+        assert {path.name for path in shared_memory.DIRECTORY.iterdir()} & made == made - stale
     finally:
         for name in names:
-            (segments.DIRECTORY / f"{segments.PREFIX}.{name}").unlink(missing_ok=True)
+            (shared_memory.DIRECTORY / f"{shared_memory.PREFIX}.{name}").unlink(missing_ok=True)
 
 
 def test_a_zombie_owns_nothing() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert segments._started(process.pid) is not None
+    assert shared_memory._started(process.pid) is not None
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert segments._started(process.pid) is None
+    assert shared_memory._started(process.pid) is None
     process.wait()
     process.stdin.close()
 

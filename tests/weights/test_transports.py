@@ -17,7 +17,7 @@ from weight_peers import PeerError, Peers, buckets_of
 from megatron_idempotent.weights import Bucket, Staging, TensorInfo, UpdateDamaged, WeightUpdate
 from megatron_idempotent.weights import transports as t
 from megatron_idempotent.weights.transports import cuda_ipc
-from megatron_idempotent.weights.transports.segments import DIRECTORY, PREFIX
+from megatron_idempotent.weights.transports.shared_memory import DIRECTORY, PREFIX
 
 KINDS = [
     "disk",

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import pytest
 from contract_worker import FACTORY, Unreadable
 
-from megatron_idempotent.workers.errors import RankFailed, RanksLost
-from megatron_idempotent.workers.protocol import RankGroup, WorkerSpec
+from megatron_idempotent.workers.protocol import RankFailed, RankGroup, RanksLost, WorkerSpec
 
 Made = TypeVar("Made")
 Run = Callable[[Awaitable[Made]], Made]

@@ -33,8 +33,7 @@ from contract_calls import (
 )
 from contract_worker import FAILING_FACTORY
 
-from megatron_idempotent.workers.errors import RankFailed, RanksLost
-from megatron_idempotent.workers.protocol import WorkerSpec
+from megatron_idempotent.workers.protocol import RankFailed, RanksLost, WorkerSpec
 
 __all__ = [
     "SPEC",

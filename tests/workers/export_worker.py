@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_idempotent.models.buckets import BucketStream
+from megatron_idempotent.hf.buckets import BucketStream
 from megatron_idempotent.weights import TensorInfo
 from megatron_idempotent.workers.exports import Exports
 

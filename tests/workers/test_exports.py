@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 from export_worker import FACTORY, weights
 
-from megatron_idempotent.rollout import EngineHealth, PauseMode
+from megatron_idempotent.engines import EngineHealth, PauseMode
 from megatron_idempotent.sync import SyncSettings, WeightSync
 from megatron_idempotent.weights import Bucket, Staging, WeightUpdate, checksum
 from megatron_idempotent.workers import (

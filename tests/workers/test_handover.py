@@ -11,26 +11,26 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.workers import handover, wire
-from megatron_idempotent.workers.handover import Handover, HandoverError
+from megatron_idempotent.workers import rendezvous, wire
+from megatron_idempotent.workers.rendezvous import ControllerAddress, RendezvousError
 from megatron_idempotent.workers.server import Server
 
 
-def a_handover(address: str = "tcp:127.0.0.1:1", **changes: object) -> Handover:
+def a_handover(address: str = "tcp:127.0.0.1:1", **changes: object) -> ControllerAddress:
     fields = {"address": address, "token": "ab" * 32, "node": socket.gethostname(), "pid": 1}
-    return Handover(**{**fields, **changes})
+    return ControllerAddress(**{**fields, **changes})
 
 
 def test_it_is_read_as_it_was_written_and_by_nobody_else(tmp_path) -> None:
     written = a_handover(life="x")
     written.write(tmp_path / "run")
-    assert Handover.read(tmp_path / "run") == written
-    assert (tmp_path / "run" / handover.FILE).stat().st_mode & 0o777 == 0o600
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [handover.FILE]
+    assert ControllerAddress.read(tmp_path / "run") == written
+    assert (tmp_path / "run" / rendezvous.FILE).stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [rendezvous.FILE]
     a_handover(life="y").remove(tmp_path / "run")  # another controller's is left alone
-    assert Handover.read(tmp_path / "run") == written
+    assert ControllerAddress.read(tmp_path / "run") == written
     written.remove(tmp_path / "run")
-    assert Handover.read(tmp_path / "run") is None
+    assert ControllerAddress.read(tmp_path / "run") is None
 
 
 @pytest.mark.parametrize(
@@ -44,39 +44,39 @@ def test_it_is_read_as_it_was_written_and_by_nobody_else(tmp_path) -> None:
     ],
 )
 def test_one_that_is_cut_short_names_the_file(tmp_path, text, says) -> None:
-    path = tmp_path / handover.FILE
+    path = tmp_path / rendezvous.FILE
     path.write_text(text)
     path.chmod(0o600)
-    with pytest.raises(HandoverError, match=rf"{handover.FILE} .*{says}.*remove it"):
-        Handover.read(tmp_path)
+    with pytest.raises(RendezvousError, match=rf"{rendezvous.FILE} .*{says}.*remove it"):
+        ControllerAddress.read(tmp_path)
 
 
 def test_one_that_others_may_read_or_that_is_a_link_is_not_trusted(tmp_path) -> None:
     a_handover().write(tmp_path)
-    path = tmp_path / handover.FILE
+    path = tmp_path / rendezvous.FILE
     path.chmod(0o640)
-    with pytest.raises(HandoverError, match="mode 640"):
-        Handover.read(tmp_path)
+    with pytest.raises(RendezvousError, match="mode 640"):
+        ControllerAddress.read(tmp_path)
     elsewhere = path.rename(tmp_path / "elsewhere")
     path.symlink_to(elsewhere)
-    with pytest.raises(HandoverError, match="cannot be read"):
-        Handover.read(tmp_path)
+    with pytest.raises(RendezvousError, match="cannot be read"):
+        ControllerAddress.read(tmp_path)
 
 
 def test_one_of_another_user_is_not_trusted(tmp_path, monkeypatch) -> None:
     a_handover().write(tmp_path)
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
-    with pytest.raises(HandoverError, match=rf"of user {other - 1}, and this is user {other}"):
-        Handover.read(tmp_path)
+    with pytest.raises(RendezvousError, match=rf"of user {other - 1}, and this is user {other}"):
+        ControllerAddress.read(tmp_path)
 
 
 def test_an_exit_code_is_of_one_life(tmp_path) -> None:
-    assert handover.exit_code(tmp_path, "a") is None
-    handover.write_private(tmp_path / handover.EXIT_FILE, {"life": "a", "code": 3})
-    assert handover.exit_code(tmp_path, "a") == 3
-    assert handover.exit_code(tmp_path, "b") is None
-    assert json.loads((tmp_path / handover.EXIT_FILE).read_text())["code"] == 3
+    assert rendezvous.exit_code(tmp_path, "a") is None
+    rendezvous.write_private(tmp_path / rendezvous.EXIT_FILE, {"life": "a", "code": 3})
+    assert rendezvous.exit_code(tmp_path, "a") == 3
+    assert rendezvous.exit_code(tmp_path, "b") is None
+    assert json.loads((tmp_path / rendezvous.EXIT_FILE).read_text())["code"] == 3
 
 
 def test_a_controller_answers_only_where_it_is_and_knows_the_token() -> None:
@@ -95,10 +95,10 @@ def test_a_controller_answers_only_where_it_is_and_knows_the_token() -> None:
 
 
 def test_a_controller_that_lives_and_is_silent_is_not_given_a_second_one(monkeypatch) -> None:
-    monkeypatch.setattr(handover, "_PROBE_S", 0.2)
+    monkeypatch.setattr(rendezvous, "_PROBE_S", 0.2)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:
         address = f"tcp:127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(HandoverError, match=f"process id {os.getpid()} does not answer"):
+        with pytest.raises(RendezvousError, match=f"process id {os.getpid()} does not answer"):
             a_handover(address, pid=os.getpid()).answers()
         assert not a_handover(address, pid=_dead_pid()).answers()
 

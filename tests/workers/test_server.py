@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from megatron_idempotent.workers import pickles, serve, wire
+from megatron_idempotent.workers import serve, wire
 from megatron_idempotent.workers.server import Server
 
 TOKEN = bytes(range(32))
@@ -140,7 +140,7 @@ def test_a_rank_ends_itself_when_its_connection_breaks_wherever_it_is(tmp_path, 
     program = (
         "import os, sys; from megatron_idempotent.workers import WorkerSpec, serve, wire;"
         f"hello = wire.Hello(generation={ONE!r}, rank=0, pid=os.getpid());"
-        f"seat = serve.Seat(sys.argv[1], {TOKEN!r}, hello);"
+        f"seat = serve.RankConnection(sys.argv[1], {TOKEN!r}, hello);"
         "seat.serve(WorkerSpec(factory='importlib:import_module', argument='time'))"
     )
 
@@ -153,7 +153,7 @@ def test_a_rank_ends_itself_when_its_connection_breaks_wherever_it_is(tmp_path, 
                 kind, _ = await connection.ask(b"M", [])
                 assert kind == b"R"
                 if busy:
-                    call = pickles.dump(("sleep", (600,)))
+                    call = wire.dump(("sleep", (600,)))
                     await connection.send(b"C", [len(call).to_bytes(4, "big"), *call])
                 connection.shut()
                 await connection.closed()
@@ -169,7 +169,7 @@ def test_a_rank_ends_itself_when_its_connection_breaks_wherever_it_is(tmp_path, 
 def test_importing_the_controllers_side_imports_neither_torch_nor_megatron() -> None:
     program = (
         "import sys, megatron_idempotent.workers as w; w.EmbeddedRanks; w.TorchrunRanks;"
-        "from megatron_idempotent.workers import pickles; pickles.load(pickles.dump([1, b'2']));"
+        "from megatron_idempotent.workers import wire; wire.load(wire.dump([1, b'2']));"
         "print([name for name in ('torch', 'megatron', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -185,7 +185,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def test_large_buffers_pass_beside_the_pickle_and_are_not_copied(ends) -> None:
     large, small = pickle.PickleBuffer(bytearray(b"x" * (1 << 20))), b"y" * 10
-    parts = pickles.dump([large, small])
+    parts = wire.dump([large, small])
     assert [memoryview(part).nbytes for part in parts[1:]] == [1 << 20]
     large.raw()[0] = ord("z")
     assert bytes(memoryview(parts[1])[:2]) == b"zx"
@@ -196,7 +196,7 @@ def test_large_buffers_pass_beside_the_pickle_and_are_not_copied(ends) -> None:
         _, (kind, got) = await asyncio.gather(sending, receiving)
         assert (kind, len(got)) == (b"R", 3 * 600)
         assert got[2] == b""
-        assert pickles.load(got[-3:-1])[0][:2] == b"zx"
+        assert wire.load(got[-3:-1])[0][:2] == b"zx"
 
     run(scenario)
 

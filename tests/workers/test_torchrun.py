@@ -22,20 +22,14 @@ pytest.importorskip("torch")
 from contract_ranks import MakeRanks, RankContract, path_for_ranks
 from contract_worker import FACTORY
 
-from megatron_idempotent.workers import (
-    RanksLost,
-    TorchrunRanks,
-    WorkerSpec,
-    handover,
-    supervise,
-)
-from megatron_idempotent.workers.handover import HandoverError
-from megatron_idempotent.workers.torchrun_rank import TorchrunRank
+from megatron_idempotent.workers import RanksLost, TorchrunRanks, WorkerSpec, rendezvous, torchrun
+from megatron_idempotent.workers.rendezvous import RendezvousError
+from megatron_idempotent.workers.torchrun import TorchrunRank
 
 HERE = Path(__file__).parent
 
 
-def torchrun(directory: Path, *command: str, restarts: int = 3) -> subprocess.Popen[bytes]:
+def start_torchrun(directory: Path, *command: str, restarts: int = 3) -> subprocess.Popen[bytes]:
     """Two ranks, and what they print in a file."""
     with (directory / "torchrun.log").open("ab") as log:
         return subprocess.Popen(
@@ -85,7 +79,7 @@ def make_ranks(tmp_path_factory, started) -> MakeRanks:
             waiting = threading.Event()
             while not (directory / "controller.json").exists():
                 waiting.wait(0.02)
-            started.append(torchrun(directory))
+            started.append(start_torchrun(directory))
 
         threading.Thread(target=when_it_listens, daemon=True).start()
         return ranks
@@ -126,7 +120,7 @@ def test_a_run_outlives_controllers_and_ranks_and_ends_as_the_last_controller(
     tmp_path, restarts, ends_with
 ) -> None:
     program = [sys.executable, str(HERE / "torchrun_controller_program.py"), str(tmp_path)]
-    process = torchrun(tmp_path, *program, restarts=restarts)
+    process = start_torchrun(tmp_path, *program, restarts=restarts)
     try:
         code = process.wait(timeout=120)
     finally:
@@ -161,9 +155,9 @@ def rank_0(tmp_path, monkeypatch) -> Callable[..., TorchrunRank]:
 
 def test_a_controller_that_ends_before_it_listens_is_told_with_its_exit_code(rank_0) -> None:
     fails = (sys.executable, "-c", "raise SystemExit(4)")
-    with pytest.raises(HandoverError, match=r"exit code 4 before it listened.*SystemExit\(4\)"):
+    with pytest.raises(RendezvousError, match=r"exit code 4 before it listened.*SystemExit\(4\)"):
         rank_0(*fails)._find()
-    with pytest.raises(HandoverError, match="exit code 127"):
+    with pytest.raises(RendezvousError, match="exit code 127"):
         rank_0("/no/such/program")._find()
 
 
@@ -189,7 +183,7 @@ def test_ranks_whose_controller_has_nothing_left_to_do_end_well(megatron_ranks, 
 
 
 def test_a_controller_that_was_to_be_started_by_hand_and_is_not_there_is_an_error(rank_0) -> None:
-    with pytest.raises(HandoverError, match="by hand"):
+    with pytest.raises(RendezvousError, match="by hand"):
         rank_0(timeout_s=0.1)._find()
 
 
@@ -214,7 +208,7 @@ def test_a_controllers_end_is_filed_and_signals_reach_it(tmp_path, number, code)
         f"time.sleep({0 if number is None else 60})\n"
         "sys.exit(5)"
     )
-    process = supervise.start(tmp_path, "life", [sys.executable, "-c", program])
+    process = torchrun.start(tmp_path, "life", [sys.executable, "-c", program])
     try:
         while not (tmp_path / "up").exists():
             assert process.poll() is None
@@ -225,4 +219,4 @@ def test_a_controllers_end_is_filed_and_signals_reach_it(tmp_path, number, code)
     finally:
         process.kill()
         process.wait()
-    assert handover.exit_code(tmp_path, "life") == code
+    assert rendezvous.exit_code(tmp_path, "life") == code

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from megatron_idempotent.trainer.errors import ConfigError, DataError
+from megatron_idempotent.trainer.config import ConfigError, DataError
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")

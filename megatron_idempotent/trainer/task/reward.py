@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Protocol, cast
 
-from megatron_idempotent.trainer.errors import ConfigError
+from megatron_idempotent.trainer.config import ConfigError
 
 
 class Reward(Protocol):

@@ -9,9 +9,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from megatron_idempotent.trainer.config import Config
-from megatron_idempotent.trainer.errors import CheckpointError, DataError
-from megatron_idempotent.trainer.task.prompts import Prompt, PromptSet
+from megatron_idempotent.trainer.config import CheckpointError, Config, DataError
+
+from .prompts import Prompt, PromptSet
 
 TOKENIZER_FILE = "tokenizer.json"
 PAD, END, ANSWER = "<pad>", "<end>", "<answer>"

@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_idempotent.weights.errors import UpdateDamaged
+from megatron_idempotent.weights.records import UpdateDamaged
 
-from .base import Announcement, Receiver, Sender
+from .base import Announcement, Receiver, Sender, TransportError, TransportTimeout
 from .cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from .disk import DiskReceiver, DiskSender
-from .errors import TransportError, TransportTimeout
 from .layout import FORMAT
 from .process_group import ProcessGroupReceiver, ProcessGroupSender
-from .segments import remove_stale_segments
-from .shared_memory import SharedMemoryReceiver, SharedMemorySender
+from .shared_memory import SharedMemoryReceiver, SharedMemorySender, remove_stale_segments
 
 __all__ = [
     "Announcement",

@@ -12,14 +12,11 @@ from typing import Any
 
 import torch
 
-from megatron_idempotent.weights.errors import UpdateDamaged
-from megatron_idempotent.weights.records import Bucket, TensorInfo, WeightUpdate
+from megatron_idempotent.weights.records import Bucket, TensorInfo, UpdateDamaged, WeightUpdate
+from megatron_idempotent.weights.safetensors_io import copy_settings, index_of
 
-from .base import Announcement
-from .errors import TransportError
-from .folder import copy_settings, index_of
+from .base import Announcement, SessionSender, TransportError
 from .layout import Layout, read_tensor
-from .sending import SessionSender
 
 KIND = "disk"
 

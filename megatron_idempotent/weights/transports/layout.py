@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_idempotent.weights.errors import UpdateDamaged
-from megatron_idempotent.weights.records import Bucket, TensorInfo
+from megatron_idempotent.weights.records import Bucket, TensorInfo, UpdateDamaged
 
 #: Version of the announcements. Receivers refuse any other.
 FORMAT = 1

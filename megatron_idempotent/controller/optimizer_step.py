@@ -1,0 +1,309 @@
+"""One optimizer step, group by group: at most once counted, and undone where it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from megatron_idempotent.workers.protocol import RanksLost
+
+from .protocol import (
+    DataPlane,
+    Held,
+    LogprobsOf,
+    Policy,
+    PublishFailed,
+    Recipe,
+    RolloutGroup,
+    StepFailed,
+    StepOutcome,
+)
+from .samplers import SamplerError, checked_evict, checked_select
+from .state import PendingDeletes, RunState
+
+
+class Drained(Exception):
+    """No more groups are to be trained: the run ends here."""
+
+
+class OutOfPrompts(Exception):
+    """The stream of prompts has ended, and too few groups are left for a step."""
+
+
+class GroupSelector:
+    """Example: `held = await intake.next(1)`; the groups are leased to the open step."""
+
+    #: Raised by `next` for reasons that are not a step's failure.
+    expected = (Drained, OutOfPrompts)
+
+    def __init__(
+        self, shared: RunState, clearing: PendingDeletes, republish: Callable[[], Awaitable[None]]
+    ) -> None:
+        """`republish` brings engines back that were all lost, or raises why it cannot."""
+        self._shared = shared
+        self._clearing = clearing
+        self._republish = republish
+
+    async def next(self, most: int) -> list[Held]:
+        """Wait for groups that may train now, and lease them: one, and up to `most` that are there.
+
+        A sampler that is deterministic gets as many as it asks for, whenever they come.
+        Errors: `Drained`, `OutOfPrompts`.
+        """
+        shared = self._shared
+        fewest = most if shared.sampler.drains else 1
+        found = await self._try(most)
+        if len(found) < fewest:
+            with shared.measure.phase("exposed_generation"):
+                while len(found) < fewest:
+                    shared.doing = "waiting for groups"
+                    if shared.draining:
+                        raise Drained
+                    if shared.engines_back or shared.publish_failed:
+                        await self._republish()
+                    elif self._nothing_to_come():
+                        raise OutOfPrompts
+                    else:
+                        await shared.change()
+                    found = await self._try(most)
+        shared.buffer.lease([held.id for held in found])
+        shared.progressed()  # and their places in the buffer are free
+        return found
+
+    async def _try(self, most: int) -> list[Held]:
+        await self._evict()
+        shared = self._shared
+        chosen = checked_select(
+            shared.sampler, shared.buffer.ready, version=shared.trainer_version, count=most
+        )
+        return list(chosen)
+
+    async def _evict(self) -> None:
+        shared = self._shared
+        stale = checked_evict(shared.sampler, shared.buffer.ready, version=shared.trainer_version)
+        if not stale:
+            return
+        for held in stale:
+            shared.buffer.drop(held.id, "evicted", "stale")
+        shared.tell()
+        await self._clearing.clear([held.id for held in stale])
+
+    def _nothing_to_come(self) -> bool:
+        return self._shared.exhausted and not self._shared.buffer.counts.generating
+
+
+async def finish_despite_cancel(task: asyncio.Future[Any], limit_s: float | None = None) -> bool:
+    """Wait until a task is done, even if the one who waits is cancelled, once or more often.
+
+    Returns whether the caller was cancelled: it raises `CancelledError` after it has cleaned up.
+    After the first cancellation it waits `limit_s` at most; a task that is not done then goes on.
+
+    Example: `await finish_despite_cancel(asyncio.ensure_future(policy.finish(step_id)), 300)`.
+    """
+    clock = asyncio.get_running_loop().time
+    cancelled, until = False, None
+    while not task.done():
+        timeout = None if until is None else until - clock()
+        if timeout is not None and timeout <= 0:
+            break
+        try:
+            await asyncio.wait([task], timeout=timeout)
+        except asyncio.CancelledError:
+            if not cancelled and limit_s is not None:
+                until = clock() + limit_s
+            cancelled = True
+    return cancelled
+
+
+_log = logging.getLogger(__name__)
+
+
+async def _nothing() -> None:
+    """Nothing to wait for."""
+
+
+class _Vanished(Exception):
+    """A group that is ready by the buffer, and not in the data plane."""
+
+    def __init__(self, group_id: int) -> None:
+        super().__init__(f"group {group_id} is not in the data plane any more")
+        self.group_id = group_id
+
+
+class OptimizerStep:
+    """Takes groups as they come, and makes one update of them.
+
+    Example: `groups, outcome = await OptimizerStep(run, groups, plane, policy, recipe).take("7")`.
+    """
+
+    def __init__(
+        self,
+        shared: RunState,
+        intake: GroupSelector,
+        plane: DataPlane,
+        policy: Policy,
+        recipe: Recipe,
+    ) -> None:
+        self._shared = shared
+        self._intake = intake
+        self._plane = plane
+        self._policy = policy
+        self._recipe = recipe
+        # What was taken together stays together: the sum of a gradient depends on it.
+        self._held: list[list[Held]] = []
+        self.before_finish: Callable[[], Awaitable[None]] = _nothing
+        self.interrupted = False
+        """True if the task was cancelled during an update, which was made all the same."""
+
+    async def take(self, name: str) -> tuple[Sequence[RolloutGroup], StepOutcome]:
+        """Runs the step; returns the groups that were trained, and the step's result.
+
+        A step that fails is aborted and taken again with the same groups, as often as the settings
+        allow. `name` is not used for another step, ever.
+        Errors: `StepFailed` after the last attempt; `RanksLost`; what the intake raises. The
+            groups are in the buffer again then, and nothing of them has counted.
+        """
+        shared = self._shared
+        last: BaseException | None = None
+        try:
+            failures = 0
+            for attempt in itertools.count():
+                if failures == shared.settings.step_attempts:
+                    break
+                step_id = f"{name}/{attempt}"
+                try:
+                    return await self._attempt(step_id)
+                except RanksLost:
+                    raise
+                except (Exception, asyncio.CancelledError) as error:
+                    await self._undo(step_id)
+                    if not self._may_try_again(step_id, error):
+                        raise
+                    last = error
+                    # A group that is lost says nothing of the others, and cannot be lost twice.
+                    failures += not isinstance(error, _Vanished)
+            raise StepFailed(
+                f"step {name} failed {shared.settings.step_attempts} times with the same "
+                f"{len(self._ids())} groups, and was undone each time: {last!r}"
+            ) from last
+        finally:
+            # None are left of a step that succeeded.
+            shared.buffer.give_back(self._ids())
+            self._held = []
+            shared.step_groups = 0
+
+    async def _attempt(self, step_id: str) -> tuple[Sequence[RolloutGroup], StepOutcome]:
+        shared, count = self._shared, self._shared.settings.groups_per_step
+        # The groups whose gradients are in this attempt; one that fails drops them all.
+        ledger: list[RolloutGroup] = []
+        for call in itertools.count():
+            if len(ledger) == count:
+                break
+            shared.step_groups = len(ledger)
+            if call == len(self._held):
+                most = min(shared.settings.groups_per_call, count - len(ledger))
+                self._held.append(await self._intake.next(most))
+            ledger += await self._add(step_id, call, left=count - len(ledger))
+            shared.progressed()
+        # The update would change weights that are still being read.
+        await self.before_finish()
+        with shared.measure.phase("policy_training", step=step_id, part="finish"):
+            shared.doing = "finish"
+            outcome = await self._finish(step_id)
+        shared.buffer.trained(self._ids())
+        self._held = []
+        return ledger, outcome
+
+    async def _add(self, step_id: str, call: int, *, left: int) -> list[RolloutGroup]:
+        """Hand some groups to the policy; `left` is how many the step lacks before them."""
+        measure, recipe, held = self._shared.measure, self._recipe, self._held[call]
+        ids = [each.id for each in held]
+        with measure.phase("prepare_logprobs", groups=ids):
+            self._shared.doing = "log-probs"
+            groups = [await self._get(group_id) for group_id in ids]
+            inputs = recipe.inputs(groups)
+            logprobs: dict[LogprobsOf, object] = {
+                which: await self._policy.logprobs(inputs, which)
+                for which in self._shared.settings.asked
+            }
+        with measure.phase("advantage_pump", groups=ids):
+            batch = recipe.batch(groups, inputs, logprobs)
+        with measure.phase("policy_training", groups=ids):
+            self._shared.doing = "microbatch"
+            if call == 0:
+                await self._policy.begin(step_id)
+            await self._policy.microbatch(
+                step_id, batch, microbatch_id=f"{step_id}/{call}", last=len(held) == left
+            )
+        return groups
+
+    async def _get(self, group_id: int) -> RolloutGroup:
+        try:
+            return await self._plane.get(group_id)
+        except KeyError as error:
+            raise _Vanished(group_id) from error
+
+    def _give_up(self, group_id: int) -> None:
+        """A group that the data plane has lost: another takes its place."""
+        self._shared.buffer.give_back([group_id])
+        self._shared.lose(group_id)
+        self._held = [[held for held in together if held.id != group_id] for together in self._held]
+        self._held = [together for together in self._held if together]
+
+    def _ids(self) -> list[int]:
+        return [held.id for held_together in self._held for held in held_together]
+
+    async def _finish(self, step_id: str) -> StepOutcome:
+        """Finishes the update; a caller that is cancelled meanwhile hears of it after its end."""
+        finishing = asyncio.ensure_future(self._finish_once(step_id))
+        cancelled = await finish_despite_cancel(finishing, self._shared.settings.abort_s)
+        if not finishing.done():
+            finishing.cancel()
+            raise RanksLost(f"step {step_id} was cut off in an update that hangs")
+        error = finishing.exception()
+        if cancelled and error is not None and not isinstance(error, RanksLost):
+            raise asyncio.CancelledError from error
+        self.interrupted = cancelled
+        return finishing.result()
+
+    async def _finish_once(self, step_id: str) -> StepOutcome:
+        try:
+            return await self._policy.finish(step_id)
+        except RanksLost:
+            raise
+        except Exception as error:  # noqa: BLE001 (asked again: it may have been carried out)
+            # By the step's id it is not made twice; without this its groups would train again.
+            _log.warning("finish of step %s raised, and is asked for again: %r", step_id, error)
+            return await self._policy.finish(step_id)
+
+    def _may_try_again(self, step_id: str, error: BaseException) -> bool:
+        """Returns whether a step that was undone runs again with the same groups."""
+        # Of a sampler that is wrong, no group is to blame, and none has trained.
+        final = (asyncio.CancelledError, PublishFailed, SamplerError, *self._intake.expected)
+        if isinstance(error, final):
+            return False
+        if isinstance(error, _Vanished):
+            self._give_up(error.group_id)
+        self._shared.retries["step"] += 1
+        _log.warning("step %s failed and is undone: %r", step_id, error)
+        return True
+
+    async def _undo(self, step_id: str) -> None:
+        """Abort whatever was begun; ranks that cannot even do that are lost."""
+        limit_s = self._shared.settings.abort_s
+        self._shared.doing = "abort"
+        aborting = asyncio.ensure_future(asyncio.wait_for(self._policy.abort(step_id), limit_s))
+        cancelled = await finish_despite_cancel(aborting)
+        try:
+            aborting.result()
+        except RanksLost:
+            raise
+        except asyncio.TimeoutError as error:
+            raise RanksLost(f"step {step_id} is not undone in {limit_s:g} s") from error
+        except Exception as error:
+            raise RanksLost(f"step {step_id} could not be undone: {error!r}") from error
+        if cancelled:
+            raise asyncio.CancelledError

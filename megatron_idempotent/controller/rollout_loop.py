@@ -1,0 +1,157 @@
+"""The rollout pump: starts groups as capacity allows, and brings them into the buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from .protocol import (
+    DataPlane,
+    EnginesLost,
+    Generator,
+    PoisonedPrompt,
+    Prompts,
+    Recipe,
+    RolloutGroup,
+)
+from .state import PendingDeletes, RunState, retry
+
+_log = logging.getLogger(__name__)
+
+
+class RolloutPump:
+    """Example: `await RolloutPump(shared, prompts, …).run()`, to be cancelled."""
+
+    def __init__(
+        self,
+        shared: RunState,
+        prompts: Prompts,
+        generator: Generator,
+        recipe: Recipe,
+        plane: DataPlane,
+        clearing: PendingDeletes,
+    ) -> None:
+        self._shared = shared
+        self._prompts = prompts
+        self._generator = generator
+        self._recipe = recipe
+        self._plane = plane
+        self._clearing = clearing
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._error: BaseException | None = None
+
+    async def run(self) -> None:
+        """Start groups for ever. Errors: what a recipe raised, which no other prompt would mend."""
+        while True:
+            while self._error is None and self._shared.room() and self._start_next():
+                pass
+            if self._error is not None:
+                raise self._error
+            await self._shared.change()
+
+    async def finish(self, limit_s: float) -> None:
+        """Wait for the groups that are being generated, and start no more."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=limit_s)
+
+    async def stop(self) -> None:
+        """Cancel what is being generated; its prompts are asked for again by the next `run`."""
+        tasks, self._tasks = self._tasks, {}
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        # One whose task raised, which ends a run, is among them too.
+        self._error = None
+        for group_id in self._shared.buffer.generating_ids:
+            self._shared.buffer.rollback(group_id)
+
+    def _start_next(self) -> bool:
+        shared = self._shared
+        owed = shared.buffer.next_owed
+        group_id = shared.next_prompt if owed is None else owed
+        prompt = self._prompts.prompt(group_id)
+        if prompt is None:
+            shared.exhausted = True
+            shared.tell()
+            return False
+        shared.buffer.reserve(group_id)
+        if owed is None:
+            shared.next_prompt += 1
+        shared.count_generating()
+        self._tasks[group_id] = task = asyncio.ensure_future(self._fill(group_id, prompt))
+        task.add_done_callback(lambda done: self._ended(group_id, done))
+        return True
+
+    def _ended(self, group_id: int, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(group_id, None)
+        self._shared.count_generating()
+        if not task.cancelled() and task.exception() is not None:
+            self._error = self._error or task.exception()
+        self._shared.tell()
+
+    async def _fill(self, group_id: int, prompt: Any) -> None:
+        """One group, from its reservation to the buffer, or out of it."""
+        shared = self._shared
+        started = shared.measure.now()
+        group = await self._generate(group_id, prompt)
+        if group is None:
+            return
+        shared.measure.span(
+            "rollouts", f"group {group_id}", started, {"version": group.oldest_version}
+        )
+        reason = self._recipe.rejects(group)
+        if reason:
+            shared.buffer.drop(group_id, "filtered", reason)
+            shared.tell()
+        elif await self._put(group):
+            shared.buffer.commit(group_id, version=group.oldest_version)
+            shared.tell()
+            shared.measure.count("ready groups", len(shared.buffer.ready))
+
+    async def _generate(self, group_id: int, prompt: Any) -> RolloutGroup | None:
+        """The group; None once it is dropped."""
+        settings = self._shared.settings
+        attempt = 0
+        while True:
+            try:
+                return await asyncio.wait_for(
+                    self._generator.generate(group_id, prompt, attempt=attempt),
+                    settings.group_timeout_s,
+                )
+            except EnginesLost:
+                # Nothing is wrong with the prompt: it waits, and the watchdog has the last word.
+                await self._shared.change()
+            except PoisonedPrompt as error:
+                self._drop(group_id, "poisoned", error)
+                return None
+            except Exception as error:  # noqa: BLE001 (of an engine or a verifier, which are others')
+                attempt += 1
+                self._shared.retries["rollout"] += 1
+                if attempt >= settings.group_attempts:
+                    self._drop(group_id, "failed", error)
+                    return None
+                _log.warning("group %d, attempt %d: %r", group_id, attempt, error)
+                await asyncio.sleep(settings.retry_wait_s * 2 ** (attempt - 1))
+
+    async def _put(self, group: RolloutGroup) -> bool:
+        """Puts a group; returns whether the data plane has it. Putting it twice does no harm."""
+        self._clearing.renewed(group.id)
+        try:
+            await retry(self._shared, "put", lambda: self._plane.put(group))
+        except asyncio.CancelledError:
+            self._clearing.owe(group.id)  # it may have been carried out
+            raise
+        except Exception as error:  # noqa: BLE001 (a store of others; the group is still here)
+            self._drop(group.id, "not stored", error)
+            # One of the attempts may have been carried out.
+            await self._clearing.clear([group.id])
+            return False
+        return True
+
+    def _drop(self, group_id: int, reason: str, error: BaseException) -> None:
+        # Never a reward of zero: that would teach the policy to avoid what an engine failed at.
+        _log.error("group %d is dropped, %s: %r", group_id, reason, error)
+        self._shared.buffer.drop(group_id, "filtered", reason)
+        self._shared.dropped[reason] += 1
+        self._shared.tell()

@@ -1,0 +1,341 @@
+"""Samplers decide which groups start, which train next, and which are too old.
+
+Their answers are checked where they are used, because a custom one may be wrong.
+"""
+
+from __future__ import annotations
+
+import heapq
+import importlib
+import inspect
+import itertools
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, get_args
+
+from megatron_idempotent.metrics.loggers import SettingsError
+
+from .protocol import Admission, ControllerError, Held, Ready, Sampler
+
+
+class SamplerError(ControllerError):
+    """A sampler raised, or gave an answer that it may not; the message names it and the fault."""
+
+
+def checked_select(sampler: Sampler, ready: Ready, *, version: int, count: int) -> tuple[Held, ...]:
+    """The groups that a sampler selects, at most `count`, each ready and named once.
+
+    Errors: `SamplerError`.
+    """
+    answer = asked(sampler, "select", ready, version=version, count=count)
+    groups = _checked(sampler, "select", answer, ready)
+    if len(groups) > count:
+        raise SamplerError(
+            f"sampler {sampler.name} selected {len(groups)} groups of {count} that were asked for; "
+            "return `count` at most"
+        )
+    return groups
+
+
+def checked_evict(sampler: Sampler, ready: Ready, *, version: int) -> tuple[Held, ...]:
+    """The groups that a sampler gives up, each ready and named once.
+
+    Errors: `SamplerError`.
+    """
+    return _checked(sampler, "evict", asked(sampler, "evict", ready, version=version), ready)
+
+
+def checked_room(sampler: Sampler, admission: Admission) -> float:
+    """Returns how many more groups a sampler lets start. Errors: `SamplerError`."""
+    answer = asked(sampler, "room", admission)
+    if not isinstance(answer, numbers.Real):
+        raise SamplerError(
+            f"sampler {sampler.name}: room returned {answer!r}; return a number of groups"
+        )
+    return float(answer)
+
+
+def asked(sampler: Sampler, method: str, *args: Any, **named: Any) -> Any:
+    """The answer of a sampler's method. Errors: `SamplerError` for whatever it raises."""
+    try:
+        return getattr(sampler, method)(*args, **named)
+    except Exception as error:
+        raise SamplerError(f"sampler {sampler.name}: {method} raised {error!r}") from error
+
+
+def _checked(
+    sampler: Sampler, method: str, answer: Iterable[Held], ready: Ready
+) -> tuple[Held, ...]:
+    try:
+        groups = tuple(answer)
+    except TypeError as error:
+        raise SamplerError(
+            f"sampler {sampler.name}: {method} returned a {type(answer).__name__}; return the "
+            "groups, or an empty list"
+        ) from error
+    seen: set[int] = set()
+    for held in groups:
+        if held not in ready:
+            raise SamplerError(
+                f"sampler {sampler.name}: {method} returned {held!r}, which is not among the "
+                f"{len(ready)} ready groups; return groups that `ready` gives"
+            )
+        if held.id in seen:
+            raise SamplerError(
+                f"sampler {sampler.name}: {method} returned group {held.id} twice; return each once"
+            )
+        seen.add(held.id)
+    return groups
+
+
+# More than any buffer holds: its capacity is the only bound.
+_ALL = 2**31
+
+
+class FirstReadySampler:
+    """Trains groups in the order in which they became complete, and never evicts one.
+
+    Staleness has no bound but what follows from capacity: a slow group keeps its place, and may be
+    any number of versions old when it is complete. Example: `FirstReadySampler()`.
+    """
+
+    name = "first_ready"
+    max_staleness = None
+    drains = False
+
+    def required_capacity(self, groups_per_step: int) -> int:
+        """The groups of one step."""
+        return groups_per_step
+
+    def room(self, admission: Admission) -> int:
+        """No bound of its own."""
+        del admission
+        return _ALL
+
+    def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
+        """The first `count` by arrival."""
+        del version
+        return list(itertools.islice(ready, count))
+
+    def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
+        """None."""
+        del ready, version
+        return ()
+
+
+Order = Literal["freshest", "oldest"]
+"""The smallest staleness first, and by arrival within it; or by arrival alone."""
+
+
+def checked_window(name: str, value: object) -> int:
+    """A number of versions. Errors: `SettingsError` for anything else."""
+    if type(value) is not int or value < 0:
+        raise SettingsError(f"{name} is {value!r}; allowed: 0 or more versions")
+    return value
+
+
+def room_within(window: int, admission: Admission) -> int:
+    """Groups that may be started so that none needs to be older than `window` when it trains.
+
+    (window + rollout_version + 1) x groups_per_step - accepted - running: an optimizer step uses
+    groups_per_step groups and makes one version, so the group that is accepted last trains at
+    version window + rollout_version at the latest. Never negative.
+    """
+    steps = window + admission.rollout_version + 1
+    return max(0, steps * admission.groups_per_step - admission.accepted - admission.running)
+
+
+class WindowedSampler:
+    """Trains groups with 0 <= version - held.version <= max_staleness, and evicts older ones.
+
+    Example: `WindowedSampler(max_staleness=2)`.
+    """
+
+    name = "windowed"
+    drains = False
+
+    def __init__(self, max_staleness: int, order: Order = "freshest") -> None:
+        """Errors: `SettingsError` for a window below 0, or an unknown order."""
+        self._window = checked_window("max_staleness", max_staleness)
+        if order not in get_args(Order):
+            raise SettingsError(f"order is {order!r}; allowed: {', '.join(get_args(Order))}")
+        self._order = order
+
+    @property
+    def max_staleness(self) -> int:
+        """Most versions between a group's weights and those it trains."""
+        return self._window
+
+    def required_capacity(self, groups_per_step: int) -> int:
+        """A step's groups for each version of the window: all that `room` lets start at once. With
+        fewer, down to those of one step, training would wait for generation within the window."""
+        return groups_per_step * (self._window + 1)
+
+    def room(self, admission: Admission) -> int:
+        """Returns the number of groups that can train within the window; see `room_within`."""
+        return room_within(self._window, admission)
+
+    def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
+        """Up to `count` eligible groups, in the sampler's order. Looks at no other group."""
+        eligible = [each for each in ready.versions() if 0 <= version - each <= self._window]
+        groups: Iterator[Held]
+        if self._order == "freshest":
+            groups = itertools.chain.from_iterable(map(ready.of_version, reversed(eligible)))
+        else:
+            by_version = [ready.of_version(each) for each in eligible]
+            groups = heapq.merge(*by_version, key=lambda held: held.arrival)
+        return list(itertools.islice(groups, count))
+
+    def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
+        """All groups that are older than the window."""
+        stale = itertools.takewhile(lambda each: version - each > self._window, ready.versions())
+        return [held for each in stale for held in ready.of_version(each)]
+
+
+class StrictSampler(WindowedSampler):
+    """The on-policy sampler: trains only groups of the weights that are being trained."""
+
+    name = "strict"
+
+    def __init__(self) -> None:
+        super().__init__(max_staleness=0)
+
+
+class InOrderSampler:
+    """Trains groups by ascending id, each once every lower id is trained, filtered or in the step.
+
+    Which groups a step trains, and which weights sampled them, is a function of the prompts and of
+    what the recipe rejects, whatever the order in which engines finish. Two things make it so:
+    groups are started by ascending id, and engines get new weights only once all groups for which
+    there is room are complete (`drains`), a rejected one's successors included. No group is of two
+    versions. The price is that engines wait for the slowest group of every version.
+
+    No group exceeds `max_staleness`, so none is evicted. While engines serve version r, at most
+    (lookahead + r + 1) x groups_per_step groups of the run are accepted, all of them with lower
+    ids than those that are started later. A step takes groups_per_step of them in order and makes
+    one version, so the last of them trains at version lookahead + r.
+    Example: `InOrderSampler(lookahead=1)`.
+    """
+
+    name = "in_order"
+    drains = True
+
+    def __init__(self, lookahead: int) -> None:
+        """`lookahead` counts the steps whose groups are generated ahead of the one that trains.
+
+        Errors: `SettingsError` for one below 0.
+        """
+        self._lookahead = checked_window("lookahead", lookahead)
+
+    @property
+    def max_staleness(self) -> int:
+        """The lookahead: a group trains at most so many versions after its own."""
+        return self._lookahead
+
+    def required_capacity(self, groups_per_step: int) -> int:
+        """A step's groups for each version of the lookahead: all that `room` lets start at once."""
+        return groups_per_step * (self._lookahead + 1)
+
+    def room(self, admission: Admission) -> int:
+        """Returns the number of groups that can train within the lookahead."""
+        return room_within(self._lookahead, admission)
+
+    def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
+        """The lowest ids below the lowest that is unfinished, up to `count`."""
+        del version
+        limit = ready.lowest_unfinished
+        first = itertools.islice(ready.by_id(), count)
+        return list(itertools.takewhile(lambda held: limit is None or held.id < limit, first))
+
+    def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
+        """None: a group that is left out would leave out another one in another run."""
+        del ready, version
+        return ()
+
+
+_KNOWN: dict[str, type[Sampler]] = {
+    each.name: each for each in (WindowedSampler, StrictSampler, FirstReadySampler, InOrderSampler)
+}
+_METHODS = ("required_capacity", "room", "select", "evict")
+
+
+def load_sampler(name_or_path: str, **options: Any) -> Sampler:
+    """A sampler: `windowed`, `strict`, `first_ready`, `in_order`, or `package.module:Class`.
+
+    `options` are its constructor's arguments. A custom class is anything with the attributes and
+    methods of `protocol.Sampler`; it inherits nothing.
+    Example: `load_sampler("windowed", max_staleness=2, order="oldest")`.
+    Errors: `SettingsError` for an unknown name or option, one that is missing, a class that cannot
+        be imported, or one that is no sampler.
+    """
+    build = _KNOWN[name_or_path] if name_or_path in _KNOWN else _imported(name_or_path)
+    _check_options(name_or_path, build, options)
+    try:
+        sampler = build(**options)
+    except SettingsError:
+        raise
+    except Exception as error:
+        raise SettingsError(f"sampler {name_or_path} cannot be made: {error!r}") from error
+    if name_or_path not in _KNOWN:
+        _check_sampler(name_or_path, sampler)
+    return sampler
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module_name, colon, attribute = path.partition(":")
+    if not (colon and module_name and attribute):
+        raise SettingsError(
+            f"sampler is {path!r}; allowed: {', '.join(sorted(_KNOWN))}, or package.module:Class"
+        )
+    try:
+        build = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingsError(f"sampler {path!r} cannot be imported: {error}") from error
+    if not callable(build):
+        raise SettingsError(f"sampler {path!r} is a {type(build).__name__}; give a class")
+    return build  # type: ignore[no-any-return]
+
+
+def _check_options(name: str, build: Callable[..., Any], options: dict[str, Any]) -> None:
+    signature = inspect.signature(build)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        known = ", ".join(map(str, signature.parameters.values())) or "none"
+        raise SettingsError(f"sampler {name}: {error}; its options: {known}") from error
+
+
+def _check_sampler(path: str, sampler: Any) -> None:
+    """Checks that a sampler has the protocol's parts, with its arguments and types."""
+    parts = [part for part in vars(Sampler) if not part.startswith("_")]
+    missing = [part for part in parts if not hasattr(sampler, part)]
+    missing += [m for m in _METHODS if m not in missing and not callable(getattr(sampler, m))]
+    if missing:
+        raise SettingsError(
+            f"sampler {path!r} is no sampler: it has no {', '.join(missing)}; see "
+            "megatron_idempotent.controller.protocol.Sampler"
+        )
+    for method in _METHODS:
+        _check_arguments(path, method, getattr(sampler, method))
+    window = sampler.max_staleness
+    if not (isinstance(sampler.name, str) and sampler.name):
+        raise SettingsError(f"sampler {path!r} has name {sampler.name!r}; allowed: a string")
+    if window is not None and (type(window) is not int or window < 0):
+        raise SettingsError(
+            f"sampler {path!r} has max_staleness {window!r}; allowed: 0 or more versions, or None"
+        )
+    if type(sampler.drains) is not bool:
+        raise SettingsError(f"sampler {path!r} has drains {sampler.drains!r}; allowed: a bool")
+
+
+def _check_arguments(path: str, method: str, bound: Callable[..., Any]) -> None:
+    wanted = list(inspect.signature(getattr(Sampler, method)).parameters.values())[1:]  # no self
+    positional = [each.name for each in wanted if each.kind is each.POSITIONAL_OR_KEYWORD]
+    named = {each.name: None for each in wanted if each.kind is each.KEYWORD_ONLY}
+    try:
+        inspect.signature(bound).bind(*positional, **named)
+    except TypeError as error:
+        raise SettingsError(
+            f"sampler {path!r}: {method} is called with ({', '.join(positional + list(named))}), "
+            f"the last {len(named)} by name, and {error}"
+        ) from error

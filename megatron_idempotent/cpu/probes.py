@@ -1,0 +1,125 @@
+"""Records what a program does while it runs: allocations, collectives, operators and launches."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+def allocations(run: Callable[[], Any]) -> list[int]:
+    """Bytes that are given (positive) and taken back (negative), in order of time.
+
+    What gloo's threads free goes unseen, and counts as held.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # it writes to stderr that it starts
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    kineto = profiled.profiler
+    assert kineto is not None
+    events = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def peak_bytes(run: Callable[[], Any], *, runs: int = 3) -> int:
+    """Most bytes that `run` holds at a time, above what was held before; the least of some runs.
+
+    Example:
+        extra = peak_bytes(lambda: loss_of(logits).backward())
+    """
+    return min(max(itertools.accumulate(allocations(run)), default=0) for _ in range(runs))
+
+
+@contextlib.contextmanager
+def watching_collectives(see: Callable[[str, list[Any]], None]) -> Iterator[None]:
+    """Inside, `see` is called before each collective of torch, with its operation and arguments.
+
+    Messages between two ranks count too. The arguments are the leaves of them all: tensors, the
+    process group, options. It is torch's dispatcher that tells, on this thread and in backwards.
+
+    Example:
+        names = []
+        with watching_collectives(lambda name, _: names.append(name)):
+            model.step()
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.namespace == "c10d":
+                see(func._opname, tree_leaves((args, kwargs)))
+            return func(*args, **(kwargs or {}))
+
+    with Watching():  # type: ignore[no-untyped-call]
+        yield
+
+
+#: Calls in which the host waits for the device.
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
+_OPERATORS = ("aten::", "c10d::")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activity:
+    """Counts of what ran. Example: `activity(step).operators["aten::mm"] == 12`."""
+
+    #: torch's operators and collectives, by name.
+    operators: Counter[str]
+    #: Kernels and graphs that were launched; 0 on a CPU.
+    launches: int
+    #: Calls in which the host waits for the device; 0 on a CPU.
+    waits: int
+    #: Copies from the device to the host; 0 on a CPU.
+    copies_to_host: int
+
+    def totals(self) -> dict[str, int]:
+        """The four numbers."""
+        return {
+            "operators": self.operators.total(),
+            "launches": self.launches,
+            "waits": self.waits,
+            "copies_to_host": self.copies_to_host,
+        }
+
+    def added_to(self, other: Activity) -> dict[str, int]:
+        """Returns what this has more than another, operators by name; empty if nothing."""
+        more = {name: n - other.operators[name] for name, n in self.operators.items()}
+        theirs = other.totals()
+        more |= {k: v - theirs[k] for k, v in self.totals().items() if k != "operators"}
+        return {name: number for name, number in more.items() if number > 0}
+
+
+def activity(run: Callable[[], Any]) -> Activity:
+    """Run under torch's profiler, which sees all threads of this process, and count."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from .runtime import is_enabled
+
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # it writes to stderr that it starts
+    on_device = torch.cuda.is_available() and not is_enabled()
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
+    with profile(activities=kinds) as profiled:
+        run()
+        torch.cuda.synchronize()
+    kineto = profiled.profiler
+    assert kineto is not None
+    names = Counter(event.name() for event in kineto.kineto_results.events())
+    # The one above.
+    waits = sum(names[name] for name in WAITS) - int(on_device)
+    return Activity(
+        operators=Counter({n: count for n, count in names.items() if n.startswith(_OPERATORS)}),
+        launches=sum(n for name, n in names.items() if name.startswith(_LAUNCHES)),
+        waits=waits,
+        copies_to_host=sum(n for name, n in names.items() if name.startswith("Memcpy DtoH")),
+    )

@@ -1,0 +1,219 @@
+"""Several engines as one: each request goes to the serving engine that has the fewest."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import heapq
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias, cast
+
+from .protocol import EngineDead, EngineError, Request, RolloutEngine, Sample
+
+Pick: TypeAlias = "Callable[[Request], RolloutEngine | Awaitable[RolloutEngine]]"
+"""Chooses an engine for what is left of a request."""
+
+#: A pause between attempts never gets longer.
+_LONGEST_WAIT_S = 5.0
+
+
+async def generate_whole(
+    engine: RolloutEngine | Pick,
+    request: Request,
+    *,
+    attempts: int = 8,
+    wait_s: float = 0.05,
+) -> Sample:
+    """Sample a response; one that comes back as a part is continued, by the same engine or another.
+
+    A part's tokens become the end of the next prompt, so each token is drawn, and counted, once;
+    with a seed the response is the one that was never interrupted, if the weights are the same.
+    A paused engine lets the rest wait, so this waits with it.
+
+    Args:
+        engine: one engine, or a function that chooses one for each attempt.
+        request: the whole response; its id is that of all parts.
+        attempts: that may bring no token, one after the other; one that brings some starts the
+            start again, as an engine may be stopped for every update of its weights.
+        wait_s: before an attempt after one that brought nothing; twice as long each time, up to
+            5 s.
+
+    Errors: those of `generate`. `EngineDead` only where there is no other engine to choose, or
+        after as many attempts; `EngineError` for as many parts without a token.
+    """
+    done = Sample(request_id=request.id, tokens=(), logprobs=(), versions=(), finish_reason="abort")
+    without = 0
+    while True:
+        chosen = await _choose(engine, request, done)
+        try:
+            part = await chosen.generate(_rest(request, done))
+        except EngineDead:
+            without += 1
+            if not callable(engine) or without >= attempts:
+                raise
+        else:
+            without = 0 if part.tokens else without + 1
+            done = _joined(request, done, part)
+            if done.finish_reason != "abort":
+                return done
+            if without >= attempts:
+                raise EngineError(
+                    f"{chosen.name} gave back request {request.id!r} {without} times without a "
+                    f"token, behind {len(done.tokens)} of them; is it resumed?"
+                )
+        if without:
+            await asyncio.sleep(min(wait_s * 2 ** (without - 1), _LONGEST_WAIT_S))
+
+
+async def _choose(engine: RolloutEngine | Pick, request: Request, done: Sample) -> RolloutEngine:
+    if not callable(engine):
+        return engine
+    chosen = engine(_rest(request, done))
+    return await chosen if isinstance(chosen, Awaitable) else chosen
+
+
+def _rest(request: Request, done: Sample) -> Request:
+    """Returns the request for what is left to be sampled."""
+    if not done.tokens:
+        return request
+    return dataclasses.replace(
+        request,
+        prompt=(*request.prompt, *done.tokens),
+        max_tokens=request.max_tokens - len(done.tokens),
+        continued=request.continued + len(done.tokens),
+    )
+
+
+def _joined(request: Request, done: Sample, part: Sample) -> Sample:
+    whole = dataclasses.replace(
+        done,
+        tokens=done.tokens + part.tokens,
+        logprobs=done.logprobs + part.logprobs,
+        versions=done.versions + part.versions,
+        finish_reason=part.finish_reason,
+    )
+    # An engine that was stopped behind the last token may not say that it was the last.
+    if whole.tokens and whole.tokens[-1] in request.stop_tokens:
+        return dataclasses.replace(whole, finish_reason="stop")
+    if len(whole.tokens) >= request.max_tokens:
+        return dataclasses.replace(whole, finish_reason="length")
+    return whole
+
+
+class Quarantine(Protocol):
+    """Knows which engines must not be used, by name, and why. `sync.WeightSync` does."""
+
+    @property
+    def quarantined(self) -> Mapping[str, str]:
+        """Reasons by name. A new mapping whenever it changes, as it is looked at per request."""
+        ...
+
+
+class EnginePool:
+    """Sends requests to engines; those of an engine that dies go to the others.
+
+    Example: `sample = await EnginePool(engines, sync=weight_sync).generate(request)`.
+    """
+
+    def __init__(self, engines: Sequence[RolloutEngine], *, sync: Quarantine | None = None) -> None:
+        if not engines:
+            raise ValueError("EnginePool() got no engines; give at least one")
+        self._counted = [_Counted(engine, place, self) for place, engine in enumerate(engines)]
+        self._sync = sync
+        self._quarantined: Mapping[str, str] = {}
+        self._dead: dict[str, str] = {}
+        # Engines by what they run, as (running, place). An entry whose number has changed since is
+        # dropped when it comes to the top; one that must not be used waits in `_sidelined`.
+        self._queue = [(0, each.place) for each in self._counted]
+        self._sidelined: list[_Counted] = []
+
+    async def generate(self, request: Request) -> Sample:
+        """A whole response: what an engine hands back as a part, or loses, the others continue.
+
+        Errors: `EngineError` naming every engine where none is left; `ValueError` of a request that
+            can never be answered.
+        """
+        return await generate_whole(lambda _: cast("RolloutEngine", self._pick()), request)
+
+    @property
+    def usable(self) -> bool:
+        """True if an engine is left that requests can go to."""
+        quarantined = self._sync.quarantined if self._sync else {}
+        return any(
+            each.name not in self._dead and each.name not in quarantined for each in self._counted
+        )
+
+    async def reprobe(self) -> None:
+        """Ask engines that were lost whether they are back."""
+        lost = [each for each in self._counted if each.name in self._dead]
+        for each, health in zip(
+            lost, await asyncio.gather(*(each.engine.health() for each in lost)), strict=True
+        ):
+            if health.status in ("SERVING", "PAUSED"):
+                self._dead.pop(each.name, None)
+        self._readmit()
+
+    def _pick(self) -> _Counted:
+        """The engine that runs the fewest requests, and the first of those. O(log engines)."""
+        quarantined = self._sync.quarantined if self._sync else self._quarantined
+        if quarantined is not self._quarantined:
+            self._quarantined = quarantined
+            self._readmit()
+        while self._queue:
+            running, place = self._queue[0]
+            least = self._counted[place]
+            if running == least.running and not self._out(least):
+                return least
+            heapq.heappop(self._queue)
+            if running == least.running:
+                self._sidelined.append(least)
+        out = {**self._dead, **quarantined}
+        raise EngineError(
+            f"no engine is left: {'; '.join(f'{name}: {why}' for name, why in out.items())}; "
+            "start one of them again"
+        )
+
+    def _out(self, engine: _Counted) -> bool:
+        return engine.name in self._dead or engine.name in self._quarantined
+
+    def _readmit(self) -> None:
+        """Asks engines again that were not to be used."""
+        sidelined, self._sidelined = self._sidelined, []
+        for each in sidelined:
+            self._queue_up(each)
+
+    def _queue_up(self, engine: _Counted) -> None:
+        """Its number of requests has changed."""
+        heapq.heappush(self._queue, (engine.running, engine.place))
+        if len(self._queue) > 4 * len(self._counted) + 16:
+            self._sidelined.clear()
+            self._queue = [(each.running, each.place) for each in self._counted]
+            heapq.heapify(self._queue)
+
+    def _mark_dead(self, engine: _Counted, why: str) -> None:
+        self._dead[engine.name] = why
+
+
+class _Counted:
+    """An engine as `generate_whole` uses it: counted while it runs, and struck off if it dies."""
+
+    def __init__(self, engine: RolloutEngine, place: int, pool: EnginePool) -> None:
+        self.engine = engine
+        self.name = engine.name
+        self.place = place
+        self.running = 0
+        self._pool = pool
+
+    async def generate(self, request: Request) -> Sample:
+        self._count(1)
+        try:
+            return await self.engine.generate(request)
+        except EngineDead as error:
+            self._pool._mark_dead(self, str(error))
+            raise
+        finally:
+            self._count(-1)
+
+    def _count(self, more: int) -> None:
+        self.running += more
+        self._pool._queue_up(self)

@@ -1,0 +1,194 @@
+"""The protocol of every inference engine, its inputs and results, and the errors it answers with.
+
+`tests/engines/contract.py` holds every engine to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal, Protocol
+
+from megatron_idempotent.weights import Bucket, WeightUpdate
+
+FinishReason = Literal["stop", "length", "abort"]
+"""Why a sample ends: at a stop token, at its longest length, or because the engine was told to."""
+
+PauseMode = Literal["keep", "abort", "wait"]
+"""The treatment of running requests: they stay and go on at `resume`; they come back at once as
+partials; or the pause waits for them to end."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One response to be sampled.
+
+    Example: `Request(id="0/17/3", prompt=(7, 3, 4), max_tokens=32, stop_tokens=(2,), seed=5)`.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    """Longest response in tokens, the stop token included."""
+    stop_tokens: tuple[int, ...] = ()
+    """Ids that end a response; the one that did is its last token."""
+    temperature: float = 1.0
+    seed: int | None = None
+    """Same seed, weights and prompt: the same tokens, up to the rounding of other batches."""
+    continued: int = 0
+    """The number of `prompt`'s last tokens that were sampled already, by an aborted part."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError(f"request {self.id!r} has an empty prompt; give at least one token")
+        if self.max_tokens < 1:
+            raise ValueError(f"request {self.id!r} has max_tokens={self.max_tokens}; 1 or more")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"request {self.id!r} has temperature={self.temperature}; a number above 0"
+            )
+        if not 0 <= self.continued < len(self.prompt):
+            raise ValueError(
+                f"request {self.id!r} has continued={self.continued} and a prompt of "
+                f"{len(self.prompt)} tokens; the first of them was given"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A response, or the part of it that was there when the engine was told to stop.
+
+    `logprobs` are natural, of the distribution drawn from (temperature applied), and `versions`
+    those of the weights that each token was drawn with; both have an entry per token.
+    Example: `Sample(request_id="0/17/3", tokens=(5, 2), logprobs=(-0.1, -0.2), versions=(3, 4),
+    finish_reason="stop")`.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"sample {self.request_id!r} has {len(self.tokens)} tokens, {len(self.logprobs)} "
+                f"log-probs and {len(self.versions)} versions; one of each per token"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineHealth:
+    """The state that an engine reports. Example: `(await engine.health()).status == "SERVING"`."""
+
+    status: Literal["SERVING", "PAUSED", "DIRTY", "DEAD"]
+    """DIRTY: its weights may be of more than one version, so it must not serve. DEAD: no answer."""
+    version: int | None
+    """Version of its weights; None where none is known, as in DIRTY and DEAD."""
+    detail: str = ""
+    """Why it is DIRTY or DEAD."""
+    running: int = 0
+    """Requests that it has taken and not answered."""
+
+
+class RolloutEngine(Protocol):
+    """Samples responses, and takes new weights while it serves.
+
+    An update is staged beside the weights in use, then committed while the engine is paused. Every
+    method may raise `EngineDead` (no answer any more) or `EngineTimeout`.
+    """
+
+    @property
+    def name(self) -> str:
+        """Unique among the engines of a run; errors and health reports use it."""
+        ...
+
+    async def generate(self, request: Request) -> Sample:
+        """Sample one response. May be called many times at once; requests wait while paused.
+
+        With a pause in mode "abort" it comes back as a partial, `finish_reason="abort"`, maybe
+        without any token. A cancelled call frees what it held.
+        Errors: `ValueError` for a request that the model can never answer (a token outside its
+            vocabulary, more positions than it has).
+        """
+        ...
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop between two tokens; on return no token is drawn. Paused already: no-op."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on. Not paused: no-op. Errors: `EngineError` for an engine that is DIRTY."""
+        ...
+
+    async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
+        """Take the update's weights beside those in use, and check them; the engine keeps serving.
+
+        A second update takes the place of one that was staged and not committed. The same update
+        again, once it is committed, is a no-op (the buckets are not read).
+        Errors: `UpdateRefused` for a version not above the engine's own, a base that is not what it
+            serves, or another update being staged at this moment; `UpdateMismatch` and
+            `UpdateDamaged` for tensors that do not fit or did not arrive as they were sent. After
+            any of them nothing is staged, and what is served has not changed.
+        """
+        ...
+
+    async def commit(self, update_id: str) -> int:
+        """Serve the staged update from now on; returns its version. The engine must be paused.
+
+        Tokens of running requests that were drawn before keep their version; what is drawn after
+        it attends to a recomputed cache. Idempotent: the id of the last commit again does
+        nothing and returns its version.
+        Errors: `EngineError` for an id that is not staged, or while it is not paused. Where it
+            fails half-way the engine is DIRTY, and may be committed again.
+        """
+        ...
+
+    async def rollback(self, update_id: str) -> None:
+        """Forget an update that is staged, or half committed, and be at the weights before it.
+
+        Unknown ids, and those of updates that are committed in full: no-op. An engine that cannot
+        restore its weights stays DIRTY.
+        """
+        ...
+
+    async def health(self) -> EngineHealth:
+        """Returns the version and the status. Never raises: no answer in time is DEAD."""
+        ...
+
+    async def close(self) -> None:
+        """Release what it holds; running requests come back as partials. Twice: no-op."""
+        ...
+
+
+class ColocatedEngine(RolloutEngine, Protocol):
+    """An engine that shares the trainer's device, and gives its memory back between rollouts."""
+
+    async def sleep(self) -> None:
+        """Free weights and cache. Asleep: no-op. Running requests come back as partials."""
+        ...
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Take memory again, of "weights" or of "kv_cache"; weights first, then load them.
+
+        Until both are awake `resume` is refused; until weights are loaded no version is known.
+        """
+        ...
+
+
+class EngineError(RuntimeError):
+    """An engine that could not do what it was told; the message names the engine."""
+
+
+class EngineDead(EngineError):
+    """The engine does not answer any more; its running requests are lost and can be sent again."""
+
+
+class EngineTimeout(EngineError):
+    """The engine has not answered in time; what it did is unknown until its health is asked."""
+
+
+class EngineUnsupported(EngineError):
+    """The engine, as it was started, lacks what was asked for; the message says how to get it."""

@@ -1,0 +1,351 @@
+"""The model and the requests in its KV cache: what one thread computes at a time.
+
+transformers batches continuously itself, but (5.23) draws with the generator of the process, so
+that a sample depends on its batch, and keeps its cache when weights are exchanged in a pause.
+
+Shapes: B rows in the cache, U sequences to be prefilled, P positions of the longest of them.
+
+Shapes: R rows there is room for, B rows in use (the first ones), H heads of keys and values,
+C positions there is room for, P positions that were prefilled, D head size, U sequences.
+
+Shapes: B requests, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+#: Positions that a row has room for at first.
+_POSITIONS = 64
+
+
+class RowCache(Cache):
+    """A cache in which each row has its own length, from position 0 on.
+
+    One forward gives every row one more position. Rows join after the others and leave without
+    the others being computed again: the last ones move into the gaps. After its length a row
+    holds zeros, or what it wrote there itself: another row's NaN would come through the mask.
+    """
+
+    def __init__(self, *, layers: int) -> None:
+        self._places = _Places()
+        self._of_layer = [_RowLayer(self._places) for _ in range(layers)]
+        super().__init__(layers=[*self._of_layer])
+
+    @property
+    def rows(self) -> int:
+        """The number of rows in use."""
+        return self._places.rows
+
+    @property
+    def lengths_B(self) -> torch.Tensor:
+        """Positions that each row holds, int64."""
+        return self._places.lengths_B
+
+    def join(
+        self,
+        computed: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        sequence_of_row: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> None:
+        """Add rows after those in use.
+
+        Args:
+            computed: keys and values of each layer, both [U, H, P, D]; positions after a
+                sequence's own length mean nothing. Empty where no sequence has any position.
+            sequence_of_row: [new rows], int64: which of the U sequences a row is.
+            lengths: [new rows], int64: positions of each.
+        """
+        first = self._places.rows
+        for number, layer in enumerate(self._of_layer):
+            layer.add(first, computed[number] if computed else None, sequence_of_row)
+        # Last: a layer that found no memory leaves the rows as they were.
+        self._places.put(torch.cat([self._places.lengths_B.to(lengths.device), lengths]))
+
+    def leave(self, gone: Sequence[int]) -> list[int]:
+        """Give up rows; returns, for each row that is left, the place it had before."""
+        absent = set(gone)
+        left = self._places.rows - len(absent)
+        order = list(range(left))
+        gaps = sorted(row for row in absent if row < left)
+        movers = [row for row in range(left, self._places.rows) if row not in absent]
+        for gap, mover in zip(gaps, movers, strict=True):
+            order[gap] = mover
+        for layer in self._of_layer:
+            layer.move(movers, gaps)
+        self._places.put(self._places.lengths_B[order])
+        return order
+
+    def advance(self) -> None:
+        """A forward wrote one position in each row."""
+        self._places.put(self._places.lengths_B + 1)
+
+
+class _Places:
+    """The rows of all layers. Not the cache itself: a cycle would keep tensors alive."""
+
+    def __init__(self) -> None:
+        self.put(torch.zeros(0, dtype=torch.int64))
+
+    def put(self, lengths_B: torch.Tensor) -> None:
+        """Positions of each row from now on; read from the device once, not once per layer."""
+        self.lengths_B = lengths_B
+        self.rows = len(lengths_B)
+        self.width = int(lengths_B.max()) if self.rows else 0
+
+
+class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no types
+    """One layer's keys and values, [R, H, C, D]."""
+
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+    is_sliding = False
+
+    def __init__(self, places: _Places) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self._places = places
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: room is taken as rows and positions come."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one position per row, [B, H, 1, D]; returns all keys and values in use."""
+        lengths_B, width = self._places.lengths_B, self._places.width + 1
+        rows = len(lengths_B)
+        kept = []
+        for mine, states in (("keys", key_states), ("values", value_states)):
+            room = self._room(mine, states, rows, width)
+            room[torch.arange(rows, device=room.device), :, lengths_B] = states[:, :, 0]
+            kept.append(room[:rows, :, :width])
+        return kept[0], kept[1]
+
+    def add(
+        self,
+        first: int,
+        computed: tuple[torch.Tensor, torch.Tensor] | None,
+        sequence_of_row: torch.Tensor,
+    ) -> None:
+        """Rows from `first` on take the keys and values of their sequence."""
+        rows = slice(first, first + len(sequence_of_row))
+        for mine, states in zip(("keys", "values"), computed or (None, None), strict=True):
+            if states is not None:
+                room = self._room(mine, states, rows.stop, states.shape[2])
+                room[rows, :, : states.shape[2]] = states[sequence_of_row]
+                room[rows, :, states.shape[2] :] = 0
+            elif getattr(self, mine) is not None and len(getattr(self, mine)) > first:
+                getattr(self, mine)[rows] = 0
+
+    def move(self, movers: list[int], gaps: list[int]) -> None:
+        """Copy rows into the places of others."""
+        for room in (self.keys, self.values):
+            if room is not None and movers:
+                room[gaps] = room[movers]
+
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
+        """Positions of the longest row, those of the query included; where they begin.
+
+        transformers 5.0 gives the places of the query instead of how many they are.
+        """
+        queries = query_length if isinstance(query_length, int) else len(query_length)
+        return self._places.width + queries, 0
+
+    def get_seq_length(self) -> int:
+        """Positions of the longest row."""
+        return self._places.width
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The same, as transformers 5.0 calls it."""
+        return -1
+
+    def _room(self, mine: str, like: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+        """This layer's keys or values, with room for so much: twice as much as before, or more."""
+        room: torch.Tensor | None = getattr(self, mine)
+        had = (0, 0) if room is None else (room.shape[0], room.shape[2])
+        if room is not None and had[0] >= rows and had[1] >= width:
+            return room
+        more_rows = had[0] if had[0] >= rows else max(rows, 2 * had[0])
+        positions = max(had[1], _POSITIONS)
+        while positions < width:
+            positions *= 2
+        grown = like.new_zeros(more_rows, like.shape[1], positions, like.shape[3])
+        if room is not None:
+            grown[: had[0], :, : had[1]] = room
+        setattr(self, mine, grown)
+        return grown
+
+
+# SplitMix64 (Steele, Lea and Flood 2014), on int64 with wrap-around: the constants are its own,
+# written as signed numbers because torch has no uint64 arithmetic.
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+
+
+def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift: torch's `>>` would copy the sign bit."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(value: torch.Tensor) -> torch.Tensor:
+    value = (value ^ _shift_right(value, 30)) * _MIX_1
+    value = (value ^ _shift_right(value, 27)) * _MIX_2
+    return value ^ _shift_right(value, 31)
+
+
+def keyed_uniforms(*, seeds_B: torch.Tensor, places_B: torch.Tensor) -> torch.Tensor:
+    """Uniforms in [0, 1) of shape [B], float64: a hash of (seed, place), one place each.
+
+    For tokens whose sample is known by a seed of its own, as a `Request` is; `place` counts the
+    tokens of the response from 0. Both are int64; `fold_seed` makes any int one.
+    """
+    state_B = _mix(seeds_B * _STEP + _MIX_1) + (places_B + 1) * _STEP
+    return _shift_right(_mix(state_B), 11).to(torch.float64) * 2.0**-53
+
+
+def fold_seed(seed: int) -> int:
+    """The seed modulo 2**64, as a signed number: what fits an int64."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+#: Logits that are looked at at once: 4 M of them are 32 MB in float64.
+_CHUNK = 1 << 22
+
+
+def draw(
+    logits_BV: torch.Tensor,
+    *,
+    temperatures_B: torch.Tensor,
+    seeds_B: torch.Tensor,
+    places_B: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and their log-probs, both [B], int64 and float32.
+
+    Log-probs are natural, of the tempered distribution. The token is where the cumulative
+    distribution passes the uniform of (seed, place). Where logits are not finite (-inf is allowed)
+    the log-prob is NaN, and the token means nothing.
+    """
+    uniforms_B = keyed_uniforms(seeds_B=seeds_B, places_B=places_B)
+    rows = max(1, _CHUNK // logits_BV.shape[-1])
+    drawn = [
+        _draw(logits, temperatures, uniforms)
+        for logits, temperatures, uniforms in zip(
+            *(torch.split(each, rows) for each in (logits_BV, temperatures_B, uniforms_B)),
+            strict=True,
+        )
+    ]
+    return torch.cat([tokens for tokens, _ in drawn]), torch.cat([probs for _, probs in drawn])
+
+
+def _draw(
+    logits_BV: torch.Tensor, temperatures_B: torch.Tensor, uniforms_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs_BV = torch.log_softmax(logits_BV.float() / temperatures_B[:, None], dim=-1)
+    cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
+    # Scaled by the total: probabilities add up to 1 only up to rounding, and a uniform above the
+    # total would fall off the end of the vocabulary.
+    passed_BV = cumulative_BV <= (uniforms_B * cumulative_BV[:, -1])[:, None]
+    tokens_B = passed_BV.sum(-1)
+    # One NaN makes all of a row's log-probs NaN.
+    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """The inputs of a row's next token. Example: `Turn(token=5, place=0, seed=1, ...)`."""
+
+    token: int
+    """The last token so far, which is not in the cache yet."""
+    place: int
+    """The number of tokens of the response so far."""
+    seed: int
+    temperature: float
+
+
+class DecodeBatch:
+    """Rows of a running batch. Every method blocks; one at a time, from whatever thread.
+
+    A row's cache holds all of its tokens but the last one. `draw` feeds the last ones of all rows,
+    so rows that joined just now take part in the same forward as the others.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._cache = RowCache(layers=model.config.num_hidden_layers)
+
+    @property
+    def rows(self) -> int:
+        """Rows in use."""
+        return self._cache.rows
+
+    def clear(self) -> None:
+        """Give up all rows, and their memory."""
+        self._cache = RowCache(layers=self._model.config.num_hidden_layers)
+
+    @torch.no_grad()
+    def join(self, sequences: Sequence[Sequence[int]], sequence_of_row: Sequence[int]) -> int:
+        """Compute sequences, each once; add a row per entry of `sequence_of_row`. Returns how many.
+
+        Args:
+            sequences: all tokens of a row but its last one; may be empty.
+            sequence_of_row: index into `sequences`.
+        """
+        device = self._model.device
+        longest = max(map(len, sequences))
+        lengths_U = torch.tensor([len(sequence) for sequence in sequences], device=device)
+        which = torch.tensor(sequence_of_row, device=device)
+        computed: list[tuple[Any, Any]] = []
+        if longest:
+            # Padded on the right, where causal attention needs no mask: what is behind a
+            # sequence's length is never read.
+            tokens_UP = torch.tensor(
+                [[*sequence, *([0] * (longest - len(sequence)))] for sequence in sequences],
+                device=device,
+            )
+            cache: Any = DynamicCache(config=self._model.config)
+            # Without the output layer: no token is drawn here.
+            self._model.base_model(input_ids=tokens_UP, past_key_values=cache, use_cache=True)
+            computed = [(layer.keys, layer.values) for layer in cache.layers]
+        self._cache.join(computed, sequence_of_row=which, lengths=lengths_U[which])
+        return len(which)
+
+    @torch.no_grad()
+    def draw(self, turns: Sequence[Turn]) -> tuple[list[int], list[float]]:
+        """The next token of every row and its log-prob, by one forward; NaN as `sampling.draw`."""
+        device = self._model.device
+        lengths_B = self._cache.lengths_B
+        positions = torch.arange(self._cache.get_seq_length() + 1, device=device)
+        logits_BV = self._model(
+            input_ids=torch.tensor([[turn.token] for turn in turns], device=device),
+            attention_mask=positions[None, :] <= lengths_B[:, None],
+            position_ids=lengths_B[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        tokens_B, logprobs_B = draw(
+            logits_BV,
+            temperatures_B=torch.tensor(
+                [turn.temperature for turn in turns], dtype=torch.float32, device=device
+            ),
+            seeds_B=torch.tensor([turn.seed for turn in turns], device=device),
+            places_B=torch.tensor([turn.place for turn in turns], device=device),
+        )
+        self._cache.advance()
+        return tokens_B.tolist(), logprobs_B.tolist()
+
+    @torch.no_grad()
+    def leave(self, gone: Sequence[int]) -> list[int]:
+        """Give up rows; returns, for each row that is left, the place it had before."""
+        return self._cache.leave(gone)

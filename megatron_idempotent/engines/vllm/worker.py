@@ -1,0 +1,169 @@
+"""The extension of vLLM's workers: commands, and the transfer engine that commits an update."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from megatron_idempotent.weights import TensorInfo
+from megatron_idempotent.weights.safetensors_io import expected_tensors, read_tensors
+
+from .inbox import Inbox, Weights
+
+
+class StagingExtension:
+    """Mixed into vLLM's worker by `--worker-extension-cls`; the client calls it by its name."""
+
+    weight_transfer_engine: Any
+
+    def megatron_idempotent(self, command: str) -> dict[str, Any]:
+        """Runs one command of the client, given as JSON; returns the worker's state after it.
+
+        vLLM runs it between two steps of the model, so it does not wait for anything: buckets are
+        received by a thread. It never raises: an error in a worker is logged as one of the engine.
+        Errors come back under "error", as in `Inbox.answer`.
+        """
+        asked = json.loads(command)
+        inbox = getattr(self.weight_transfer_engine, "inbox", None)
+        if inbox is None:
+            return {
+                "error": {
+                    "kind": "EngineUnsupported",
+                    "message": "the engine was started with another weight transfer backend; "
+                    'start it with --weight-transfer-config \'{"backend": "megatron_idempotent"}\'',
+                }
+            }
+        if asked["do"] == "settle":
+            return self._settle(inbox)
+        answered: dict[str, Any] = inbox.answer(asked)
+        return answered
+
+    def _settle(self, inbox: Any) -> dict[str, Any]:
+        """End an update that another worker's error, or a lost client, has left open here."""
+        state: dict[str, Any] = inbox.answer({"do": "state"})
+        if not state["updating"]:
+            return state
+        inbox.failed(RuntimeError("it did not end on all workers"))
+        try:
+            self.finish_weight_update()  # type: ignore[attr-defined]
+        except Exception as error:  # noqa: BLE001 (it is raised by the client)
+            found = {"kind": "EngineError", "message": f"finish_weight_update failed: {error}"}
+            return {**inbox.answer({"do": "state"}), "error": found}
+        settled: dict[str, Any] = inbox.answer({"do": "state"})
+        return settled
+
+
+@dataclasses.dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing: every update opens its own transport."""
+
+
+@dataclasses.dataclass
+class CommitInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """The weights to load. Example: `{"update_id": "run-7/12"}`, or `{"restore": true}`."""
+
+    update_id: str = ""
+    restore: bool = False
+    """Load what was served before a commit that failed half-way, instead of an update."""
+
+
+class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
+    """Loads staged weights through the model's own loader, layer by layer, as vLLM's engines do.
+
+    `inbox` takes them in while the model serves. vLLM calls the rest of this while it is paused:
+    `start_weight_update`, `update_weights` with a CommitInfo, `finish_weight_update`. Where loading
+    fails the layers are put together again, so that all three may be called once more; until then
+    `inbox` says that the worker is dirty.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = CommitInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._apart = False
+        self.inbox = Inbox(
+            rank=vllm_config.parallel_config.rank,
+            expected=self._expected,
+            checkpoint=lambda: read_tensors(self._directory),
+        )
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing is set up for more than one update."""
+
+    def start_weight_update(self) -> None:
+        """Take the model's layers apart."""
+        self._together()  # an earlier attempt may have left them so
+        self.inbox.began()
+        self._apart = True
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load what was staged. Errors: `UpdateRefused`, and any of the model's loader."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: CommitInfo) -> None:
+        """See `update_weights`."""
+        try:
+            self._load(self.inbox.to_load(update_info.update_id, restore=update_info.restore))
+        except BaseException as error:
+            self.inbox.failed(error)
+            self._together()
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Put the layers together; from here on the update is what is served."""
+        self._together()
+        self.inbox.finished()
+
+    def shutdown(self) -> None:
+        """vLLM ends, or releases the trainer's connection: what is staged is forgotten."""
+        self.inbox.forget()
+
+    def _load(self, weights: Weights) -> None:
+        # One by one: what is read from disk is not to be in memory all at once.
+        self.model.load_weights((name, weights[name]) for name in weights)
+
+    def _together(self) -> None:
+        if self._apart:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._apart = False
+
+    def _expected(self) -> tuple[TensorInfo, ...]:
+        config = self.model_config.hf_text_config
+        return expected_tensors(
+            self._directory,
+            dtype=self.model_config.dtype,
+            tied=bool(getattr(config, "tie_word_embeddings", False)),
+        )
+
+    @functools.cached_property
+    def _directory(self) -> Path:
+        """The folder of the checkpoint, which vLLM has downloaded if it was given a name."""
+        named = Path(self.model_config.model)
+        if named.is_dir():
+            return named
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(
+                self.model_config.model, revision=self.model_config.revision, local_files_only=True
+            )
+        )

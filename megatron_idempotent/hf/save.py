@@ -1,0 +1,204 @@
+"""A checkpoint of a model's weights that `from_pretrained` and engines read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_idempotent.ranks.agreement import DEADLINE_S
+from megatron_idempotent.weights.records import Bucket, TensorInfo, WeightSource, end_export
+from megatron_idempotent.weights.safetensors_io import INDEX, SafetensorsFile
+
+from .buckets import split
+from .checkpoint import SINGLE
+from .config import (
+    Architecture,
+    CheckpointMismatch,
+    UnsupportedArchitecture,
+    agree_on,
+    listed,
+    read_json,
+)
+from .names import hf_shapes
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+
+
+def save_hf(
+    source: WeightSource,
+    directory: str | Path,
+    *,
+    like: str | Path,
+    max_shard_bytes: int = 5_000_000_000,
+    bucket_bytes: int = 1 << 30,
+    replace: bool = False,
+    config_changes: Mapping[str, Any] | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> None:
+    """Write a checkpoint. Collective; rank 0 writes, bucket by bucket, and holds no more of them.
+
+    It is written beside `directory` and renamed when it is complete, so that there is none that is
+    half-written. All ranks come back when it is there, or raise.
+
+    Args:
+        source: what gives the weights, such as `MegatronWeights`.
+        directory: the new one, on rank 0's host.
+        like: a checkpoint whose configuration and tokenizer are copied; of its configuration the
+            type of the weights is changed to theirs.
+        max_shard_bytes: of tensors in one file; one that is larger has its own.
+        bucket_bytes: how much is brought to rank 0 at a time.
+        replace: take the place of a directory that exists.
+        config_changes: more to write into config.json, such as
+            {"quantization_config": source.quantization_config()}.
+        deadline_s: how long ranks wait for rank 0 to end its last file, in seconds.
+
+    Raises:
+        ValueError: the directory exists; CheckpointMismatch if `like` is another model.
+        OSError: as a full disk raises on rank 0. Nothing is left of the new checkpoint.
+        FailedElsewhere: one of these, on other ranks.
+    """
+    infos = source.tensors()
+    error: BaseException | None = None
+    writer = None
+    try:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            writer = _Writer(Path(directory), Path(like), infos, max_shard_bytes, replace)
+    except (ValueError, OSError) as bad:
+        error = bad
+    agree_on(error, "nothing was saved", deadline_s=deadline_s)
+    stream = source.buckets(bucket_bytes=bucket_bytes)
+    try:
+        for bucket in stream:
+            if writer is not None:
+                writer.write(bucket)
+            del bucket  # it would be held while the next one is made
+        if writer is not None:
+            writer.finish(config_changes or {})
+    except (ValueError, OSError) as bad:
+        error = bad
+    finally:
+        end_export(stream)
+        if writer is not None:
+            writer.clean_up()
+    agree_on(error, "nothing was saved", deadline_s=deadline_s)
+
+
+class _Writer:
+    """The new directory, beside its final name until it is complete."""
+
+    def __init__(
+        self,
+        directory: Path,
+        like: Path,
+        infos: Sequence[TensorInfo],
+        max_shard_bytes: int,
+        replace: bool,
+    ) -> None:
+        if max_shard_bytes < 1:
+            raise ValueError(f"save_hf() got max_shard_bytes={max_shard_bytes}: a positive int")
+        if directory.exists() and not replace:
+            raise ValueError(f"{directory} exists: pass replace=True to have it replaced")
+        self._directory, self._like, self._infos = directory, like, infos
+        _check_like(like, infos)
+        shards = split([info.nbytes for info in infos], max_shard_bytes)
+        one = len(shards) == 1
+        self._shards = {
+            SINGLE if one else f"model-{n:05}-of-{len(shards):05}.safetensors": [
+                infos[member] for member in members
+            ]
+            for n, members in enumerate(shards, 1)
+        }
+        self._file_by_name = {
+            info.name: file for file, members in self._shards.items() for info in members
+        }
+        self._files: dict[str, SafetensorsFile] = {}
+        self._beside = directory.with_name(f".{directory.name}.writing-{os.getpid()}")
+        self._beside.mkdir(parents=True)
+
+    def write(self, bucket: Bucket) -> None:
+        for name, tensor in bucket.tensors.items():
+            if name not in self._file_by_name:
+                raise ValueError(f"{name} came and was not announced by tensors()")
+            file = self._file_by_name[name]
+            if file not in self._files:
+                path = self._beside / file
+                self._files[file] = SafetensorsFile(path, self._shards[file])
+            self._files[file].write(name, tensor)
+            if self._files[file].complete:
+                self._files[file].close()
+
+    def finish(self, changes: Mapping[str, Any]) -> None:
+        missing = [name for name, file in self._file_by_name.items() if file not in self._files]
+        if missing:
+            raise ValueError(f"these did not come: {listed(missing)}")
+        for file in self._files.values():
+            file.close() if not file.complete else None
+        if len(self._shards) > 1:
+            total = sum(info.nbytes for info in self._infos)
+            weight_map = dict(sorted(self._file_by_name.items()))
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            _write_json(self._beside / INDEX, index)
+        self._copy_rest(changes)
+        self._rename()
+
+    def clean_up(self) -> None:
+        """Leave nothing of a checkpoint that was not finished."""
+        for file in self._files.values():
+            file.abandon()
+        shutil.rmtree(self._beside, ignore_errors=True)
+
+    def _copy_rest(self, changes: Mapping[str, Any]) -> None:
+        for path in sorted(self._like.iterdir()):
+            weights = path.name.endswith(_WEIGHTS) or path.name.endswith(".index.json")
+            # Hashes would be those of the other weights.
+            other = weights or path.name == "SHA256SUMS"
+            if path.is_file() and not other and not path.name.startswith("."):
+                shutil.copyfile(path, self._beside / path.name)
+        config = read_json(self._like / "config.json")
+        dtype = str(self._infos[0].dtype).removeprefix("torch.")
+        for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
+            config[key] = dtype
+        _write_json(self._beside / "config.json", {**config, **changes})
+
+    def _rename(self) -> None:
+        old = self._directory.with_name(f".{self._directory.name}.replaced-{os.getpid()}")
+        if self._directory.exists():
+            self._directory.rename(old)
+        try:
+            self._beside.rename(self._directory)
+        except OSError:
+            if old.exists():
+                old.rename(self._directory)
+            raise
+        if old.exists():
+            shutil.rmtree(old)
+
+
+def _check_like(like: Path, infos: Sequence[TensorInfo]) -> None:
+    """Checks that the configuration describes these tensors, if it is a known one."""
+    try:
+        wanted = hf_shapes(Architecture.read(like))
+    except UnsupportedArchitecture:
+        return
+    found = {i.name: i.shape for i in infos if not i.name.endswith("_scale_inv")}
+    wrong = [f"{name} is missing" for name in wanted if name not in found]
+    for name, shape in found.items():
+        if wanted.get(name) != shape:
+            there = list(wanted[name]) if name in wanted else "nothing"
+            wrong.append(f"{name} is {list(shape)}, {like} has {there}")
+    if wrong:
+        raise CheckpointMismatch(f"{like} is not of these weights' model: {listed(wrong)}")
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,246 @@
+"""The records of one call on a rank: its tokens, its options, and the sampler's vocabulary.
+
+Legend: n tokens, W candidates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_idempotent.kernel_choice import uses_triton
+
+from .statistics import FINITE, Whole
+
+#: Columns beside the k-th that may have its logit.
+_TIES = 32
+_CANDIDATES = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sampling:
+    """The set of tokens from which a token was sampled.
+
+    As engines do it: logits are divided by the temperature, the `top_k` most probable tokens are
+    kept, and of those the fewest whose probability, of what was kept, comes to `top_p`. Tokens with
+    the same logit as the last of them are kept too. Or `keep` names them, as an engine reports
+    them: no boundary is computed then, on which two computations may differ.
+
+    Example: `Sampling(top_p=0.95, target="-inf")`.
+    """
+
+    top_k: int = 0
+    """The number of tokens to keep, 1 or more; 0 or -1 for all."""
+    top_p: float = 1.0
+    """The probability to keep, in (0, 1]; 1 for all."""
+    keep: Tensor | None = None
+    """[..., K] of int64: ids for each token, negative where there are fewer, in any order."""
+    target: Literal["keep", "-inf"] = "keep"
+    """The treatment of a target that is not kept: a place among the kept, or a log-prob of -inf,
+    which has no gradient."""
+    candidates: int | None = None
+    """The number of columns that each rank sends; None for 32 more than `top_k`, or 128. If they do
+    not suffice for a token, eight times as many are sent, and so on."""
+
+    def __post_init__(self) -> None:
+        def refuse(name: str, known: str) -> None:
+            raise ValueError(f"Sampling() got {name}={getattr(self, name)!r}: {known}")
+
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < -1:
+            refuse("top_k", "a number of tokens; 0 or -1 for all")
+        number = isinstance(self.top_p, (int, float)) and not isinstance(self.top_p, bool)
+        if not number or not 0 < self.top_p <= 1:
+            refuse("top_p", "a probability above 0; 1 for all")
+        if self.target not in ("keep", "-inf"):
+            refuse("target", "'keep' or '-inf'")
+        if self.candidates is not None and (
+            isinstance(self.candidates, bool)
+            or not isinstance(self.candidates, int)
+            or self.candidates < 1
+        ):
+            refuse("candidates", "at least 1, or None")
+        if self.keep is None:
+            return
+        if (
+            not isinstance(self.keep, Tensor)
+            or self.keep.dtype != torch.int64
+            or not self.keep.dim()
+        ):
+            found = getattr(self.keep, "dtype", type(self.keep).__name__)
+            raise ValueError(f"Sampling() got keep of {found}: a tensor of int64, [..., ids]")
+        if self.top_k > 0 or self.top_p < 1:
+            raise ValueError(
+                f"Sampling() got keep, top_k={self.top_k} and top_p={self.top_p}: keep has what "
+                "they left already, so leave them out"
+            )
+
+    def cuts(self, vocabulary: int) -> bool:
+        """Returns whether it leaves out any token of a vocabulary of that size."""
+        return self.keep is not None or self.top_p < 1 or 0 < self.top_k < vocabulary
+
+    def width(self) -> int:
+        """The number of columns of each rank that are candidates."""
+        if self.candidates is not None:
+            return self.candidates
+        return self.top_k + _TIES if self.top_k > 0 else _CANDIDATES
+
+    def thresholds(
+        self,
+        logits_nW: Tensor,
+        mass_n: Tensor,
+        beyond_n: Tensor | None,
+        temperature: Tensor | float,
+    ) -> tuple[Tensor, Tensor]:
+        """The lowest logit that is kept, and whether that is known for sure; both [n].
+
+        `mass_n` is Σ exp((logit - max) / temperature) over the whole vocabulary, in float64, where
+        there is no top-k. Where these logits are not all, no other is above `beyond_n`.
+        """
+        ordered_nW = logits_nW.sort(-1, descending=True).values
+        lowest_n = ordered_nW.new_full((len(ordered_nW),), -torch.inf)
+        sure_n = torch.ones_like(lowest_n, dtype=torch.bool)
+        if self.top_k > 0:
+            lowest_n = ordered_nW[:, min(self.top_k, ordered_nW.shape[1]) - 1]
+            sure_n = _nothing_beyond(lowest_n, beyond_n)
+        if self.top_p >= 1:
+            return lowest_n, sure_n
+        z_nW = (ordered_nW.double() - ordered_nW[:, :1].clamp(min=FINITE)) / columnwise(temperature)
+        mass_nW = z_nW.exp().masked_fill_(ordered_nW < lowest_n[:, None], 0)
+        if self.top_k > 0:
+            mass_n = mass_nW.sum(-1)
+        before_nW = mass_nW.cumsum(-1) - mass_nW
+        count_n = (before_nW < self.top_p * mass_n[:, None]).sum(-1).clamp(min=1)
+        last_n = ordered_nW.gather(1, count_n[:, None] - 1).squeeze(1)
+        return torch.maximum(lowest_n, last_n), sure_n & _nothing_beyond(last_n, beyond_n)
+
+
+def _nothing_beyond(lowest_n: Tensor, beyond_n: Tensor | None) -> Tensor:
+    """No other column has such a logit; those of -inf are as good as none."""
+    if beyond_n is None:
+        return torch.ones_like(lowest_n, dtype=torch.bool)
+    return (lowest_n > beyond_n) | (beyond_n == -torch.inf)
+
+
+def columnwise(temperature: Tensor | float) -> Tensor | float:
+    """Returns the temperature as a divisor of rows."""
+    return temperature[:, None] if isinstance(temperature, Tensor) else temperature
+
+
+Backend = Literal["eager", "compiled", "triton"]
+
+#: With bfloat16, and maxima that keep NaN.
+_CAPABILITY = (8, 0)
+#: Kernels compute in float32; float64 is for who wants more, and computed by torch.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def backend_of(
+    device: torch.device, dtype: torch.dtype, *, compiled: bool, triton: bool | None
+) -> Backend:
+    """Choose for logits of this type on this device.
+
+    Raises:
+        ValueError: kernels were asked for where they cannot run, or beside `compiled`.
+    """
+    if compiled and triton:
+        raise ValueError("token_logprobs() got compiled=True and triton=True: one of them")
+    if compiled:
+        return "compiled"
+    found = uses_triton("token_logprobs()", device, asked=triton, capability=_CAPABILITY)
+    return "triton" if found and dtype in DTYPES else "eager"
+
+
+class Columns(NamedTuple):
+    """The vocabulary, and this rank's part of it."""
+
+    first: int
+    """The id of this rank's first column."""
+    real: int
+    """The number of its columns that are tokens; those after them are padding."""
+    per_rank: int
+    vocabulary: int
+    """Tokens on all ranks."""
+    group: Any
+    ranks: int
+
+    def real_of(self, rank: int) -> int:
+        """Returns the number of columns of that rank that are tokens."""
+        return min(self.per_rank, max(0, self.vocabulary - rank * self.per_rank))
+
+
+class ComputeOptions(NamedTuple):
+    """The options of a computation."""
+
+    entropy: bool
+    entropy_gradient: bool
+    consume: bool
+    backend: Backend
+    workspace_bytes: int
+
+    def returned(
+        self, ctx: Any, whole: Whole, temperature: Tensor | float
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """`(logprob, entropy, lse)`, of which the gradient is known for what is differentiated."""
+        lse_N = whole.origin / temperature + whole.log_sum
+        # Copies, because callers may change in place what the backward has saved.
+        entropy_N = whole.entropy.clone() if self.entropy else None
+        constant = [lse_N]
+        if entropy_N is not None and not self.entropy_gradient:
+            constant.append(entropy_N)
+        ctx.mark_non_differentiable(*constant)
+        ctx.set_materialize_grads(False)
+        return whole.logprob.clone(), entropy_N, lse_N
+
+
+class TokenBatch(NamedTuple):
+    """The inputs of the tokens that are computed, in the order of their rows."""
+
+    targets: Tensor
+    """Ids in the vocabulary, [N]."""
+    temperature: Tensor | float
+    """The temperature of all tokens, or [N]."""
+    columns: Columns
+    wanted: ComputeOptions
+    sampling: Sampling | None = None
+    """The sampler, if it leaves something out."""
+    keep: Tensor | None = None
+    """`Sampling.keep` of these tokens, [N, K]."""
+
+    @property
+    def local(self) -> Tensor:
+        """The target's column on this rank, or one that this rank has not; [N]."""
+        return self.targets - self.columns.first
+
+    @property
+    def owner(self) -> Tensor:
+        """The rank in the group that has the target's column; [N]."""
+        return self.targets // self.columns.per_rank
+
+
+def temperature_of(temperature: Tensor | float, tokens: slice | Tensor) -> Tensor | float:
+    """Returns the temperature of some tokens, if each token has its own."""
+    return temperature[tokens] if isinstance(temperature, Tensor) else temperature
+
+
+def is_unit_temperature(temperature: Tensor | float) -> bool:
+    """Returns whether the temperature is 1, so that logits need no division."""
+    return not isinstance(temperature, Tensor) and temperature == 1
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """Returns the type in which logits of this type are computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_ours(local: Tensor, columns: int) -> Tensor:
+    """Returns a mask of the columns that are among the first `columns`, those of this rank."""
+    return (local >= 0) & (local < columns)
+
+
+def place_of(local_n: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """The target's column here, any where it is another rank's, and whether it is ours; [n, 1]."""
+    ours_n = is_ours(local_n, columns)
+    return torch.where(ours_n, local_n, 0)[:, None], ours_n[:, None]

@@ -1,0 +1,411 @@
+"""Triton's kernels for statistics of logits and for their gradient, each in one reading.
+
+A program reads one segment of one row. Each lane keeps the largest logit of its columns, Σ exp(z)
+and Σ exp(z)·z relative to it, so nothing crosses lanes until the end, and one exponential in
+`UNROLL` rescales. Segments have a width that depends on nothing but the block's shape, so that a
+token's bits do not depend on the number of tokens.
+
+Legend: N tokens, P segments, U rows of a tile of L lanes.
+
+The hardware's 2ˣ is as good as float32, but its argument is not: x·log₂e is rounded, and a rounding
+of a large argument is a large factor. Two multiply-adds take that back, so that an exponential
+costs what the hardware's does and has the error of a mathematical library's.
+
+The first block shape of each kernel is used until a benchmark has said otherwise: `python -m
+benchmarks.token_logprobs --device cuda --tune` times all of them.
+
+A program has one segment of one row, of all rows: masked tokens, those whose outputs have no
+gradient, and padded columns are written as zeros in the same pass, without being read. It may
+write where it reads, because it reads each element before it writes it, and no other program does.
+
+Legend: N tokens that are computed, M rows of a matrix, T columns of a tile.
+"""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-call,misc"
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import statistics
+from .kernels import GradCoefficients
+
+#: In place of -inf, whose products with 0 are NaN.
+FINITE = tl.constexpr(statistics.FINITE)
+_LOG2E = tl.constexpr(1.4426950408889634)
+#: As float32, it is off by a twentieth of what a rounding is.
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def exponential(z: tl.tensor) -> tl.tensor:
+    """exp of finite z, 1 of 0; 0 where float32 has no normal number."""
+    power = z * _LOG2E
+    rest = tl.fma(power, -_LN2, z)
+    found = tl.exp2(power)
+    return tl.fma(found, rest, found)
+
+
+@triton.jit
+def scaled(
+    distance: tl.tensor, temperature: tl.tensor, inverse: tl.tensor, UNIT: tl.constexpr
+) -> tl.tensor:
+    """distance / temperature, finite where the distance is -inf, and NaN where that is.
+
+    The division is a product with 1 / temperature, whose remainder is divided once more: as exact
+    as a division, which costs three times as much. With `UNIT` the temperature is 1.
+    """
+    if UNIT:
+        return tl.maximum(distance, FINITE, propagate_nan=tl.PropagateNan.ALL)
+    lowest = FINITE * tl.minimum(temperature, 1.0)  # so that the quotient is finite too
+    distance = tl.maximum(distance, lowest, propagate_nan=tl.PropagateNan.ALL)
+    quotient = distance * inverse
+    return tl.fma(tl.fma(-quotient, temperature, distance), inverse, quotient)
+
+
+#: What a thread loads at once; loads of a warp are then 512 bytes that follow each other.
+_LOAD_BYTES = 16
+_WARP = 32
+
+
+class Shape(NamedTuple):
+    """Threads of a program, and how many loads each of them has in flight."""
+
+    warps: int
+    unroll: int
+    stages: int
+    """Tiles that are loaded ahead into shared memory; 1 leaves that to other programs."""
+    segment: int = 32768
+    """Columns of a program. The results' last bits depend on it."""
+    lanes: int | None = None
+    """Instead of what `warps` load at once."""
+
+    def of(self, dtype: torch.dtype) -> BlockShape:
+        """The shape for rows of this type."""
+        lanes = self.lanes or self.warps * _WARP * _LOAD_BYTES // dtype.itemsize
+        return BlockShape(self, lanes)
+
+
+class BlockShape(NamedTuple):
+    """A shape for one type of logits."""
+
+    shape: Shape
+    lanes: int
+    computed: torch.dtype = torch.float32
+
+    def segments(self, columns: int) -> int:
+        """Returns the number of programs that share a row."""
+        return -(-columns // self.shape.segment)
+
+    def constants(self) -> dict[str, Any]:
+        """Returns the constants that the kernels are compiled for."""
+        return {
+            "SEGMENT": self.shape.segment,
+            "UNROLL": self.shape.unroll,
+            "LANES": self.lanes,
+            "STAGES": self.shape.stages,
+            "num_warps": self.shape.warps,
+        }
+
+
+Kernel = Literal["statistics", "gradient"]
+
+#: A thread of 8 warps and 4 loads has 64 bytes in flight; 4 such programs fit a multiprocessor of
+#: 64 Ki registers, 64 KiB in flight, several times what its share of the memory's latency takes.
+SHAPES: dict[Kernel, tuple[Shape, ...]] = {
+    "statistics": (Shape(8, 4, 1), Shape(8, 2, 1), Shape(4, 4, 1), Shape(8, 2, 3)),
+    "gradient": (Shape(8, 2, 1), Shape(8, 4, 1), Shape(4, 4, 1), Shape(8, 2, 3)),
+}
+_chosen: dict[Kernel, Shape] = {kernel: shapes[0] for kernel, shapes in SHAPES.items()}
+
+
+def block_of(kernel: Kernel, dtype: torch.dtype) -> BlockShape:
+    """The shape in use."""
+    return _chosen[kernel].of(dtype)
+
+
+@contextlib.contextmanager
+def using(**shapes: Shape) -> Iterator[None]:
+    """Use other shapes for a while: `using(statistics=Shape(4, 2, 1))`. For benchmarks, tests."""
+    before = dict(_chosen)
+    _chosen.update(shapes)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        _chosen.update(before)
+
+
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Make its GPU the current one, which Triton launches on."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+@triton.jit
+def _absorb(
+    x_UL: tl.tensor,
+    largest_L: tl.tensor,
+    sum_L: tl.tensor,
+    moment_L: tl.tensor,
+    temperature: tl.tensor,
+    inverse: tl.tensor,
+    UNIT: tl.constexpr,
+    ENTROPY: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Add a tile to what the lanes know."""
+    before_L = largest_L
+    largest_L = tl.maximum(before_L, tl.max(x_UL, 0))
+    z_UL = scaled(x_UL - largest_L[None, :], temperature, inverse, UNIT)
+    exponential_UL = exponential(z_UL)
+    behind_L = scaled(before_L - largest_L, temperature, inverse, UNIT)
+    weight_L = exponential(behind_L)
+    if ENTROPY:
+        moved_L = weight_L * (moment_L + behind_L * sum_L)
+        moment_L = moved_L + tl.sum(exponential_UL * z_UL, 0)
+    sum_L = weight_L * sum_L + tl.sum(exponential_UL, 0)
+    return largest_L, sum_L, moment_L
+
+
+@triton.jit
+def statistics_kernel(
+    logits: tl.tensor,
+    rows: tl.tensor,
+    local: tl.tensor,
+    temperatures: tl.tensor,
+    found: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    columns: tl.tensor,
+    tokens: tl.tensor,
+    temperature: tl.tensor,
+    HAS_ROWS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    UNIT: tl.constexpr,
+    ADJACENT: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    UNROLL: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """Write [P, N, 4], the fields of `Partial`, of segment and token `program_id`."""
+    TILE: tl.constexpr = UNROLL * LANES
+    program = tl.program_id(0)
+    segments = (columns + SEGMENT - 1) // SEGMENT
+    token, segment = program // segments, program % segments
+    row = tl.load(rows + token) if HAS_ROWS else token
+    # Tokens times columns passes 2³¹.
+    base = logits + row.to(tl.int64) * row_stride
+    if PER_TOKEN:
+        temperature = tl.load(temperatures + token)
+    inverse = tl.div_rn(1.0, temperature)
+    first = segment * SEGMENT
+    last = tl.minimum(first + SEGMENT, columns)
+    whole = first + (last - first) // TILE * TILE
+    target = tl.load(local + token)
+    here = (target >= first) & (target < last)
+    apart = tl.where(here, target, -1).to(tl.int32)
+    offset_UL = tl.arange(0, UNROLL)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    largest_L = tl.full([LANES], FINITE, tl.float32)
+    sum_L = tl.zeros([LANES], tl.float32)
+    moment_L = tl.zeros([LANES], tl.float32)
+    for start in tl.range(first, whole, TILE, num_stages=STAGES):
+        column_UL = start + offset_UL
+        place_UL = column_UL if ADJACENT else column_UL.to(tl.int64) * column_stride
+        x_UL = tl.load(base + place_UL, eviction_policy="evict_first").to(tl.float32)
+        # The target is no part of the sums; its tile alone pays for that.
+        if (apart >= start) & (apart < start + TILE):
+            x_UL = tl.where(column_UL == apart, float("-inf"), x_UL)
+        largest_L, sum_L, moment_L = _absorb(
+            x_UL, largest_L, sum_L, moment_L, temperature, inverse, UNIT, ENTROPY
+        )
+    if whole < last:
+        column_UL = whole + offset_UL
+        place_UL = column_UL if ADJACENT else column_UL.to(tl.int64) * column_stride
+        there_UL = column_UL < last
+        x_UL = tl.load(base + place_UL, mask=there_UL, other=float("-inf")).to(tl.float32)
+        x_UL = tl.where(column_UL == apart, float("-inf"), x_UL)
+        largest_L, sum_L, moment_L = _absorb(
+            x_UL, largest_L, sum_L, moment_L, temperature, inverse, UNIT, ENTROPY
+        )
+    place = target if ADJACENT else target * column_stride
+    logit = tl.load(base + place, mask=here, other=float("-inf")).to(tl.float32)
+    origin = tl.maximum(tl.max(largest_L, 0), logit, propagate_nan=tl.PropagateNan.ALL)
+    behind_L = scaled(largest_L - origin, temperature, inverse, UNIT)
+    weight_L = exponential(behind_L)
+    of_token = found + (segment.to(tl.int64) * tokens + token) * 4
+    tl.store(of_token, origin)
+    tl.store(of_token + 1, tl.sum(weight_L * sum_L, 0))
+    moment = tl.sum(weight_L * (moment_L + behind_L * sum_L), 0) if ENTROPY else 0.0
+    tl.store(of_token + 2, moment)
+    z = logit - origin if UNIT else tl.div_rn(logit - origin, temperature)
+    tl.store(of_token + 3, tl.where(here, z, 0.0))
+
+
+def launch_statistics(
+    logits: Tensor,
+    rows_N: Tensor | None,
+    local_N: Tensor,
+    temperature: Tensor | float,
+    columns: int,
+    entropy: bool,
+    block: BlockShape,
+) -> Tensor:
+    """Compute [P, N, 4] of a matrix [rows, ≥ columns], of all its rows or of those in `rows_N`."""
+    tokens, segments = len(local_N), block.segments(columns)
+    found_PN4 = local_N.new_empty(segments, tokens, 4, dtype=block.computed)
+    per_token = isinstance(temperature, Tensor)
+    with on_device_of(logits):
+        statistics_kernel[(tokens * segments,)](
+            logits,
+            local_N if rows_N is None else rows_N,
+            local_N,
+            temperature if per_token else found_PN4,
+            found_PN4,
+            logits.stride(0),
+            logits.stride(1),
+            columns,
+            tokens,
+            1.0 if isinstance(temperature, Tensor) else float(temperature),
+            HAS_ROWS=rows_N is not None,
+            PER_TOKEN=per_token,
+            UNIT=not per_token and temperature == 1,
+            ADJACENT=logits.stride(1) == 1,
+            ENTROPY=entropy,
+            **block.constants(),
+        )
+    return found_PN4
+
+
+@triton.jit
+def gradient_kernel(
+    logits: tl.tensor,
+    into: tl.tensor,
+    tokens: tl.tensor,
+    local: tl.tensor,
+    origins: tl.tensor,
+    factors: tl.tensor,
+    slopes: tl.tensor,
+    of_targets: tl.tensor,
+    temperatures: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    into_row_stride: tl.tensor,
+    into_column_stride: tl.tensor,
+    columns: tl.tensor,
+    width: tl.tensor,
+    temperature: tl.tensor,
+    HAS_TOKENS: tl.constexpr,
+    HAS_ORIGIN: tl.constexpr,
+    HAS_SLOPE: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    UNIT: tl.constexpr,
+    ADJACENT: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    UNROLL: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """Write exp(z)·(factor + slope·z), at the target `of_target`, and 0 from `columns` on."""
+    TILE: tl.constexpr = UNROLL * LANES
+    program = tl.program_id(0)
+    segments = (width + SEGMENT - 1) // SEGMENT
+    row, segment = program // segments, program % segments
+    token = tl.load(tokens + row) if HAS_TOKENS else row
+    # Tokens times columns passes 2³¹.
+    base = logits + row.to(tl.int64) * row_stride
+    into_base = into + row.to(tl.int64) * into_row_stride
+    first = segment * SEGMENT
+    end = tl.minimum(first + SEGMENT, width)
+    offset_T = tl.arange(0, TILE)
+    if token < 0:
+        for start in range(first, end, TILE):
+            column_T = start + offset_T
+            place_T = column_T if ADJACENT else column_T.to(tl.int64) * into_column_stride
+            zero_T = tl.zeros([TILE], into.dtype.element_ty)
+            tl.store(into_base + place_T, zero_T, mask=column_T < end)
+        return
+    last = tl.maximum(tl.minimum(end, columns), first)
+    whole = first + (last - first) // TILE * TILE
+    if PER_TOKEN:
+        temperature = tl.load(temperatures + token)
+    inverse = tl.div_rn(1.0, temperature)
+    origin = tl.load(origins + token) if HAS_ORIGIN else 0.0
+    factor = tl.load(factors + token)
+    slope = tl.load(slopes + token) if HAS_SLOPE else 0.0
+    of_target = tl.load(of_targets + token)
+    target = tl.load(local + token)
+    apart = tl.where((target >= first) & (target < last), target, -1).to(tl.int32)
+    for start in tl.range(first, whole, TILE, num_stages=STAGES):
+        column_T = start + offset_T
+        place_T = column_T if ADJACENT else column_T.to(tl.int64) * column_stride
+        into_T = column_T if ADJACENT else column_T.to(tl.int64) * into_column_stride
+        x_T = tl.load(base + place_T, eviction_policy="evict_first").to(tl.float32)
+        z_T = scaled(x_T - origin, temperature, inverse, UNIT)
+        factor_T = tl.fma(z_T, slope, factor) if HAS_SLOPE else factor
+        gradient_T = exponential(z_T) * factor_T
+        if (apart >= start) & (apart < start + TILE):
+            gradient_T = tl.where(column_T == apart, of_target, gradient_T)
+        tl.store(into_base + into_T, gradient_T.to(into.dtype.element_ty))
+    for start in range(whole, end, TILE):
+        column_T = start + offset_T
+        there_T = column_T < last
+        place_T = column_T if ADJACENT else column_T.to(tl.int64) * column_stride
+        into_T = column_T if ADJACENT else column_T.to(tl.int64) * into_column_stride
+        x_T = tl.load(base + place_T, mask=there_T, other=0.0).to(tl.float32)
+        z_T = scaled(x_T - origin, temperature, inverse, UNIT)
+        factor_T = tl.fma(z_T, slope, factor) if HAS_SLOPE else factor
+        gradient_T = exponential(z_T) * factor_T
+        gradient_T = tl.where(column_T == apart, of_target, gradient_T)
+        # Padding, too.
+        gradient_T = tl.where(there_T, gradient_T, 0.0)
+        tl.store(into_base + into_T, gradient_T.to(into.dtype.element_ty), mask=column_T < end)
+
+
+def launch_gradient(
+    logits: Tensor,
+    into: Tensor,
+    token_M: Tensor | None,
+    slopes: GradCoefficients,
+    temperature: Tensor | float,
+    columns: int,
+    block: BlockShape,
+) -> None:
+    """Write all of `into` [M, ≥ columns], which may be `logits`.
+
+    `token_M` says which token of `slopes` a row is, and -1 for rows of zeros; None for all in turn.
+    """
+    width = into.shape[1]
+    per_token = isinstance(temperature, Tensor)
+    some = slopes.factor
+    with on_device_of(logits):
+        gradient_kernel[(len(into) * block.segments(width),)](
+            logits,
+            into,
+            slopes.local if token_M is None else token_M,
+            slopes.local,
+            some if slopes.origin is None else slopes.origin,
+            slopes.factor,
+            some if slopes.slope is None else slopes.slope,
+            slopes.of_target,
+            temperature if per_token else some,
+            logits.stride(0),
+            logits.stride(1),
+            into.stride(0),
+            into.stride(1),
+            columns,
+            width,
+            1.0 if isinstance(temperature, Tensor) else float(temperature),
+            HAS_TOKENS=token_M is not None,
+            HAS_ORIGIN=slopes.origin is not None,
+            HAS_SLOPE=slopes.slope is not None,
+            PER_TOKEN=per_token,
+            UNIT=not per_token and temperature == 1,
+            ADJACENT=logits.stride(1) == 1 and into.stride(1) == 1,
+            **block.constants(),
+        )

@@ -1,0 +1,248 @@
+"""Finds the tokens that a sampler kept, the same on all ranks that share the vocabulary.
+
+A rank's highest logits are its candidates. All ranks see all of them, with one all-gather, and so
+find the same boundary; where more columns than were sent might lie above it, more are sent.
+Legend: n, s some of N tokens, R ranks, C candidates of a rank, W of all, X what a rank sends.
+
+Legend: N tokens, E kept columns of this rank, K ids for a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .kernels import GradCoefficients, local_statistics
+from .request import Columns, TokenBatch, accumulated, columnwise, is_ours, place_of, temperature_of
+from .rows import rows_of_a_block
+from .sources import Source
+from .statistics import FINITE, Partial, Whole, all_gathered, combine, with_target
+
+
+class Kept(NamedTuple):
+    """Columns of this rank that take part, each once; [E]."""
+
+    row: Tensor
+    """The token of each element."""
+    column: Tensor
+    """Here, not in the vocabulary."""
+    logit: Tensor
+
+    @staticmethod
+    def joined(parts: list[Kept], like_N: Tensor) -> Kept:
+        """All of them; indices take half of what they did."""
+        none = like_N.new_empty(0)
+        parts = [Kept(none.int(), none.int(), none), *parts]
+        row, column, logit = map(torch.cat, zip(*parts, strict=True))
+        return Kept(row.int(), column.int(), logit.to(like_N.dtype))
+
+    def gradient(self, slopes: GradCoefficients, temperature: Tensor | float) -> Tensor:
+        """Returns the gradient of these columns' logits, [E]."""
+        row_E = self.row.long()
+        t_E = temperature[row_E] if isinstance(temperature, Tensor) else temperature
+        z_E = self.logit if slopes.origin is None else self.logit - slopes.origin[row_E]
+        z_E = z_E / t_E
+        factor_E = slopes.factor[row_E]
+        if slopes.slope is not None:
+            factor_E = factor_E + slopes.slope[row_E] * z_E.clamp(min=FINITE)
+        target_E = self.column == slopes.local[row_E]
+        return torch.where(target_E, slopes.of_target[row_E], z_E.exp() * factor_E)
+
+
+def named(source: Source, asked: TokenBatch) -> tuple[Kept, Whole]:
+    """The ids of `keep`, and statistics over them.
+
+    A collective of the group's ranks, one all-gather of 16 bytes per token and rank.
+    """
+    assert asked.keep is not None
+    assert asked.sampling is not None
+    columns, local_N = asked.columns, asked.local
+    target_N1 = asked.targets[:, None]
+    keep_NK = asked.keep.sort(-1).values
+    again_NK = torch.zeros_like(keep_NK, dtype=torch.bool)
+    again_NK[:, 1:] = keep_NK[:, 1:] == keep_NK[:, :-1]
+    kept_N = (keep_NK == target_N1).any(-1) | (asked.sampling.target == "keep")
+    # The target has the last place, whether or not it is kept, and no other.
+    local_NK = torch.cat([keep_NK - columns.first, local_N[:, None]], 1)
+    left_NK = torch.cat([(keep_NK >= 0) & ~again_NK & (keep_NK != target_N1), kept_N[:, None]], 1)
+    left_NK &= is_ours(local_NK, columns.real)
+    place_NK = torch.where(left_NK, local_NK, 0)
+    if columns.real:
+        logits_NK = source.at(place_NK).to(accumulated(source.dtype))
+    else:
+        logits_NK = place_NK.to(accumulated(source.dtype))
+    ours_N = is_ours(local_N, columns.real)
+    logits_NK = torch.where(left_NK, logits_NK, -torch.inf)
+    maximum_N = logits_NK.amax(-1).clamp(min=FINITE)
+    z_NK = (logits_NK - maximum_N[:, None]) / columnwise(asked.temperature)
+    mass_NK = z_NK[:, :-1].exp()  # the target is no part of the sums
+    partial = Partial(
+        origin=maximum_N,
+        exponentials=mass_NK.sum(-1),
+        moments=(mass_NK * z_NK[:, :-1].clamp(min=FINITE)).sum(-1),
+        target=torch.where(ours_N, z_NK[:, -1], 0.0),
+    )
+    whole = combine(partial, asked.owner, asked.temperature, columns.group)
+    whole = whole._replace(logprob=torch.where(kept_N, whole.logprob, -torch.inf))
+    row_E, slot_E = left_NK.nonzero().unbind(1)
+    found = Kept(row_E, place_NK[row_E, slot_E], logits_NK[row_E, slot_E])
+    return Kept.joined([found], maximum_N), whole
+
+
+#: Of what is computed of all ranks' candidates: about half a dozen numbers of float64 for each.
+_CHUNK_BYTES = 16 << 20
+_AT_A_TIME = 6
+#: Besides candidates: the highest logit, the mass of all columns, and the target's logit.
+_BESIDES = 3
+#: How many times as many, where they did not suffice.
+_MORE = 8
+
+
+class _Rows(NamedTuple):
+    """Some tokens: what is known of all ranks' candidates, and what this rank has."""
+
+    token_n: Tensor
+    local_n: Tensor
+    temperature: Tensor | float
+    logits_nW: Tensor
+    target_n: Tensor
+    mass_n: Tensor
+    """Σ exp((logit - max) / temperature) over all columns, unless top-k leaves only some."""
+    beyond_n: Tensor | None
+    """No column that was not sent has a higher logit; None where all were sent."""
+    here_nC: Tensor
+    column_nC: Tensor
+
+
+def choose(source: Source, asked: TokenBatch) -> tuple[Kept, Whole]:
+    """Returns the tokens that top-k and top-p leave, and statistics over them.
+
+    A collective of the group's ranks, one all-gather of 4 · (3 + C) bytes per token and rank. For
+    tokens whose boundary may lie below what was sent there are more, each with eight times as many
+    candidates, in the end all columns.
+    """
+    sampling, columns = asked.sampling, asked.columns
+    assert sampling is not None
+    width = min(sampling.width(), columns.per_rank)
+    targets_N = asked.targets
+    dtype = accumulated(source.dtype)
+    like_N = torch.zeros(len(targets_N), dtype=dtype, device=targets_N.device)
+    whole = Whole(*(like_N.clone() for _ in Whole._fields))
+    kept: list[Kept] = []
+    everyone_N = torch.arange(len(targets_N), device=targets_N.device)
+    short: list[Tensor] = []
+
+    def settle(sent: Iterator[_Rows]) -> None:
+        for rows in sent:
+            threshold_n, enough_n = sampling.thresholds(
+                rows.logits_nW, rows.mass_n, rows.beyond_n, rows.temperature
+            )
+            also_n = rows.target_n < threshold_n
+            if sampling.target != "keep":
+                also_n.zero_()
+            found = _statistics(rows, threshold_n, also_n)
+            for into, found_n in zip(whole, found, strict=True):
+                into[rows.token_n] = found_n
+            kept.extend(_here(columns, rows, threshold_n, also_n, enough_n))
+            short.append(rows.token_n[~enough_n])
+
+    settle(_sent(source, asked, everyone_N, source.parts(), width))
+    while len(token_s := torch.cat([everyone_N[:0], *short])):
+        short.clear()
+        width = min(width * _MORE, columns.per_rank)
+        for token_b in torch.split(token_s, _fit(columns, width)):
+            logits_bV = source.of(token_b)
+            settle(_sent(source, asked, token_b, iter([(slice(None), logits_bV)]), width))
+    return Kept.joined(kept, like_N), whole
+
+
+def _sent(
+    source: Source,
+    asked: TokenBatch,
+    token_s: Tensor,
+    parts: Iterator[tuple[slice, Tensor]],
+    width: int,
+) -> Iterator[_Rows]:
+    """These tokens, whose logits come in parts, with so many candidates of each rank."""
+    columns, sampling = asked.columns, asked.sampling
+    assert sampling is not None
+    dtype = accumulated(source.dtype)
+    here = min(width, columns.real)
+    local_s, owner_s = asked.local[token_s], asked.owner[token_s]
+    temperature = temperature_of(asked.temperature, token_s)
+    sent_sX = local_s.new_full((len(token_s), _BESIDES + width), -torch.inf, dtype=dtype)
+    sent_sX[:, 1] = 0
+    column_sC = local_s.new_zeros(len(token_s), here)
+    for part, logits_nV in parts if here else ():
+        values_nC, column_sC[part] = logits_nV.topk(here, -1)
+        sent_nX, local_n = sent_sX[part], local_s[part]
+        sent_nX[:, 0] = values_nC[:, 0]
+        place_n1, ours_n1 = place_of(local_n, columns.real)
+        target_n1 = torch.where(ours_n1, logits_nV.gather(1, place_n1), -torch.inf)
+        sent_nX[:, 2] = target_n1.squeeze(1)
+        sent_nX[:, _BESIDES : _BESIDES + here] = values_nC
+        if sampling.top_k <= 0:
+            wanted = asked.wanted._replace(entropy=False)
+            of_part = temperature_of(temperature, part)
+            found = local_statistics(logits_nV, local_n, None, of_part, columns, wanted)
+            of_target_n = torch.where(ours_n1.squeeze(1), found.target.exp(), 0.0)
+            behind_n = (found.origin.double() - sent_nX[:, 0].clamp(min=FINITE)) / of_part
+            sent_nX[:, 1] = (found.exponentials + of_target_n) * behind_n.exp()
+    sent_RsX = all_gathered(sent_sX, columns.group)
+    unsent = [columns.real_of(rank) > width for rank in range(columns.ranks)]
+    step = _fit(columns, width)
+    for start in range(0, len(token_s), step):
+        rows = slice(start, start + step)
+        of_rows = temperature_of(temperature, rows)
+        maximum_Rn, mass_Rn, target_Rn = sent_RsX[:, rows, :_BESIDES].double().unbind(-1)
+        z_Rn = (maximum_Rn - maximum_Rn.amax(0).clamp(min=FINITE)) / of_rows
+        yield _Rows(
+            token_n=token_s[rows],
+            local_n=local_s[rows],
+            temperature=of_rows,
+            logits_nW=sent_RsX[:, rows, _BESIDES:].transpose(0, 1).flatten(1),
+            target_n=target_Rn.gather(0, owner_s[None, rows]).squeeze(0),
+            mass_n=torch.where(mass_Rn == 0, 0.0, mass_Rn * z_Rn.exp()).sum(0),
+            beyond_n=sent_RsX[unsent][:, rows, -1].amax(0) if any(unsent) else None,
+            here_nC=sent_sX[rows, _BESIDES : _BESIDES + here],
+            column_nC=column_sC[rows],
+        )
+
+
+def _fit(columns: Columns, width: int) -> int:
+    """Returns how many tokens are computed at a time, with `width` candidates per rank."""
+    return rows_of_a_block(columns.ranks * width, _CHUNK_BYTES, _AT_A_TIME, torch.float64)
+
+
+def _statistics(rows: _Rows, threshold_n: Tensor, also_n: Tensor) -> Whole:
+    """Computes in float64 from values that are equal on all ranks, for the same bits."""
+    logits_nW, target_n = rows.logits_nW, rows.target_n
+    maximum_n = logits_nW.amax(-1).clamp(min=FINITE).double()
+    z_nW = (logits_nW - maximum_n[:, None]) / columnwise(rows.temperature)
+    kept_nW = (logits_nW >= threshold_n[:, None]) & (logits_nW > -torch.inf)
+    mass_nW = torch.where(kept_nW, z_nW.exp(), 0.0)
+    target_z_n = (target_n - maximum_n) / rows.temperature
+    inside_n = target_n >= threshold_n
+    # In float64 the target can be taken out again.
+    target_mass_n = torch.where(inside_n, target_z_n.exp(), 0.0)
+    others_n = (mass_nW.sum(-1) - target_mass_n).clamp(min=0)
+    moment_n = torch.where(kept_nW, mass_nW * z_nW, 0.0).sum(-1)
+    moment_n -= torch.where(target_mass_n > 0, target_mass_n * target_z_n, 0.0)
+    z_n = torch.where(inside_n | also_n, target_z_n, -torch.inf)
+    return with_target(maximum_n, others_n, moment_n, z_n, rows.here_nC.dtype)
+
+
+def _here(
+    columns: Columns, rows: _Rows, threshold_n: Tensor, also_n: Tensor, enough_n: Tensor
+) -> Iterator[Kept]:
+    """This rank's columns among those that were kept."""
+    here_nC, token_n = rows.here_nC, rows.token_n
+    kept_nC = (here_nC >= threshold_n[:, None]) & (here_nC > -torch.inf) & enough_n[:, None]
+    row_e, slot_e = kept_nC.nonzero().unbind(1)
+    yield Kept(token_n[row_e], rows.column_nC[row_e, slot_e], here_nC[row_e, slot_e])
+    ours_n = is_ours(rows.local_n, columns.real)
+    row_e = (ours_n & also_n & enough_n).nonzero().squeeze(1)
+    yield Kept(token_n[row_e], rows.local_n[row_e], rows.target_n[row_e].to(here_nC.dtype))

@@ -1,0 +1,1 @@
+"""Metrics by name, loggers, the live table, and the timeline of an asynchronous run."""

@@ -1,0 +1,365 @@
+"""Loggers: several as one that never raises, those of other libraries, and the metrics file."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, cast
+
+
+class SettingsError(ValueError):
+    """Settings that cannot work; the message names the setting, its value and what is allowed."""
+
+
+class Logger(Protocol):
+    """Takes metrics."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Record metrics by name. May raise: that never stops the training."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release what is open."""
+        ...
+
+
+_Record = tuple[dict[str, float], int]
+
+
+class Loggers:
+    """A logger that raises is dropped, with a warning on standard error, and never called again: a
+    full disk must not cost the training.
+
+    `threaded` is for an event loop: records go to one background thread, where factories are called
+    and all loggers run. Up to `queued` records wait there; what does not fit is left out and
+    counted in `left_out`. Example: `Loggers([lambda: JsonlLogger(path)], threaded=True)`.
+    """
+
+    def __init__(
+        self,
+        loggers: Sequence[Logger | Callable[[], Logger]],
+        *,
+        threaded: bool = False,
+        queued: int = 1_000,
+        close_timeout_s: float = 30.0,
+        lent: bool = False,
+    ) -> None:
+        """Take loggers, or what makes them: for those that hold locks or threads, or are slow to
+        build. One that cannot be built is left out, with a warning. `close` leaves loggers open
+        that are `lent`.
+        """
+        self._loggers: list[Logger] = []
+        self._given = list(loggers)
+        self._queued = queued
+        self._close_timeout_s = close_timeout_s
+        self._lent = lent
+        self._left_out = 0
+        self._closed = False
+        # Bounded by hand: a full queue must take the record that ends it.
+        self._records: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if threaded:
+            # A daemon: a logger that hangs must not keep the process from ending.
+            self._thread = threading.Thread(target=self._run, name="loggers", daemon=True)
+            self._thread.start()
+        else:
+            self._build()
+
+    @property
+    def working(self) -> tuple[Logger, ...]:
+        """The loggers that were built and have not raised."""
+        return tuple(self._loggers)
+
+    @property
+    def left_out(self) -> int:
+        """Records that no logger gets: the queue was full, or the loggers were closed."""
+        return self._left_out
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Hand the metrics to every logger that still works; threaded, without waiting.
+
+        After `close` they are left out.
+        """
+        if self._closed:
+            self._left_out += 1
+        elif self._thread is None:
+            self._log(metrics, step)
+        elif self._records.qsize() < self._queued:
+            self._records.put((dict(metrics), step))
+        else:
+            if not self._left_out:
+                print(
+                    f"loggers are {self._queued} records behind; what does not fit is left out",
+                    file=sys.stderr,
+                )
+            self._left_out += 1
+
+    def close(self) -> None:
+        """Hand over what is queued, and close every logger that still works. Twice: no-op.
+
+        Threaded, it waits up to `close_timeout_s` for what is queued, so a loop that still has
+        something to do calls it from a thread.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is None:
+            self._close()
+            return
+        self._records.put(None)
+        self._thread.join(self._close_timeout_s)
+        if self._thread.is_alive():
+            print(
+                f"loggers did not end in {self._close_timeout_s:g} s, with "
+                f"{max(self._records.qsize() - 1, 0)} records still queued; they are left behind",
+                file=sys.stderr,
+            )
+        if self._left_out:
+            print(f"{self._left_out} records of metrics were left out", file=sys.stderr)
+
+    def _run(self) -> None:
+        self._build()
+        while (record := self._records.get()) is not None:
+            self._log(*record)
+        self._close()
+
+    def _build(self) -> None:
+        for given in self._given:
+            with _DroppedIfItRaises(given, self._loggers):
+                self._loggers.append(_made(given))
+
+    def _log(self, metrics: Mapping[str, float], step: int) -> None:
+        for logger in self.working:
+            with _DroppedIfItRaises(logger, self._loggers):
+                logger.log(metrics, step=step)
+
+    def _close(self) -> None:
+        for logger in () if self._lent else self.working:
+            with _DroppedIfItRaises(logger, self._loggers):
+                logger.close()
+
+
+def _made(given: Logger | Callable[[], Logger]) -> Logger:
+    # A class has the attribute as well, and is what makes the logger.
+    if isinstance(given, type) or not hasattr(given, "log"):
+        return cast("Callable[[], Logger]", given)()
+    return cast("Logger", given)
+
+
+class _DroppedIfItRaises:
+    """Takes a logger off the list when it raises, whatever it raises short of an interrupt."""
+
+    def __init__(self, logger: Logger | Callable[[], Logger], loggers: list[Logger]) -> None:
+        self._logger = logger
+        self._loggers = loggers
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if exc_type is None or not issubclass(exc_type, Exception):
+            return False
+        # Printed and not raised: stderr is the run's log file, where it can be found later.
+        print(
+            f"{_name(self._logger)} failed and is dropped: {exc_type.__name__}: {exc}",
+            file=sys.stderr,
+        )
+        self._loggers[:] = [each for each in self._loggers if each is not self._logger]
+        return True
+
+
+def _name(logger: Any) -> str:
+    if isinstance(logger, functools.partial):
+        return _name(logger.func)
+    return str(getattr(logger, "__qualname__", type(logger).__name__))
+
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file, oldest first; none where there is no file.
+
+    A last line that was cut off by the end of its process is left out, and so are rows of steps
+    that were taken again, after ranks were lost. Errors: `ValueError` naming a damaged line.
+    """
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            step = row["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: damaged ({error})") from error
+        while rows and rows[-1]["step"] >= step:
+            rows.pop()
+        rows.append(row)
+    return rows
+
+
+class JsonlLogger:
+    """One JSON object per step, on disk when `log` returns.
+
+    Example: `JsonlLogger(path).log({"train/loss": 0.5}, step=7)`, and `read_metrics(path)`.
+    """
+
+    def __init__(self, path: Path, *, first_step: int = 0) -> None:
+        # A run that is resumed writes again what the interrupted one had written past its
+        # checkpoint: those lines go, or the file would tell of the same step twice.
+        kept = [row for row in read_metrics(path) if first_step and row["step"] <= first_step]
+        # Beside the file and renamed: a kill in between must not cost the rows that were there.
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        partial.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Append a line."""
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+TENSORBOARD_DIRECTORY = "tensorboard"
+
+
+class TensorBoardLogger:
+    """TensorBoard scalars. Example: `tensorboard --logdir runs`."""
+
+    def __init__(self, directory: Path, *, first_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard hides events at and behind the purge step that an interrupted run left.
+        purge = first_step + 1 if first_step else None
+        self._writer: Any = SummaryWriter(str(directory), purge_step=purge)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Write every metric as a scalar."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and end the writer's thread."""
+        self._writer.close()
+
+
+class WandbLogger:
+    """A run of Weights & Biases, named as the directory is.
+
+    Project, entity and mode are those of the environment (`WANDB_PROJECT`, `WANDB_ENTITY`,
+    `WANDB_MODE=offline`); credentials are those of `wandb login`. Charts are over `step`, so a
+    resumed run, which writes some steps again, may go back in it.
+    Example: `WandbLogger(Path("runs/a"), project="grpo")`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        first_step: int = 0,
+        project: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start the run, or continue the one of that directory where `first_step` is above 0.
+
+        Errors: `ModuleNotFoundError` without wandb, and its own where the server refuses.
+        """
+        try:
+            import wandb
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"{error}; pip install wandb, or take wandb out of the loggers"
+            ) from error
+        kept = directory / "wandb-run-id"
+        run_id = kept.read_text(encoding="utf-8").strip() if first_step and kept.exists() else None
+        self._run: Any = wandb.init(
+            project=project,
+            dir=str(directory),
+            name=directory.resolve().name,
+            config=dict(config or {}),
+            id=run_id,
+            resume="allow" if run_id else None,
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        kept.write_text(f"{self._run.id}\n", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Hand the metrics to the run, which uploads them by itself."""
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        """Upload the rest and end the run."""
+        self._run.finish()
+
+
+def logger_factories(
+    names: Sequence[str], directory: Path, *, first_step: int = 0
+) -> list[Callable[[], Logger]]:
+    """Returns factories for `Loggers`: `"jsonl"`, `"tensorboard"`, `"wandb"`, import paths.
+
+    The callable at `"package.module:name"` is called with the directory and `first_step`, the step
+    that a resumed run goes on from, and returns a logger. Nothing is built here, but a name that
+    cannot be is told. Errors: `SettingsError`.
+    """
+    return [_factory(name, directory, first_step) for name in names]
+
+
+def _factory(name: str, directory: Path, first_step: int) -> Callable[[], Logger]:
+    make: Callable[..., Logger]
+    if name == "jsonl":
+        make, directory = JsonlLogger, directory / METRICS_FILE
+    elif name == "tensorboard":
+        _need("tensorboard", name)
+        make, directory = TensorBoardLogger, directory / TENSORBOARD_DIRECTORY
+    elif name == "wandb":
+        _need("wandb", name)
+        make = WandbLogger
+    else:
+        make = _imported(name)
+    return functools.partial(make, directory, first_step=first_step)
+
+
+def _need(package: str, name: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise SettingsError(
+            f"loggers has {name!r}, and {package} is not installed; pip install {package}, or take "
+            "it out"
+        )
+
+
+def _imported(path: str) -> Callable[..., Logger]:
+    module_name, colon, name = path.partition(":")
+    if not colon:
+        raise SettingsError(
+            f"loggers has {path!r}; allowed: jsonl, tensorboard, wandb, and package.module:callable"
+        )
+    if str(Path.cwd()) not in sys.path:  # a console script does not look there
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise SettingsError(f"loggers has {path!r}; {error}") from error
+    make: Callable[..., Logger] | None = getattr(module, name, None)
+    if make is None or not callable(make):
+        raise SettingsError(f"loggers has {path!r}; {module_name} has no callable {name!r}")
+    return make

@@ -1,0 +1,55 @@
+"""The patch engine: record → decide → install → report.
+
+`record` and `source` know nothing of the others; `catalog` finds the case files; `contract`
+compares a body with a wrapper; `decide` reads them; `patch_points` changes live objects; `install`
+holds the state and the lock; `import_hooks` waits for imports; `api` and `verify` are what users
+call. Nothing here imports torch or Megatron, and what `apply()` needs
+before Megatron is imported imports nothing from the standard library that a bare interpreter lacks.
+"""
+
+from __future__ import annotations
+
+from .base import PatchError, UnknownPatchError, VerificationError
+from .catalog import OPEN, UNTRIED
+
+TYPE_CHECKING = False  # importing typing would cost what the index saves
+if TYPE_CHECKING:
+    from typing import Any
+
+    from .record import Helper, Limit, Patch, Reproduction, Target, arguments
+    from .source import Body
+
+__all__ = [
+    "OPEN",
+    "UNTRIED",
+    "Body",
+    "Helper",
+    "Limit",
+    "Patch",
+    "PatchError",
+    "Reproduction",
+    "Target",
+    "UnknownPatchError",
+    "VerificationError",
+    "arguments",
+]
+
+
+# What case files need, and apply() before Megatron's import does without.
+_LAZY = {
+    "Body": "source",
+    "Helper": "record",
+    "Limit": "record",
+    "Patch": "record",
+    "Reproduction": "record",
+    "Target": "record",
+    "arguments": "record",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(__import__(f"{__name__}.{_LAZY[name]}", fromlist=[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

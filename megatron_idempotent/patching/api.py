@@ -1,0 +1,247 @@
+"""`apply()`, `revert()` and `report()`: what users call."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from . import decide, import_hooks, install, settings
+from .base import Conflict, PatchError
+from .catalog import load, outlines
+from .install import state
+from .report import COVERED, PROBLEMS, Report, Row
+
+TYPE_CHECKING = False  # importing typing would cost what the index saves
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .catalog import Outline
+
+
+def apply(
+    only: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
+    *,
+    strict: bool | None = None,
+    dry_run: bool = False,
+) -> Report:
+    """Install the patches that the Megatron on the path needs, now or when it is imported.
+
+    Safe to call any number of times and from any thread. Every process calls it for itself: forked
+    children inherit the patches, spawned ones and Ray workers do not.
+
+    Args:
+        only: ids to apply, and no others; naming a patch accepts a body that nobody reviewed.
+        exclude: ids to leave out.
+        strict: raise where a patch failed, drifted or is in conflict; None reads
+            `MEGATRON_IDEMPOTENT_STRICT`.
+        dry_run: decide and report, change nothing.
+
+    Returns:
+        A row per known patch. A patch whose modules are not imported yet is `pending_import`.
+
+    Raises:
+        UnknownPatchError: `only`, `exclude` or the environment names no known patch.
+        ValueError: a variable of the environment has no meaning, or, in strict mode, one that
+            begins with `MEGATRON_IDEMPOTENT` is none of those that are read.
+        PatchError: a patch in `only` cannot be applied, or any in strict mode; nothing is changed.
+
+    Example:
+        import megatron_idempotent
+        print(megatron_idempotent.apply())
+    """
+    selection = _select(only, exclude, strict)
+    with install.lock:
+        import_hooks.forget()
+        before = dict(state.rows)
+        rows = [_plan(patch, selection, full=dry_run) for patch in outlines().values()]
+        _raise_for(rows, selection)
+        if dry_run:
+            return Report(rows)
+        earlier, settled, named = dict(state.wanted), state.selection, state.named
+        added = {row.id for row in rows if row.status == "pending_import"} - set(earlier)
+        state.selection = selection
+        state.named |= selection.only or frozenset()
+        state.rows = {row.id: row for row in rows}
+        state.wanted |= {patch_id: outlines()[patch_id] for patch_id in added}
+        install.settle()
+        try:
+            _raise_for(state.rows.values(), selection)
+        except PatchError:
+            install.drop(added & set(state.wanted))
+            lost = {name: state.rows[name] for name in set(earlier) - set(state.wanted)}
+            state.selection, state.named, state.rows = settled, named, before | lost
+            raise
+        changed = _changed(before)
+        write_report()
+        waiting = {m for patch in state.wanted.values() for m in install.missing(patch)}
+    # Outside of the lock: another thread may be importing, and wait for it with import locks held.
+    _log(changed)
+    import_hooks.when_complete(sorted(waiting), _on_import)
+    with install.lock:
+        return Report(state.rows.values())
+
+
+def revert() -> Report:
+    """Take every patch off again and forget those that wait for an import.
+
+    Returns:
+        A row per patch that was on or waiting: `disabled`, or `conflict` where someone has wrapped
+        our function in the meantime. It then stays below theirs and only passes calls on.
+    """
+    with install.lock:
+        import_hooks.forget()
+        on = {patch_id for site in state.sites.values() for patch_id in site.layers}
+        result = Report(install.drop(set(state.wanted) | on))
+        write_report()
+        return result
+
+
+def report() -> Report:
+    """Returns what is in place now: a row per known patch, `disabled` before the first `apply()`.
+
+    Raises:
+        PatchError: in strict mode, where a patch that landed late has a problem.
+    """
+    with install.lock:
+        import_hooks.forget()
+        rows = [install.current(patch) for patch in outlines().values()]
+        if state.selection is not None and state.selection.strict:
+            _raise_for(rows, state.selection)
+        return Report(rows)
+
+
+def _select(
+    only: Iterable[str] | None, exclude: Iterable[str], strict: bool | None
+) -> decide.Selection:
+    known = outlines()
+    environment = settings.read(known)
+    selection = decide.Selection(
+        only=None if only is None else settings.check_ids(only, "only=", known),
+        exclude=settings.check_ids(exclude, "exclude=", known),
+        settings=environment,
+        strict=environment.strict if strict is None else strict,
+    )
+    if environment.unknown:
+        _complain(environment.unknown, strict=selection.strict)
+    both = sorted((selection.only or frozenset()) & selection.exclude)
+    if both:
+        raise ValueError(f"only= and exclude= both name {', '.join(both)}: drop one of them")
+    return selection
+
+
+# What was said already: apply() is called again and again.
+_said: set[str] = set()
+
+
+def _complain(unknown: Iterable[str], *, strict: bool) -> None:
+    if strict:
+        raise ValueError("; ".join(unknown))
+    import logging
+
+    for sentence in unknown:
+        if sentence not in _said:
+            logging.getLogger("megatron_idempotent").warning("%s", sentence)
+            _said.add(sentence)
+
+
+def _plan(patch: Outline, selection: decide.Selection, *, full: bool) -> Row:
+    if install.landed(patch):
+        return install.row(patch, "already_applied", state.rows[patch.id].reason)
+    verdict = selection.gate(patch)
+    if verdict.status is not None:
+        if patch.id in state.wanted:
+            return state.rows[patch.id]  # an earlier call asked for it, and it still waits
+        return install.row(patch, verdict.status, verdict.reason)
+    verdict = decide.check_version(patch, decide.version_of(patch))
+    if verdict.status is None:
+        # Reading bodies takes tens of milliseconds, so it waits for the import unless the caller
+        # wants the answer now.
+        named = selection.named(patch.id)
+        if full or named or selection.strict:
+            verdict = decide.check_bodies(load(patch.id), named=named)
+        else:
+            verdict = decide.check_modules(patch)
+    if verdict.status is not None:
+        return install.row(patch, verdict.status, verdict.reason)
+    if verdict.bodies:
+        try:
+            install.check(load(patch.id), verdict.bodies)
+        except Conflict as conflict:
+            return install.row(patch, "conflict", f"{conflict}: undo that or exclude {patch.id}")
+        except AttributeError as error:
+            return install.row(patch, "failed", f"{error}, although its source defines that")
+    waits = install.missing(patch)
+    reason = f"lands when {', '.join(waits)} is imported" if waits else "ready to land"
+    if verdict.reason:
+        reason = f"{verdict.reason}; {reason}"
+    return install.row(patch, "pending_import", reason)
+
+
+def _on_import() -> None:
+    with install.lock:
+        import_hooks.forget()
+        before = dict(state.rows)
+        install.settle()
+        changed = _changed(before)
+        if changed:
+            write_report()
+    _log(changed)
+
+
+def _changed(before: dict[str, Row]) -> list[Row]:
+    return [row for row in state.rows.values() if before.get(row.id) != row]
+
+
+def _log(changed: list[Row]) -> None:
+    problems = [r for r in changed if r.status in PROBLEMS or install.LEFT in r.reason]
+    applied = [row.id for row in changed if row.status == "applied"]
+    # Where nobody has imported logging, nobody has asked for messages that are no warnings.
+    if not problems and not (applied and "logging" in sys.modules):
+        return
+    import logging
+
+    logger = logging.getLogger("megatron_idempotent")
+    for row in problems:
+        logger.warning("%s: %s on %s (%s)", row.id, row.status, row.version, row.reason)
+    for sentence in Report(state.rows.values()).incomplete if problems else ():
+        if sentence not in _said:
+            logger.warning("%s", sentence)
+            _said.add(sentence)
+    if applied:
+        logger.info("patched: %s", ", ".join(applied))
+
+
+def write_report() -> None:
+    """Write what is in place to where `MEGATRON_IDEMPOTENT_REPORT` says."""
+    path = state.selection.settings.report_path if state.selection else None
+    if path is None:
+        return
+    path = path.replace("{rank}", os.environ.get("RANK", "0"))
+    temporary = f"{path}.{os.getpid()}"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(Report(state.rows.values()).to_json())
+        os.replace(temporary, path)
+    except OSError as error:
+        import logging
+
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        # The patches are in place; a report that cannot be written is no reason to stop training.
+        logging.getLogger("megatron_idempotent").warning(
+            "cannot write %s_REPORT=%s: %s", settings.SWITCH, path, error
+        )
+
+
+def _raise_for(rows: Iterable[Row], selection: decide.Selection) -> None:
+    bad = []
+    for row in rows:
+        named = selection.named(row.id) and row.status not in COVERED
+        if named and row.status == "disabled":
+            continue  # the operator switched it off, which is no failure of the program
+        if named or (selection.strict and row.status in PROBLEMS):
+            bad.append(f"{row.id}: {row.status}: {row.reason}")
+    if bad:
+        remedy = "drop it from only=" if selection.only is not None else "exclude= it"
+        raise PatchError("; ".join(bad) + f"; {remedy}, or see `megatron-idempotent doctor`")

@@ -1,0 +1,388 @@
+"""Reads off a wrapper what it takes for granted about the function that it wraps.
+
+Nobody has to write it down twice: the parameters that the wrapper asks for by name, those that it
+takes by position, and the items of the result that it unpacks, by the names that it gives them. A
+body that a person reviewed was read together with the wrapper; any other one has to fit.
+
+`train()` changes with every release, and a wrapper around it is right or wrong for the sake of a
+few statements. The wrapper's fragments name what it shares with the body: attributes, texts, names.
+The part is every statement that touches one of these, in order, each under the conditions and loops
+that it stands in. On the way from 0.12 to 0.20 `train()` had 116 bodies; the part around
+`no_sync_func` was one of three.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from .base import Record
+from .source import Body, canonical, computed, digest, watches
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+class Contract(Record):
+    """The needs of one wrapper.
+
+    Example:
+        contract_of(train).reads == ("config", "model")
+    """
+
+    reads: tuple[str, ...]
+    """Parameters that it looks up among the bound arguments."""
+    leading: tuple[str, ...]
+    """Its own parameters after `original`, which it passes on by position."""
+    takes_all: bool
+    """True where it passes on any other arguments too, as `*args, **kwargs`."""
+    items: tuple[str, ...] | None
+    """Names that it unpacks the result into, `_` for any; None where it leaves that whole."""
+    or_more: bool
+    """True where the result may have more items than these."""
+
+
+def unmet(wrapper: Callable[..., Any], body: Body) -> str | None:
+    """Say what the wrapper needs and the body does not give, as a sentence's end; else None."""
+    try:
+        contract = contract_of(wrapper)
+    except (OSError, TypeError, ValueError) as error:
+        return f"cannot be compared with what its wrapper needs: {error}"
+    return next(_unmet(contract, body.tree), None)
+
+
+@lru_cache(maxsize=256)
+def contract_of(wrapper: Callable[..., Any]) -> Contract:
+    """The wrapper's contract.
+
+    Raises:
+        OSError, TypeError: its source cannot be had.
+        ValueError: it handles arguments or result in a way that cannot be followed.
+    """
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(wrapper))).body
+    if not isinstance(tree, ast.FunctionDef):
+        raise ValueError(f"{wrapper.__qualname__} is no plain function")
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    items, or_more = _items(tree, parents)
+    arguments = tree.args
+    return Contract(
+        reads=tuple(sorted(set(_reads(tree, parents)))),
+        leading=tuple(argument.arg for argument in arguments.args[1:]),
+        takes_all=arguments.vararg is not None and arguments.kwarg is not None,
+        items=items,
+        or_more=or_more,
+    )
+
+
+def _reads(tree: ast.FunctionDef, parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if _called(node) != "arguments":
+            continue
+        above = parents[node]
+        if isinstance(above, ast.Assign) and isinstance(above.targets[0], ast.Name):
+            name = above.targets[0].id
+            uses = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == name]
+            found = [parents[use] for use in uses if isinstance(use.ctx, ast.Load)]
+        else:
+            found = [above]
+        for use in found:
+            key = use.slice if isinstance(use, ast.Subscript) else None
+            if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
+                raise ValueError(f"{tree.name} reads arguments otherwise than by a constant name")
+            yield key.value
+
+
+def _items(
+    tree: ast.FunctionDef, parents: dict[ast.AST, ast.AST]
+) -> tuple[tuple[str, ...] | None, bool]:
+    results = set()
+    for node in ast.walk(tree):
+        above = parents.get(node)
+        if isinstance(node, ast.Call) and _calls_original(node) and isinstance(above, ast.Assign):
+            results.add(above.targets[0])
+    names = {result.id for result in results if isinstance(result, ast.Name)}
+    unpacked = [result for result in results if isinstance(result, ast.Tuple)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load):
+            above = parents[node]
+            if isinstance(above, ast.Assign) and isinstance(above.targets[0], ast.Tuple):
+                unpacked.append(above.targets[0])
+            elif isinstance(above, ast.Subscript):
+                raise ValueError(f"{tree.name} takes an item of the result otherwise than by name")
+    if not unpacked:
+        return None, False
+    (target,) = unpacked
+    or_more = isinstance(target.elts[-1], ast.Starred)
+    elements = target.elts[:-1] if or_more else target.elts
+    return tuple(map(_last_name, elements)), or_more
+
+
+def _calls_original(node: ast.Call) -> bool:
+    if _called(node) == "arguments":
+        return False
+    callees = [node.func, *node.args]
+    return any(isinstance(callee, ast.Name) and callee.id == "original" for callee in callees)
+
+
+def _called(node: ast.AST) -> str:
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+
+
+def _last_name(target: ast.expr) -> str:
+    if isinstance(target, ast.Attribute):
+        return target.attr
+    if isinstance(target, ast.Name):
+        return target.id
+    raise ValueError(f"the result is unpacked into {ast.unparse(target)}, which has no name")
+
+
+def _unmet(contract: Contract, tree: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    if isinstance(tree, ast.AsyncFunctionDef):
+        yield "is async, and its wrapper calls a plain function"
+    own = list(_own_nodes(tree))
+    if any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in own):
+        yield "is a generator, and its wrapper calls a plain function"
+    for decorator in tree.decorator_list:
+        if not watches(decorator):
+            yield f"has the decorator `@{ast.unparse(decorator)}`, which nobody reviewed"
+    arguments = tree.args
+    positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+    named = {*positional, *(a.arg for a in arguments.kwonlyargs)}
+    for name in contract.reads:
+        if name not in named:
+            yield f"has no parameter `{name}`, which its wrapper reads"
+    for index, name in enumerate(contract.leading):
+        if index >= len(positional) or positional[index] != name:
+            yield f"does not take `{name}` as its parameter {index + 1}, as its wrapper passes it"
+    if not contract.takes_all and (len(named) > len(contract.leading) or arguments.vararg):
+        yield "has parameters that its wrapper does not know"
+    if contract.items is not None:
+        yield from _unmet_items(contract.items, contract.or_more, tree, own)
+
+
+def _unmet_items(
+    items: tuple[str, ...],
+    or_more: bool,
+    tree: ast.FunctionDef | ast.AsyncFunctionDef,
+    own: list[ast.AST],
+) -> Iterator[str]:
+    wanted = f"`{', '.join(items)}{', ...' if or_more else ''}`"
+    if not isinstance(tree.body[-1], ast.Return):
+        yield f"does not end with a return of {wanted}, which its wrapper takes from it"
+    for node in own:
+        if not isinstance(node, ast.Return):
+            continue
+        given = node.value.elts if isinstance(node.value, ast.Tuple) else []
+        fits = len(given) >= len(items) if or_more else len(given) == len(items)
+        names = [each.id if isinstance(each, ast.Name) else None for each in given]
+        if not fits or any(w not in ("_", n) for w, n in zip(items, names, strict=False)):
+            said = ast.unparse(node)
+            yield f"has `{said[:80]}`, where its wrapper takes {wanted} from it"
+
+
+def _own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of the function, without those of functions and classes in it."""
+    for child in ast.iter_child_nodes(tree):
+        if not isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
+            yield child
+            yield from _own_nodes(child)
+
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+#: Of compound statements: what they decide by, and the blocks that they decide over.
+_HEADS = ("test", "target", "iter", "items", "subject")
+_BLOCKS = ("body", "orelse", "finalbody")
+
+_Step = tuple[str, tuple[ast.AST, ...]]
+"""A kind and the code that belongs to it: ("if", (test,)), ("orelse", ()), ("", (statement,))."""
+
+
+class BodyPart:
+    """Statements of a body that touch the same things as `fragments` do.
+
+    Args:
+        parameters: names of the function's; their declarations belong to it.
+    """
+
+    def __init__(self, body: Body, fragments: Iterable[str], parameters: Iterable[str]) -> None:
+        self._tree = body.tree
+        self._fragments = tuple(fragments)
+        self._parameters = sorted(set(parameters))
+
+    @computed
+    def hash(self) -> str:
+        """Twelve hexadecimal digits, equal for equal parts on every Python version."""
+        lines = (
+            ">".join(f"{kind}({','.join(map(canonical, nodes))})" for kind, nodes in line)
+            for line in self._lines
+        )
+        return digest("\n".join(lines))
+
+    @property
+    def text(self) -> str:
+        """A line per statement, for people."""
+        return "\n".join(" > ".join(map(_readable, line)) for line in self._lines)
+
+    @computed
+    def _lines(self) -> list[tuple[_Step, ...]]:
+        things = _Things(self._fragments, _locals(self._tree))
+        declared = _declarations(self._tree.args)
+        parameters = [
+            ((f"parameter {name}", declared[name]),)
+            for name in self._parameters
+            if name in declared
+        ]
+        return [*parameters, *_touching(things, self._tree.body, (), own=True)]
+
+
+def _touching(
+    things: _Things, statements: Sequence[ast.stmt], above: tuple[_Step, ...], *, own: bool
+) -> Iterator[tuple[_Step, ...]]:
+    """The lines of these statements. `own`: they are the function's, not of one inside of it."""
+    for statement in statements:
+        if isinstance(statement, _SCOPES):
+            step = (f"def {statement.name}", ())
+            yield from _touching(things, statement.body, (*above, step), own=False)
+            continue
+        arms = list(_arms(statement))
+        decides = _head(statement) if arms else _plain(statement)
+        if things.touched_by(decides[1], own=own):
+            yield (*above, decides)
+        for arm, block in arms:
+            yield from _touching(things, block, (*above, decides, arm), own=own)
+
+
+def _arms(statement: ast.stmt) -> Iterator[tuple[_Step, Sequence[ast.stmt]]]:
+    for name in _BLOCKS:
+        if getattr(statement, name, None):
+            yield (name, ()), getattr(statement, name)
+    for handler in getattr(statement, "handlers", ()):
+        yield ("except", () if handler.type is None else (handler.type,)), handler.body
+    for case in getattr(statement, "cases", ()):
+        guard = () if case.guard is None else (case.guard,)
+        yield ("case", (case.pattern, *guard)), case.body
+
+
+def _head(statement: ast.stmt) -> _Step:
+    nodes: list[ast.AST] = []
+    for name in _HEADS:
+        value = getattr(statement, name, ())
+        nodes += value if isinstance(value, (list, tuple)) else (value,)
+    return type(statement).__name__.lower(), tuple(nodes)
+
+
+def _plain(statement: ast.stmt) -> _Step:
+    # What an assertion says where it fails does nothing where all is well.
+    if isinstance(statement, ast.Assert):
+        return "assert", (statement.test,)
+    return "", (statement,)
+
+
+def _declarations(arguments: ast.arguments) -> dict[str, tuple[ast.AST, ...]]:
+    """The parameters with their defaults, without their types."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
+    both = [
+        *zip(positional, defaults, strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
+    return {a.arg: () if default is None else (default,) for a, default in both}
+
+
+class _Things:
+    """The attributes, texts and names that fragments speak of.
+
+    Attributes by their name, whatever they are attributes of; texts; what is returned. Names that
+    the function binds by what binds them, other names by every use.
+    """
+
+    def __init__(self, fragments: Iterable[str], bound_here: set[str]) -> None:
+        self._attributes: set[str] = set()
+        self._texts: set[str] = set()
+        self._names: set[str] = set()
+        self._returns = False
+        self._bound_here = bound_here
+        for fragment in fragments:
+            self._add(list(ast.walk(ast.parse(fragment))))
+
+    def _add(self, nodes: list[ast.AST]) -> None:
+        inner = {
+            name.id
+            for node in nodes
+            if isinstance(node, _COMPREHENSIONS)
+            for generator in node.generators
+            for name in ast.walk(generator.target)
+            if isinstance(name, ast.Name)
+        }
+        # `timers('a').start()` speaks of the timer called a, not of all that starts.
+        methods = {
+            id(node.func)
+            for node in nodes
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Call)
+        }
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                self._texts.add(node.value)
+            elif isinstance(node, ast.Attribute) and id(node) not in methods:
+                self._attributes.add(node.attr)
+            elif isinstance(node, ast.Name) and node.id not in inner:
+                self._names.add(node.id)
+            elif isinstance(node, ast.Return):
+                self._returns = True
+
+    def touched_by(self, code: Sequence[ast.AST], *, own: bool) -> bool:
+        if self._returns and own and any(isinstance(node, ast.Return) for node in code):
+            return True
+        return any(self._is_one(node) for root in code for node in ast.walk(root))
+
+    def _is_one(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Attribute):
+            return node.attr in self._attributes
+        if isinstance(node, ast.Constant):
+            return isinstance(node.value, str) and node.value in self._texts
+        if isinstance(node, ast.Call):  # setattr(a, 'b', c)
+            return any(
+                isinstance(argument, ast.Constant) and argument.value in self._attributes
+                for argument in node.args[1:2]
+            )
+        if isinstance(node, ast.Name):
+            binds = not isinstance(node.ctx, ast.Load)
+            return node.id in self._names and (binds or node.id not in self._bound_here)
+        if isinstance(node, ast.alias):
+            return _bound_by(node) in self._names
+        if isinstance(node, (ast.Global, ast.Nonlocal)):
+            return not self._names.isdisjoint(node.names)
+        return False
+
+
+def _locals(tree: ast.AST) -> set[str]:
+    """The names that the function, or one in it, binds."""
+    bound: set[str] = set()
+    elsewhere: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            bound.add(node.id)
+        elif isinstance(node, ast.alias):
+            bound.add(_bound_by(node))
+        elif isinstance(node, _SCOPES):
+            bound.add(node.name)
+        elif isinstance(node, ast.Global):
+            elsewhere.update(node.names)
+    return bound - elsewhere
+
+
+def _bound_by(alias: ast.alias) -> str:
+    return (alias.asname or alias.name).partition(".")[0]
+
+
+def _readable(step: _Step) -> str:
+    kind, nodes = step
+    return f"{kind} {', '.join(map(ast.unparse, nodes))}".strip()

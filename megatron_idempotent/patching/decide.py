@@ -1,0 +1,235 @@
+"""Decides from source whether a patch is right for the Megatron on the path; imports nothing.
+
+The order is fixed: switched off → not installed → version → target missing → fixed upstream →
+body drifted. The version range only selects; the body decides. What can only be seen on live
+objects (already applied, conflict) is for `sites`.
+"""
+
+from __future__ import annotations
+
+from . import versions
+from .base import NOTHING, Record
+from .catalog import OPEN, UNTRIED
+from .import_hooks import find
+from .settings import SWITCH, Settings
+
+TYPE_CHECKING = False  # importing typing would cost what the index saves
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .catalog import Outline, Place
+    from .contract import BodyPart
+    from .record import Hazard, Patch, Target
+    from .report import Status
+    from .source import Body
+
+
+class Verdict(Record):
+    """Go (`status` None) or the outcome that ends the patch here, and why."""
+
+    status: Status | None
+    reason: str
+    bodies: Mapping[str, Body] = NOTHING
+    """The bodies by target address, if they were read."""
+
+
+OFF_BY_DEFAULT = "off by default: name it in only= to apply it"
+GO = Verdict(status=None, reason="")
+MEGATRON = "megatron-core"
+
+
+class Selection(Record):
+    """Arguments of one `apply()` and the environment, together."""
+
+    only: frozenset[str] | None
+    exclude: frozenset[str]
+    settings: Settings
+    strict: bool
+
+    def named(self, patch_id: str) -> bool:
+        """Returns whether the caller named this patch, and so wants to know if it fails."""
+        return self.only is not None and patch_id in self.only
+
+    def gate(self, patch: Outline) -> Verdict:
+        """Step 1: arguments and environment."""
+        settings, patch_id = self.settings, patch.id
+        asked = self.named(patch_id) or patch_id in (settings.only or ())
+        on = patch.default or asked or (patch.debug and settings.debug)
+        for off, reason in (
+            (not settings.enabled, f"{SWITCH}=0"),
+            (patch_id in settings.disable, f"named in {SWITCH}_DISABLE"),
+            (settings.only is not None and patch_id not in settings.only, f"not in {SWITCH}_ONLY"),
+            (patch_id in self.exclude, "named in exclude="),
+            (self.only is not None and patch_id not in self.only, "not in only="),
+            (not on, OFF_BY_DEFAULT),
+        ):
+            if off:
+                return Verdict(status="disabled", reason=reason)
+        return GO
+
+
+def version_of(hazard: Hazard | Outline) -> versions.Installed | None:
+    """Returns the installed version of the hazard's distribution.
+
+    A framework's copy of Megatron's code that is not on the path is found out without reading
+    metadata, which would take longer than all else that `apply()` does; and one that is there
+    without metadata has a version that is `UNKNOWN`.
+    """
+    targets: Sequence[Place] = getattr(hazard, "targets", ())
+    if hazard.distribution == MEGATRON or not targets:
+        return versions.installed(hazard.distribution)
+    if not any(find(package_of(target.module)) for target in targets):
+        return None
+    return versions.installed(hazard.distribution) or versions.UNKNOWN
+
+
+def package_of(module: str) -> str:
+    """The package of a distribution that holds the module, such as `slime`."""
+    # megatron itself is a namespace that several distributions share.
+    parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] == "megatron" else 1])
+
+
+def check_version(hazard: Hazard | Outline, version: versions.Installed | None) -> Verdict:
+    """Step 2: is the distribution there, and in the hazard's range."""
+    if version is None:
+        return Verdict(status="not_installed", reason=versions.absence(hazard.distribution))
+    if not in_range(hazard, version):
+        return Verdict(
+            status="unsupported_version",
+            reason=f"affects {hazard.distribution} {hazard.versions}, found {version.text}",
+        )
+    return GO
+
+
+def in_range(hazard: Hazard | Outline, version: versions.Installed) -> bool:
+    """Tell if the version leaves the decision to the bodies; one that nobody has run does."""
+    if version is versions.UNKNOWN:
+        return True
+    before = OPEN if hazard.before == UNTRIED else hazard.before
+    return versions.supported(version, hazard.since, before)
+
+
+def beyond(patch: Outline | Patch) -> str:
+    """Say, before another reason, that nobody has run the installed version; or nothing."""
+    version = version_of(patch)
+    if version is None or patch.before != UNTRIED:
+        return ""
+    if not versions.supported(version, UNTRIED, OPEN):
+        return ""
+    return f"{version.text} is above what was run; "
+
+
+def check_modules(patch: Outline | Patch) -> Verdict:
+    """The cheap half of step 3: does a file exist for every module. Reads no source."""
+    for target in patch.targets:
+        if find(target.module) is None:
+            return Verdict(
+                status="missing_target",
+                reason=f"{target.module} is not on the path beside {patch.distribution}",
+            )
+    return GO
+
+
+def check_bodies(patch: Patch, *, named: bool) -> Verdict:
+    """Steps 3 to 5: read every target's body and compare it with what the patch was written for.
+
+    A drifted body is accepted where the patch was asked for by name: that is the user's decision.
+    """
+    from pathlib import Path
+
+    from .source import read_body
+
+    bodies: dict[str, Body | None] = {}
+    for target in patch.targets:
+        path = find(target.module)
+        if path is None:
+            return check_modules(patch)
+        try:
+            bodies[target.address] = read_body(Path(path), target.qualname)
+        except (SyntaxError, UnicodeDecodeError, OSError) as error:
+            return Verdict(status="failed", reason=f"cannot read {target.module}: {error}")
+    verdict = judge(patch, bodies, named=named)
+    return Verdict(
+        status=verdict.status, reason=beyond(patch) + verdict.reason, bodies=verdict.bodies
+    )
+
+
+def judge(patch: Patch, found: Mapping[str, Body | None], *, named: bool) -> Verdict:
+    """Steps 3 to 5 on bodies that were read: by target address, None where there is none."""
+    bodies: dict[str, Body] = {}
+    for target in patch.targets:
+        body = found[target.address]
+        if body is None:
+            reason = f"{target.module} defines no {target.qualname}"
+            return Verdict(status="missing_target", reason=reason)
+        bodies[target.address] = body
+    for target in patch.targets:
+        label = target.reviewed.get(bodies[target.address].hash, "")
+        if _older(label, patch.since):
+            reason = f"{target.qualname} is that of {label}, and the hazard came with {patch.since}"
+            return Verdict(status="unsupported_version", reason=reason, bodies=bodies)
+    if patch.fixed_when is not None and patch.fixed_when(bodies):
+        reason = "upstream's own code no longer has the hazard"
+        return Verdict(status="fixed_upstream", reason=reason, bodies=bodies)
+    reviews = [review(target, bodies[target.address]) for target in patch.targets]
+    drifted = not all(known for known, _ in reviews)
+    # Of a patch that is refused, what speaks against it.
+    reasons = [reason for known, reason in reviews if known != drifted]
+    reason = "; ".join(dict.fromkeys(reasons))
+    if drifted and named:
+        return Verdict(status=None, reason=f"{reason}; accepted by name", bodies=bodies)
+    return Verdict(status="drifted" if drifted else None, reason=reason, bodies=bodies)
+
+
+def _older(label: str, since: str) -> bool:
+    """Tell if a body's releases, such as `0.12.0 to 0.15.3`, all came before another one.
+
+    A development commit says the release that it leads to, and may have the code of the one before.
+    """
+    last = versions.numbers(label.rpartition(" ")[2])
+    return () < last < versions.numbers(since)
+
+
+def review(target: Target, body: Body) -> tuple[bool, str]:
+    """Returns whether the target's wrapper is right for this body, and why."""
+    if body.hash in target.reviewed:
+        return True, f"body reviewed on {target.reviewed[body.hash]}"
+    if not target.relies_on:
+        return False, (
+            f"{target.qualname} has body {body.hash}, reviewed are "
+            f"{', '.join(target.reviewed)}: name the patch in only= to accept it"
+        )
+    why = _drifted(target, body)
+    if why is not None:
+        accept = "name the patch in only= to accept it"
+        return False, f"{target.qualname} (body {body.hash}) {why}: {accept}"
+    return True, f"body {body.hash} not reviewed, but holds what the patch relies on"
+
+
+def _drifted(target: Target, body: Body) -> str | None:
+    """Why a body that nobody reviewed is none for the wrapper; None where it is one."""
+    from .contract import unmet
+
+    missing = [fragment for fragment in target.relies_on if not body.contains(fragment)]
+    if missing:
+        return f"no longer contains `{missing[0]}`, which the patch relies on"
+    why = unmet(target.wrapper, body)
+    if why is not None or not target.parts:
+        return why
+    part = part_of(target, body)
+    if part.hash in target.parts:
+        return None
+    return f"does something new with what the patch relies on (part {part.hash})"
+
+
+def part_of(target: Target, body: Body) -> BodyPart:
+    """The part of the body that touches what the target relies on.
+
+    Raises:
+        OSError, TypeError, ValueError: the wrapper cannot be read.
+    """
+    from .contract import BodyPart, contract_of
+
+    contract = contract_of(target.wrapper)
+    return BodyPart(body, target.relies_on, (*contract.reads, *contract.leading))

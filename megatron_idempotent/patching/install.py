@@ -1,0 +1,240 @@
+"""Move patches from wanted to landed and off again. The caller holds `lock`.
+
+Wanted: its version fits and every target's file exists. Landed: every target's module is imported,
+the bodies were judged, and every wrapper is in.
+"""
+
+from __future__ import annotations
+
+import os
+from _thread import RLock
+
+from . import decide, import_hooks
+from .base import Conflict
+from .catalog import load, outlines
+from .per_process import PerProcess, PerProcessLock
+from .report import Row
+
+TYPE_CHECKING = False  # importing typing would cost what the index saves
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .catalog import Outline
+    from .patch_points import PatchPoint, StaleReferences
+    from .record import Patch, Target
+    from .report import Status
+    from .source import Body
+
+
+class State(PerProcess):
+    """Everything that `apply()` remembers in this process."""
+
+    def __init__(self, module: str, name: str) -> None:
+        super().__init__(module, name)
+        self.selection: decide.Selection | None = None
+        """The selection of the latest `apply()`."""
+        self.wanted: dict[str, Outline] = {}
+        self.named: frozenset[str] = frozenset()
+        """Asked for by name in any `apply()`, so that a drifted body is accepted."""
+        self.rows: dict[str, Row] = {}
+        self.sites: dict[str, PatchPoint] = {}
+        """The ledger, by target address. Never a flag on the target: a flag set through a wrapper
+        lands on the original and outlives it. A site without layers stays, so that what holds its
+        function is patched again by the next `apply()`."""
+
+
+REVERTED = "reverted"
+LEFT = "bound before us and left alone"
+
+state = State(__name__, "state")
+lock = PerProcessLock(__name__, "lock", RLock)
+
+
+def _before_fork() -> None:
+    # A child forked in the middle of an installation would inherit half of it. Not for ever: the
+    # thread that installs may itself wait for an import lock that this one holds.
+    global _held_over_fork
+    _held_over_fork = lock.acquire(timeout=1)
+
+
+def _after_fork_in_parent() -> None:
+    if _held_over_fork:
+        lock.release()
+
+
+_held_over_fork = False
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent)
+
+
+def settle() -> None:
+    """Land whatever can land: called by `apply()` and by every import hook."""
+    due = [
+        patch
+        for patch in state.wanted.values()
+        if any(import_hooks.is_complete(t.module) for t in patch.targets) and not landed(patch)
+    ]
+    if not due:
+        return
+    from .patch_points import StaleReferences
+
+    names = StaleReferences()
+    accepted: dict[str, str] = {}
+    try:
+        for patch in due:
+            refusal = _try_to_land(patch, names, accepted)
+            if refusal is not None:
+                drop({patch.id}, names)
+                state.rows[patch.id] = refusal
+    finally:
+        names.rebind()  # of an interrupted import too: nothing would look again
+    for patch_id, reason in accepted.items():
+        if patch_id in state.wanted:
+            state.rows[patch_id] = _accepted(state.wanted[patch_id], reason)
+
+
+def _try_to_land(patch: Outline, names: StaleReferences, accepted: dict[str, str]) -> Row | None:
+    try:
+        return _land(load(patch.id), names, accepted)
+    except Exception as error:  # noqa: BLE001 - runs inside of users' import statements
+        return row(patch, "failed", f"{type(error).__name__}: {error}")
+
+
+def _land(patch: Patch, names: StaleReferences, accepted: dict[str, str]) -> Row | None:
+    # Puts the reason into `accepted`, or returns why not.
+    verdict = decide.check_bodies(patch, named=patch.id in state.named)
+    if verdict.status is not None:
+        return row(patch, verdict.status, verdict.reason)
+    try:
+        prepared = prepare(patch, verdict.bodies)
+    except Conflict as conflict:
+        return row(patch, "conflict", f"{conflict}: undo that or exclude {patch.id}")
+    # Everything is validated; from here on only plain assignments happen.
+    for target, site in prepared:
+        if not site.in_place or not site.is_installed:
+            state.sites[target.address] = site
+            site.body = verdict.bodies[target.address].hash
+            site.install(_prefixes(target), names)
+        site.add(patch.id, target.wrapper)
+    accepted[patch.id] = verdict.reason
+    return None
+
+
+def _accepted(patch: Outline, reason: str) -> Row:
+    reasons = [reason]
+    sites = [state.sites[t.address] for t in patch.targets if t.address in state.sites]
+    left = [name for site in sites for name in site.left]
+    users = [name for target in load(patch.id).targets for name in target.early_users]
+    left += [name for name in users if import_hooks.is_complete(name)]
+    if left:
+        reasons.append(f"{LEFT}: {', '.join(left)}")
+    waits = missing(patch)
+    if waits:
+        reasons.append(f"rest lands with {', '.join(waits)}")
+    return row(patch, "pending_import" if waits else "applied", "; ".join(reasons))
+
+
+def check(patch: Patch, bodies: Mapping[str, Body]) -> None:
+    """Raise what `prepare` would raise."""
+    from .patch_points import check_patch_point
+
+    for target in patch.targets:
+        site = state.sites.get(target.address)
+        if import_hooks.is_complete(target.module) and (site is None or not site.in_place):
+            check_patch_point(target, bodies[target.address])
+
+
+def prepare(patch: Patch, bodies: Mapping[str, Body]) -> list[tuple[Target, PatchPoint]]:
+    """The sites of those targets whose modules are there; changes nothing.
+
+    Raises:
+        Conflict: somebody else's object stands at one of them.
+        AttributeError: nothing stands there, although the source defines it.
+    """
+    prepared = []
+    from .patch_points import open_patch_point
+
+    for target in patch.targets:
+        if not import_hooks.is_complete(target.module):
+            continue
+        site = state.sites.get(target.address)
+        if site is None or not site.in_place:
+            fresh = open_patch_point(target, bodies[target.address])
+            if site is None or not site.same_place(fresh):
+                # Names that were bound early still lead to the function of the old site.
+                fresh.previous = site
+                site = fresh
+        prepared.append((target, site))
+    return prepared
+
+
+def _prefixes(target: Target) -> set[str]:
+    # What a package binds of its own functions, it calls as its own.
+    own = target.module.partition(".")[0]
+    return {"megatron", own, *(state.selection.settings.rebind if state.selection else ())}
+
+
+def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:
+    """Take these patches off, last in first out, and forget them.
+
+    Args:
+        names: told what to look for in other modules; None looks at once.
+    """
+    from .patch_points import StaleReferences
+
+    told = StaleReferences() if names is None else names
+    rows = {name: row(outlines()[name], "disabled", REVERTED) for name in sorted(ids)}
+    for address, site in reversed(list(state.sites.items())):
+        ours = ids & set(site.layers)
+        for patch_id in ours:
+            site.remove(patch_id)
+        if not site.layers and not site.uninstall(told):
+            reason = f"someone wrapped {address} after us: our layer stays below, doing nothing"
+            rows |= {name: row(outlines()[name], "conflict", reason) for name in ours}
+    if names is None:
+        told.rebind()
+    for patch_id in ids:
+        state.wanted.pop(patch_id, None)
+    state.named -= ids
+    state.rows |= rows
+    return [current(outlines()[patch_id]) for patch_id in rows]
+
+
+def landed(patch: Outline | Patch) -> bool:
+    """Returns whether every target leads to our function, and that carries this patch."""
+    return all(
+        (site := state.sites.get(target.address)) is not None
+        and patch.id in site.layers
+        and site.in_place
+        for target in patch.targets
+    )
+
+
+def missing(patch: Outline) -> list[str]:
+    """Modules of the patch that are not imported yet."""
+    return sorted({t.module for t in patch.targets if not import_hooks.is_complete(t.module)})
+
+
+def current(patch: Outline) -> Row:
+    """The patch's outcome as it stands now."""
+    known = state.rows.get(patch.id)
+    if known is None:
+        return row(patch, "disabled", "apply() was not called")
+    if known.status in ("applied", "already_applied") and not landed(patch):
+        return row(patch, "conflict", "its function was replaced after the patch landed")
+    if known.reason == REVERTED:
+        sites = [state.sites[t.address] for t in patch.targets if t.address in state.sites]
+        left = [said for site in sites if (said := site.leftover) is not None]
+        return row(patch, known.status, "; ".join([REVERTED, *left]))
+    return known
+
+
+def row(patch: Outline | Patch, status: Status, reason: str) -> Row:
+    """A row about `patch` with the version that is installed."""
+    version = decide.version_of(patch)
+    return Row(
+        id=patch.id,
+        status=status,
+        reason=reason,
+        version=None if version is None else version.text,
+        targets=tuple(target.address for target in patch.targets),
+    )

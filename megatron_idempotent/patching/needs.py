@@ -1,0 +1,66 @@
+"""Asks for the patches that library code stands on, by what they provide, and says what is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from .catalog import Outline, outlines
+from .install import current, landed
+
+# Outcomes that say that this Megatron does not have the hazard.
+_NOT_THERE = frozenset({"fixed_upstream", "missing_target", "unsupported_version"})
+
+
+def always(_: Any) -> bool:
+    """Say of each chunk that it has what is patched."""
+    return True
+
+
+class Need(NamedTuple):
+    """Something that library code stands on, and that patches provide."""
+
+    provided: str
+    """A key of `patching.record.PROVIDED`."""
+    without: str
+    """The consequence of its absence, as a clause."""
+    where: Callable[[Any], bool] = always
+    """True of a chunk that has what is patched."""
+    a_door: bool = False
+    """True if Megatron is reached through the patch, whether or not the hazard is there."""
+
+
+def providers(name: str) -> list[Outline]:
+    """The patches that provide a key of `PROVIDED`, applied or not."""
+    return [patch for patch in outlines().values() if name in patch.provides]
+
+
+def is_provided(name: str) -> bool:
+    """True if a patch is in place that provides this key of `PROVIDED`."""
+    return any(map(landed, providers(name)))
+
+
+def check_applied(what: str, needs: Iterable[Need], chunks: Sequence[Any]) -> None:
+    """Raise unless the patches are applied that `what` stands on for these chunks.
+
+    Raises:
+        RuntimeError: names each that is not, why it is not, and what is lost without it.
+    """
+    lost = []
+    for need in needs:
+        if is_provided(need.provided) or not any(map(need.where, chunks)):
+            continue
+        patches = providers(need.provided)
+        if need.a_door and not patches:
+            lost.append(f"{need.provided}, which no patch provides, without which {need.without}")
+        for patch in patches:
+            row = current(patch)
+            if need.a_door or row.status not in _NOT_THERE:
+                lost.append(
+                    f"{patch.id} ({row.status}: {row.reason}), without which {need.without}"
+                )
+    if lost:
+        raise RuntimeError(
+            f"{what} stands on patches that are not applied: {'; '.join(lost)}. Call "
+            "megatron_idempotent.apply(), and exclude none of them"
+        )

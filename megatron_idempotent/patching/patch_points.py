@@ -1,0 +1,373 @@
+"""The ledger of live functions that carry our wrappers, and of names that still hold the old ones.
+
+One `PatchPoint` per patched function. The object installed there is one plain function that never
+changes: `deepcopy`, `pickle`, `cloudpickle` and Dynamo treat it as they treat upstream's, and twice
+applied is once applied by identity, with a `revert()` in between too. The patches on it are layers
+below that function, so that they can be added and taken away in any order.
+
+`StaleReferences` finds names that still hold the old function. All modules of a process have some
+300,000 names, so one look serves all functions of an `apply()`;
+and modules in which nothing is rebound are looked through, for the report, only where reference
+counts say that somebody beyond the others holds a function.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from .base import Conflict
+from .import_hooks import namespace
+from .record import Target
+
+if TYPE_CHECKING:
+    from .source import Body
+
+
+_Modules = list[tuple[str, types.ModuleType]]
+#: Do not import Megatron, and hold half of all names.
+_NEVER = frozenset({"torch"}) | sys.stdlib_module_names
+
+
+class StaleReferences:
+    """Collects the names to rebind until `rebind()` does it."""
+
+    def __init__(self) -> None:
+        self._sites: list[PatchPoint] = []
+
+    def follow(self, site: PatchPoint) -> None:
+        """Let `rebind()` make every name of the site's function lead to what the site has now."""
+        self._sites.append(site)
+
+    def rebind(self) -> None:
+        """Look through modules; afterwards each site's `left` names what was not its to change.
+
+        To be called after all assignments to the sites: a module that another thread imports in
+        between gets our functions by itself, or is seen here.
+        """
+        sites, self._sites = self._sites, []
+        if not sites:
+            return
+        found = dict.fromkeys(sites, 0)
+        ours: _Modules = []
+        others: _Modules = []
+        owners = {id(site.owner) for site in sites}
+        prefixes = tuple({prefix for site in sites for prefix in site.prefixes})
+        for module_name, module in _modules():
+            change = id(module) in owners or module_name.startswith(prefixes)
+            (ours if change else others).append((module_name, module))
+        for site in sites:
+            site.left = []
+        for site, module_name, module, name in _held(sites, ours):
+            found[site] += 1
+            if site.may_change(module_name, module):
+                namespace(module)[name] = site.current
+            else:
+                site.left.append(f"{module_name}.{name}")
+        hidden = [site for site, count in found.items() if site.is_held_by_more_than(count)]
+        for site, module_name, _, name in _held(hidden, others):
+            site.left.append(f"{module_name}.{name}")
+
+
+def references(holder: dict[str, Any], name: str) -> int:
+    """Counts the references to the value of `name`, apart from the one in `holder`."""
+    return _references(holder, name) - _ALONE
+
+
+def _references(holder: dict[str, Any], name: str) -> int:
+    value = holder.get(name)
+    return sys.getrefcount(value)
+
+
+#: What is counted for a value that only `holder` has: the count differs between Python versions.
+_ALONE = _references({"value": object()}, "value")
+
+
+def _modules() -> Iterator[tuple[str, types.ModuleType]]:
+    for name, module in list(sys.modules.items()):
+        # Not isinstance(): it believes what a proxy says it is, and asking wakes a lazy one.
+        if issubclass(type(module), types.ModuleType) and name.partition(".")[0] not in _NEVER:
+            yield name, module
+
+
+def _held(
+    sites: list[PatchPoint], modules: _Modules
+) -> Iterator[tuple[PatchPoint, str, types.ModuleType, str]]:
+    """Yields the places at which modules hold a function that a site has replaced or put back."""
+    by_id = {id(value): site for site in sites for value in (site.original, site.installed)}
+    ids = frozenset(by_id)
+    for module_name, module in modules if sites else ():
+        if ids.isdisjoint(map(id, list(namespace(module).values()))):
+            continue
+        for name, held in list(namespace(module).items()):
+            site = by_id.get(id(held))
+            if site is not None and held is not site.current:
+                yield site, module_name, module, name
+
+
+ABSENT: Any = object()
+"""Stands for the raw value where a class has inherited the function."""
+
+#: What `functools.lru_cache` gives a function, and upstream calls.
+_CACHED = ("cache_clear", "cache_info", "cache_parameters")
+
+
+class PatchPoint:
+    """A function of Megatron with our layers around it.
+
+    Args:
+        target: any target that leads here.
+        owner: the module or class that holds the function.
+        raw: what stands in the owner's `__dict__`: a function, staticmethod or classmethod; or
+            `ABSENT`.
+        inherited: what a base class has in its `__dict__`, where raw is `ABSENT`.
+        held_elsewhere: references to raw besides the owner's; None where nobody counted.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        owner: Any,
+        raw: Any,
+        inherited: Any = None,
+        held_elsewhere: int | None = None,
+    ) -> None:
+        self.target, self.owner, self.raw = target, owner, raw
+        stands = inherited if raw is ABSENT else raw
+        self.original: Callable[..., Any] = _unbound(stands)
+        self.body = ""
+        """Hash of upstream's body when the first patch landed."""
+        self.layers: dict[str, Callable[..., Any]] = {}
+        self.left: list[str] = []
+        """Names that were bound before us in modules that we may not change."""
+        self.previous: PatchPoint | None = None
+        """The site at this address before upstream's module was loaded again."""
+        self.prefixes: frozenset[str] = frozenset()
+        """Packages whose early-bound names are rebound."""
+        self.is_installed = False
+        self._held_elsewhere = held_elsewhere
+        self._cover: object = None
+        """The object that stood in the place of our function when that was taken away."""
+        self._call = original = self.original
+
+        @functools.wraps(original)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            return self._call(*args, **kwargs)
+
+        for name in _CACHED:
+            if hasattr(original, name):  # no part of a function's __dict__, which wraps() copies
+                setattr(patched, name, getattr(original, name))
+        self.function = patched
+        self.installed: Any = type(stands)(patched) if stands is not original else patched
+
+    @property
+    def name(self) -> str:
+        """The last part of the target's name."""
+        return self.target.qualname.rpartition(".")[2]
+
+    @property
+    def in_place(self) -> bool:
+        """True if upstream's module, as `sys.modules` has it, still leads to our function."""
+        module = sys.modules.get(self.target.module)
+        try:
+            found = None if module is None else find_owner(module, self.target.qualname)
+        except AttributeError:  # the module is just being loaded again
+            return False
+        if found is not self.owner:
+            return False
+        value = namespace(self.owner).get(self.name)
+        for _ in range(64):  # somebody may have wrapped ours politely; no chain is this long
+            if value is None or value is self.installed or value is self.function:
+                break
+            value = getattr(value, "__wrapped__", None)
+        return value is self.installed or value is self.function
+
+    def same_place(self, other: PatchPoint) -> bool:
+        """Returns whether `other` is a site of the same live function."""
+        return (self.owner, self.raw, self.original) == (other.owner, other.raw, other.original)
+
+    def add(self, patch_id: str, wrapper: Callable[..., Any]) -> None:
+        """Put a patch's wrapper around the function."""
+        self.layers[patch_id] = wrapper
+        self._compose()
+
+    def remove(self, patch_id: str) -> None:
+        """Take a patch's wrapper off. The function stays until the last one is gone."""
+        if self.layers.pop(patch_id, None) is not None:
+            self._compose()
+        if self.previous is not None:
+            self.previous.remove(patch_id)
+
+    def _compose(self) -> None:
+        call = self.original
+        # By id, so that the order does not depend on the order of imports or of calls.
+        for _, wrapper in sorted(self.layers.items(), reverse=True):
+            # update_wrapper, so that a wrapper sees upstream's signature on what it is given.
+            call = functools.update_wrapper(functools.partial(wrapper, call), self.original)
+        self._call = call
+
+    @property
+    def current(self) -> Any:
+        """The object that the function's names should lead to: ours while it is installed."""
+        return self.installed if self.is_installed else self.original
+
+    def may_change(self, module_name: str, module: types.ModuleType) -> bool:
+        """Returns whether we may rebind names in that module."""
+        return module is self.owner or any(
+            module_name == prefix or module_name.startswith(f"{prefix}.")
+            for prefix in self.prefixes
+        )
+
+    def is_held_by_more_than(self, names: int) -> bool:
+        """Returns whether more than `names` names may hold the function that we replaced.
+
+        Known exactly once, before we hold it ourselves; afterwards it may always be.
+        """
+        held, self._held_elsewhere = self._held_elsewhere, None
+        return self.is_installed and (held is None or held > names)
+
+    def install(self, prefixes: Iterable[str], names: StaleReferences) -> None:
+        """Put our function at the site.
+
+        Args:
+            prefixes: packages whose early-bound names are rebound; names elsewhere are `left`.
+            names: told to look for them.
+        """
+        self.prefixes = frozenset(prefixes)
+        self.is_installed = True
+        if not self.in_place:  # where it is, somebody may have wrapped it
+            setattr(self.owner, self.name, self.installed)
+        if isinstance(self.owner, types.ModuleType):
+            names.follow(self)
+
+    def uninstall(self, names: StaleReferences) -> bool:
+        """Put upstream's function back; False where someone has wrapped ours in the meantime.
+
+        In that case ours stays below theirs as an inert layer that only passes calls on.
+        """
+        if self.previous is not None:
+            self.previous.uninstall(names)
+            self.previous = None
+        was_installed, self.is_installed = self.is_installed, False
+        found = namespace(self.owner).get(self.name)
+        replaced = found is not self.installed
+        if not replaced and self.raw is ABSENT:
+            delattr(self.owner, self.name)
+        elif not replaced:
+            setattr(self.owner, self.name, self.raw)
+        if isinstance(self.owner, types.ModuleType):
+            names.follow(self)
+        self._cover = found if replaced and was_installed else None
+        return not replaced or not self.in_place
+
+    @property
+    def leftover(self) -> str | None:
+        """Say what is left of us where no patch is on, as the end of a sentence; or None."""
+        if self.is_installed:
+            return None
+        found, address = namespace(self.owner).get(self.name), self.target.address
+        if found is self.installed:
+            return (
+                f"somebody has put our function back at {address}: it does nothing, and revert() "
+                "takes it away again"
+            )
+        if found is None or found is not self._cover:
+            return None
+        kind = type(found)
+        return (
+            f"{address} is a {kind.__module__}.{kind.__qualname__} by now: whoever takes that away "
+            "and puts back what was there before puts back our function, which does nothing"
+        )
+
+
+def open_patch_point(target: Target, body: Body) -> PatchPoint:
+    """A site for the live function, with nothing installed yet.
+
+    Args:
+        body: what upstream's source says there.
+
+    Raises:
+        Conflict: what stands there was not compiled from that source.
+        AttributeError: nothing stands there.
+    """
+    check_patch_point(target, body)
+    owner = find_owner(sys.modules[target.module], target.qualname)
+    name = target.qualname.rpartition(".")[2]
+    held_elsewhere = references(namespace(owner), name)  # as long as nothing here holds it
+    raw = namespace(owner).get(name, ABSENT)
+    if raw is not ABSENT:
+        return PatchPoint(target, owner, raw, held_elsewhere=held_elsewhere)
+    return PatchPoint(target, owner, ABSENT, inherited=_inherited(owner, name))
+
+
+def check_patch_point(target: Target, body: Body) -> None:
+    """Compare the live function with the source, and make nothing: a site refers to itself, and one
+    that is dropped would hold the function until the next garbage collection.
+
+    Raises:
+        Conflict: what stands there was not compiled from that source.
+        AttributeError: nothing stands there.
+    """
+    module = sys.modules[target.module]
+    owner = find_owner(module, target.qualname)
+    name = target.qualname.rpartition(".")[2]
+    raw = namespace(owner).get(name, ABSENT)
+    if raw is ABSENT:
+        if not any(name in vars(base) for base in getattr(owner, "__mro__", ())):
+            raise AttributeError(f"{target.module} has no {target.qualname}")
+        return
+    foreign = _foreign(raw, module, body, target.qualname)
+    if foreign is not None:
+        raise Conflict(f"{target.address} is {foreign}")
+
+
+def _inherited(owner: type, name: str) -> Any:
+    return next(vars(base)[name] for base in owner.__mro__ if name in vars(base))
+
+
+def find_owner(module: types.ModuleType, qualname: str) -> Any:
+    """The module, or the class in it, whose `__dict__` has the last part of `qualname`.
+
+    Raises:
+        AttributeError: there is no such class.
+    """
+    owner: Any = module
+    for part in qualname.split(".")[:-1]:
+        owner = namespace(owner).get(part)
+        if not isinstance(owner, type):
+            raise AttributeError(f"{module.__name__} has no {qualname}")
+    return owner
+
+
+def _unbound(raw: Any) -> Any:
+    return raw.__func__ if type(raw) in (staticmethod, classmethod) else raw
+
+
+def _foreign(raw: Any, module: types.ModuleType, body: Body, qualname: str) -> str | None:
+    from .compiled import difference  # with the body's source, which apply() may do without
+
+    # A function keeps the globals of the module that compiled it, whatever functools.wraps copied
+    # onto it. Only as many layers are looked through as upstream itself put there.
+    function = _unbound(raw)
+    decorators = len(body.tree.decorator_list)
+    if function is not raw:
+        decorators -= 1  # that one is no layer around the function
+    for _ in range(decorators):
+        function = getattr(function, "__wrapped__", function)
+    if type(function) is not types.FunctionType:
+        kind = type(function)
+        return f"a {kind.__module__}.{kind.__qualname__}, not upstream's function"
+    code = function.__code__
+    # Source patchers compile anew in upstream's globals, under a file name of their own.
+    if function.__globals__ is not namespace(module) or _file_name(code.co_filename) != _file_name(
+        str(module.__file__)
+    ):
+        return f"{function.__qualname__} from {code.co_filename}:{code.co_firstlineno}"
+    return difference(code, body, qualname)
+
+
+def _file_name(path: str) -> str:
+    return path.rpartition("/")[2]

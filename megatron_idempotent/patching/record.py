@@ -1,0 +1,352 @@
+"""The records of a case file in `patches/`: a hazard, its releases, its remedy, and its groups.
+
+A `Patch` repairs it from outside; a `Helper` names the function that the caller has to use instead,
+where no wrapper can know enough; a `Limit` only says what to keep away from.
+
+Each member of a group repairs a hazard of its own, and none breaks a program for want of another: a
+group is applied as far as it goes. But who uses what it is for meets the hazard that is left.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .base import NOTHING, Record
+from .catalog import Place, specifier
+from .report import COVERED, PROBLEMS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .report import Row
+    from .source import Body
+
+
+def arguments(
+    original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The call's arguments by upstream's parameter names, defaults included.
+
+    Raises:
+        TypeError: the call does not fit the signature; the same error that upstream would raise.
+    """
+    import inspect  # here, because apply() before Megatron's import has no use for it
+
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments
+
+
+class PatchGroup(Record):
+    """Something that takes several patches."""
+
+    promise: str
+    """The promise that holds if all members are applied, as a sentence."""
+    instead: str
+    """The advice if a member is missing, as a request."""
+
+
+GROUPS: Mapping[str, PatchGroup] = {
+    "train-again": PatchGroup(
+        promise="train() can be called again, and k calls are as one long call",
+        instead="call train() once in a process",
+    ),
+    "overlap": PatchGroup(
+        promise="overlapped reductions and gathers are right for any sequence of windows",
+        instead="leave overlap_grad_reduce and overlap_param_gather off",
+    ),
+    "abort": PatchGroup(
+        promise="after an exception the next step is right",
+        instead="end the ranks after an exception, and resume from a checkpoint",
+    ),
+    "offload": PatchGroup(
+        promise="offloaded gradient buffers lose nothing, or say so",
+        instead="offload gradient buffers after a step only, and restore them before zeroing them",
+    ),
+    "aux-loss": PatchGroup(
+        promise="auxiliary losses and expert biases do not depend on how a step is cut",
+        instead="make one schedule call of the same number of microbatches per step",
+    ),
+    "deferred-embedding": PatchGroup(
+        promise="a deferred embedding gradient is in the step that it belongs to",
+        instead="leave defer_embedding_wgrad_compute off",
+    ),
+    "layer-wise": PatchGroup(
+        promise="forwards around a step of the layer-wise optimizer see and change nothing",
+        instead="leave overlap_param_gather off with the layer-wise optimizer",
+    ),
+    "loss-scale": PatchGroup(
+        promise="gradients are multiplied and divided by the loss scale once",
+        instead="train in bf16 or float32",
+    ),
+    "generation": PatchGroup(
+        promise="generation in the process that trains leaves the training as it was",
+        instead="generate in another process",
+    ),
+}
+
+#: Facts about a patched Megatron that library code stands on, whichever case file brings them.
+PROVIDED: Mapping[str, str] = {
+    "schedules-ask-windows": "a schedule that is called to train asks the window that is open",
+    "gathers-watched": "parameters that wait for an overlapped gather are known",
+    "layer-wise-gathers-watched": "the same for the layer-wise optimizer",
+    "list-gathers-watched": "the same for gathers by lists of parameters",
+    "deferred-embedding-drained": "a deferred embedding gradient takes one microbatch, too",
+    "deferred-embedding-ordered": "it is computed before its bucket is reduced",
+    "forward-only-counts-nothing": "a forward-only schedule counts no tokens for expert biases",
+    "output-processor": "a GPTModel takes an output_processor",
+}
+
+_BY_HAND = "named in "
+
+
+def incomplete(rows: Iterable[Row], patches: Mapping[str, Patch]) -> list[str]:
+    """Say which groups are applied in part: what is missing, what that means, what to do instead.
+
+    A patch that this Megatron does not need is not missing, nor one that `only=` leaves out.
+    """
+    statuses = {row.id: row for row in rows}
+    found = []
+    for name, group in GROUPS.items():
+        members = [patch for patch in patches.values() if name in patch.groups]
+        missing = [patch for patch in members if _is_missing(statuses[patch.id])]
+        if not missing or not any(statuses[each.id].status in COVERED for each in members):
+            continue
+        what = "; ".join(
+            f"{each.id} is {statuses[each.id].status} ({each.summary})" for each in missing
+        )
+        found.append(
+            f"group {name} is not whole ({group.promise}): {what}. Without it {group.instead}"
+        )
+    return found
+
+
+def _is_missing(row: Row) -> bool:
+    by_hand = row.status == "disabled" and row.reason.startswith(_BY_HAND)
+    return row.status in PROBLEMS or by_hand
+
+
+SECTIONS = ("Symptom", "Cause", "Affects", "Upstream", "Remove when")
+
+
+class Target(Place):
+    """One function of Megatron and the wrapper that goes around it.
+
+    Example:
+        Target(
+            address="megatron.training.training:train",
+            wrapper=train,                       # train(original, *args, **kwargs)
+            relies_on=("timers('interval-time', log_level=0).start(barrier=True)",),
+        )
+    """
+
+    wrapper: Callable[..., Any]
+    """Plain module-level function `wrapper(original, *args, **kwargs)`."""
+
+    reviewed: Mapping[str, str] = NOTHING
+    """Body hash → the releases on which a person read that body. Any of them may be wrapped."""
+
+    relies_on: tuple[str, ...] = ()
+    """Source fragments that a body nobody reviewed must contain for the wrap to be right. What else
+    it does with the same attributes, texts and names is its part: see `parts`."""
+
+    parts: Mapping[str, str] = NOTHING
+    """Hash of a part (`patching.contract`) → the releases on which a person read it. Where this is
+    empty, as for frameworks that nobody reads release by release, the fragments alone decide."""
+
+    early_users: tuple[str, ...] = ()
+    """Modules that call the function while they are imported, as a decorator's maker is. One that
+    was imported before the wrapper came keeps what it made, and the report says so."""
+
+    def __post_init__(self) -> None:
+        if not _is_address(self.address):
+            raise ValueError(f"target address {self.address!r} is not 'module:qualname'")
+        if not self.reviewed and not self.relies_on:
+            raise ValueError(
+                f"target {self.address} has neither reviewed bodies nor relies_on, so nothing "
+                "would notice that upstream changed: give one of them"
+            )
+        if self.parts and not self.relies_on:
+            raise ValueError(f"target {self.address} has parts of nothing: give relies_on too")
+
+
+class Reproduction(Record):
+    """A program that shows the hazard, and its absence, on CPU ranks with the real Megatron."""
+
+    run: Callable[[], None]
+    """Module-level function, called on every rank; returns where all is well, raises where not."""
+
+    repaired: Callable[[], None] | None = None
+    """The same with the helper's remedy in use; None where the patches alone repair `run`."""
+
+    neighbour: Callable[[], object] | None = None
+    """A right program beside the hazard, which stock runs and the patches must leave as it is.
+
+    Module-level function, called on every rank, stock and patched. It raises where stock gets the
+    program wrong, and returns what has to be the same to the bit: bytes, numbers, strings, or lists
+    of them. Each patch that can raise has one, and each helper.
+    """
+
+    helped: Callable[[], object] | None = None
+    """The neighbour with a helper in use; None where patches alone are the remedy."""
+
+    ranks: int
+    """Number of ranks that `run` is called on."""
+
+    stock_error: str
+    """Regular expression that the error on stock Megatron must match, `Type: message`."""
+
+
+class Hazard(Record):
+    """One thing that goes wrong. The docstring of the declaring module is the case file."""
+
+    id: str
+    """Kebab-case, named for the symptom; the file has the same name with underscores."""
+
+    summary: str
+    """One line for the tables: what goes wrong on stock Megatron."""
+
+    since: str
+    """First release of `distribution` that is affected, such as `0.12`."""
+
+    before: str
+    """First release that is not affected, or `UNTRIED`. The range only selects; bodies decide."""
+
+    upstream: str
+    """Public link to the upstream code, issue or pull request that shows the hazard."""
+
+    reproduction: Reproduction
+    """Run by `megatron-idempotent prove`."""
+
+    distribution: str = "megatron-core"
+    """The package whose releases `since` and `before` speak of."""
+
+    def __post_init__(self) -> None:
+        if not _is_kebab(self.id):
+            raise ValueError(f"patch id {self.id!r} is not kebab-case")
+        if not self.upstream.startswith("https://"):
+            raise ValueError(f"patch {self.id} links nothing upstream: {self.upstream!r}")
+        for bound in (self.since, self.before):
+            if not _is_release(bound):
+                raise ValueError(f"patch {self.id}: {bound!r} is no release like 0.12")
+
+    @property
+    def versions(self) -> str:
+        """The range as a version specifier."""
+        return specifier(self.since, self.before)
+
+    @property
+    def answer(self) -> str:
+        """The remedy for the hazard, for the tables."""
+        raise NotImplementedError
+
+    @property
+    def case_file(self) -> dict[str, str]:
+        """The sections of the declaring module's docstring, headline under the empty name."""
+        import re
+
+        module = sys.modules[self.reproduction.run.__module__]
+        doc = module.__doc__ or _docstring(module)
+        parts = re.split(rf"^({'|'.join(SECTIONS)}):", doc, flags=re.MULTILINE)
+        sections = {"": parts[0].strip()}
+        for name, text in zip(parts[1::2], parts[2::2], strict=True):
+            sections[name] = "\n".join(line.strip() for line in text.strip().splitlines())
+        return sections
+
+
+class Patch(Hazard):
+    """A hazard that wrappers around Megatron's functions repair."""
+
+    targets: tuple[Target, ...]
+    """The wrapped functions: all of them or none."""
+
+    fixed_when: Callable[[Mapping[str, Body]], bool] | None = None
+    """Probe over the bodies by target address: True where upstream no longer needs the patch."""
+
+    default: bool = True
+    """False where it was never run, for want of the hardware, or costs: applied only if named."""
+
+    groups: tuple[str, ...] = ()
+    """Keys of `GROUPS`: the promises that this patch keeps together with others."""
+
+    provides: tuple[str, ...] = ()
+    """Keys of `PROVIDED`: what library code may stand on where this patch is applied."""
+
+    debug: bool = False
+    """True if it only looks, so that `MEGATRON_IDEMPOTENT_CHECK=1` switches it on too."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.targets:
+            raise ValueError(f"patch {self.id} has no target")
+        unknown = [name for name in self.groups if name not in GROUPS]
+        if unknown:
+            raise ValueError(f"patch {self.id} is of no group {unknown}: known are {[*GROUPS]}")
+        unknown = [name for name in self.provides if name not in PROVIDED]
+        if unknown:
+            raise ValueError(f"patch {self.id} provides {unknown}: known are {[*PROVIDED]}")
+        if self.default and self.debug:
+            raise ValueError(f"patch {self.id} only looks, and has to be off by default")
+
+    @property
+    def answer(self) -> str:
+        """The switch that turns it on, for the tables."""
+        return "patch" if self.default else "patch, off by default"
+
+
+class Helper(Hazard):
+    """A hazard that only the caller can avoid, by calling a function of this package."""
+
+    call: str
+    """Name of the function in `megatron_idempotent`, such as `ensure_params_synced`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reproduction.repaired is None:
+            raise ValueError(f"helper {self.id} does not show its remedy: give repaired=")
+        if self.reproduction.helped is None or self.reproduction.neighbour is None:
+            raise ValueError(
+                f"helper {self.id} shows no right program that it leaves alone: give neighbour= "
+                "and helped="
+            )
+
+    @property
+    def answer(self) -> str:
+        """The function to call, for the tables."""
+        return f"`{self.call}`"
+
+
+class Limit(Hazard):
+    """A hazard that nothing here repairs: its case file says what to keep away from."""
+
+    @property
+    def answer(self) -> str:
+        """Nothing to call."""
+        return "documented limit"
+
+
+def _docstring(module: Any) -> str:
+    """Read a module's docstring out of its source: `python -OO` strips it from the module."""
+    import ast
+    import inspect
+
+    return ast.get_docstring(ast.parse(inspect.getsource(module)), clean=False) or ""
+
+
+def _is_address(text: str) -> bool:
+    module, colon, qualname = text.partition(":")
+    return bool(colon) and all(
+        name.isidentifier() for name in (*module.split("."), *qualname.split("."))
+    )
+
+
+def _is_kebab(text: str) -> bool:
+    return text.isascii() and all(
+        part.isalnum() and part == part.lower() for part in text.split("-")
+    )
+
+
+def _is_release(text: str) -> bool:
+    return text.isascii() and all(part.isdecimal() for part in text.split("."))

@@ -1,0 +1,111 @@
+"""The report of `apply()`: a row per patch with its status and the reason."""
+
+from __future__ import annotations
+
+from .base import Record
+
+TYPE_CHECKING = False  # importing typing would cost what the index saves
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from typing import Any, Literal
+
+    Status = Literal[
+        "applied",
+        "already_applied",
+        "disabled",
+        "not_installed",
+        "unsupported_version",
+        "missing_target",
+        "fixed_upstream",
+        "drifted",
+        "conflict",
+        "pending_import",
+        "failed",
+    ]
+
+# These mean that somebody has to look: the hazard is there and its patch is not.
+PROBLEMS: frozenset[str] = frozenset({"failed", "drifted", "conflict"})
+# These mean that the hazard is covered, now or as soon as Megatron is imported.
+COVERED: frozenset[str] = frozenset({"applied", "already_applied", "pending_import"})
+
+
+class Row(Record):
+    """The outcome of one patch.
+
+    Example:
+        Row(id="grad-scale-func", status="applied", reason="body reviewed on 0.19.0 to 0.19.2",
+            version="0.19.2", targets=("megatron.core.optimizer:get_megatron_optimizer",))
+    """
+
+    id: str
+    status: Status
+    reason: str
+    version: str | None
+    """Installed version of the distribution that the patch belongs to; None where absent."""
+    targets: tuple[str, ...]
+    """`module:qualname` of everything the patch wraps."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return dict(vars(self))
+
+
+class Report:
+    """One row per known patch, in order of id.
+
+    Example:
+        for row in megatron_idempotent.apply():
+            print(row.id, row.status, row.reason)
+    """
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows = {row.id: row for row in rows}
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows.values())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, patch_id: str) -> Row:
+        return self._rows[patch_id]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Report) and self._rows == other._rows
+
+    __hash__ = None  # type: ignore[assignment]  # rows are compared by value
+
+    def __repr__(self) -> str:
+        counts: dict[str, int] = {}
+        for row in self:
+            counts[row.status] = counts.get(row.status, 0) + 1
+        inner = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+        return f"<Report {inner}>"
+
+    def __str__(self) -> str:
+        from .table import render
+
+        return render(
+            ("id", "status", "version", "reason"),
+            [(row.id, row.status, row.version or "-", row.reason) for row in self],
+        )
+
+    @property
+    def problems(self) -> tuple[Row, ...]:
+        """Rows that are failed, drifted or in conflict."""
+        return tuple(row for row in self if row.status in PROBLEMS)
+
+    @property
+    def incomplete(self) -> tuple[str, ...]:
+        """A sentence for each group of patches of which a part is refused or excluded: what is
+        missing, what that means, and what to do without it."""
+        from .catalog import patches
+        from .record import incomplete
+
+        return tuple(incomplete(self, patches()))
+
+    def to_json(self) -> str:
+        """The rows as a JSON array, keys as the fields of `Row`."""
+        import json
+
+        return json.dumps([row.as_dict() for row in self], indent=2)

@@ -1,0 +1,32 @@
+"""`patched()`: the patches for the time of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from . import install
+from .api import apply, write_report
+from .install import state
+from .report import Report
+
+
+@contextmanager
+def patched(
+    only: Iterable[str] | None = None, exclude: Iterable[str] = (), *, strict: bool | None = None
+) -> Iterator[Report]:
+    """`apply()` on entry; on exit take off what this call added, and nothing else.
+
+    Example:
+        with megatron_idempotent.patched(only=["train-interval-timer"]):
+            train(...)
+    """
+    with install.lock:
+        before = set(state.wanted)
+    result = apply(only, exclude, strict=strict)
+    try:
+        yield result
+    finally:
+        with install.lock:
+            install.drop(set(state.wanted) - before)
+            write_report()

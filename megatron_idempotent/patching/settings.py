@@ -1,0 +1,172 @@
+"""The environment's say in what is applied. Read by `apply()` only, never at import.
+
+An operator who sets these cannot edit the program, so they win over its arguments.
+"""
+
+from __future__ import annotations
+
+import os
+
+from .base import Record, UnknownPatchError
+
+TYPE_CHECKING = False  # importing typing would cost what the index saves
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+SWITCH = "MEGATRON_IDEMPOTENT"
+VARIABLES = {
+    f"{SWITCH}": "0 turns every patch off",
+    f"{SWITCH}_CHECK": "1 turns on the patches that only look",
+    f"{SWITCH}_DISABLE": "ids of patches that are not applied",
+    f"{SWITCH}_ONLY": "ids of patches, of which no others are applied",
+    f"{SWITCH}_REBIND": "packages whose early-bound names are rebound too",
+    f"{SWITCH}_REPORT": "file for the report, with {rank} filled in",
+    f"{SWITCH}_STRICT": "1 makes a problem an error",
+}
+"""The one table of what `apply()` reads."""
+_ELSEWHERE = frozenset(
+    f"{SWITCH}_{name}"
+    for name in (
+        "DEVICE",  # of ranks that are started without one
+        "TRITON",  # whether its kernels run
+        *("HOST", "LIFE", "TORCHRUN_RANKS"),  # from one process of a trainer to another
+        *("PEER_PYTHON", "RAY", "VLLM_PYTHON"),  # of this project's own tests and benchmarks
+    )
+)
+_TRUE, _FALSE = frozenset({"1", "true", "on", "yes"}), frozenset({"0", "false", "off", "no"})
+
+
+class Settings(Record):
+    """`MEGATRON_IDEMPOTENT` and its companions, checked."""
+
+    enabled: bool
+    """`MEGATRON_IDEMPOTENT=0` turns every patch off."""
+    disable: frozenset[str]
+    """`MEGATRON_IDEMPOTENT_DISABLE=id,…`: these never."""
+    only: frozenset[str] | None
+    """`MEGATRON_IDEMPOTENT_ONLY=id,…`: none but these; None where unset or blank."""
+    strict: bool
+    """`MEGATRON_IDEMPOTENT_STRICT=1`: a problem raises instead of being recorded."""
+    debug: bool
+    """`MEGATRON_IDEMPOTENT_CHECK=1`: the patches that only look are on too."""
+    rebind: frozenset[str]
+    """`MEGATRON_IDEMPOTENT_REBIND=pkg,…`: packages, besides megatron, whose early-bound names of a
+    patched function are rebound too."""
+    report_path: str | None
+    """`MEGATRON_IDEMPOTENT_REPORT=path.json`: where the report is written, `{rank}` filled in."""
+    unknown: tuple[str, ...]
+    """Sentences about variables that begin like these and are none: misspelt, as a rule."""
+
+
+def read(known: Iterable[str], environ: Mapping[str, str] | None = None) -> Settings:
+    """The settings in `environ`; None for those of this process.
+
+    Raises:
+        UnknownPatchError: an id that no case file has.
+        ValueError: a switch that is neither on nor off, a list for `_ONLY` that names nothing, or
+            something for `_REBIND` that is no package.
+    """
+    # Not a default of the argument, which goes along where this is pickled by value.
+    environ = os.environ if environ is None else environ
+    known = tuple(known)
+    return Settings(
+        enabled=_switch(environ, SWITCH, default=True),
+        disable=_ids(environ, f"{SWITCH}_DISABLE", known),
+        only=_only(environ, f"{SWITCH}_ONLY", known),
+        strict=_switch(environ, f"{SWITCH}_STRICT", default=False),
+        debug=_switch(environ, f"{SWITCH}_CHECK", default=False),
+        rebind=_packages(environ, f"{SWITCH}_REBIND"),
+        report_path=environ.get(f"{SWITCH}_REPORT") or None,
+        unknown=tuple(_unknown(environ)),
+    )
+
+
+def check_ids(ids: Iterable[str], source: str, known: Iterable[str]) -> frozenset[str]:
+    """Check ids that `source`, an argument or a variable, names; returns them as a set.
+
+    Raises:
+        TypeError: `ids` is one string, or holds something that is not a string.
+        UnknownPatchError: an id that is not in `known`; the message has the nearest ones.
+    """
+    if isinstance(ids, str):
+        raise TypeError(f"{source} takes several ids, got the string {ids!r}: write [{ids!r}]")
+    ids, known = list(ids), tuple(known)
+    for patch_id in ids:
+        if not isinstance(patch_id, str):
+            raise TypeError(f"{source} takes patch ids (str), got {patch_id!r}")
+        if patch_id not in known:
+            raise UnknownPatchError(_unknown_id(patch_id, source, known))
+    return frozenset(ids)
+
+
+def _unknown_id(patch_id: str, source: str, known: tuple[str, ...]) -> str:
+    from difflib import get_close_matches
+
+    from .catalog import hazards
+
+    where = "`megatron-idempotent explain` lists them"
+    if patch_id in hazards():
+        return (
+            f"{source} names {patch_id!r}, a hazard that no patch repairs; its answer: "
+            f"{hazards()[patch_id].answer}. {where}"
+        )
+    text = patch_id.strip().lower().replace("_", "-")
+    with_word = [each for each in known if text and f"-{text}" in f"-{each}"]
+    near = list(dict.fromkeys([*get_close_matches(text, known, n=3), *with_word]))[:3]
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return f"{source} names {patch_id!r}, which is none of the {len(known)} ids.{hint} {where}"
+
+
+def _ids(environ: Mapping[str, str], variable: str, known: tuple[str, ...]) -> frozenset[str]:
+    return check_ids(_split(environ.get(variable, "")), variable, known)
+
+
+def _only(
+    environ: Mapping[str, str], variable: str, known: tuple[str, ...]
+) -> frozenset[str] | None:
+    if not environ.get(variable, "").strip():
+        return None
+    named = _ids(environ, variable, known)
+    if not named:  # it would turn everything off, which is what `MEGATRON_IDEMPOTENT=0` is for
+        raise ValueError(
+            f"{variable}={environ[variable]!r} names no patch: name one, unset it to apply all, or "
+            f"set {SWITCH}=0 to apply none"
+        )
+    return named
+
+
+def _packages(environ: Mapping[str, str], variable: str) -> frozenset[str]:
+    names = _split(environ.get(variable, ""))
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(
+                f"{variable}={environ[variable]!r} names {name!r}, which is no package: write "
+                "names as in an import statement, with commas between them"
+            )
+    return frozenset(names)
+
+
+def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted(environ):
+        if not name.startswith(SWITCH) or name in VARIABLES or name in _ELSEWHERE:
+            continue
+        from difflib import get_close_matches
+
+        # They all begin alike, so the rest decides.
+        rest = {known.removeprefix(SWITCH): known for known in VARIABLES}
+        near = get_close_matches(name.removeprefix(SWITCH), rest, n=1)
+        hint = f"did you mean {rest[near[0]]}?" if near else f"known are {', '.join(VARIABLES)}"
+        yield f"{name} is set and means nothing: {hint}"
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _switch(environ: Mapping[str, str], variable: str, *, default: bool) -> bool:
+    value = environ.get(variable, "").strip().lower()
+    if not value:
+        return default
+    if value in _TRUE | _FALSE:
+        return value in _TRUE
+    raise ValueError(f"{variable}={environ[variable]!r} is neither on nor off: set it to 1 or 0")

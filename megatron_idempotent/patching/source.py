@@ -1,0 +1,258 @@
+"""Reads upstream's source without importing it: what a function's body says.
+
+A body is known by a hash over its syntax tree. Left out are docstrings, comments, formatting,
+annotations, decorators that only watch, and the fields that differ between Python versions: the
+same code has the same hash everywhere.
+Imported when the first body is read: `apply()` before Megatron's import needs none of this.
+
+`computed` takes the place of `functools.cached_property`. That has a lock before Python 3.12, and a
+class with one does not pickle by value, which is how Ray's users send a package that workers lack.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from .import_hooks import find
+
+_T = TypeVar("_T")
+
+
+class computed(Generic[_T]):
+    """A property whose value is kept in the instance's `__dict__`.
+
+    Two threads that ask at the same time may both compute it.
+
+    Example:
+        class Text:
+            @computed
+            def length(self) -> int:
+                return 4
+    """
+
+    def __init__(self, compute: Callable[[Any], _T]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> _T:
+        value = vars(instance)[self._name] = self._compute(instance)
+        return value
+
+
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+# ctx repeats the position of a node; kind and type_params come and go with the Python version.
+_UNSTABLE_FIELDS = frozenset({"ctx", "kind", "type_params", "type_comment"})
+_ANNOTATIONS = frozenset({"annotation", "returns"})
+#: Decorators that watch a call and change neither its arguments nor its result.
+WATCHING = frozenset({"_otel_trace_fn", "nvtx_decorator"})
+
+
+def locate(module: str) -> Path | None:
+    """The source file of `module`, or None. Imports nothing, not even parent packages."""
+    found = find(module)
+    return None if found is None else Path(found)
+
+
+class Body:
+    """The syntax tree of one function, with the questions that patches ask of it.
+
+    Example:
+        body = read_body(Path("training.py"), "train")
+        body.contains("config.param_sync_func = None")
+    """
+
+    def __init__(self, tree: ast.FunctionDef | ast.AsyncFunctionDef, module: str) -> None:
+        self.tree = tree
+        self.module = module
+        """The source of the module that it is from."""
+
+    @computed
+    def hash(self) -> str:
+        """Twelve hexadecimal digits, equal for equal code on every Python version."""
+        bare = copy.copy(self.tree)
+        bare.decorator_list = [each for each in bare.decorator_list if not watches(each)]
+        return digest(canonical(bare))
+
+    @property
+    def line(self) -> int:
+        """The line of its first decorator in its file: `co_firstlineno` of its code."""
+        return min([self.tree.lineno, *(node.lineno for node in self.tree.decorator_list)])
+
+    @computed
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters, in order."""
+        arguments = self.tree.args
+        return tuple(
+            a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+        )
+
+    @property
+    def text(self) -> str:
+        """The code as Python would format it: without comments, docstring and line breaks."""
+        bare = copy.copy(self.tree)
+        bare.body = without_docstring(bare.body) or bare.body
+        return ast.unparse(bare)
+
+    def contains(self, fragment: str, *, outside_loops: bool = False) -> bool:
+        """Returns whether the body has an expression or statement with the code of `fragment`,
+        formatting aside; with `outside_loops`, in no `for` or `while` of it."""
+        (wanted,) = ast.parse(fragment).body
+        node: ast.AST = wanted.value if isinstance(wanted, ast.Expr) else wanted
+        everywhere, outside = self._fragments
+        return hash(canonical(node)) in (outside if outside_loops else everywhere)
+
+    @computed
+    def _fragments(self) -> tuple[set[int], set[int]]:
+        # Of all expressions and statements, and of those in no loop. Hashes, because every text
+        # contains those of its parts: train()'s are megabytes.
+        everywhere: set[int] = set()
+        outside: set[int] = set()
+
+        def note(text: str, in_loop: bool) -> None:
+            everywhere.add(hash(text))
+            if not in_loop:
+                outside.add(hash(text))
+
+        canonical(self.tree, note)
+        return everywhere, outside
+
+
+def watches(decorator: ast.expr) -> bool:
+    """Tell if a decorator only watches the calls of a function."""
+    maker = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return isinstance(maker, ast.Name) and maker.id in WATCHING
+
+
+def read_body(path: Path, qualname: str) -> Body | None:
+    """The body of `qualname` in the file, or None where the file does not define it.
+
+    Raises:
+        SyntaxError: this Python cannot parse the file.
+        OSError: the file cannot be read.
+    """
+    status = path.stat()
+    return _read_body(path, (status.st_mtime_ns, status.st_size), qualname)
+
+
+# A dozen patches stand around the same few functions, and training.py is long.
+@lru_cache(maxsize=128)
+def _read_body(path: Path, state: tuple[int, int], qualname: str) -> Body | None:
+    return parse_body(path.read_text(encoding="utf-8"), qualname)
+
+
+def parse_body(text: str, qualname: str) -> Body | None:
+    """The body of `qualname` in a module's source, or None where that does not define it.
+
+    Raises:
+        SyntaxError: this Python cannot parse the source.
+    """
+    first, *rest = qualname.split(".")
+    node = _parse_definition(text, first)
+    for name in rest:
+        node = _definition(node.body, name) if node is not None else None
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return Body(node, text)
+    return None
+
+
+@lru_cache(maxsize=8)  # the methods of one class are asked for one after the other
+def _parse_definition(
+    text: str, name: str
+) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
+    # Parsing only the lines of one definition is four times faster than the 4,700 of training.py.
+    # Whatever could make the cut wrong takes the long way: a second definition, anywhere; one that
+    # is decorated, conditional, or inside of a string; text in column 0 inside of it.
+    starts = list(
+        re.finditer(rf"^[ \t]*(?:async def|def|class) {re.escape(name)}\b", text, re.MULTILINE)
+    )
+    if len(starts) == 1 and not starts[0].group().startswith((" ", "\t")):
+        start, stop = starts[0].span()
+        end = re.search(r"^[\w@]", text[stop:], re.MULTILINE)
+        if not _may_be_decorated(text[:start]):
+            above = "\n" * text.count("\n", 0, start)  # for the line numbers
+            try:
+                tree = ast.parse(
+                    above + (text[start : stop + end.start()] if end else text[start:])
+                )
+            except SyntaxError:
+                pass  # the cut went through a string; the whole file decides below
+            else:
+                return _definition(tree.body, name)
+    return _definition(ast.parse(text).body, name)
+
+
+def _may_be_decorated(before: str) -> bool:
+    at = f"\n{before}".rfind("\n@")
+    return at >= 0 and not re.search(r"^(?:async def|def|class)\b", before[at:], re.MULTILINE)
+
+
+def _definition(
+    statements: Sequence[ast.stmt], name: str
+) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None:
+    found = None
+    for statement in statements:
+        if isinstance(statement, _Definition):
+            if statement.name == name:
+                found = statement  # the last definition wins, as it does at run time
+        elif isinstance(statement, (ast.If, ast.Try, ast.With)):
+            blocks = [getattr(statement, part, []) for part in ("body", "orelse", "finalbody")]
+            blocks[1:1] = [handler.body for handler in getattr(statement, "handlers", ())]
+            found = _definition([child for block in blocks for child in block], name) or found
+    return found
+
+
+def digest(text: str) -> str:
+    """Twelve hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def canonical(
+    node: object, note: Callable[[str, bool], None] | None = None, in_loop: bool = False
+) -> str:
+    """A text that two syntax trees share exactly when they are the same code.
+
+    Args:
+        note: told the text of every node in the tree, and whether that is, or is in, a loop.
+    """
+    if isinstance(node, ast.AST):
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            node = ast.Assign(targets=[node.target], value=node.value)
+        kind = type(node)
+        in_loop = in_loop or kind in _LOOPS
+        fields = []
+        for name in kind._fields:
+            value = getattr(node, name, None)
+            if name in _UNSTABLE_FIELDS or name in _ANNOTATIONS or value is None or value == []:
+                continue
+            if name == "body" and isinstance(node, _Definition):
+                value = without_docstring(value)
+            if kind is ast.JoinedStr:
+                # Python 3.12 puts an empty text behind some nested format specifications.
+                value = [v for v in value if not (isinstance(v, ast.Constant) and v.value == "")]
+            fields.append(f"{name}={canonical(value, note, in_loop)}")
+        text = f"{kind.__name__}({','.join(fields)})"
+        if note is not None:
+            note(text, in_loop)
+        return text
+    if type(node) is list:
+        return f"[{','.join([canonical(item, note, in_loop) for item in node])}]"
+    return repr(node)
+
+
+def without_docstring(statements: list[ast.stmt]) -> list[ast.stmt]:
+    if statements and isinstance(statements[0], ast.Expr):
+        value = statements[0].value
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            return statements[1:]
+    return statements

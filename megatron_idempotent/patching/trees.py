@@ -1,0 +1,146 @@
+"""Source that is not on the path: a checkout, an unpacked wheel, a wheel.
+
+It is Megatron's, or that of a framework that carries copies of its code. Nothing is imported,
+installed or unpacked. A release is told from a development commit by its contents.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from . import versions
+from .decide import MEGATRON, check_bodies, in_range, package_of
+from .record import Patch
+from .source import Body, computed, parse_body
+
+#: The module that says which version a Megatron is.
+INFO = "megatron.core.package_info"
+
+
+class SourceTree:
+    """The modules of one Megatron or framework, read from a folder or a wheel.
+
+    Args:
+        path: a folder that holds `megatron/`, `slime/` or the like, or a `.whl` file.
+        patches: those that may have targets in it.
+
+    Raises:
+        ValueError: no patch has a target in it, or Megatron's version cannot be read.
+
+    Example:
+        SourceTree(Path("Megatron-LM"), patches()).body("megatron.training.training", "train")
+    """
+
+    def __init__(self, path: Path, patches: Mapping[str, Patch]) -> None:
+        self.path = path
+        self._wheel = None
+        if path.is_file():
+            try:
+                self._wheel = zipfile.ZipFile(path)
+            except zipfile.BadZipFile as error:
+                raise ValueError(f"{path} is no wheel: {error}; give a .whl or a folder") from None
+        elif not path.is_dir():
+            raise ValueError(f"{path} is not there: give a .whl or a folder that holds megatron/")
+        packages: dict[str, set[str]] = {}
+        for patch in patches.values():
+            names = {package_of(target.module) for target in patch.targets}
+            packages.setdefault(patch.distribution, set()).update(names)
+        packages[MEGATRON] = {INFO}
+        self.versions: dict[str, versions.Installed] = {
+            distribution: self._version(distribution)
+            for distribution, names in sorted(packages.items())
+            if any(self.text(name) is not None for name in names)
+        }
+        """The versions in the tree, by distribution; `UNKNOWN` in a checkout that does not say."""
+        if not self.versions:
+            wanted = sorted(name for names in packages.values() for name in names)
+            raise ValueError(
+                f"{path} holds none of {', '.join(wanted)}: give a .whl or the folder above one"
+            )
+
+    def text(self, module: str) -> str | None:
+        """The module's source, or None where it is not in the tree."""
+        stem = module.replace(".", "/")
+        for name in (f"{stem}.py", f"{stem}/__init__.py"):
+            if self._wheel is not None:
+                if name in self._files:
+                    return self._wheel.read(name).decode("utf-8")
+            elif (self.path / name).is_file():
+                return (self.path / name).read_text(encoding="utf-8")
+        return None
+
+    def body(self, module: str, qualname: str) -> Body | None:
+        """The body of a function, or None where the tree lacks it.
+
+        Raises:
+            SyntaxError: this Python cannot parse the module.
+        """
+        text = self.text(module)
+        return None if text is None else parse_body(text, qualname)
+
+    @computed
+    def _files(self) -> frozenset[str]:
+        return frozenset() if self._wheel is None else frozenset(self._wheel.namelist())
+
+    def _version(self, distribution: str) -> versions.Installed:
+        if distribution != MEGATRON:
+            said = (versions.from_metadata_text(text, distribution) for text in self._metadata)
+            return next((version for version in said if version is not None), versions.UNKNOWN)
+        info = self.text(INFO)
+        version = None if info is None else versions.from_package_info(info.splitlines())
+        if version is None:
+            raise ValueError(f"{self.path} says no version in {INFO}: is it Megatron's?")
+        return version
+
+    @computed
+    def _metadata(self) -> list[str]:
+        if self._wheel is not None:
+            names = [name for name in self._files if name.endswith(".dist-info/METADATA")]
+            return [self._wheel.read(name).decode("utf-8") for name in names]
+        files = [*self.path.glob("*.dist-info/METADATA"), *self.path.glob("*.egg-info/PKG-INFO")]
+        return [file.read_text(encoding="utf-8") for file in files]
+
+
+class Contents(NamedTuple):
+    """The functions of the installed Megatron that patches wrap."""
+
+    version: str
+    """The version that it claims."""
+    functions: int
+    """The number of the release's functions that it has."""
+    others: int
+    """The number whose body is not that release's."""
+
+
+def contents(patches: Iterable[Patch]) -> Contents | None:
+    """Compare what is installed with the release that it says it is.
+
+    Returns:
+        None where no Megatron is installed.
+    """
+    version = versions.installed(MEGATRON)
+    if version is None:
+        return None
+    its_own: dict[str, bool] = {}
+    for patch in patches:
+        if patch.distribution != MEGATRON or not in_range(patch, version):
+            continue
+        bodies = check_bodies(patch, named=False).bodies
+        for target in patch.targets:
+            # Where people read parts of a function, its bodies are too many to know each.
+            if target.address in bodies and not target.relies_on:
+                label = target.reviewed.get(bodies[target.address].hash, "")
+                own = its_own.get(target.address, False)
+                its_own[target.address] = own or _holds(label, version)
+    return Contents(version.text, len(its_own), sum(not own for own in its_own.values()))
+
+
+def _holds(label: str, version: versions.Installed) -> bool:
+    """Tell if a release is one of a body's, which are written like `0.12.0 to 0.15.3`."""
+    first, _, last = label.partition(" to ")
+    since, until = versions.numbers(first), versions.numbers(last or first)
+    # A later patch release of a line has what the last one that was read has.
+    return () < since <= version.release and version.release[:2] <= until[:2]

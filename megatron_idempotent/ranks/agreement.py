@@ -1,0 +1,252 @@
+"""All ranks learn whether any of them failed, before anything depends on the answer.
+
+The agreement runs on gloo groups of its own, over the host: it never waits for the GPU, it has a
+deadline, and it still works where NCCL or a pipeline message is stuck. Once ranks can no longer
+agree, the session is poisoned: what was sent and never received cannot be taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron_idempotent.patching.per_process import PerProcess, PerProcessDict
+
+DEADLINE_S = 600.0
+"""Seconds that a rank waits for the slowest one; ranks of one window differ by less."""
+
+LOCKSTEP_S = 30.0
+"""Seconds that a rank which failed in a layer waits for its tensor-parallel peers to fail too."""
+
+# Who is in it, and the deadline in seconds → the default group it was made under, and the gloo
+# group. A deadline belongs to a gloo group, as its collectives take none on every release of torch.
+_control: dict[tuple[str, float], tuple[Any, Any]] = PerProcessDict(__name__, "_control")
+
+
+class _Session(PerProcess):
+    poisoned: str | None = None
+    # Counts rebuilds, so that an old reason in the store is not taken for a new one.
+    number = 0
+
+
+_session = _Session(__name__, "_session")
+
+
+class WindowAborted(RuntimeError):
+    """One or more ranks failed and all ranks stopped; nothing is left over, the next window works.
+
+    `failures` maps global ranks to what happened there. On those ranks the original error is the
+    `__cause__`.
+    """
+
+    def __init__(self, failures: Mapping[int, str], consequence: str) -> None:
+        self.failures = dict(failures)
+        self.consequence = consequence
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+        super().__init__(f"{told}. {consequence}")
+
+    def __reduce__(self) -> tuple[type[WindowAborted], tuple[dict[int, str], str]]:
+        # The default rebuilds from the message.
+        return type(self), (self.failures, self.consequence)
+
+
+class SessionPoisoned(RuntimeError):
+    """Ranks left a window at different points; this process may run no further guarded window."""
+
+
+def agree(error: BaseException | None = None, *, deadline_s: float = DEADLINE_S) -> None:
+    """Raise on all ranks where any rank brings an error; call it before a schedule starts.
+
+    All ranks of the default group take part: one all-reduce of one number, on the host. The first
+    call with a given deadline also creates its group.
+
+    Args:
+        error: what went wrong on this rank, such as a bad batch; None where nothing did.
+        deadline_s: how long to wait for the slowest rank, in seconds.
+
+    Raises:
+        WindowAborted: some rank failed. Nothing was sent, so any rank may go on.
+        SessionPoisoned: the ranks cannot agree within the deadline, or could not before.
+
+    Example:
+        error = None
+        try:
+            batch = pack(rollouts)
+        except ValueError as bad:
+            error = bad
+        agree(error)
+    """
+    refuse_if_poisoned()
+    failures = exchange(None if error is None else describe(error), deadline_s)
+    if failures:
+        raise WindowAborted(failures, "No rank has started the window.") from error
+
+
+def exchange(failure: str | None, deadline_s: float, group: Any = None) -> dict[int, str]:
+    """All ranks' failures by global rank. Costs one all-reduce where there are none.
+
+    `group` is a gloo group with that deadline, None for the one of all ranks.
+    """
+    if not dist.is_initialized():
+        return {} if failure is None else {0: failure}
+    try:
+        group = group or control_group(deadline_s)
+        any_failed = torch.tensor([failure is not None], dtype=torch.int32, device="cpu")
+        dist.all_reduce(any_failed, op=dist.ReduceOp.MAX, group=group)
+        if not any_failed.item():
+            return {}
+        ranks = dist.get_process_group_ranks(group)
+        told: list[str | None] = [None] * len(ranks)
+        dist.all_gather_object(told, failure, group=group)
+    except RuntimeError as lost:
+        own = "" if failure is None else f"; this rank failed itself: {failure}"
+        raise poison(f"the ranks did not agree within {deadline_s:g} s ({lost}){own}") from lost
+    return {rank: text for rank, text in zip(ranks, told, strict=True) if text is not None}
+
+
+def control_group(deadline_s: float) -> Any:
+    """The gloo group over all ranks whose operations time out after `deadline_s`."""
+    world = dist.group.WORLD
+    made_under, group = _control.get(("all", deadline_s), (None, None))
+    if made_under is not world:
+        timeout = datetime.timedelta(seconds=deadline_s)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        _control["all", deadline_s] = (world, group)
+    return group
+
+
+def compare(what: str, group: Any) -> list[str]:
+    """Gathers a string from each rank of a gloo group; empty if one did not come in time."""
+    told: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(told, what, group=group)
+    except RuntimeError:
+        return []
+    return told
+
+
+def lockstep_group() -> Any:
+    """The gloo group over this rank's tensor and context parallel ranks.
+
+    The first call is a collective over all ranks, like that of `control_group`.
+    """
+    from megatron.core import parallel_state
+
+    inner = parallel_state.get_tensor_and_context_parallel_group()
+    return shared_group("lockstep", tuple(dist.get_process_group_ranks(inner)), LOCKSTEP_S)
+
+
+def shared_group(name: str, key: object, deadline_s: float) -> Any:
+    """The gloo group over all ranks that bring an equal key, made once per name and deadline.
+
+    The first call is a collective over all ranks, like that of `control_group`.
+    """
+    world = dist.group.WORLD
+    made_under, group = _control.get((name, deadline_s), (None, None))
+    if made_under is not world:
+        keys: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(keys, key, group=control_group(DEADLINE_S))
+        timeout = datetime.timedelta(seconds=deadline_s)
+        for each in dict.fromkeys(keys):
+            members = [rank for rank, theirs in enumerate(keys) if theirs == each]
+            made = dist.new_group(members, backend="gloo", timeout=timeout)
+            group = made if each == key else group
+        _control[name, deadline_s] = (world, group)
+    return group
+
+
+def poison(reason: str) -> SessionPoisoned:
+    """Refuse all further windows of this process; the error to raise."""
+    first = _heard_of()
+    if _session.poisoned is None:
+        _session.poisoned = reason
+        _tell(reason)
+    heard = "" if first is None or first.endswith(reason) else f" First heard of: {first}."
+    return SessionPoisoned(f"{_session.poisoned}.{heard} {_remedy()}")
+
+
+def is_poisoned() -> bool:
+    """Returns whether an earlier window of this process could not be finished."""
+    return _session.poisoned is not None
+
+
+def refuse_if_poisoned() -> None:
+    """Raise where an earlier window of this process could not be finished."""
+    if _session.poisoned is not None:
+        raise SessionPoisoned(
+            f"an earlier window was left half-way: {_session.poisoned}. {_remedy()}"
+        )
+
+
+def forget() -> None:
+    """Destroy this module's groups and lift the poison; all ranks, as part of a rebuild."""
+    for made_under, group in _control.values():
+        if made_under is dist.group.WORLD:
+            dist.destroy_process_group(group)
+    _control.clear()
+    _session.poisoned = None
+    _session.number += 1
+
+
+def describe(error: BaseException) -> str:
+    """Type and message, as a traceback ends."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _remedy() -> str:
+    return (
+        "Messages of that window may still be under way. Call rebuild_process_groups(chunks) on "
+        "all ranks, or start the processes anew (docs/aborting.md)"
+    )
+
+
+def _tell(reason: str) -> None:
+    # Best effort: a rank that died may have taken the store with it.
+    with contextlib.suppress(RuntimeError, ValueError):
+        store = distributed_c10d._get_default_store()
+        store.compare_set(_key(), "", f"rank {dist.get_rank()}: {reason}")
+
+
+def _heard_of() -> str | None:
+    """Why the first rank poisoned its session, where that is known."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        store = distributed_c10d._get_default_store()
+        if store.check([_key()]):
+            return str(store.get(_key()).decode())
+    return None
+
+
+def _key() -> str:
+    return f"megatron_idempotent/poisoned/{_session.number}"
+
+
+@contextmanager
+def collective_timeout(groups: Sequence[Any], timeout_s: float) -> Iterator[None]:
+    """Have operations of these process groups end after `timeout_s`, where gloo carries them.
+
+    NCCL's are ended by its watchdog, after the timeout that the groups were made with, and end the
+    process: nothing is changed for them.
+    """
+    changed = []
+    timeout = datetime.timedelta(seconds=timeout_s)
+    for group in groups:
+        for device in group._device_types:
+            backend = group._get_backend(torch.device(device))
+            if type(backend).__name__ != "ProcessGroupGloo":
+                continue
+            before = backend.options._timeout
+            if before > timeout:
+                changed.append((backend, before))
+                backend._set_default_timeout(timeout)
+    try:
+        yield
+    finally:
+        for backend, before in changed:
+            backend._set_default_timeout(before)

@@ -1,0 +1,170 @@
+"""The policy of an asynchronous run: its ranks, and the calls that the controller makes on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_idempotent.controller import LogprobsOf, StepOutcome
+from megatron_idempotent.cpu import PROGRAM_PRELOAD, RankPool
+from megatron_idempotent.workers import EmbeddedRanks, Exports, RankGroup, WorkerSpec
+
+from .batch import Batch
+from .checkpoint import load_weights, save_weights, weights_digest
+from .output import Job
+from .policy import start_policy
+
+
+class RankPolicy:
+    """A `controller.Policy` over ranks that hold `stream.worker.PolicyWorker`.
+
+    Row i of a batch goes to rank i modulo their number, whatever else happens.
+    Example: `await RankPolicy(ranks, timeout_s=600.0).begin("run/0/0")`.
+    """
+
+    def __init__(self, ranks: RankGroup, *, timeout_s: float) -> None:
+        """`timeout_s` limits every call: after it the ranks count as lost."""
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+
+    async def begin(self, step_id: str) -> None:
+        """See `controller.Policy`, as for the others."""
+        await self._call("begin", step_id)
+
+    async def logprobs(self, batch: Batch, which: LogprobsOf) -> torch.Tensor:
+        """Log-probs [B, T], 0 where the loss mask is."""
+        parts: list[torch.Tensor] = await self._call(
+            "logprobs", which, per_rank=_shares(batch, self._ranks.size)
+        )
+        found_BT = torch.empty_like(batch.old_logprobs_BT)
+        for rank, part_BT in enumerate(parts):
+            found_BT[rank :: self._ranks.size] = part_BT
+        return found_BT
+
+    async def microbatch(
+        self, step_id: str, batch: Batch, *, microbatch_id: str, last: bool
+    ) -> None:
+        """Forward and backward of the batch's rows."""
+        await self._call(
+            "microbatch",
+            step_id,
+            microbatch_id,
+            last,
+            per_rank=_shares(batch, self._ranks.size),
+        )
+
+    async def finish(self, step_id: str) -> StepOutcome:
+        """One reduction and one update."""
+        outcomes: list[StepOutcome] = await self._call("finish", step_id)
+        return outcomes[0]
+
+    async def abort(self, step_id: str | None = None) -> None:
+        """Undo an open step; one that was never begun is none."""
+        await self._call("abort", step_id)
+
+    async def _call(self, method: str, *args: Any, per_rank: Any = None) -> list[Any]:
+        return await self._ranks.call(method, *args, per_rank=per_rank, timeout_s=self._timeout_s)
+
+
+def _shares(batch: Batch, ranks: int) -> list[Batch]:
+    if ranks == 1:
+        return [batch]
+    # Some may get no row: a batch of one group, of which samples failed, on many ranks.
+    places = torch.arange(len(batch))
+    return [batch.rows(places[rank::ranks]) for rank in range(ranks)]
+
+
+def make_worker(job: Job) -> PolicyWorker:
+    """A factory for `WorkerSpec`."""
+    return PolicyWorker(job)
+
+
+class PolicyWorker(Exports):
+    """Every method is called on all ranks of the default group, in the same order.
+
+    Example: `WorkerSpec(factory="megatron_idempotent.trainer.async_ranks:make_worker",
+    argument=job)`.
+    """
+
+    def __init__(self, job: Job) -> None:
+        """Model and optimizer of the run that the job describes. Collective."""
+        self._policy = start_policy(job).policy
+        super().__init__(self._policy.source(shared=True))
+
+    def begin(self, step_id: str) -> None:
+        """Open an optimizer step."""
+        self._policy.begin(step_id)
+
+    def logprobs(self, which: LogprobsOf, batch: Batch) -> torch.Tensor:
+        """Log-probs [B, T] of this rank's rows."""
+        return self._policy.logprobs(batch, which)
+
+    def microbatch(self, step_id: str, microbatch_id: str, last: bool, batch: Batch) -> None:
+        """Forward and backward of this rank's rows."""
+        self._policy.microbatch(step_id, batch, microbatch_id=microbatch_id, last=last)
+
+    def finish(self, step_id: str) -> StepOutcome:
+        """One reduction, one update."""
+        result = self._policy.finish(step_id)
+        metrics: dict[str, float] = dict(result.metrics)
+        metrics["learning_rate"] = result.lr
+        if result.grad_norm is not None:
+            metrics["grad_norm"] = result.grad_norm
+        return StepOutcome(
+            updated=result.updated, tokens=int(result.global_valid_tokens), metrics=metrics
+        )
+
+    def abort(self, step_id: str | None) -> None:
+        """Undo the open step, whichever it is: the controller has one at a time."""
+        self._policy.abort()
+
+    def save(self, directory: str, iteration: int) -> str:
+        """Write Megatron's checkpoint; the digest of the weights."""
+        with self._policy.weights() as module:
+            save_weights(self._policy.stock, Path(directory), iteration=iteration)
+            return weights_digest(module)
+
+    def load(self, directory: str) -> int:
+        """Read Megatron's checkpoint; its iteration."""
+        return load_weights(self._policy.stock, Path(directory))
+
+    def save_hf(self, directory: str) -> None:
+        """Write the Hugging Face checkpoint."""
+        self._policy.save_hf(Path(directory))
+
+
+FACTORY = "megatron_idempotent.trainer.async_ranks:make_worker"
+#: Imported once, and not again by each rank and after each loss of ranks.
+PRELOAD = (*PROGRAM_PRELOAD, "megatron_idempotent.trainer.async_ranks")
+
+
+def worker_spec(job: Job) -> WorkerSpec:
+    """Returns the worker of every rank. Ranks may run in other folders, so paths are absolute."""
+    return WorkerSpec(factory=FACTORY, argument=dataclasses.replace(job, out=job.out.absolute()))
+
+
+def make_ranks(job: Job, *, pool: RankPool | None = None) -> RankGroup:
+    """Makes the ranks that the configuration asks for; they are not started yet."""
+    size, cluster = job.config.run.ranks, job.config.controller.cluster
+    if cluster == "ray":
+        from megatron_idempotent.workers.ray import RayRanks
+
+        return RayRanks(worker_spec(job), size)
+    if cluster == "torchrun":
+        from megatron_idempotent.workers import TorchrunRanks
+
+        return TorchrunRanks(size, job.out)
+    # One thread per rank: the ranks are what fills the cores, and one thread adds up in one order.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return EmbeddedRanks(
+        worker_spec(job),
+        size,
+        log_dir=job.out / "logs",
+        pool=pool,
+        preload=PRELOAD,
+        device=job.config.run.device,
+    )

@@ -1,0 +1,237 @@
+"""The data between samples and loss: records, chunks, and the protocols of the loop's parts.
+
+Shapes: B sequences, T positions; position t of the targets is predicted from tokens 0..t.
+
+Shapes and units are in the docstrings; every method marked collective runs on all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from megatron_idempotent.trainer.task.prompts import Prompt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSample:
+    """One response. `tokens` holds at most `max_response_tokens` ids, the end token included.
+
+    `logprobs` has one entry per token: its natural log-probability under the tempered
+    distribution that it was drawn from; `versions` says with which weights. `finished` says that
+    the last token is an end token.
+    Example: `TrainingSample(tokens=(5, 4, 3, 1), logprobs=(-3.1, -3.0, -3.2, -3.1),
+    versions=(2, 2, 2, 2),
+    text="c b a", finished=True)`.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    text: str
+    finished: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PromptGroup:
+    """All samples of one prompt, in the order of their sample index.
+
+    Example: `PromptGroup(prompt=prompt, prompt_tokens=(7, 3, 4, 5, 2), samples=(a, b))`.
+    """
+
+    prompt: Prompt
+    prompt_tokens: tuple[int, ...]
+    samples: tuple[TrainingSample, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredGroup:
+    """A group with one reward and one advantage per sample.
+
+    Example: `ScoredGroup(group=group, rewards=(1.0, 0.0), advantages=(1.0, -1.0))`.
+    """
+
+    group: PromptGroup
+    rewards: tuple[float, ...]
+    advantages: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Sequences of one rank, padded on the right to one length.
+
+    `tokens_BT` and `targets_BT` are int64, the rest float32. The log-probs and `loss_mask_BT` are
+    aligned with the targets; the reference's are None where no KL penalty asks for them, and
+    `weights_BT` where `old_logprobs_BT` are those that the engine gave.
+    Example: `batch.rows(torch.arange(8))` has the first eight.
+    """
+
+    tokens_BT: torch.Tensor
+    targets_BT: torch.Tensor
+    old_logprobs_BT: torch.Tensor
+    advantages_B: torch.Tensor
+    loss_mask_BT: torch.Tensor
+    reference_logprobs_BT: torch.Tensor | None = None
+    weights_BT: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return int(self.tokens_BT.shape[0])
+
+    def rows(self, index: torch.Tensor) -> Batch:
+        """The sequences at `index`, an int64 vector, in its order."""
+        reference, weights = self.reference_logprobs_BT, self.weights_BT
+        return Batch(
+            tokens_BT=self.tokens_BT[index],
+            targets_BT=self.targets_BT[index],
+            old_logprobs_BT=self.old_logprobs_BT[index],
+            advantages_B=self.advantages_B[index],
+            loss_mask_BT=self.loss_mask_BT[index],
+            reference_logprobs_BT=None if reference is None else reference[index],
+            weights_BT=None if weights is None else weights[index],
+        )
+
+    def on_device(self) -> Batch:
+        """A copy on this rank's device; batches are made, cut and sent on the host."""
+        held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved = {name: each.cuda() for name, each in held.items() if each is not None}
+        return dataclasses.replace(self, **moved)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The batch as `TrainStep.microbatch` takes it.
+
+        `token_mask` [B, T + 1] is aligned with the tokens of the sequence, as everywhere: its first
+        one, which nothing predicts, and the T targets.
+        """
+        tensors = {
+            "input_ids": self.tokens_BT,
+            "targets": self.targets_BT,
+            "old_logprobs": self.old_logprobs_BT,
+            "advantages": self.advantages_B,
+            "token_mask": torch.nn.functional.pad(self.loss_mask_BT, (1, 0)),
+        }
+        if self.reference_logprobs_BT is not None:
+            tensors["reference_logprobs"] = self.reference_logprobs_BT
+        if self.weights_BT is not None:
+            tensors["weights"] = self.weights_BT
+        return tensors
+
+
+class Response(Protocol):
+    """The fields of a sample that a row needs."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Ids, the end token included."""
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """One for each token."""
+
+
+Row = tuple[tuple[int, ...], Response, float]
+"""The prompt's tokens, a response to it, and its advantage."""
+
+
+def pack(groups: Sequence[ScoredGroup], *, positions: int, pad_id: int) -> Batch:
+    """One sequence per sample of the groups: see `pack_rows`."""
+    rows: list[Row] = [
+        (group.group.prompt_tokens, sample, advantage)
+        for group in groups
+        for sample, advantage in zip(group.group.samples, group.advantages, strict=True)
+    ]
+    return pack_rows(rows, positions=positions, pad_id=pad_id)
+
+
+def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int) -> Batch:
+    """One sequence per row: prompt, response, padding; inputs and targets shifted by one.
+
+    `positions` is T. Errors: `ValueError` where a sequence does not fit into it.
+    """
+    tokens, old_logprobs, loss_mask = [], [], []
+    for prompt_tokens, sample, _ in rows:
+        length = len(prompt_tokens) + len(sample.tokens)
+        if length > positions + 1:
+            raise ValueError(
+                f"a sequence of {length} tokens, room for {positions + 1}; raise positions"
+            )
+        # The target at position t is token t + 1, so a response starts one position early.
+        before, behind = [0.0] * (len(prompt_tokens) - 1), [0.0] * (positions + 1 - length)
+        tokens.append([*prompt_tokens, *sample.tokens, *([pad_id] * len(behind))])
+        old_logprobs.append([*before, *sample.logprobs, *behind])
+        loss_mask.append([*before, *([1.0] * len(sample.tokens)), *behind])
+    # One tensor at a time: where other threads compute, each operation waits for Python's lock.
+    tokens_BT = torch.tensor(tokens, dtype=torch.int64).view(len(rows), positions + 1)
+    old_logprobs_BT, loss_mask_BT = (
+        torch.tensor(each, dtype=torch.float32).view(len(rows), positions)
+        for each in (old_logprobs, loss_mask)
+    )
+    return Batch(
+        tokens_BT=tokens_BT[:, :-1].contiguous(),
+        targets_BT=tokens_BT[:, 1:].contiguous(),
+        old_logprobs_BT=old_logprobs_BT,
+        advantages_B=torch.tensor([advantage for _, _, advantage in rows]),
+        loss_mask_BT=loss_mask_BT,
+    )
+
+
+def chunks(batch: Batch, *, size: int, seed: int, index: int) -> Iterator[Batch]:
+    """The batch in a seeded random order, `size` sequences at a time.
+
+    `index` is the rollout's. Every sequence comes exactly once; `size` must divide their number.
+    """
+    assert len(batch) % size == 0, f"{len(batch)} sequences in chunks of {size}"
+    # A generator of its own: drawing from the default one would move Megatron's RNG.
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+    order = torch.randperm(len(batch), generator=generator)
+    for start in range(0, len(batch), size):
+        yield batch.rows(order[start : start + size])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """The result of one rollout's training, over all ranks.
+
+    `loss`, `kl` and `clip_fraction` are means over response tokens on all ranks; `grad_norm` is
+    the mean over optimizer steps of the norm before clipping, and `learning_rate` that of the last
+    one. Example: `metrics.loss`.
+    """
+
+    loss: float
+    kl: float
+    clip_fraction: float
+    grad_norm: float
+    learning_rate: float
+    response_tokens: int
+    optimizer_steps: int
+
+
+class ResponseSampler(Protocol):
+    """Makes responses."""
+
+    def sample(
+        self, prompts: Sequence[Prompt], *, samples: int, stream: int
+    ) -> tuple[PromptGroup, ...]:
+        """One group per prompt, in their order, with `samples` responses each.
+
+        `stream` names the random numbers: the same stream, prompt and weights give the same text.
+        """
+        ...
+
+
+class TrainedPolicy(Protocol):
+    """Learns from a batch."""
+
+    def weights(self) -> AbstractContextManager[torch.nn.Module]:
+        """Collective: the decoder for one block, with all of its parameters up to date.
+
+        It is in eval mode and records no gradient there, and is back in its own mode afterwards.
+        """
+        ...
+
+    def train(self, batch: Batch, *, index: int) -> StepMetrics:
+        """Collective: the optimizer steps of rollout `index`."""
+        ...

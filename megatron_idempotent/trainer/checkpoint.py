@@ -1,0 +1,181 @@
+"""Saves and loads a run: Megatron's distributed checkpoint, and the place in the loop.
+
+The ranks' part and the controller's are sealed together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import queue
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_idempotent.workers import RankGroup
+
+from . import checkpoint_dir
+from .config import CheckpointError, Config
+from .megatron_setup import MegatronModel
+from .output import Job, seal_checkpoint
+from .policy import MegatronPolicy
+
+
+class PolicyCheckpoints:
+    """The checkpoints of a run. Both methods are collective: all ranks must enter.
+
+    Weights, optimizer, schedule and Megatron's random states are in Megatron's own checkpoint.
+    Of the loop there is only the number of rollouts: prompts, microbatch order and sampling are
+    functions of it and of the seed. The digest tells two runs apart, or shows them equal.
+    Example: `first = checkpoints.load(path)`.
+    """
+
+    def __init__(self, directory: Path, config: Config, policy: MegatronPolicy) -> None:
+        self._directory = directory
+        self._config = config
+        self._policy = policy
+
+    def save(self, done: int) -> None:
+        """Write the checkpoint after `done` rollouts, then drop the oldest."""
+        unfinished = checkpoint_dir.unfinished_path(self._directory, done)
+        if dist.get_rank() == 0:
+            checkpoint_dir.make_empty(unfinished)
+        dist.barrier()  # no rank may write before the directory is empty
+        iteration = done * self._config.optimizer.steps_per_rollout
+        with self._policy.weights() as module:
+            save_weights(self._policy.stock, unfinished / "megatron", iteration=iteration)
+            digest = weights_digest(module)
+        dist.barrier()  # rank 0 lists the files of all ranks
+        if dist.get_rank() == 0:
+            seal_checkpoint(self._directory, done, self._config, digest=digest)
+        dist.barrier()
+
+    def load(self, checkpoint: Path) -> int:
+        """Put the run where the checkpoint was written; returns the rollouts that are done.
+
+        The parent has verified the files before it started the ranks.
+        """
+        iteration = load_weights(self._policy.stock, checkpoint / "megatron")
+        return iteration // self._config.optimizer.steps_per_rollout
+
+
+def save_weights(stock: MegatronModel, directory: Path, *, iteration: int) -> None:
+    """Megatron's checkpoint of weights, optimizer, schedule and random states. Collective.
+
+    Parameters are to be up to date, as they are within `MegatronPolicy.weights`.
+    """
+    from megatron.training.checkpointing import save_checkpoint
+
+    _collect_results_in_this_process()
+    with _argument(stock.args, "save", str(directory)):
+        save_checkpoint(
+            iteration,
+            stock.chunks,
+            stock.optimizer,
+            stock.scheduler,
+            num_floating_point_operations_so_far=0,  # nobody counts them here
+        )
+
+
+def load_weights(stock: MegatronModel, directory: Path) -> int:
+    """Read it again; returns the iteration it was written with. Collective."""
+    from megatron.training.checkpointing import load_checkpoint
+
+    # no_grad: the optimizer copies into views of float32 parameters, which are leaves here.
+    with _argument(stock.args, "load", str(directory)), torch.no_grad():
+        iteration, _ = load_checkpoint(stock.chunks, stock.optimizer, stock.scheduler)
+    found: int = iteration
+    return found
+
+
+def weights_digest(module: torch.nn.Module) -> str:
+    """SHA-256 over all parameters, in the order of their names: equal if and only if bit-equal."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(module.named_parameters()):
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _collect_results_in_this_process() -> None:
+    """Give Megatron's writer a queue of this process, before it makes one that is shared.
+
+    A synchronous save writes with threads. The shared queue is for asynchronous ones: it lives in a
+    process of its own, which imports Megatron, and so costs the first save some ten seconds.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+
+
+@contextmanager
+def _argument(args: Any, name: str, value: str) -> Iterator[None]:
+    """Set one of Megatron's arguments for a block: a path belongs to one call only."""
+    before = getattr(args, name)
+    setattr(args, name, value)
+    try:
+        yield
+    finally:
+        setattr(args, name, before)
+
+
+_MEGATRON, _CONTROLLER = "megatron", "controller.json"
+
+
+class CheckpointStore:
+    """A `controller.Store`: complete checkpoints or none, verified before they are read.
+
+    Example: `state = await CheckpointStore(job, ranks).restore()`.
+    """
+
+    def __init__(self, job: Job, ranks: RankGroup) -> None:
+        self._directory = job.out / "checkpoints"
+        self._config = job.config
+        self._ranks = ranks
+        # A run that is resumed has started its ranks right before, and nothing has happened yet.
+        self._fresh = job.resume_from is not None
+
+    async def save(self, version: int, state: Mapping[str, Any]) -> None:
+        """See `controller.Store.save`. Files are written and hashed in a thread."""
+        unfinished = checkpoint_dir.unfinished_path(self._directory, version)
+        await asyncio.to_thread(checkpoint_dir.make_empty, unfinished)
+        digests = await self._call("save", str(unfinished / _MEGATRON), version)
+        await asyncio.to_thread(self._seal, unfinished, version, state, digests[0])
+
+    async def restore(self) -> Mapping[str, Any] | None:
+        """See `controller.Store.restore`."""
+        found = checkpoint_dir.complete(self._directory)
+        state = await asyncio.to_thread(_read, found[-1]) if found else None
+        if not self._fresh:
+            await self._ranks.start()
+        self._fresh = False
+        if state is not None:
+            await self._call("load", str(found[-1] / _MEGATRON))
+        return state
+
+    async def _call(self, method: str, *args: Any) -> list[Any]:
+        # Limited: where one rank fails, the others wait for it in a collective.
+        limit_s = self._config.controller.call_timeout_s
+        return await self._ranks.call(method, *args, timeout_s=limit_s)
+
+    def _seal(self, unfinished: Path, version: int, state: Mapping[str, Any], digest: str) -> None:
+        (unfinished / _CONTROLLER).write_text(json.dumps(state), encoding="utf-8")
+        seal_checkpoint(self._directory, version, self._config, digest=digest)
+
+
+def _read(checkpoint: Path) -> Mapping[str, Any]:
+    checkpoint_dir.verify(checkpoint)
+    path = checkpoint / _CONTROLLER
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path}: missing, so a run with run.mode = sync has written this checkpoint; resume "
+            "it with the same mode"
+        )
+    state: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return state

@@ -1,0 +1,308 @@
+"""The engines of a run: who samples, and who brings them new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron_idempotent.engines import EnginePool, Request, RolloutEngine, Sample
+from megatron_idempotent.sync import SyncReport, SyncSettings, WeightSync, follow
+from megatron_idempotent.trainer.task.prompts import Prompt
+from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
+from megatron_idempotent.weights import WeightSource
+from megatron_idempotent.weights.transports import (
+    CudaIpcSender,
+    DiskSender,
+    ProcessGroupSender,
+    Sender,
+    SharedMemorySender,
+)
+
+from . import batch
+from .config import Config
+from .policy import MegatronPolicy
+from .rewards import RequestMaker
+
+Result = TypeVar("Result")
+
+
+class Engines:
+    """Samples of this rank's requests, and new weights for what samples them.
+
+    Example: `engines.publish(version=0); samples = engines.generate(requests)`.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        source: WeightSource,
+        *,
+        shared: bool,
+        settings: SyncSettings,
+        changed_only: bool,
+        request_timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            engines: those that this rank speaks with; where they are shared, rank 0's alone.
+            source: the trainer's weights, for them.
+            shared: whether rank 0 samples for all ranks.
+            settings: limits of an update.
+            changed_only: whether an update leaves out what has not changed.
+            request_timeout_s: for one response.
+        """
+        # One loop for the whole run: connections and locks of engines belong to theirs.
+        self._runner = asyncio.Runner()
+        self._engines = tuple(engines)
+        self._source = source
+        self._shared = shared
+        self._settings = settings
+        self._changed_only = changed_only
+        self._request_timeout_s = request_timeout_s
+        self._sync = WeightSync(engines, settings=settings) if engines else None
+        self._pool = EnginePool(engines, sync=self._sync) if engines else None
+        self._first_version: int | None = None
+
+    def publish(self, version: int) -> SyncReport | None:
+        """Bring the current weights to all engines. Collective where they are shared.
+
+        Returns the report on ranks that have engines. Errors: those of `WeightSync.update`; the
+        engines that it could not update or quarantined are left out of sampling.
+        """
+        if self._sync is None:
+            follow(self._source, settings=self._settings)
+            return None
+        if self._first_version is None:
+            self._first_version = self._run(self._above_all()) - version
+        return self._run(self._bring(self._first_version + version))
+
+    def generate(self, requests: Sequence[Request]) -> Sequence[Sample]:
+        """Samples in the order of the requests. Collective where engines are shared."""
+        if not self._shared:
+            return self._generate(requests)
+        # Small objects of our own; the ranks are processes of one program.
+        asked: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(tuple(requests), asked if dist.get_rank() == 0 else None)
+        answers: list[Any] = []
+        if dist.get_rank() == 0:
+            samples = iter(self._generate([request for part in asked for request in part]))
+            answers = [[next(samples) for _ in part] for part in asked]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, answers or None)
+        found: Sequence[Sample] = mine[0]
+        return found
+
+    def close(self) -> None:
+        """Close all engines and the loop that they run in."""
+        try:
+            for engine in self._engines:
+                self._run(engine.close())
+        finally:
+            self._runner.close()
+
+    def _generate(self, requests: Sequence[Request]) -> list[Sample]:
+        pool, first = self._pool, self._first_version
+        assert pool is not None
+        assert first is not None, "publish() comes before generate()"
+
+        async def one(request: Request) -> Sample:
+            async with asyncio.timeout(self._request_timeout_s):
+                sample = await pool.generate(request)
+            versions = tuple(version - first for version in sample.versions)
+            return dataclasses.replace(sample, versions=versions)
+
+        async def all_of_them() -> list[Sample]:
+            return await asyncio.gather(*map(one, requests))
+
+        return self._run(all_of_them())
+
+    async def _bring(self, version: int) -> SyncReport:
+        assert self._sync is not None
+        assert self._pool is not None
+        report = await self._sync.update(self._source, version, changed_only=self._changed_only)
+        await self._pool.reprobe()
+        return report
+
+    async def _above_all(self) -> int:
+        """The version of the first update: an engine may have served another run before."""
+        assert self._sync is not None
+        healths = await self._sync.recover()
+        return 1 + max((health.version or 0) for health in healths.values())
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return self._runner.run(work)
+
+
+MB = 1 << 20
+
+
+def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: Path) -> Engines:
+    """An engine on every rank, or servers that rank 0 speaks with. Collective."""
+    shared = config.rollout.engine != "transformers"
+    engines: Sequence[RolloutEngine] = ()
+    if not shared or dist.get_rank() == 0:
+        engines = _MAKERS[config.rollout.engine](config, checkpoint, out)
+    return Engines(
+        engines,
+        policy.source(shared=shared),
+        shared=shared,
+        settings=SyncSettings(bucket_bytes=config.sync.bucket_mb * MB),
+        changed_only=config.sync.changed_only,
+        request_timeout_s=config.rollout.request_timeout_s,
+    )
+
+
+def server_engines(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
+    """The servers of vLLM or SGLang at `rollout.engine_url`."""
+    return _MAKERS[config.rollout.engine](config, checkpoint, out)
+
+
+def _transformers(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
+    from megatron_idempotent.engines.transformers import TransformersEngine
+
+    name = f"rank-{dist.get_rank()}"
+    return [TransformersEngine(checkpoint, name=name, device=_device(config))]
+
+
+def _device(config: Config) -> str | None:
+    return None if config.run.device == "cpu" else "cuda"
+
+
+def _vllm(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
+    from megatron_idempotent.engines.vllm import VllmEngine
+
+    directory = _directory(config, out)
+    return [VllmEngine(url, transport=lambda: _sender(config, directory)) for url in _urls(config)]
+
+
+def _sglang(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
+    from megatron_idempotent.engines.sglang import SglangEngine
+
+    directory = _directory(config, out)
+    return [SglangEngine(url, checkpoint=checkpoint, directory=directory) for url in _urls(config)]
+
+
+def _sender(config: Config, directory: Path) -> Sender:
+    sync = config.sync
+    if sync.transport == "disk":
+        return DiskSender(directory)
+    if sync.transport == "shared_memory":
+        return SharedMemorySender()
+    if sync.transport == "cuda_ipc":
+        return CudaIpcSender()
+    return ProcessGroupSender(
+        sync.address or "127.0.0.1",
+        ranks=sync.workers,
+        backend="nccl" if sync.transport == "nccl" else "gloo",
+    )
+
+
+def _directory(config: Config, out: Path) -> Path:
+    return Path(config.sync.directory) if config.sync.directory else (out / "sync").absolute()
+
+
+def _urls(config: Config) -> list[str]:
+    return [url.strip() for url in config.rollout.engine_url.split(",") if url.strip()]
+
+
+_MAKERS: dict[str, Callable[[Config, Path, Path], Sequence[RolloutEngine]]] = {
+    "transformers": _transformers,
+    "vllm": _vllm,
+    "sglang": _sglang,
+}
+
+Generate = Callable[[Sequence[Request]], Sequence[Sample]]
+"""Samples of many requests, in their order. May be collective: then all ranks call it together."""
+
+
+class EngineSampler:
+    """Draws responses, one request for each; a request's seed belongs to it alone.
+
+    A sample is a function of (seed, stream, row of the prompt, index of the sample) and the
+    weights: not of the number of ranks, nor, up to the rounding of its logits, of its batch.
+    Example: `groups = sampler.sample(prompts, samples=16, stream=0)`.
+    """
+
+    def __init__(
+        self,
+        generate: Generate,
+        tokenizer: TextTokenizer,
+        *,
+        temperature: float,
+        max_response_tokens: int,
+        seed: int,
+    ) -> None:
+        self._generate = generate
+        self._tokenizer = tokenizer
+        self._requests = RequestMaker(
+            tokenizer, temperature=temperature, max_response_tokens=max_response_tokens, seed=seed
+        )
+
+    def sample(
+        self, prompts: Sequence[Prompt], *, samples: int, stream: int
+    ) -> tuple[batch.PromptGroup, ...]:
+        """One group of `samples` responses per prompt, in the order of the prompts."""
+        requests = [
+            request
+            for prompt in prompts
+            for request in self._requests.make(prompt, stream=stream, samples=samples)
+        ]
+        answers = self._generate(requests)
+        responses = [self._response(answer) for answer in answers]
+        return tuple(
+            batch.PromptGroup(
+                prompt=prompt,
+                prompt_tokens=requests[place * samples].prompt,
+                samples=tuple(responses[place * samples : (place + 1) * samples]),
+            )
+            for place, prompt in enumerate(prompts)
+        )
+
+    def _response(self, answer: Sample) -> batch.TrainingSample:
+        return batch.TrainingSample(
+            tokens=answer.tokens,
+            logprobs=answer.logprobs,
+            versions=answer.versions,
+            text=self._tokenizer.decode(answer.tokens),
+            finished=answer.finish_reason == "stop",
+        )
+
+
+async def make_async_engines(
+    config: Config, checkpoint: Path, out: Path
+) -> Sequence[RolloutEngine]:
+    """Makes the engines that the configuration names; they get the policy's weights first.
+
+    `checkpoint` is the Hugging Face one that they are made from.
+    """
+    if config.rollout.engine != "transformers":
+        return server_engines(config, checkpoint, out)
+    names = [f"engine-{number}" for number in range(config.controller.engines)]
+    if config.controller.cluster == "ray":
+        from megatron_idempotent.engines.ray import RayEngine
+
+        factory = "megatron_idempotent.engines.transformers:TransformersEngine"
+        restarts = config.controller.restarts
+        actors = [
+            RayEngine(factory, checkpoint.absolute(), name=name, restarts=restarts)
+            for name in names
+        ]
+        await asyncio.gather(*(actor.start() for actor in actors))
+        return actors
+    from transformers.utils import logging
+
+    from megatron_idempotent.engines.transformers import TransformersEngine
+
+    # Of loading a checkpoint: it would be drawn into the middle of the live table.
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    # No runtime is on in this process: "cuda" is a GPU.
+    device = "cuda" if config.run.device == "cuda" else None
+    return [
+        await asyncio.to_thread(TransformersEngine, checkpoint, name=name, device=device)
+        for name in names
+    ]

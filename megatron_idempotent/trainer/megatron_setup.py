@@ -1,0 +1,163 @@
+"""Builds a model and its optimizer the way every `megatron.training` program does.
+
+The configuration becomes the argument list that Megatron's stock parser reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_idempotent.hf import Architecture, build_gpt
+
+from .config import Config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronModel:
+    """Results of `setup_model_and_optimizer`.
+
+    Example: `MegatronModel(args=args, chunks=[ddp], ...)`.
+
+    `args` is Megatron's global namespace, `chunks` the DDP-wrapped pipeline chunks of this rank
+    (one: the trainer has no pipeline).
+    """
+
+    args: Any
+    chunks: list[Any]
+    optimizer: Any
+    scheduler: Any
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The `GPTModel` without its wrappers."""
+        module: torch.nn.Module = self.chunks[0].module
+        return module
+
+
+def build_megatron_model(
+    arguments: Sequence[str], arch: Architecture, *, positions: int
+) -> MegatronModel:
+    """Parse, initialise and build. All ranks take part: the optimizer makes process groups."""
+    from megatron.core.enums import ModelType
+    from megatron.training import get_args, training
+
+    _initialize(arguments)
+
+    def provide_model(
+        pre_process: bool = True, post_process: bool = True, **newer: Any
+    ) -> torch.nn.Module:
+        return gpt_model(arch, pre_process, post_process, positions=positions)
+
+    chunks, optimizer, scheduler = training.setup_model_and_optimizer(
+        model_provider_func=provide_model, model_type=ModelType.encoder_or_decoder
+    )
+    return MegatronModel(args=get_args(), chunks=chunks, optimizer=optimizer, scheduler=scheduler)
+
+
+def gpt_model(
+    arch: Architecture, pre_process: bool, post_process: bool, *, positions: int
+) -> torch.nn.Module:
+    """The checkpoint's decoder, configured by Megatron's global arguments; random weights."""
+    from megatron.training import get_args
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    model: torch.nn.Module = build_gpt(
+        arch,
+        core_transformer_config_from_args(get_args()),
+        pre_process=pre_process,
+        post_process=post_process,
+        max_positions=positions,
+        parallel_output=False,
+    )
+    return model
+
+
+def _initialize(arguments: Sequence[str]) -> None:
+    """Megatron reads its arguments from `sys.argv` and nowhere else."""
+    from megatron.core.datasets import utils as datasets
+    from megatron.training import arguments as parser
+    from megatron.training import initialize
+
+    before, compile_helpers = sys.argv, datasets.compile_helpers
+    sys.argv = ["megatron-idempotent-train", *arguments]
+    # Megatron runs `make` in its data-set folder, and its wheels ship no makefile: it would end the
+    # process. What it compiles indexes pre-training data, which is not read here.
+    datasets.compile_helpers = lambda: None
+    try:
+        if hasattr(parser, "parse_and_validate_args"):  # 0.18 took the parsing out of initialize
+            parser.parse_and_validate_args()
+            initialize.initialize_megatron()
+        else:
+            initialize.initialize_megatron(args_defaults={})
+    finally:
+        sys.argv, datasets.compile_helpers = before, compile_helpers
+
+
+# Only the learning rate's decay is measured in it, and the rate here never decays. A constant, so
+# that a resumed run with more rollouts finds the schedule of its checkpoint.
+_FOREVER = 1_000_000_000
+
+
+def megatron_arguments(config: Config, arch: Architecture, *, positions: int) -> list[str]:
+    """Arguments for `megatron.training`, as on the command line of any of its programs.
+
+    `arch` is the checkpoint's and `positions` the length of the training sequences. What is not in
+    the configuration is here because the trainer stands for it: the distributed optimizer with both
+    overlap flags, Megatron's local layers (Transformer Engine needs CUDA), no dropout, and
+    gradients divided by the response tokens of all ranks.
+    """
+    return [
+        *arch.megatron_arguments(),
+        "--attention-dropout=0",
+        f"--seq-length={positions}",
+        f"--seed={config.run.seed}",
+        *_optimizer(config),
+        *_OVERLAP,
+        *_CPU,
+    ]
+
+
+_OVERLAP = (
+    "--use-distributed-optimizer",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    # Several buckets even in a small model: with one, nothing could overlap.
+    "--ddp-bucket-size=40000",
+    "--calculate-per-token-loss",
+)
+
+_CPU = (
+    "--transformer-impl=local",
+    "--use-cpu-initialization",
+    "--distributed-backend=gloo",
+    # Fused CUDA kernels, each with a plain torch form.
+    "--no-gradient-accumulation-fusion",
+    "--no-persist-layer-norm",
+    "--no-masked-softmax-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-rope-fusion",
+    "--rerun-mode=disabled",
+)
+
+
+def _optimizer(config: Config) -> list[str]:
+    optimizer = config.optimizer
+    return [
+        f"--micro-batch-size={config.microbatch_size}",
+        f"--global-batch-size={config.global_batch_size}",
+        f"--train-iters={_FOREVER}",
+        "--optimizer=adam",
+        f"--lr={optimizer.lr}",
+        "--lr-decay-style=constant",
+        f"--lr-warmup-iters={optimizer.warmup_steps}",
+        f"--adam-beta1={optimizer.beta1}",
+        f"--adam-beta2={optimizer.beta2}",
+        f"--weight-decay={optimizer.weight_decay}",
+        f"--clip-grad={optimizer.clip_grad}",
+    ]

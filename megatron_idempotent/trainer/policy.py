@@ -1,0 +1,309 @@
+"""The policy on real Megatron: each optimizer step is a `TrainStep` that is fed in chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+import megatron_idempotent
+from megatron_idempotent.hf import Architecture, MegatronWeights, load_hf, save_hf
+from megatron_idempotent.trainer.task.prompts import PromptSet, read_prompts
+from megatron_idempotent.trainer.task.tokenizer import (
+    TOKENIZER_FILE,
+    TextTokenizer,
+    make_tokenizer,
+    sequence_positions,
+)
+from megatron_idempotent.weights import WeightSource
+
+from . import checkpoint_dir
+from .batch import Batch, StepMetrics, chunks
+from .config import Config, ModelConfig
+from .loss import PolicyLoss, corrected, decoder_logits, forward
+from .megatron_setup import MegatronModel, build_megatron_model, megatron_arguments
+from .output import INITIAL, Job, data_path
+
+
+class MegatronPolicy:
+    """A decoder, its optimizer and its schedule, on all data-parallel ranks.
+
+    Building it, `weights` and `train` are collective: every rank of the default group takes part.
+    Example: `metrics = policy.train(batch, index=0)`.
+    """
+
+    def __init__(self, config: Config, checkpoint: Path, *, positions: int) -> None:
+        """`checkpoint` is a Hugging Face one; `positions` the length of training sequences."""
+        self._config = config
+        self._checkpoint = checkpoint
+        self.architecture = Architecture.read(checkpoint)
+        self.stock: MegatronModel = build_megatron_model(
+            megatron_arguments(config, self.architecture, positions=positions),
+            self.architecture,
+            positions=positions,
+        )
+        load_hf(
+            checkpoint,
+            self.stock.chunks,
+            optimizer=self.stock.optimizer,
+            deadline_s=config.run.timeout_s,
+        )
+        # Taken before any checkpoint of the run is loaded: a resumed one penalises the distance
+        # from the same weights.
+        self._initial = {
+            name: value.detach().clone() for name, value in self.stock.module.named_parameters()
+        }
+        megatron_idempotent.wire_train_config(self.stock.chunks, self.stock.optimizer)
+        self._step = megatron_idempotent.TrainStep(
+            self.stock.chunks,
+            self.stock.optimizer,
+            self.stock.scheduler,
+            forward=forward,
+            # A verifier may keep one rank busy for as long as the run may take.
+            deadline_s=config.run.timeout_s,
+        )
+        self._loss = PolicyLoss(config.loss, temperature=config.rollout.temperature)
+
+    @contextmanager
+    def weights(self) -> Iterator[torch.nn.Module]:
+        """The decoder, to sample from or to export: up to date, in eval mode, without gradients."""
+        with self._step.reading() as (chunk,):
+            yield chunk.module
+
+    def source(self, *, shared: bool) -> WeightSource:
+        """The weights under Hugging Face names; read them within `weights()`.
+
+        For rank 0 alone where they are shared, and else for every rank by itself: the trainer is
+        data-parallel, so each has all of them. Collective.
+        """
+        group = None
+        if not shared:
+            group, _ = dist.new_subgroups(1)  # type: ignore[no-untyped-call]
+        return MegatronWeights(self.stock.chunks, self.architecture, group=group)
+
+    def save_hf(self, directory: Path) -> None:
+        """Write a Hugging Face checkpoint, with configuration and tokenizer of the one it began
+        from, and SHA256SUMS; one that is there is replaced once the new one is complete.
+        Collective."""
+        with self.weights():
+            save_hf(self.source(shared=True), directory, like=self._checkpoint, replace=True)
+        if dist.get_rank() == 0:
+            checkpoint_dir.write_sums(directory)
+
+    def train(self, batch: Batch, *, index: int) -> StepMetrics:
+        """`steps_per_rollout` optimizer steps over the batch, each sequence used once.
+
+        `index` is the rollout's: it orders the sequences. Every rank passes a batch of the same
+        size. Returns what happened on all ranks. An error on any rank is raised on all of them,
+        with the step that it stopped undone.
+        """
+        optimizer = self._config.optimizer
+        batch = dataclasses.replace(batch, reference_logprobs_BT=self._reference_logprobs(batch))
+        if self._loss.needs_recomputed_logprobs:
+            proximal_BT = self.logprobs(batch, "policy")
+            batch, _ = corrected(batch, proximal_BT, self._config.loss)
+        stream = chunks(
+            batch, size=self._config.chunk_size, seed=self._config.run.seed, index=index
+        )
+        return training_metrics(
+            [
+                self._optimizer_step(itertools.islice(stream, optimizer.chunks))
+                for _ in range(optimizer.steps_per_rollout)
+            ]
+        )
+
+    def begin(self, step_id: str | None = None, *, rank_batch_size: int | None = None) -> str:
+        """Open an optimizer step; see `TrainStep.begin`, as for the others."""
+        return self._step.begin(
+            self._loss,
+            global_batch_size=self._config.global_batch_size,
+            micro_batch_size=self._config.microbatch_size,
+            rank_batch_size=rank_batch_size,
+            step_id=step_id,
+        )
+
+    def microbatch(
+        self, step_id: str, batch: Batch, *, microbatch_id: str | None = None, last: bool = False
+    ) -> None:
+        """Forward and backward of this rank's rows."""
+        tensors = batch.on_device().tensors()
+        self._step.microbatch(step_id, tensors, microbatch_id=microbatch_id, last=last)
+
+    def finish(self, step_id: str) -> megatron_idempotent.StepResult:
+        """One reduction and one update. Collective."""
+        return self._step.finish(step_id)
+
+    def abort(self, step_id: str | None = None) -> None:
+        """Undo the open step; without one, nothing. Collective."""
+        self._step.abort(step_id)
+
+    def logprobs(self, batch: Batch, which: Literal["policy", "reference"]) -> torch.Tensor:
+        """Log-probs [B, T] of this rank's rows; legal while a step is open. Collective.
+
+        Of the weights as they are, or of those that the run began with.
+        """
+        with self.weights() as module:
+            if not len(batch):  # attention refuses to be of nothing
+                return torch.empty_like(batch.old_logprobs_BT)
+            if which == "policy":
+                return self._logprobs(module, batch)
+
+            def at_initial_weights(*inputs: torch.Tensor) -> Any:
+                return torch.func.functional_call(module, self._initial, inputs)
+
+            return self._logprobs(at_initial_weights, batch)
+
+    def _optimizer_step(self, stream: Iterable[Batch]) -> megatron_idempotent.StepResult:
+        # Known here, so that the last chunk's backward overlaps the reductions.
+        step_id = self.begin(rank_batch_size=self._config.rank_batch_size)
+        try:
+            for chunk in stream:
+                self.microbatch(step_id, chunk)
+            return self.finish(step_id)
+        except Exception:
+            # All ranks come here: the others hear of a failure where they would wait for this one.
+            self.abort(step_id)
+            raise
+
+    def _reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
+        """Log-probs [B, T] under the policy that the KL penalty ties to, if there is a penalty."""
+        if not self._config.loss.kl_coefficient:
+            return None
+        if self._config.loss.kl_reference == "old":
+            return batch.old_logprobs_BT
+        return self.logprobs(batch, "reference")
+
+    def _logprobs(self, module: Any, batch: Batch) -> torch.Tensor:
+        """Log-probs [B, T] of a batch's targets, at the temperature that they are sampled at.
+
+        On the host, as the batch is.
+        """
+        batch = batch.on_device()
+        found = megatron_idempotent.token_logprobs(
+            logits=decoder_logits(module, batch.tokens_BT),
+            targets=batch.targets_BT,
+            temperature=self._config.rollout.temperature,
+            token_mask=batch.loss_mask_BT > 0,
+        )
+        return found.logprob.cpu()
+
+
+def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> StepMetrics:
+    """The steps of a rollout as one: means over their response tokens, and over their updates."""
+    tokens = sum(result.global_valid_tokens for result in results)
+    updates = [result for result in results if result.updated]
+    norms = [update.grad_norm for update in updates if update.grad_norm is not None]
+
+    def mean(name: str) -> float:
+        # The step's metrics are means over its own tokens.
+        total = sum(result.metrics[name] * result.global_valid_tokens for result in results)
+        return total / (tokens or 1.0)
+
+    return StepMetrics(
+        loss=mean("loss"),
+        kl=mean("kl"),
+        clip_fraction=mean("clip_fraction"),
+        grad_norm=sum(norms) / (len(norms) or 1),
+        learning_rate=results[-1].lr,
+        response_tokens=int(tokens),
+        optimizer_steps=len(updates),
+    )
+
+
+def ensure_checkpoint(
+    directory: Path, model: ModelConfig, tokenizer: TextTokenizer, *, seed: int, positions: int
+) -> Path:
+    """The random checkpoint of a run, written by rank 0 unless it is there. Collective.
+
+    A function of the sizes and the seed: RMSNorm, rotary positions, SwiGLU, grouped queries, no
+    biases; `positions` is the longest sequence. It is written beside its name and renamed.
+    """
+    if dist.get_rank() == 0 and not directory.is_dir():
+        unfinished = directory.with_name(directory.name + ".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        write_checkpoint(unfinished, model, tokenizer, seed=seed, positions=positions)
+        checkpoint_dir.write_sums(unfinished)
+        unfinished.rename(directory)
+    dist.barrier()
+    return directory
+
+
+def write_checkpoint(
+    directory: Path, model: ModelConfig, tokenizer: TextTokenizer, *, seed: int, positions: int
+) -> None:
+    """Write it, in this process alone; the random state is left as it was."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocabulary_size,
+        hidden_size=model.hidden,
+        intermediate_size=model.ffn,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.query_groups,
+        max_position_embeddings=positions,
+        rope_parameters={"rope_type": "default", "rope_theta": float(model.rotary_base)},
+        initializer_range=model.init_std,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.end_ids[0],
+        pad_token_id=tokenizer.pad_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        decoder = LlamaForCausalLM(config)
+    with torch.no_grad():
+        # As Megatron begins: what adds to the residual stream is smaller in a deeper model.
+        for name, parameter in decoder.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_((2 * model.layers) ** -0.5)
+    decoder.save_pretrained(directory)
+    tokenizer.save(directory / TOKENIZER_FILE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """Example: `start_policy(job).policy`."""
+
+    policy: MegatronPolicy
+    prompts: PromptSet
+    tokenizer: TextTokenizer
+    positions: int
+    """Length of the training sequences in tokens."""
+    checkpoint: Path
+    """The Hugging Face one that the weights are from."""
+
+
+def start_policy(job: Job) -> Started:
+    """Patches applied, data read, model and optimizer built. Collective."""
+    megatron_idempotent.apply()
+    config = job.config
+    prompts = read_prompts(data_path(config))
+    tokenizer = make_tokenizer(config, prompts)
+    positions = sequence_positions(
+        prompts, tokenizer, max_response_tokens=config.rollout.max_response_tokens
+    )
+    if config.model.path:
+        checkpoint = Path(config.model.path)
+    else:
+        checkpoint = ensure_checkpoint(
+            job.out / INITIAL,
+            config.model,
+            tokenizer,
+            seed=config.run.seed,
+            positions=positions + 1,
+        )
+    return Started(
+        policy=MegatronPolicy(config, checkpoint, positions=positions),
+        prompts=prompts,
+        tokenizer=tokenizer,
+        positions=positions,
+        checkpoint=checkpoint,
+    )

@@ -1,1 +1,0 @@
-"""The policy: a decoder built, sampled, trained and saved through stock Megatron."""

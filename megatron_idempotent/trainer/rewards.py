@@ -1,0 +1,252 @@
+"""Prompts, requests, rewards and advantages: all that turns samples into training data."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_idempotent.controller import Fleet, LogprobsOf, RolloutGroup
+from megatron_idempotent.engines import Request, Sample
+from megatron_idempotent.metrics.names import HELD_OUT
+from megatron_idempotent.trainer.task.prompts import Prompt, prompt_at
+from megatron_idempotent.trainer.task.reward import Reward
+from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
+
+from .batch import Batch, Row, pack_rows
+from .config import Config
+from .loss import corrected
+
+# A group whose rewards differ by rounding alone must not be blown up to unit variance.
+_SMALLEST_STD = 1e-4
+
+
+def group_advantages(rewards: Sequence[float], *, normalize_std: bool) -> tuple[float, ...]:
+    """Advantage = reward - mean of the group, divided by (std of the group + 1e-4) if asked.
+
+    The standard deviation is the population's: its denominator is the group size. A group whose
+    rewards are all equal says nothing about its samples, and gets zeros.
+
+    Example: `group_advantages((1.0, 0.0), normalize_std=False)` is `(0.5, -0.5)`.
+    """
+    mean = math.fsum(rewards) / len(rewards)
+    centred = [reward - mean for reward in rewards]
+    if not normalize_std:
+        return tuple(centred)
+    std = math.sqrt(math.fsum(value * value for value in centred) / len(rewards))
+    return tuple(value / (std + _SMALLEST_STD) for value in centred)
+
+
+class RequestMaker:
+    """Makes requests whose seeds belong to them alone.
+
+    A request is a function of (seed, stream, row of the prompt, index of the sample).
+    Example: `maker.make(prompt, stream=0, samples=16)`.
+    """
+
+    def __init__(
+        self, tokenizer: TextTokenizer, *, temperature: float, max_response_tokens: int, seed: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._temperature = temperature
+        self._max_response_tokens = max_response_tokens
+        self._seed = seed
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: TextTokenizer) -> RequestMaker:
+        """Makes one from the configuration."""
+        return cls(
+            tokenizer,
+            temperature=config.rollout.temperature,
+            max_response_tokens=config.rollout.max_response_tokens,
+            seed=config.run.seed,
+        )
+
+    def make(self, prompt: Prompt, *, stream: int, samples: int) -> list[Request]:
+        """One request per sample. `stream` names the random numbers."""
+        tokens = self._tokenizer.encode_prompt(prompt.text)
+        return [
+            self._request(f"{stream}/{prompt.row}/{sample}", tokens) for sample in range(samples)
+        ]
+
+    def _request(self, name: str, tokens: tuple[int, ...]) -> Request:
+        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
+        return Request(
+            id=name,
+            prompt=tokens,
+            max_tokens=self._max_response_tokens,
+            stop_tokens=self._tokenizer.end_ids,
+            temperature=self._temperature,
+            seed=int.from_bytes(digest, "big") >> 1,  # engines take what fits into int64
+        )
+
+
+# Evaluation draws from streams that no group uses: a group's stream is its id.
+_EVALUATION_STREAM = 1 << 40
+
+
+class Scorer:
+    """The verifier on samples. Example: `await scorer(0, prompt, samples)`."""
+
+    def __init__(self, reward: Reward, tokenizer: TextTokenizer) -> None:
+        self._reward = reward
+        self._tokenizer = tokenizer
+
+    async def __call__(
+        self, group_id: int, prompt: Prompt, samples: Sequence[Sample]
+    ) -> Sequence[float]:
+        """A reward per sample. In a thread: a verifier may take its time."""
+        return await asyncio.to_thread(self._rewards, prompt, samples)
+
+    def _rewards(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+        return [
+            float(
+                self._reward(
+                    self._tokenizer.decode(sample.tokens),
+                    prompt.answer,
+                    finished=sample.finish_reason == "stop",
+                )
+            )
+            for sample in samples
+        ]
+
+
+class Evaluation:
+    """Mean reward on held-out prompts, one sample each, at the training temperature."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        requests: RequestMaker,
+        scorer: Scorer,
+        prompts: Sequence[Prompt],
+        *,
+        every: int,
+        last: int,
+    ) -> None:
+        """`every` and `last` are versions; 0 evaluates at the start and at the end only."""
+        self._fleet = fleet
+        self._requests = requests
+        self._scorer = scorer
+        self._prompts = prompts
+        self._every = every
+        self._last = last
+
+    async def __call__(self, version: int) -> Mapping[str, float]:
+        """Metrics of a version; none where it is not due."""
+        if not self.due(version):
+            return {}
+        rewards = await asyncio.gather(*(self._one(prompt, version) for prompt in self._prompts))
+        return {
+            HELD_OUT: sum(rewards) / len(rewards),
+            "evaluation/solved_fraction": sum(each == 1.0 for each in rewards) / len(rewards),
+        }
+
+    def due(self, version: int) -> bool:
+        """Returns whether a version is evaluated."""
+        return version in (0, self._last) or (self._every > 0 and version % self._every == 0)
+
+    async def _one(self, prompt: Prompt, version: int) -> float:
+        stream = _EVALUATION_STREAM + version
+        (request,) = self._requests.make(prompt, stream=stream, samples=1)
+        sample = await self._fleet.sample(request)
+        (reward,) = await self._scorer(0, prompt, [sample])
+        return reward
+
+
+class GrpoRecipe:
+    """A `controller.Recipe`. Example: `recipe.batch(group, recipe.inputs(group), {})`."""
+
+    def __init__(self, config: Config, tokenizer: TextTokenizer, *, positions: int) -> None:
+        """`positions` is the length of the training sequences in tokens."""
+        self._config = config
+        self._tokenizer = tokenizer
+        self._positions = positions
+        # By group, until its step is reported: one that is taken again counts once.
+        self._corrections: dict[int, Mapping[str, float]] = {}
+
+    def rejects(self, group: RolloutGroup) -> str:
+        """Groups without a spread of rewards have no advantages, and may be left out."""
+        tied = len(set(group.rewards)) == 1
+        return "tied" if tied and self._config.controller.drop_tied else ""
+
+    def inputs(self, groups: Sequence[RolloutGroup]) -> Batch:
+        """One row per sample, with the log-probs that it was drawn with."""
+        rows = [row for group in groups for row in self._rows(group)]
+        return pack_rows(rows, positions=self._positions, pad_id=self._tokenizer.pad_id)
+
+    def batch(
+        self,
+        groups: Sequence[RolloutGroup],
+        inputs: Any,
+        logprobs: Mapping[LogprobsOf, torch.Tensor],
+    ) -> Batch:
+        """The batch with what its loss needs beside the rewards."""
+        loss = self._config.loss
+        batch: Batch = inputs
+        reference_BT = logprobs.get("reference")
+        if loss.kl_coefficient and loss.kl_reference == "old":
+            reference_BT = batch.old_logprobs_BT
+        batch = dataclasses.replace(batch, reference_logprobs_BT=reference_BT)
+        if loss.old_logprobs != "recomputed":
+            return batch
+        batch, found = corrected(batch, logprobs["policy"], loss)
+        # All that train together have one measure; of a step taken again the last one counts.
+        self._corrections[groups[0].id] = found
+        return batch
+
+    def metrics(self, groups: Sequence[RolloutGroup], version: int) -> Mapping[str, float]:
+        """Means over the samples, or groups, of one optimizer step."""
+        rewards = [reward for group in groups for reward in group.rewards]
+        samples = len(rewards)
+        return {
+            **_correction_metrics([self._corrections.pop(each.id, {}) for each in groups]),
+            "reward": sum(rewards) / samples,
+            "solved_fraction": sum(reward == 1.0 for reward in rewards) / samples,
+            "tied_group_fraction": sum(len(set(each.rewards)) == 1 for each in groups)
+            / len(groups),
+            "response_length": sum(group.tokens for group in groups) / samples,
+            "failed_samples": float(sum(group.failed for group in groups)),
+            "mixed_version_fraction": sum(
+                len(set(sample.versions)) > 1 for group in groups for sample in group.samples
+            )
+            / samples,
+        }
+
+    def _rows(self, group: RolloutGroup) -> list[Row]:
+        prompt = self._tokenizer.encode_prompt(group.prompt.text)
+        normalize_std = self._config.loss.normalize_std
+        advantages = group_advantages(group.rewards, normalize_std=normalize_std)
+        return [(prompt, *each) for each in zip(group.samples, advantages, strict=True)]
+
+
+def _correction_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the response tokens that came in; nothing where nothing was recomputed."""
+    parts = [part for part in parts if part]
+    tokens = sum(part["tokens"] for part in parts)
+    if not tokens:
+        return {}
+    names = ("ratio", "kl", "rejected", "truncated", "not_finite")
+    means = {f"correction/{name}": sum(part[name] for part in parts) / tokens for name in names}
+    return means | {"correction/largest_ratio": max(part["largest_ratio"] for part in parts)}
+
+
+class PromptStream:
+    """Passes over the data, each in an order of its own. Example: `stream.prompt(0).text`."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int) -> None:
+        self._prompts = prompts
+        self._seed = seed
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt at a place from 0."""
+        return prompt_at(self._prompts, index, seed=self._seed)
+
+    def epoch(self, index: int) -> int:
+        """Returns how often the data was used up before that place."""
+        return index // len(self._prompts)

@@ -1,1 +1,0 @@
-"""Rollouts: groups of sampled responses, their rewards and their advantages."""

@@ -1,1 +1,0 @@
-"""The asynchronous trainer: the controller's parts, made of the trainer's own."""

@@ -1,1 +1,0 @@
-"""Watching a run: logs, progress bar, curves and the final table."""

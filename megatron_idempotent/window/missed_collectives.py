@@ -1,0 +1,251 @@
+"""The collectives that a rank which stopped computing still owes its data-parallel peers.
+
+Peers start them from hooks: parameter gathers before a module's first forward, reductions after
+the last gradient of a bucket group. A rank whose forward or backward did not run has to start them
+itself, in the peers' order, for a group's collectives pair up by order alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
+from megatron_idempotent.ranks.agreement import describe, poison
+
+from .open_contexts import drop_coalescing_of
+
+# Chunk → indices of its bucket groups in the order in which backward hooks started them last.
+_learned: PerProcessWeakKeys[Any, list[int]] = PerProcessWeakKeys(__name__, "_learned")
+
+
+class MissedCollectives:
+    """Tracks which bucket groups of the chunks were reduced in this window, to start the others."""
+
+    def __init__(self, chunks: list[Any]) -> None:
+        self._chunks = chunks
+        self._started: dict[int, list[int]] = {index: [] for index in range(len(chunks))}
+        # Per chunk, its groups by when their last gradient became ready in this backward (an
+        # ordered set), and the same of the last whole backward.
+        self._ready: list[dict[int, None]] = [{} for _ in chunks]
+        self._order: list[list[int]] = [[] for _ in chunks]
+        # Per chunk and bucket group, what `_counts` says after the last whole backward.
+        self._counted: list[list[int]] = [[] for _ in chunks]
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note each bucket group's collectives as they start, by attributes of the instance.
+
+        Until the order of a chunk is known, also when gradients become ready: every backward shows
+        it, while reductions start in the last one only.
+        """
+        noted, registering = [], []
+        both = zip(self._chunks, self._started.values(), self._ready, strict=True)
+        for place, (chunk, started, ready) in enumerate(both):
+            self._counted[place] = _counts(chunk)
+            for number, group in enumerate(bucket_groups(chunk)):
+                if chunk not in _learned:
+                    before = vars(group).get("register_grad_ready")
+                    ours = functools.partial(_note_ready, group.register_grad_ready, ready, number)
+                    group.register_grad_ready = ours
+                    registering.append((group, ours, before))
+                reduce = functools.partial(_note, group.start_grad_sync, started, number)
+                group.start_grad_sync = functools.partial(_start, group, reduce)
+                group.start_param_sync = functools.partial(_start, group, group.start_param_sync)
+                group.finish_param_sync = functools.partial(_wait, group, group.finish_param_sync)
+                noted.append(group)
+        try:
+            yield
+        finally:
+            for group in noted:
+                vars(group).pop("start_grad_sync", None)
+                vars(group).pop("start_param_sync", None)
+                vars(group).pop("finish_param_sync", None)
+                vars(group).pop("check_grads", None)
+            for group, ours, before in registering:
+                # A patch may stand around it by now, and takes it away with itself.
+                if vars(group).get("register_grad_ready") is ours:
+                    del group.register_grad_ready
+                    if before is not None:
+                        group.register_grad_ready = before
+
+    def reduce(self, chunk: Any) -> None:
+        """Start the reductions that the peers' hooks start in this backward, over zeros."""
+        groups = bucket_groups(chunk)
+        place = self._chunks.index(chunk)
+        started = self._started[place]
+        if not groups or not _starts_from_hooks(groups[0]) or not self._is_last(place):
+            return
+        # Before any backward has shown the order, it is taken to be that of the buckets.
+        for number in _learned.get(chunk) or self._order[place] or range(len(groups)):
+            group = groups[number]
+            if number in started:
+                continue
+            for bucket in group.buckets:
+                bucket.grad_data.zero_()
+            # What failed may be this very check; over zeros it has nothing to find.
+            group.check_grads = _no_check
+            if getattr(chunk, "force_all_reduce", False):
+                group.start_grad_sync(force_all_reduce=True)
+            else:
+                group.start_grad_sync()
+
+    def _is_last(self, place: int) -> bool:
+        """Tell if the peers' hooks start reductions in this backward, which is skipped here.
+
+        From 0.16 on a step may have several: calls outside of `no_sync`, or microbatches without.
+        """
+        groups = bucket_groups(self._chunks[place])
+        learned = [getattr(g, "golden_per_param_grad_ready_counts", None) for g in groups]
+        expected = [
+            counts[_first(group)] for group, counts in zip(groups, learned, strict=True) if counts
+        ]
+        if len(expected) < len(groups):
+            return True  # before 0.16 each window has one
+        # What each backward registers: some parameter registers once.
+        backwards = math.gcd(*(n for counts in learned if counts for n in counts.values()))
+        self._counted[place] = [
+            counted + count // backwards
+            for counted, count in zip(self._counted[place], expected, strict=True)
+        ]
+        return self._counted[place] == expected
+
+    def check(self) -> None:
+        """Run the gradient checks now that finalizing would run, and not again.
+
+        They raise on the rank that has the NaN, while its peers enter the reduction.
+        """
+        for chunk, started in zip(self._chunks, self._started.values(), strict=True):
+            for number, group in enumerate(bucket_groups(chunk)):
+                options = group.ddp_config
+                wanted = options.check_for_nan_in_grad or options.check_for_large_grads
+                # Such gradients reach the buffer only as the reduction starts.
+                outside = any(
+                    getattr(bucket, "params_with_extra_main_grads", None)
+                    for bucket in group.buckets
+                )
+                if wanted and number not in started and not outside:
+                    group.check_grads(
+                        check_for_nan_or_inf=options.check_for_nan_in_grad,
+                        check_for_large=options.check_for_large_grads,
+                    )
+                    group.check_grads = _no_check
+
+    @contextlib.contextmanager
+    def backward(self, chunk: Any) -> Iterator[None]:
+        """Around one real backward of a chunk: if it ends well, it has shown the order."""
+        place = self._chunks.index(chunk)
+        ready = self._ready[place]
+        ready.clear()
+        yield
+        self._counted[place] = _counts(chunk)
+        if len(ready) == len(bucket_groups(chunk)):
+            self._order[place] = list(ready)
+
+    def learn(self, failed: bool) -> None:
+        """Keep the order in which hooks started all groups, or would have, for a later failure."""
+        for place, (chunk, started) in enumerate(
+            zip(self._chunks, self._started.values(), strict=True)
+        ):
+            groups = bucket_groups(chunk)
+            from_hooks = bool(groups) and _starts_from_hooks(groups[0])
+            if from_hooks and len(started) == len(groups) and not failed:
+                _learned[chunk] = list(started)
+            elif self._order[place]:
+                _learned[chunk] = self._order[place]
+
+
+def gather_params(chunk: Any, *, wait: bool = True) -> None:
+    """Start the parameter gathers that the peers' forward pre-hooks start, then wait."""
+    if not getattr(chunk, "remove_forward_pre_hook_handles", None):
+        return
+    chain = [
+        *reversed(chunk.bucket_groups),
+        *reversed(chunk.expert_parallel_bucket_groups),
+    ]
+    # All are started before any is waited for: dense and expert parameters alternate on the
+    # peers, and waiting in another order than theirs would be a deadlock.
+    for group in chain:
+        if not group.param_gather_dispatched:
+            _start(group, group.start_param_sync)
+    for group in chain if wait else ():
+        group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def _start(group: Any, start: Callable[..., None], *args: Any, **kw: Any) -> None:
+    """Start a bucket group's collective; after an exception it must be clear whether it began.
+
+    If it was, and nobody has noted it, the session ends: a second one would pair up with another
+    one of the peers.
+    """
+    before = _collectives(group)
+    try:
+        start(*args, **kw)
+    except BaseException as error:
+        if _collectives(group) != before:
+            poison(f"a collective was left as it started: {describe(error)}")
+        # What was put together and not started must not be added to the next one.
+        drop_coalescing_of(group)
+        raise
+
+
+def _wait(group: Any, finish: Callable[..., None], *args: Any, **kw: Any) -> None:
+    """Wait for a gather, which a peer that has failed may never join."""
+    try:
+        finish(*args, **kw)
+    except RuntimeError as lost:
+        if group.param_gather_handle is None:
+            raise  # the wait was through, or had not begun
+        raise poison(f"parameters were not gathered: {describe(lost)}") from lost
+
+
+def _note(
+    start: Callable[..., None], started: list[int], number: int, *args: Any, **kw: Any
+) -> None:
+    start(*args, **kw)
+    if number not in started:
+        started.append(number)
+
+
+def _collectives(group: Any) -> list[int]:
+    """Counts the collectives that were started in each of the bucket group's process groups."""
+    held: list[Any] = [v for v in vars(group).values() if isinstance(v, dist.ProcessGroup)]
+    return [int(each._get_sequence_number_for_group()) for each in held]
+
+
+def _note_ready(
+    register: Callable[..., None], ready: dict[int, None], number: int, *args: Any, **kw: Any
+) -> None:
+    ready.pop(number, None)
+    ready[number] = None
+    register(*args, **kw)
+
+
+def _counts(chunk: Any) -> list[int]:
+    """Counts how often one parameter of each bucket group has registered its gradient."""
+    return [
+        getattr(group, "per_param_grad_ready_counts", {}).get(_first(group), 0)
+        for group in bucket_groups(chunk)
+    ]
+
+
+def _first(group: Any) -> Any:
+    return group.buckets[0].params_list[0]
+
+
+def _starts_from_hooks(group: Any) -> bool:
+    return (
+        group.ddp_config.overlap_grad_reduce
+        and group.is_last_microbatch
+        and not getattr(group, "is_first_batch", False)
+    )
+
+
+def _no_check(**_: Any) -> None:
+    """Takes the place of a check that has run already, or has nothing to find."""

@@ -1,0 +1,163 @@
+"""Debug mode: compare gradients and parameters between data-parallel ranks before a step.
+
+Switched on with `MEGATRON_IDEMPOTENT_CHECK=1`; see the case file `replicas-differ-unnoticed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_idempotent.megatron.ddp import GATHERED, REDUCTIONS, bucket_groups, name_of
+
+_BLOCK = 1 << 20
+_PRIME = 1_000_003
+
+
+class ReplicaMismatchError(RuntimeError):
+    """Data-parallel ranks would step on different gradients, or from different parameters."""
+
+
+class _Row(NamedTuple):
+    """One rank's numbers of one bucket group; 64-bit integers."""
+
+    reductions: int
+    """The number of reductions that finished since `zero_grad_buffer`."""
+    gradients: int
+    """Checksum; 0 where all are zero."""
+    parameters: int
+    """Checksum, or 0 where they are not comparable now."""
+
+
+def check_replicas(model_chunks: Sequence[Any]) -> None:
+    """Compare checksums over the data-parallel groups of these chunks.
+
+    Three things are compared per bucket group: that it was reduced, and equally often; parameters,
+    bit for bit; with an all-reduce also gradients, bit for bit. (After a reduce-scatter each rank
+    holds another shard of them.) All ranks of each chunk's data-parallel groups take part, with one
+    small all-gather per group; one more where something differs.
+
+    Raises:
+        ReplicaMismatchError: on all ranks of the group; names the first parameter that differs,
+            its bucket group, and the ranks.
+    """
+    for process_group, entries in _by_process_group(model_chunks).items():
+        if torch.distributed.get_world_size(process_group) == 1:
+            continue
+        rows = [_Row(*map(int, _row(chunk, group))) for chunk, _, group in entries]
+        gathered = _all_gather(rows, process_group)
+        # By bucket group, and within it by rank.
+        for (chunk, index, group), ranks in zip(entries, zip(*gathered, strict=True), strict=True):
+            problem = _problem(group, ranks)
+            if problem is not None:
+                where = f"bucket group {index} of chunk {model_chunks.index(chunk)}"
+                _raise(chunk, group, where, problem, ranks, process_group)
+
+
+def _problem(group: Any, ranks: Sequence[_Row]) -> str | None:
+    if any(row.reductions == 0 for row in ranks) and any(row.gradients for row in ranks):
+        return "reductions"
+    for field in ("reductions", "parameters", "gradients"):
+        if field == "gradients" and group.ddp_config.use_distributed_optimizer:
+            continue
+        if len({getattr(row, field) for row in ranks}) > 1:
+            return field
+    return None
+
+
+def _raise(
+    chunk: Any, group: Any, where: str, field: str, ranks: Sequence[_Row], process_group: Any
+) -> None:
+    numbers = torch.distributed.get_process_group_ranks(process_group)
+    if field == "reductions":
+        counts = {rank: row.reductions for rank, row in zip(numbers, ranks, strict=True)}
+        first = name_of(chunk, group.buckets[0].params_list[0])
+        raise ReplicaMismatchError(
+            f"{where} (with {first}) was not reduced on every rank of its data-parallel group: "
+            f"reductions since zero_grad_buffer() by rank {counts}. Set "
+            "config.finalize_model_grads_func (megatron_idempotent.wire_train_config does), and "
+            "let every rank run the same windows"
+        )
+    params = [param for bucket in group.buckets for param in bucket.params_list]
+    values = [p.main_grad if field == "gradients" else p.data for p in params]
+    gathered = _all_gather([_Row(0, int(checksum(v)), 0) for v in values], process_group)
+    for param, rows in zip(params, zip(*gathered, strict=True), strict=True):
+        differing = [rank for rank, row in zip(numbers, rows, strict=True) if row[1] != rows[0][1]]
+        if differing:
+            raise ReplicaMismatchError(
+                f"{field} differ between data-parallel ranks before the optimizer step: "
+                f"{name_of(chunk, param)} in {where} is the first; ranks {differing} differ from "
+                f"rank {numbers[0]}"
+            )
+    raise ReplicaMismatchError(f"{field} of {where} differ in their padding, by rank {ranks}")
+
+
+def _row(chunk: Any, group: Any) -> tuple[Any, ...]:
+    gradients = _combine([checksum(bucket.grad_data) for bucket in group.buckets])
+    parameters: Any = 0
+    if _comparable(chunk, group):
+        parameters = _combine(
+            [checksum(param.data) for bucket in group.buckets for param in bucket.params_list]
+        )
+    reductions = getattr(group, REDUCTIONS, 0) - (group.grad_reduce_handle is not None)
+    return reductions, gradients, parameters
+
+
+def _comparable(chunk: Any, group: Any) -> bool:
+    # With overlap a rank has other ranks' shards only once they are gathered, for its next forward.
+    if not chunk.ddp_config.overlap_param_gather or not chunk.remove_forward_pre_hook_handles:
+        return True
+    return getattr(group, GATHERED, False) and group.param_gather_handle is None
+
+
+def _by_process_group(model_chunks: Sequence[Any]) -> dict[Any, list[tuple[Any, int, Any]]]:
+    found: dict[Any, list[tuple[Any, int, Any]]] = {}
+    for chunk in model_chunks:
+        for index, group in enumerate(bucket_groups(chunk)):
+            process_group = (
+                group.intra_distributed_optimizer_instance_group
+                if group.ddp_config.use_distributed_optimizer
+                else group.data_parallel_group
+            )
+            found.setdefault(process_group, []).append((chunk, index, group))
+    return found
+
+
+def _all_gather(rows: Sequence[_Row], process_group: Any) -> list[list[_Row]]:
+    mine = torch.tensor(rows, dtype=torch.int64, device=torch.cuda.current_device())
+    ranks = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(process_group))]
+    # All ranks of the group must enter: the gather hangs otherwise.
+    torch.distributed.all_gather(ranks, mine, group=process_group)
+    return [[_Row(*row) for row in rank.tolist()] for rank in ranks]
+
+
+def checksum(values: Tensor) -> Tensor:
+    """A 64-bit sum over the bits of `values`, weighted by position; 0 where all bits are 0.
+
+    Integers, so that it depends on the bits alone and not on the order of summation.
+    """
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = values.detach().contiguous().view(-1).view(kinds[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    # In blocks, because the 64-bit copy is up to eight times as large.
+    for block in torch.split(bits, _BLOCK):
+        weighted = block.to(torch.int64) * _weights(str(values.device))[: block.numel()]
+        total = total * _PRIME + weighted.sum()
+    return total
+
+
+def _combine(sums: Sequence[Tensor]) -> Tensor:
+    total = torch.zeros_like(sums[0])
+    for one in sums:
+        total = total * _PRIME + one
+    return total
+
+
+@cache
+def _weights(device: str) -> Tensor:
+    # Odd, so that no weight loses a bit modulo 2**64.
+    return 2 * torch.arange(_BLOCK, dtype=torch.int64, device=device) + 1

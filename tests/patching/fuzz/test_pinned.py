@@ -1,0 +1,70 @@
+"""Bodies that are known by their hash: whatever is changed in one, its patch is refused.
+
+Of what is installed, or first on the path: `make pins` runs this on every commit.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+
+import pytest
+from mutants import mutants
+
+from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.patching.decide import MEGATRON, review
+from megatron_idempotent.patching.source import Body, locate, parse_body, read_body
+from megatron_idempotent.patching.statements import accepted, change, statements
+
+#: Of each function: some two hundred in all.
+COUNT = 4
+
+
+def _pinned() -> dict[str, tuple[Body, list]]:
+    """By address: the function's body here, and every target that pins it and accepts it."""
+    found: dict[str, tuple[Body, list]] = {}
+    for patch in patches().values():
+        for target in patch.targets:
+            path = locate(target.module) if patch.distribution == MEGATRON else None
+            body = read_body(path, target.qualname) if path is not None else None
+            if body is not None and body.hash in target.reviewed and not target.relies_on:
+                found.setdefault(target.address, (body, []))[1].append(target)
+    return found
+
+
+PINNED = _pinned()
+
+
+def _refused(address: str, count: int | None) -> int:
+    body, targets = PINNED[address]
+    source = ast.unparse(body.tree)
+    every = mutants(source)
+    refused = 0
+    for mutant in every if count is None else random.Random(0).sample(every, count):
+        changed = parse_body(mutant.source or "", body.tree.name)
+        if changed is None or changed.hash == body.hash:
+            continue  # no program, or the same in other words
+        for target in targets:
+            assert not review(target, changed)[0], str(mutant)
+        found = change(changed, targets[0].reviewed)
+        assert found is not None
+        assert found.new + found.gone, str(mutant)
+        refused += 1
+    return refused
+
+
+def test_a_body_pinned_by_its_hash_is_refused_whatever_is_changed_in_it():
+    assert sum(_refused(address, COUNT) for address in PINNED) >= 150
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("address", PINNED)
+def test_every_mutant_of_a_pinned_body_is_refused(address):
+    assert _refused(address, None)
+
+
+def test_the_statements_of_every_body_that_was_read_are_shipped():
+    read = {name for patch in patches().values() for t in patch.targets for name in t.reviewed}
+    assert set(accepted()) == read
+    for body, _ in PINNED.values():
+        assert tuple(each.hash for each in statements(body)) == accepted()[body.hash]

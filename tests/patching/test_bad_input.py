@@ -1,0 +1,290 @@
+"""Wrong arguments and wrong environments: the message tells, and nothing is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_idempotent import PatchError, UnknownPatchError, apply, report, revert
+from megatron_idempotent.patching import Helper, Patch, Reproduction, Target, api, settings
+from megatron_idempotent.patching.catalog import patches
+
+SEED = "pipeline-seed-offset"
+SWITCH = "MEGATRON_IDEMPOTENT"
+
+
+@pytest.mark.parametrize("source", ["only", "exclude", "_ONLY", "_DISABLE"])
+def test_an_unknown_id_is_refused_with_the_nearest_one(source, monkeypatch):
+    arguments = {}
+    before = list(report())
+    if source.startswith("_"):
+        monkeypatch.setenv(f"{SWITCH}{source}", f"{SEED},pipelin-seed-ofset")
+    else:
+        arguments[source] = [SEED, "pipelin-seed-ofset"]
+    with pytest.raises(UnknownPatchError) as caught:
+        apply(**arguments)
+    name = f"{SWITCH}{source}" if source.startswith("_") else f"{source}="
+    assert str(caught.value).startswith(
+        f"{name} names 'pipelin-seed-ofset', which is none of the {len(patches())} ids. "
+        f"Did you mean '{SEED}'? `megatron-idempotent explain`"
+    )
+    assert list(report()) == before
+
+
+def test_an_id_like_no_other_is_sent_to_the_list(monkeypatch):
+    with pytest.raises(UnknownPatchError, match=r"ids\. `megatron-idempotent explain` lists them"):
+        apply(only=["x"])
+
+
+def test_a_hazard_that_no_patch_repairs_is_refused_with_its_answer():
+    with pytest.raises(UnknownPatchError, match=r"no patch repairs; its answer: `guarded_window`"):
+        apply(only=["pipeline-abort"])
+
+
+def test_one_string_is_refused_with_the_list_to_write():
+    with pytest.raises(TypeError, match=rf"only= takes several ids, got .*: write \['{SEED}'\]"):
+        apply(only=SEED)
+    with pytest.raises(TypeError, match="exclude= takes several ids"):
+        apply(exclude=SEED)
+
+
+@pytest.mark.parametrize("ids", [[3], [None], [SEED.encode()], SEED.encode(), [[SEED]]])
+def test_ids_that_are_no_strings_are_refused(ids):
+    with pytest.raises(TypeError, match=r"only= takes patch ids \(str\), got "):
+        apply(only=ids)
+
+
+def test_an_id_in_only_and_in_exclude_is_refused():
+    with pytest.raises(ValueError, match=f"only= and exclude= both name {SEED}: drop one"):
+        apply(only=[SEED], exclude=[SEED])
+
+
+@pytest.mark.parametrize("variable", [SWITCH, f"{SWITCH}_STRICT"])
+@pytest.mark.parametrize("value", ["2", "enabled", "-"])
+def test_a_switch_that_is_neither_on_nor_off_is_refused(variable, value, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"{variable}='{value}' is neither on nor off: set it to"):
+        apply()
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("Yes", True), ("OFF", False), ("", True)])
+def test_a_switch_takes_the_usual_words(value, on):
+    assert settings.read((), {SWITCH: value}).enabled is on
+
+
+def test_lists_in_the_environment_may_have_spaces_and_gaps():
+    environ = {f"{SWITCH}_DISABLE": " a ,, b,", f"{SWITCH}_ONLY": ",b ", f"{SWITCH}_REBIND": "c.d,"}
+    read = settings.read(("a", "b"), environ)
+    assert (read.disable, read.only, read.rebind) == ({"a", "b"}, {"b"}, {"c.d"})
+
+
+@pytest.mark.parametrize("value", [",", " , ,"])
+def test_a_list_of_what_to_apply_that_names_nothing_is_refused(value, monkeypatch):
+    monkeypatch.setenv(f"{SWITCH}_ONLY", value)
+    with pytest.raises(ValueError, match=f"{SWITCH}_ONLY='{value}' names no patch: .*{SWITCH}=0"):
+        apply()
+
+
+@pytest.mark.parametrize("value", ["slime;miles", "slime miles", "a..b", "./slime", "slime,3"])
+def test_what_is_no_package_cannot_be_rebound(value, monkeypatch):
+    monkeypatch.setenv(f"{SWITCH}_REBIND", value)
+    with pytest.raises(ValueError, match=f"{SWITCH}_REBIND='{value}' names .* which is no package"):
+        apply()
+
+
+def test_a_misspelt_variable_is_warned_of_once_and_raises_in_strict_mode(monkeypatch, caplog):
+    monkeypatch.setattr(api, "_said", set())
+    monkeypatch.setenv(f"{SWITCH}_DISBLE", SEED)
+    for _ in range(2):
+        apply(dry_run=True)
+    said = f"{SWITCH}_DISBLE is set and means nothing: did you mean {SWITCH}_DISABLE?"
+    assert caplog.messages == [said]
+    with pytest.raises(ValueError, match=f"{SWITCH}_DISBLE is set and means nothing"):
+        apply(dry_run=True, strict=True)
+    assert settings.read((), {f"{SWITCH}_QQ": "1"}).unknown[0].endswith(f"{SWITCH}_STRICT")
+
+
+def test_every_variable_in_the_project_is_in_the_table_of_them():
+    root = Path(settings.__file__).parents[2]
+    if not (root / "pyproject.toml").exists():
+        pytest.skip("not in the repository")
+    files = [root / "Makefile", *(root / "megatron_idempotent").rglob("*.py")]
+    files += [*(root / "tests").rglob("*.py"), *(root / "benchmarks").rglob("*.py")]
+    found = {
+        name
+        for file in files
+        if file.name != Path(__file__).name
+        for name in re.findall(rf"\b{SWITCH}(?:_[A-Z_]+)?\b", file.read_text())
+    }
+    assert found - settings._ELSEWHERE == set(settings.VARIABLES)
+
+
+def test_a_named_patch_that_cannot_be_applied_raises_and_changes_nothing(cold):
+    result = cold.run("outcomes", bare=True, only=[SEED])
+    assert result["raised"] == "PatchError"
+    assert result["message"].startswith(
+        f"{SEED}: not_installed: megatron-core is not installed; drop it from only="
+    )
+    assert set(result["left"].values()) == {"disabled"}
+
+
+def test_a_failed_call_keeps_what_an_earlier_one_asked_for(cold, megatron_copy):
+    path = megatron_copy / "megatron/core/tensor_parallel/random.py"
+    text = path.read_text()
+    path.unlink()
+    path.write_text(text.replace("offset = seed + 2718", "offset = seed + 2719"))
+    result = cold.run(
+        "outcomes",
+        path=str(megatron_copy),
+        first=[{"only": ["grad-scale-func"]}],
+        strict=True,
+    )
+    assert f"{SEED}: drifted" in result["message"]
+    assert result["message"].endswith("exclude= it, or see `megatron-idempotent doctor`")
+    assert result["left"]["grad-scale-func"] == "pending_import"
+    assert result["left"][SEED] == "disabled"
+
+
+def test_the_strict_switch_is_the_strict_argument(cold, megatron_copy):
+    info = megatron_copy / "megatron/core/tensor_parallel/random.py"
+    text = info.read_text()
+    info.unlink()
+    info.write_text(text.replace("offset = seed + 2718", "offset = seed + 2719"))
+    environ = {f"{SWITCH}_STRICT": "1"}
+    assert "raised" in cold.run("outcomes", path=str(megatron_copy), environ=environ)
+    lax = cold.run("outcomes", path=str(megatron_copy), environ=environ, strict=False)
+    assert lax[SEED]["status"] == "pending_import"
+
+
+def test_the_report_is_written_whole_and_follows_what_happens(toys, tmp_path, monkeypatch):
+    path = tmp_path / "report-3.json"
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv(f"{SWITCH}_REPORT", str(tmp_path / "report-{rank}.json"))
+    toys.write("toy_up.greet", "def greet(name):\n    return name\n")
+    toys.patch("toy-a", "toy_up.greet:greet")
+
+    def written() -> str:
+        rows = {row["id"]: row for row in json.loads(path.read_text())}
+        assert set(rows) == set(patches())
+        assert set(rows["toy-a"]) == {"id", "status", "reason", "version", "targets"}
+        return str(rows["toy-a"]["status"])
+
+    toys.apply()
+    assert written() == "pending_import"
+    import toy_up.greet  # noqa: F401
+
+    assert written() == "applied"
+    path.unlink()
+    toys.apply()
+    assert written() == "already_applied"
+    revert()
+    assert written() == "disabled"
+    assert os.listdir(path.parent).count("report-3.json") == 1
+    assert not [name for name in os.listdir(path.parent) if name.startswith("report-3.json.")]
+
+
+@pytest.mark.parametrize("folder", ["missing", "report"])
+def test_a_report_that_cannot_be_written_warns_and_leaves_no_trace(
+    toys, tmp_path, monkeypatch, caplog, folder
+):
+    path = tmp_path / "missing" / "report.json" if folder == "missing" else tmp_path / folder
+    if folder == "report":
+        path.mkdir()  # a folder stands where the file should go
+    monkeypatch.setenv(f"{SWITCH}_REPORT", str(path))
+    toys.write("toy_up.greet", "def greet(name):\n    return name\n")
+    toys.patch("toy-a", "toy_up.greet:greet")
+    assert toys.apply()["toy-a"].status == "pending_import"
+    assert f"cannot write {SWITCH}_REPORT={path}: " in caplog.text
+    assert not [entry for entry in tmp_path.rglob("*.json*") if entry.is_file()]
+
+
+def declare(**fields: object) -> Patch:
+    target = Target(address="a.b:c", wrapper=print, relies_on=("x",))
+    good: dict[str, object] = {
+        "id": "some-symptom",
+        "summary": "it hurts",
+        "since": "0.12",
+        "before": "0.20",
+        "targets": (target,),
+        "upstream": "https://example.com",
+        "reproduction": Reproduction(run=print, ranks=1, stock_error="."),
+    }
+    return Patch(**good | fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"id": "Some-Symptom"}, "not kebab-case"),
+        ({"id": "some_symptom"}, "not kebab-case"),
+        ({"id": "some--symptom"}, "not kebab-case"),
+        ({"id": ""}, "not kebab-case"),
+        ({"targets": ()}, "has no target"),
+        ({"upstream": "somewhere"}, "links nothing upstream"),
+        ({"since": "0.12rc1"}, "'0.12rc1' is no release like 0.12"),
+        ({"before": ""}, "'' is no release"),
+        ({"before": "0..2"}, "is no release"),
+    ],
+)
+def test_a_patch_that_makes_no_sense_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        declare(**fields)
+
+
+@pytest.mark.parametrize("address", ["a.b.c", "a:", ":b", "a..b:c", "a:b:c", "a b:c", "1a:b"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(ValueError, match="is not 'module:qualname'"):
+        Target(address=address, wrapper=print, relies_on=("x",))
+
+
+def test_a_target_that_would_not_notice_drift_is_refused():
+    with pytest.raises(ValueError, match="neither reviewed bodies nor relies_on"):
+        Target(address="a:b", wrapper=print)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("repaired", "does not show its remedy: give repaired="),
+        ("neighbour", "shows no right program that it leaves alone: give neighbour= and helped="),
+        ("helped", "shows no right program that it leaves alone: give neighbour= and helped="),
+    ],
+)
+def test_a_helper_shows_its_remedy_and_a_program_that_it_leaves_alone(missing, message):
+    shown = {"repaired": print, "neighbour": print, "helped": print} | {missing: None}
+    with pytest.raises(ValueError, match=message):
+        Helper(
+            id="some-symptom",
+            summary="it hurts",
+            since="0.12",
+            before="0.20",
+            upstream="https://example.com",
+            call="guarded_window",
+            reproduction=Reproduction(run=print, ranks=1, stock_error="x", **shown),
+        )
+
+
+def test_records_are_frozen_keyword_only_and_know_their_fields():
+    patch = declare()
+    assert patch == declare()
+    assert hash(declare().targets[0].wrapper) == hash(print)
+    assert repr(patch).startswith("Patch(id='some-symptom', summary='it hurts', since='0.12'")
+    with pytest.raises(AttributeError, match="Patch is frozen: cannot set id"):
+        patch.id = "other"  # type: ignore[misc]
+    with pytest.raises(AttributeError, match="Patch is frozen: cannot delete id"):
+        del patch.id
+    with pytest.raises(TypeError, match="Patch needs id="):
+        Patch()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="Patch has no field 'ident': it has id, summary"):
+        declare(ident="x")
+    with pytest.raises(TypeError):
+        Target("a:b", print)  # type: ignore[misc]
+
+
+def test_errors_are_what_users_expect_to_catch():
+    assert issubclass(UnknownPatchError, ValueError)
+    assert issubclass(PatchError, RuntimeError)

@@ -1,0 +1,193 @@
+"""Every case file is complete, and what it says about the installed Megatron holds."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import megatron_idempotent
+from megatron_idempotent.patching import catalog, source, versions
+from megatron_idempotent.patching.catalog import hazards, patches
+from megatron_idempotent.patching.record import SECTIONS, Helper
+
+TARGETS = [(patch, target) for patch in patches().values() for target in patch.targets]
+# Frameworks that carry copies of Megatron's code are not installed here: see tests/downstream.
+OF_MEGATRON = [both for both in TARGETS if both[0].distribution == "megatron-core"]
+INSTALLED = versions.installed("megatron-core")
+
+
+def module_of(patch_id: str) -> object:
+    return importlib.import_module(f"{catalog.PACKAGE}.{patch_id.replace('-', '_')}")
+
+
+@pytest.mark.parametrize("patch_id", hazards())
+def test_a_case_file_has_every_section_once_and_filled(patch_id):
+    doc = module_of(patch_id).__doc__ or ""
+    assert re.findall(rf"^({'|'.join(SECTIONS)}):$", doc, re.MULTILINE) == list(SECTIONS)
+    case_file = hazards()[patch_id].case_file
+    assert case_file[""].endswith(".")
+    assert all(case_file[section] for section in SECTIONS)
+    assert "https://" in case_file["Upstream"]
+
+
+@pytest.mark.parametrize("patch_id", hazards())
+def test_a_case_file_is_called_like_its_patch_and_says_it_in_one_line(patch_id):
+    patch = hazards()[patch_id]
+    assert patch in [vars(module_of(patch_id)).get(k) for k in ("PATCH", "HELPER", "LIMIT")]
+    assert patch.id == patch_id
+    assert "\n" not in patch.summary
+    re.compile(patch.reproduction.stock_error)
+    assert patch.reproduction.ranks >= 1
+
+
+@pytest.mark.parametrize("patch_id", patches())
+def test_wrappers_are_plain_functions_that_take_the_original_first(patch_id):
+    for target in patches()[patch_id].targets:
+        assert inspect.isfunction(target.wrapper)
+        assert "." not in target.wrapper.__qualname__
+        assert next(iter(inspect.signature(target.wrapper).parameters)) == "original"
+
+
+@pytest.mark.parametrize("patch_id", patches())
+def test_what_a_patch_relies_on_is_one_expression_or_statement_each(patch_id):
+    for target in patches()[patch_id].targets:
+        assert all(len(ast.parse(fragment).body) == 1 for fragment in target.relies_on)
+
+
+def test_every_file_in_the_folder_is_a_case_file():
+    folder = Path(inspect.getfile(importlib.import_module(catalog.PACKAGE))).parent
+    files = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")}
+    assert files == {hazard_id.replace("-", "_") for hazard_id in hazards()}
+
+
+@pytest.mark.parametrize(
+    ("patch", "target"), OF_MEGATRON, ids=lambda value: getattr(value, "address", None)
+)
+def test_a_target_is_in_the_installed_megatron_and_its_body_is_known(patch, target, megatron):
+    assert INSTALLED is not None
+    if not versions.supported(INSTALLED, patch.since, patch.before):
+        pytest.skip(f"megatron-core {INSTALLED.text} is not in {patch.versions}")
+    path = source.locate(target.module)
+    if path is None:
+        assert target.module.startswith("megatron.training"), "only its wheel may lack a target"
+        pytest.skip(f"megatron-core {INSTALLED.text} ships no {target.module}")
+    body = source.read_body(path, target.qualname)
+    assert body is not None
+    if target.relies_on:
+        for fragment in target.relies_on:
+            assert body.contains(fragment)
+    else:
+        assert body.hash in target.reviewed
+    if patch.fixed_when is not None:
+        everything = {}
+        for other in patch.targets:
+            located = source.locate(other.module)
+            assert located is not None
+            everything[other.address] = source.read_body(located, other.qualname)
+        assert not patch.fixed_when(everything)
+
+
+def test_reviewed_hashes_and_fragments_are_well_formed():
+    for _, target in TARGETS:
+        assert all(re.fullmatch("[0-9a-f]{12}", body_hash) for body_hash in target.reviewed)
+        for fragment in target.relies_on:
+            assert source.ast.parse(fragment).body
+
+
+@functools.cache
+def parsed(module: str) -> tuple[dict[str, ast.AST], dict[str, tuple[str, str]]]:
+    """What a module of this project defines, and what it imports from where, by name; not run."""
+    ours = module.startswith("megatron_idempotent.")
+    spec = importlib.util.find_spec(module) if ours else None
+    if spec is None or spec.origin is None:
+        return {}, {}
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    defined = {
+        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    imported = {
+        alias.asname or alias.name: (
+            importlib.util.resolve_name("." * node.level + (node.module or ""), spec.parent),
+            alias.name,
+        )
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    return defined, imported
+
+
+def under(module: str, name: str, package: str = "") -> Iterator[tuple[str, str, ast.AST | None]]:
+    """This project's code that is reached from a function: module, name, and where it is defined.
+
+    Args:
+        package: code elsewhere is named, and not followed.
+    """
+    seen: set[tuple[str, str]] = set()
+    reached = [(module, name)]
+    while reached:
+        module, name = reached.pop()
+        if (module, name) in seen:
+            continue
+        seen.add((module, name))
+        defined, imported = parsed(module) if module.startswith(package) else ({}, {})
+        if name in imported:
+            reached.append(imported[name])
+        yield module, name, defined.get(name)
+        for node in ast.walk(defined[name]) if name in defined else ():
+            if isinstance(node, ast.Name):
+                reached.append((module, node.id))
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                holder = imported.get(node.value.id)
+                if holder is not None:
+                    reached.append((".".join(holder), node.attr))
+
+
+def can_raise(module: str, name: str) -> bool:
+    """Whether this project's code under a function has a `raise` of an error of its own."""
+    return any(
+        isinstance(node, ast.Raise) and node.exc is not None
+        for _, _, body in under(module, name)
+        if body is not None
+        for node in ast.walk(body)
+    )
+
+
+def test_a_patch_that_can_raise_names_a_right_program_beside_the_hazard():
+    raising = {
+        patch_id
+        for patch_id, patch in patches().items()
+        if any(can_raise(t.wrapper.__module__, t.wrapper.__qualname__) for t in patch.targets)
+    }
+    assert {"gradient-after-reduction", "no-sync-ends-early"} <= raising, "the search finds them"
+    assert {"replicas-differ-unnoticed"} <= raising, "in what a wrapper calls elsewhere, too"
+    without = {name for name in raising if patches()[name].reproduction.neighbour is None}
+    assert not without, "a false alarm of theirs would go unnoticed"
+
+
+def test_a_helper_that_can_raise_is_called_by_a_right_program_beside_a_hazard():
+    """Of those that act on a Megatron program; losses, packing and FP8 only take arguments."""
+    acting = {
+        name: f"{megatron_idempotent.__name__}.{place}"
+        for name, place in megatron_idempotent._LAZY.items()
+        if place.startswith("window.") or place in ("wiring", "engine.verify")
+    }
+    refusing = {
+        name for name, module in acting.items() if name.islower() and can_raise(module, name)
+    }
+    assert {"accumulation_window", "guarded_window", "rebuild_process_groups"} <= refusing
+    assert {hazard.call for hazard in hazards().values() if isinstance(hazard, Helper)} <= refusing
+    called = {
+        name
+        for hazard in hazards().values()
+        if (helped := hazard.reproduction.helped) is not None
+        for _, name, _ in under(helped.__module__, helped.__qualname__, catalog.PACKAGE)
+    }
+    assert not refusing - called, "a false alarm of theirs would go unnoticed"

@@ -1,0 +1,117 @@
+"""The index of case files that `apply()` reads: current, quick, and no trap for who adds a file."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from megatron_idempotent.patching import catalog
+from megatron_idempotent.patching.catalog import hazards, index_of, patches, read_index
+
+PACKAGE = Path(catalog.__file__).parents[1]
+NEW = '''"""A hazard that the index does not know."""
+from megatron_idempotent.patching import Patch, Reproduction, Target
+def wrap(original, *args, **kwargs):
+    return original(*args, **kwargs)
+PATCH = Patch(
+    id="brand-new", summary="new", since="0.12", before="99", upstream="https://example.com",
+    targets=(Target(address="{address}", wrapper=wrap, relies_on=("{fragment}",)),),
+    reproduction=Reproduction(run=wrap, ranks=1, stock_error="."),
+)
+'''
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """The folder of a copy of the package, with the case files in it, as a wheel has them."""
+    folder = tmp_path / "site"
+    leave = shutil.ignore_patterns("__pycache__", "patches")
+    shutil.copytree(PACKAGE, folder / "megatron_idempotent", ignore=leave)
+    cases = Path(sys.modules[catalog.PACKAGE].__file__ or "").parent
+    shutil.copytree(cases, folder / "megatron_idempotent" / "patches", ignore=leave)
+    return folder
+
+
+def run(path: Path, program: str, *options: str) -> str:
+    """What the program prints where the package is at `path`."""
+    command = [
+        sys.executable,
+        *options,
+        "-c",
+        f"import sys; sys.path[:0] = [{str(path)!r}]\n{program}",
+    ]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+STATUSES = (
+    "import megatron_idempotent as m; r = m.apply(); assert sys.path[0] in m.__file__\n"
+    "print({row.id: row.status for row in r})\n"
+)
+
+
+def test_the_index_says_what_the_case_files_say():
+    text = Path(catalog.INDEX).read_text()
+    assert text == index_of(hazards().values()), (
+        "run `python -m megatron_idempotent.cli.casebook` in the repository"
+    )
+    ids, found = read_index(text)
+    assert ids == list(hazards())
+    assert list(found) == list(patches())
+    for name, outline in found.items():
+        patch = patches()[name]
+        for field in ("id", "distribution", "since", "before", "default", "debug", "versions"):
+            assert getattr(outline, field) == getattr(patch, field)
+        assert [t.address for t in outline.targets] == [t.address for t in patch.targets]
+        assert [t.module for t in outline.targets] == [t.module for t in patch.targets]
+
+
+def test_apply_imports_no_case_file_and_nothing_from_the_standard_library(package):
+    # Without `site`, which imports what it needs for an editable install.
+    program = (
+        "import os; sys.path += %r; before = set(sys.modules)\n"
+        "import megatron_idempotent as m; m.apply()\n"
+        "print(*set(sys.modules) - before)"
+    )
+    found = run(package, program % sys.path, "-S").split()
+    assert "megatron_idempotent.patching.api" in found
+    others = [name for name in found if not name.startswith("megatron_idempotent")]
+    assert others == ["__future__"]
+    assert not [name for name in found if ".patches." in name]
+
+
+def test_a_case_file_that_the_index_lacks_is_found(package):
+    cases = package / "megatron_idempotent" / "patches"
+    source = NEW.format(address="toy_new:greet", fragment="name")
+    (cases / "brand_new.py").write_text(source)
+    (package / "toy_new.py").write_text("def greet(name):\n    return name\n")
+    assert "'brand-new': " in run(package, STATUSES)
+    (cases / "brand_new.py").unlink()
+    (cases / "gc_stays_off.py").unlink()
+    assert "gc-stays-off" not in run(package, STATUSES)
+
+
+def test_a_case_file_that_says_something_else_is_a_failure_that_names_the_remedy(package):
+    path = package / "megatron_idempotent" / "patches" / "expert_seed_collides.py"
+    path.write_text(path.read_text().replace('since="0.13"', 'since="0.12"'))
+    program = (
+        "from megatron_idempotent.patching.catalog import load\n"
+        "try:\n    load('expert-seed-collides')\nexcept RuntimeError as error:\n    print(error)"
+    )
+    assert "run `python -m megatron_idempotent.cli.casebook` in the repo" in run(package, program)
+
+
+def test_the_index_is_read_from_a_zip_file_too(package, tmp_path):
+    archive = tmp_path / "package.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for path in package.rglob("*"):
+            file.write(path, path.relative_to(package))
+    program = (
+        STATUSES + "from megatron_idempotent.patching.catalog import load\n"
+        "assert 'package.zip' in load('gc-stays-off').targets[0].wrapper.__code__.co_filename"
+    )
+    assert run(archive, program) == run(package, STATUSES)

@@ -1,0 +1,293 @@
+"""One live function with layers around it: what is put there, and what is there afterwards."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+import types
+
+import pytest
+from toys import ask, shout
+
+from megatron_idempotent.patching import Target
+from megatron_idempotent.patching.patch_points import (
+    Conflict,
+    PatchPoint,
+    StaleReferences,
+    open_patch_point,
+)
+from megatron_idempotent.patching.source import parse_body
+
+SOURCE = """
+import contextlib
+import functools
+
+def greet(name: str = "you") -> str:
+    return f"hello {name}"
+
+alias = greet
+
+class Base:
+    def inherited(self, name):
+        return f"{type(self).__name__} {name}"
+    @classmethod
+    def made(cls, name):
+        return f"{cls.__name__} {name}"
+
+class Thing(Base):
+    def method(self, name):
+        return f"{self.tag} {name}"
+    tag = "thing"
+    @staticmethod
+    def static(name):
+        return name
+    @classmethod
+    def klass(cls, name):
+        return f"{cls.__name__} {name}"
+    @contextlib.contextmanager
+    def managed(self, name):
+        yield name
+    @functools.lru_cache
+    def cached(self, name):
+        return [name]
+"""
+
+
+@pytest.fixture
+def module(toys):
+    toys.write("toy_sites", SOURCE)
+    import toy_sites
+
+    return toy_sites
+
+
+def site_of(qualname: str, says: str | None = None) -> PatchPoint:
+    """The site; `says`: what the source that was read defines there, if not what the file does."""
+    target = Target(address=f"toy_sites:{qualname}", wrapper=shout, relies_on=("name",))
+    body = parse_body(says or SOURCE, qualname) or parse_body(SOURCE, "greet")
+    assert body is not None
+    return open_patch_point(target, body)
+
+
+def install(site: PatchPoint, *prefixes: str) -> None:
+    names = StaleReferences()
+    site.install(prefixes, names)
+    names.rebind()
+
+
+def uninstall(site: PatchPoint) -> bool:
+    names = StaleReferences()
+    ours = site.uninstall(names)
+    names.rebind()
+    return ours
+
+
+@pytest.mark.parametrize("qualname", ["greet", "Thing.method", "Thing.static", "Thing.klass"])
+def test_uninstalling_puts_the_raw_value_back(module, qualname):
+    owner = module.Thing if "." in qualname else module
+    name = qualname.rpartition(".")[2]
+    raw = vars(owner)[name]
+    call = getattr(module.Thing() if "." in qualname else module, name)
+    site = site_of(qualname)
+    install(site)
+    site.add("shout", shout)
+    assert type(vars(owner)[name]) is type(raw)
+    assert getattr(module.Thing() if "." in qualname else module, name)("x") == call("x") + "!"
+    site.remove("shout")
+    assert uninstall(site)
+    assert vars(owner)[name] is raw
+
+
+def test_a_cached_method_can_still_be_told_to_forget(module):
+    thing = module.Thing()
+    site = site_of("Thing.cached")
+    install(site)
+    site.add("shout", shout)
+    assert thing.cached("x") == "['x']!"
+    assert thing.cached.cache_info().currsize == 1
+    thing.cached.cache_clear()
+    assert thing.cached.cache_info().currsize == 0
+
+
+@pytest.mark.parametrize(("name", "answer"), [("inherited", "Thing x!"), ("made", "Thing x!")])
+def test_uninstalling_deletes_what_was_inherited(module, name, answer):
+    site = site_of(f"Thing.{name}")
+    install(site)
+    site.add("shout", shout)
+    assert getattr(module.Thing(), name)("x") == answer
+    assert getattr(module.Base(), name)("x") == "Base x"
+    assert uninstall(site)
+    assert name not in vars(module.Thing)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["a", "b", "c"])))
+def test_layers_come_and_go_in_any_order(module, order):
+    site = site_of("greet")
+    install(site)
+    installed = module.greet
+    wrappers = {"a": shout, "b": ask, "c": shout}
+    for patch_id in order:
+        site.add(patch_id, wrappers[patch_id])
+    assert module.greet("x") == "hello x!?!"
+    for patch_id, left in zip(order, range(2, -1, -1), strict=True):
+        site.remove(patch_id)
+        assert module.greet("x").count("!") + module.greet("x").count("?") == left
+        assert module.greet is installed
+
+
+def test_the_signature_is_upstreams_for_callers_and_for_wrappers(module):
+    before = inspect.signature(module.greet)
+    seen = []
+
+    def wrapper(original, *args, **kwargs):
+        seen.append(inspect.signature(original))
+        return original(*args, **kwargs)
+
+    site = site_of("greet")
+    install(site)
+    site.add("a", wrapper)
+    site.add("b", wrapper)
+    module.greet()
+    assert [inspect.signature(module.greet), *seen] == [before] * 3
+    assert module.greet.__name__ == "greet"
+
+
+def test_another_name_in_the_same_module_is_patched_too(module):
+    site = site_of("greet")
+    install(site)
+    assert module.alias is module.greet
+    uninstall(site)
+    assert module.alias is module.greet is site.original
+
+
+def test_a_polite_wrapper_around_a_static_method_counts_as_in_place(module):
+    site = site_of("Thing.static")
+    install(site)
+    ours = module.Thing.static
+    wrapper = types.FunctionType(shout.__code__, globals())
+    wrapper.__wrapped__ = ours
+    module.Thing.static = staticmethod(wrapper)
+    assert site.in_place
+    assert not uninstall(site)
+
+
+def test_a_wrapper_that_upstream_did_not_put_on_a_static_method_is_a_conflict(module):
+    wrapper = types.FunctionType(shout.__code__, globals())
+    wrapper.__wrapped__ = module.Thing.static
+    module.Thing.static = staticmethod(wrapper)
+    with pytest.raises(Conflict, match=r"toy_sites:Thing\.static is shout from .*toys\.py"):
+        site_of("Thing.static")
+
+
+def test_upstreams_own_decorator_is_no_conflict(module):
+    site_of("Thing.managed")
+    with pytest.raises(Conflict, match=r"contextlib\.py"):
+        site_of("Thing.managed", says=SOURCE.replace("@contextlib.contextmanager", ""))
+
+
+@pytest.mark.parametrize("qualname", ["nothing", "Nothing.method", "Thing.nothing", "greet.x.y"])
+def test_a_name_that_is_not_there_is_an_attribute_error(module, qualname):
+    with pytest.raises(AttributeError, match="toy_sites has no"):
+        site_of(qualname)
+
+
+@pytest.mark.parametrize("value", ["module.Thing", "print", "3"])
+def test_what_is_no_function_is_a_conflict_that_says_what_it_is(module, value):
+    module.greet = eval(value)
+    with pytest.raises(Conflict, match=r"toy_sites:greet is a builtins\."):
+        site_of("greet")
+
+
+def test_a_class_that_is_gone_is_not_in_place(module):
+    site = site_of("Thing.method")
+    install(site)
+    assert site.in_place
+    del module.Thing
+    assert not site.in_place
+    sys.modules.pop("toy_sites")
+    assert not site.in_place
+
+
+def test_looking_for_early_bound_names_wakes_no_lazy_module(module, monkeypatch):
+    woken = []
+
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name: str) -> object:
+            woken.append(name)
+            return super().__getattribute__(name)
+
+    class Proxy:
+        @property
+        def __class__(self) -> type:
+            woken.append("__class__")
+            return types.ModuleType
+
+    lazy = types.ModuleType("toy_lazy")
+    lazy.__getattr__ = woken.append
+    monkeypatch.setitem(sys.modules, "toy_lazy", lazy)
+    monkeypatch.setitem(sys.modules, "toy_lazier", Lazy("toy_lazier"))
+    monkeypatch.setitem(sys.modules, "toy_proxy", Proxy())
+    monkeypatch.setitem(sys.modules, "toy_none", None)
+    woken.clear()
+    site = site_of("greet")
+    install(site, "toy_lazy", "toy_lazier", "toy_proxy")
+    uninstall(site)
+    assert woken == []
+
+
+def test_many_sites_are_looked_for_at_once_and_foreign_names_are_left(module, monkeypatch):
+    source = "from toy_sites import greet, alias as other"
+    for name in ("toy_sites_own", "toy_foreign"):
+        patch_points = types.ModuleType(name)
+        exec(source, vars(patch_points))
+        monkeypatch.setitem(sys.modules, name, patch_points)
+    upstream = module.greet
+    sites, names = [site_of("greet"), site_of("Thing.method")], StaleReferences()
+    for site in sites:
+        site.install(("toy_sites_own",), names)
+    own, foreign = sys.modules["toy_sites_own"], sys.modules["toy_foreign"]
+    assert own.greet is foreign.greet is upstream
+    names.rebind()
+    assert own.greet is own.other is module.greet is module.alias is sites[0].installed
+    assert foreign.greet is foreign.other is upstream
+    assert sites[0].left == ["toy_foreign.greet", "toy_foreign.other"]
+    uninstall(sites[0])
+    assert own.greet is own.other is module.greet is module.alias is upstream
+
+
+def test_a_name_in_a_module_that_is_not_ours_is_found_however_often_it_is_held(module, monkeypatch):
+    holders = [module.greet, {"f": module.greet}]  # no names, but references
+    for name in ("toy_one", "toy_two"):
+        patch_points = types.ModuleType(name)
+        patch_points.renamed = module.greet
+        monkeypatch.setitem(sys.modules, name, patch_points)
+    site = site_of("greet")
+    for _ in range(2):  # counted the first time only, looked for both times
+        install(site)
+        assert site.left == ["toy_one.renamed", "toy_two.renamed"]
+        uninstall(site)
+    assert holders[0] is module.greet is sys.modules["toy_one"].renamed
+
+
+def test_a_name_that_is_bound_after_the_references_were_counted_is_found(module, monkeypatch):
+    site = site_of("greet")
+    install(site)
+    uninstall(site)
+    late = types.ModuleType("toy_late")
+    late.greet = module.greet
+    monkeypatch.setitem(sys.modules, "toy_late", late)
+    install(site)
+    assert site.left == ["toy_late.greet"]
+
+
+def test_modules_that_cannot_hold_a_function_are_not_looked_through(module, monkeypatch):
+    from megatron_idempotent.patching import patch_points
+
+    looked = []
+    stock = patch_points._held
+    monkeypatch.setattr(
+        patch_points, "_held", lambda sites, m: looked.append(len(sites)) or stock(sites, m)
+    )
+    install(site_of("greet"))  # `alias` is found in the module itself
+    assert looked == [1, 0]
