@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from megatron_idempotent.lazy import attributes
 
 if TYPE_CHECKING:
+    from megatron_idempotent.weights.safetensors_io import CheckpointDamaged
+
     from .config import (
         Architecture,
-        CheckpointDamaged,
         CheckpointMismatch,
         FailedElsewhere,
         UnsupportedArchitecture,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Architecture": "config",
-    "CheckpointDamaged": "config",
+    "CheckpointDamaged": ".weights.safetensors_io",
     "CheckpointMismatch": "config",
     "FSDPWeights": "fsdp",
     "FailedElsewhere": "config",

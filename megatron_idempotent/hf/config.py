@@ -6,8 +6,7 @@ What Megatron's GPTModel does not compute exactly is collected here, all of it a
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,16 +14,11 @@ import torch
 
 from megatron_idempotent.ranks.agreement import describe, exchange, refuse_if_poisoned
 from megatron_idempotent.weights.records import WeightsError
-
-_LISTED = 20
+from megatron_idempotent.weights.safetensors_io import listed, read_json
 
 
 class UnsupportedArchitecture(WeightsError):
     """A model that Megatron's GPTModel would not compute exactly; the message lists all of why."""
-
-
-class CheckpointDamaged(WeightsError):
-    """Files that are missing, cut short or unreadable; the message names them."""
 
 
 class CheckpointMismatch(WeightsError):
@@ -33,12 +27,6 @@ class CheckpointMismatch(WeightsError):
 
 class FailedElsewhere(WeightsError):
     """Another rank could not go on; the message says which, and why."""
-
-
-def listed(texts: Sequence[str]) -> str:
-    """Texts in one line, the first twenty of them."""
-    more = len(texts) - _LISTED
-    return "; ".join(texts[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def agree_on(error: BaseException | None, what: str, *, deadline_s: float) -> None:
@@ -77,21 +65,6 @@ _REQUIRED = (
     "num_hidden_layers",
     "vocab_size",
 )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object in a file. Errors: `CheckpointDamaged` naming the file."""
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointDamaged(f"{path} does not exist: is this a checkpoint's folder?") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointDamaged(
-            f"{path} cannot be read as JSON ({error}): fetch it again"
-        ) from error
-    if not isinstance(found, dict):
-        raise CheckpointDamaged(f"{path} holds {type(found).__name__}, not an object")
-    return found
 
 
 def architecture_fields(config: Mapping[str, Any], where: str) -> dict[str, Any]:

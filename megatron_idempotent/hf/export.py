@@ -13,9 +13,10 @@ import torch.distributed as dist
 from megatron_idempotent.fp8.blockwise import BLOCK, E4M3
 from megatron_idempotent.fp8.export import Fp8Export
 from megatron_idempotent.weights.records import TensorInfo
+from megatron_idempotent.weights.safetensors_io import listed
 
 from .buckets import BucketStream
-from .config import Architecture, CheckpointMismatch, FailedElsewhere, listed
+from .config import Architecture, CheckpointMismatch, FailedElsewhere
 from .load import Placed, placed_slots, sync
 from .names import Share, hf_shapes
 

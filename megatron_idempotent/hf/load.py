@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_idempotent.ranks.agreement import DEADLINE_S
+from megatron_idempotent.weights.safetensors_io import Checkpoint, listed
 from megatron_idempotent.window.params import ensure_params_synced
 
-from .checkpoint import Checkpoint
-from .config import Architecture, CheckpointMismatch, agree_on, listed
+from .config import Architecture, CheckpointMismatch, agree_on
 from .names import EMBEDDING, NORM, OUTPUT, Names, ParameterSlot, Ranks, Share, hf_shapes
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -13,21 +12,24 @@ import torch.distributed as dist
 
 from megatron_idempotent.ranks.agreement import DEADLINE_S
 from megatron_idempotent.weights.records import Bucket, TensorInfo, WeightSource, end_export
-from megatron_idempotent.weights.safetensors_io import INDEX, SafetensorsFile
+from megatron_idempotent.weights.safetensors_io import (
+    SINGLE,
+    SafetensorsFile,
+    copy_settings,
+    listed,
+    read_json,
+    write_index,
+    write_json,
+)
 
 from .buckets import split
-from .checkpoint import SINGLE
 from .config import (
     Architecture,
     CheckpointMismatch,
     UnsupportedArchitecture,
     agree_on,
-    listed,
-    read_json,
 )
 from .names import hf_shapes
-
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 
 
 def save_hf(
@@ -141,9 +143,7 @@ class _Writer:
             file.close() if not file.complete else None
         if len(self._shards) > 1:
             total = sum(info.nbytes for info in self._infos)
-            weight_map = dict(sorted(self._file_by_name.items()))
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            _write_json(self._beside / INDEX, index)
+            write_index(self._beside, self._file_by_name, {"total_size": total})
         self._copy_rest(changes)
         self._rename()
 
@@ -154,17 +154,12 @@ class _Writer:
         shutil.rmtree(self._beside, ignore_errors=True)
 
     def _copy_rest(self, changes: Mapping[str, Any]) -> None:
-        for path in sorted(self._like.iterdir()):
-            weights = path.name.endswith(_WEIGHTS) or path.name.endswith(".index.json")
-            # Hashes would be those of the other weights.
-            other = weights or path.name == "SHA256SUMS"
-            if path.is_file() and not other and not path.name.startswith("."):
-                shutil.copyfile(path, self._beside / path.name)
+        copy_settings(self._like, self._beside)
         config = read_json(self._like / "config.json")
         dtype = str(self._infos[0].dtype).removeprefix("torch.")
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype
-        _write_json(self._beside / "config.json", {**config, **changes})
+        write_json(self._beside / "config.json", {**config, **changes})
 
     def _rename(self) -> None:
         old = self._directory.with_name(f".{self._directory.name}.replaced-{os.getpid()}")
@@ -194,11 +189,3 @@ def _check_like(like: Path, infos: Sequence[TensorInfo]) -> None:
             wrong.append(f"{name} is {list(shape)}, {like} has {there}")
     if wrong:
         raise CheckpointMismatch(f"{like} is not of these weights' model: {listed(wrong)}")
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())

@@ -63,7 +63,7 @@ def check(config: Config, prompts: PromptSet) -> None:
 def _check_checkpoint(folder: Path) -> None:
     """Errors: `CheckpointError` for what ranks could not load, or would load damaged."""
     from megatron_idempotent.hf import Architecture
-    from megatron_idempotent.hf.checkpoint import Checkpoint
+    from megatron_idempotent.weights.safetensors_io import Checkpoint
 
     remedy = f"fetch it again, or write {checkpoint_dir.SUMS} again if you have changed it"
     checkpoint_dir.check_sums(folder, remedy)

@@ -6,19 +6,17 @@ import collections
 import dataclasses
 import json
 import os
-import pathlib
 import shutil
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType, TracebackType
+from typing import Any
 
 import torch
 
 from .records import TensorInfo, WeightsError
 
-if TYPE_CHECKING:
-    from megatron_idempotent.weights.transports.layout import Layout
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 _CODES = {
     torch.float64: "F64",
@@ -115,58 +113,168 @@ DTYPES: Mapping[str, torch.dtype] = {
 """safetensors' names of types, as far as checkpoints have them."""
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The files of a checkpoint, those of its index where it has one.
-
-    Errors: `WeightsError` for a directory without safetensors files.
-    """
-    index = directory / INDEX
-    if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [directory / name for name in sorted(set(names))]
-    # Mistral's own format lies beside the same weights in Hugging Face's.
-    files = [
-        file
-        for file in sorted(directory.glob("*.safetensors"))
-        if not file.name.startswith("consolidated")
-    ]
-    if not files:
-        raise WeightsError(
-            f"{directory} has no *.safetensors, which say what an update is to bring; give the "
-            "folder of the checkpoint that the engine was started with"
-        )
-    return files
+SINGLE = "model.safetensors"
+_LISTED = 20
 
 
-def tensor_infos(directory: Path) -> tuple[TensorInfo, ...]:
-    """All tensors of a checkpoint, in the order of its files; reads headers only.
-
-    Errors: `WeightsError` for a directory without safetensors files, a file that is cut short, or
-        a type that torch does not have.
-    """
-    return tuple(info for file in weight_files(directory) for info in _header(file))
+class CheckpointDamaged(WeightsError):
+    """Files that are missing, cut short or unreadable; the message names them."""
 
 
-def _header(file: Path) -> Iterator[TensorInfo]:
-    """Eight bytes of length, little-endian, then JSON: names, types, shapes, places."""
+def listed(texts: Sequence[str]) -> str:
+    """Texts in one line, the first twenty of them."""
+    more = len(texts) - _LISTED
+    return "; ".join(texts[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a file. Errors: `CheckpointDamaged` naming the file."""
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            entries = json.loads(stream.read(length))
-    except (OSError, ValueError, struct.error) as error:
-        raise WeightsError(f"{file} cannot be read ({error}); fetch it again") from error
-    for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in DTYPES:
-            raise WeightsError(f"{name} in {file} has type {entry['dtype']}: torch has none such")
-        yield TensorInfo(name=name, shape=tuple(entry["shape"]), dtype=DTYPES[entry["dtype"]])
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"{path} does not exist: is this a checkpoint's folder?") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(
+            f"{path} cannot be read as JSON ({error}): fetch it again"
+        ) from error
+    if not isinstance(found, dict):
+        raise CheckpointDamaged(f"{path} holds {type(found).__name__}, not an object")
+    return found
+
+
+class Checkpoint(Mapping[str, torch.Tensor]):
+    """The tensors of a checkpoint by name, in one file, several and an index, or several without.
+
+    Files are open until `close()`; nothing is read before it is asked for.
+
+    Example:
+        with Checkpoint(directory) as checkpoint:
+            rows = checkpoint.read("lm_head.weight", dim=0, start=0, size=100)
+            whole = checkpoint["lm_head.weight"]
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        """Errors: `CheckpointDamaged` listing files that are missing, cut short or unreadable, and
+        tensors of a type that torch does not have."""
+        self.directory = Path(directory)
+        self._files: dict[Path, Any] = {}
+        self._file_by_name: dict[str, Path] = {}
+        bad: list[str] = []
+        for path, names in self._wanted().items():
+            self._open(path, names, bad)
+        if bad:
+            self.close()
+            raise CheckpointDamaged(f"{listed(bad)}: fetch the checkpoint again")
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: self._info(name) for name in self._file_by_name
+        }
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        import safetensors
+
+        path = self._file_by_name[name]
+        try:
+            tensor: torch.Tensor = self._files[path].get_tensor(name)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise CheckpointDamaged(f"{path}: {name} cannot be read ({error})") from error
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_by_name)
+
+    def __len__(self) -> int:
+        return len(self._file_by_name)
+
+    def close(self) -> None:
+        """Close all files. Twice: no-op."""
+        self._files.clear()  # which unmaps them
+
+    def read(self, name: str, *, dim: int, start: int, size: int) -> torch.Tensor:
+        """A range of a tensor along a dimension; no more of the file is read.
+
+        Errors: `CheckpointDamaged` naming the file.
+        """
+        import safetensors
+
+        path = self._file_by_name[name]
+        chosen = (slice(None),) * dim + (slice(start, start + size),)
+        try:
+            rows: torch.Tensor = self._files[path].get_slice(name)[chosen]
+        except (safetensors.SafetensorError, OSError) as error:
+            raise CheckpointDamaged(f"{path}: {name} cannot be read ({error})") from error
+        return rows
+
+    def _wanted(self) -> dict[Path, list[str] | None]:
+        """Files, and what the index says is in them; None without one."""
+        single, index = self.directory / SINGLE, self.directory / INDEX
+        if single.exists():
+            return {single: None}
+        if not index.exists():
+            # Mistral's own format lies beside the same weights in Hugging Face's.
+            files = [
+                file
+                for file in sorted(self.directory.glob("*.safetensors"))
+                if not file.name.startswith("consolidated")
+            ]
+            if not files:
+                raise CheckpointDamaged(
+                    f"{self.directory} has neither {SINGLE} nor {INDEX}, and has no *.safetensors: "
+                    "is this a checkpoint's folder?"
+                )
+            return dict.fromkeys(files)
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointDamaged(f"{index} has no weight_map: fetch it again")
+        wanted: dict[Path, list[str] | None] = {}
+        for name, file in weight_map.items():
+            names = wanted.setdefault(self.directory / str(file), [])
+            assert names is not None
+            names.append(name)
+        return wanted
+
+    def _open(self, path: Path, names: list[str] | None, bad: list[str]) -> None:
+        import safetensors  # `safe_open` itself is a class that cannot be pickled by reference
+
+        try:
+            file = safetensors.safe_open(path, framework="pt")
+        except (safetensors.SafetensorError, OSError) as error:
+            # safetensors compares the file's length with what its header says.
+            bad.append(f"{path} is missing, incomplete or damaged: it cannot be read ({error})")
+            return
+        self._files[path] = file
+        there = set(file.keys())  # type: ignore[no-untyped-call]
+        for name in sorted(there) if names is None else names:
+            if name in there:
+                self._file_by_name[name] = path
+            else:
+                bad.append(f"{path} lacks {name}, which {INDEX} says is in it")
+
+    def _info(self, name: str) -> TensorInfo:
+        path = self._file_by_name[name]
+        found = self._files[path].get_slice(name)
+        if found.get_dtype() not in DTYPES:
+            raise CheckpointDamaged(
+                f"{name} in {path} has type {found.get_dtype()}, and torch has none such"
+            )
+        dtype = DTYPES[found.get_dtype()]
+        return TensorInfo(name=name, shape=tuple(found.get_shape()), dtype=dtype)
 
 
 def expected_tensors(
     directory: Path, *, dtype: torch.dtype, tied: bool = False
 ) -> tuple[TensorInfo, ...]:
-    """Every tensor of an update, by its Hugging Face name, in the order of the checkpoint.
+    """Every tensor of an update, by its Hugging Face name.
 
     Names and shapes are the checkpoint's. So are types, except that tensors of its most common
     floating type come in the one that the engine computes in: what is served is what was sent,
@@ -176,9 +284,10 @@ def expected_tensors(
         dtype: that the engine computes in.
         tied: the output layer is the embedding, so `lm_head.weight` is not sent.
 
-    Errors: those of `tensor_infos`.
+    Errors: those of `Checkpoint`.
     """
-    infos = list(tensor_infos(directory))
+    with Checkpoint(directory) as checkpoint:
+        infos = list(checkpoint.tensors.values())
     if tied:
         infos = [info for info in infos if info.name != "lm_head.weight"]
     counts = collections.Counter(
@@ -191,52 +300,71 @@ def expected_tensors(
     )
 
 
-def read_tensors(directory: Path) -> Mapping[str, torch.Tensor]:
-    """The checkpoint's tensors, read from disk one by one as they are asked for."""
-    return _OnDisk(directory)
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] = NOTHING,
+    *,
+    durable: bool,
+) -> int:
+    """Write a file of tensors from whatever device, also such as share memory; returns its bytes.
+
+    Args:
+        metadata: strings for the header, besides the "format" that transformers looks for.
+        durable: have it on the disk: another machine may read it, or this one go down.
+
+    Errors: `OSError`; `ValueError` for a type that safetensors does not store.
+    """
+    import safetensors.torch
+
+    apart: dict[str, torch.Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        dense = tensor.detach().cpu().contiguous()
+        storage = dense.untyped_storage().data_ptr()
+        apart[name] = dense.clone() if dense.numel() and storage in taken else dense
+        taken.add(storage)
+    # Metadata alone is a broken header in safetensors 0.4.
+    header = {"format": "pt", **metadata} if apart else None
+    safetensors.torch.save_file(apart, path, header)
+    if durable:
+        flush(path)
+    return path.stat().st_size
 
 
-class _OnDisk(Mapping[str, torch.Tensor]):
-    def __init__(self, directory: Path) -> None:
-        from safetensors import safe_open
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write an object, and have it on the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
 
-        self._open = {
-            name: opened
-            for file in weight_files(directory)
-            for opened in [safe_open(str(file), framework="pt")]
-            for name in opened.keys()  # type: ignore[no-untyped-call]  # noqa: SIM118 (no mapping)
-        }
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._open[name].get_tensor(name)  # type: ignore[no-untyped-call]
-        return tensor
+def write_index(folder: Path, files: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
+    """Write the index of a folder, complete or not at all: each tensor's file, and metadata."""
+    partial = folder / f".{INDEX}.partial"
+    write_json(partial, {"metadata": dict(metadata), "weight_map": dict(sorted(files.items()))})
+    os.replace(partial, folder / INDEX)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._open)
 
-    def __len__(self) -> int:
-        return len(self._open)
+def flush(path: Path) -> None:
+    """Have a file, or the names in a directory, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 #: Weights, in any format: the files of the checkpoint that are not to be copied.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
-def copy_settings(source: pathlib.Path, target: pathlib.Path) -> None:
+def copy_settings(source: Path, target: Path) -> None:
     """Copy config.json, tokenizer and all else at the top of a checkpoint that is not weights, nor
-    their hashes."""
+    their hashes, nor hidden."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith((*_WEIGHTS, ".index.json", "SHA256SUMS")):
+        left_out = path.name.endswith((*_WEIGHTS, ".index.json", "SHA256SUMS"))
+        if path.is_file() and not left_out and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
-
-
-def index_of(files: Mapping[str, Layout]) -> dict[str, Any]:
-    """The content of model.safetensors.index.json: bytes in total, and each tensor's file."""
-    return {
-        "metadata": {
-            "total_size": sum(info.nbytes for layout in files.values() for info in layout.tensors),
-        },
-        "weight_map": {
-            info.name: name for name, layout in files.items() for info in layout.tensors
-        },
-    }

@@ -282,9 +282,8 @@ def test_a_key_is_sent_and_its_lack_is_named(tmp_path: Path) -> None:
 
 def test_aiohttp_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    engine = SglangEngine("http://127.0.0.1:1", checkpoint=tmp_path, directory=tmp_path)
     with pytest.raises(ModuleNotFoundError, match=r"megatron-idempotent\[http\]"):
-        asyncio.run(engine.generate(request()))
+        SglangEngine("http://127.0.0.1:1", checkpoint=tmp_path, directory=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from megatron_idempotent.engines.vllm.inbox import Inbox
 from megatron_idempotent.engines.vllm.updates import WorkersState
 from megatron_idempotent.weights import Bucket, TensorInfo, WeightsError, WeightUpdate
-from megatron_idempotent.weights.safetensors_io import expected_tensors, read_tensors
+from megatron_idempotent.weights.safetensors_io import Checkpoint, expected_tensors
 from megatron_idempotent.weights.transports import DiskSender
 
 OLD = {name: torch.full((8,), value) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))}
@@ -237,8 +237,8 @@ def test_an_update_brings_the_tensors_of_the_checkpoint_in_the_type_computed_in(
     assert {info.name for info in tied} == {"w", "router.bias", "count"}
     index = {"weight_map": dict.fromkeys(first, "model-1.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert set(read_tensors(tmp_path)) == set(first)
-    assert torch.equal(read_tensors(tmp_path)["w"], first["w"])
+    assert set(Checkpoint(tmp_path)) == set(first)
+    assert torch.equal(Checkpoint(tmp_path)["w"], first["w"])
 
 
 def test_a_checkpoint_without_safetensors_is_refused(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def on_two_ranks(folder: Path) -> set[str]:
         public = {name: getattr(hf, name) for name in hf.__all__}
         return asyncio.run(_run(file, **{**public, "torch": torch, **given}))
 
-    run("hf/checkpoint.py", directory=directory)
+    run("weights/safetensors_io.py:Checkpoint", directory=directory)
     hf_programs.parallel(tp=2)
     left = run("hf/config.py", instead={"/models/qwen3-8b": str(directory)})
     arch = left["arch"]

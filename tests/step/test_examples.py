@@ -55,7 +55,7 @@ ON_RANKS = {
 #: On two ranks, with a checkpoint; `served_examples.SERVED` names the rest of those with a server.
 SHARDED = {
     "hf/buckets.py",
-    "hf/checkpoint.py",
+    "weights/safetensors_io.py:Checkpoint",
     "hf/export.py",
     "hf/config.py",
     "hf/fsdp.py",
@@ -148,7 +148,7 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
             "attention_mask": mask_BT,
         },
         "trainer/loop.py": {},
-        "weights/safetensors_io.py": {
+        "weights/safetensors_io.py:SafetensorsFile": {
             "path": tmp_path / "model.safetensors",
             "TensorInfo": TensorInfo,
             "a": mask_BT,

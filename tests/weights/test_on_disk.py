@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_idempotent.weights import TensorInfo, WeightsError
-from megatron_idempotent.weights.safetensors_io import DTYPES, INDEX, tensor_infos
+from megatron_idempotent.weights.safetensors_io import DTYPES, INDEX, Checkpoint
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -26,8 +26,13 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(at))
 
 
-def infos(tensors: dict[str, torch.Tensor]) -> tuple[TensorInfo, ...]:
-    return tuple(TensorInfo.of(name, tensor) for name, tensor in tensors.items())
+def infos(tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
+    return {name: TensorInfo.of(name, tensor) for name, tensor in tensors.items()}
+
+
+def tensor_infos(directory: Path) -> dict[str, TensorInfo]:
+    with Checkpoint(directory) as checkpoint:
+        return dict(checkpoint.tensors)
 
 
 def test_every_type_is_read_by_its_name(tmp_path):
@@ -61,13 +66,13 @@ def test_a_file_that_is_cut_short_is_named(tmp_path, left):
     path = tmp_path / "model.safetensors"
     write(path, {"w": torch.ones(1)})
     path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read"):
+    with pytest.raises(WeightsError, match=r"model\.safetensors is missing, incomplete or damaged"):
         tensor_infos(tmp_path)
 
 
 def test_a_type_that_torch_lacks_is_named(tmp_path):
-    header = json.dumps({"w": {"dtype": "F4", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    header = json.dumps({"w": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
     content = struct.pack("<Q", len(header)) + header + b"0"
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(WeightsError, match=r"w in .* has type F4"):
+    with pytest.raises(WeightsError, match="F4"):
         tensor_infos(tmp_path)

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 
 from megatron_idempotent.weights import TensorInfo
-from megatron_idempotent.weights.safetensors_io import tensor_infos
+from megatron_idempotent.weights.safetensors_io import Checkpoint
 
 from .api import Api
 from .facts import Facts, ServerMemory, learn
@@ -47,7 +47,9 @@ async def connect(api: Api, settings: ServerSettings) -> Connected:
     facts = await learn(api)
     expected = settings.expected
     if expected is None:
-        expected = await asyncio.to_thread(tensor_infos, settings.checkpoint)
+        checkpoint = await asyncio.to_thread(Checkpoint, settings.checkpoint)
+        expected = tuple(checkpoint.tensors.values())
+        checkpoint.close()
     vocabulary = await asyncio.to_thread(read_vocabulary, settings.checkpoint)
     version = parsed_version(facts.weight_version)
     if version is None:

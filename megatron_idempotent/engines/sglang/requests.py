@@ -19,7 +19,7 @@ from megatron_idempotent.engines.protocol import (
     Sample,
 )
 
-from .api import Api
+from .api import Api, is_done
 from .facts import Facts, Liveness, check_temperature
 
 
@@ -257,7 +257,7 @@ class Requests:
             raise ValueError(
                 f"engine {self._api.name} refused request {request.id!r}: {answer.message}"
             )
-        if not answer.ok:
+        if not is_done(answer):
             raise EngineError(
                 f"engine {self._api.name}: /generate failed with status {answer.status}: "
                 f"{answer.message}"

@@ -12,13 +12,11 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_idempotent.engines.protocol import EngineError, EngineTimeout, EngineUnsupported
 from megatron_idempotent.weights import Bucket, Staging, TensorInfo, UpdateRefused, WeightUpdate
-from megatron_idempotent.weights.safetensors_io import INDEX
+from megatron_idempotent.weights.safetensors_io import INDEX, flush, write_index, write_tensors
 
-from .api import NEWEST_READ, Api
+from .api import NEWEST_READ, Api, is_done
 from .facts import Facts
 
 
@@ -67,10 +65,7 @@ class UpdateFolder:
         if not bucket.tensors:
             return
         file = f"model-{bucket.index:05d}.safetensors"
-        tensors = _apart(bucket.tensors)
-        _safetensors().torch.save_file(tensors, self._partial / file, metadata={"format": "pt"})
-        _flush(self._partial / file)
-        self._sizes[file] = (self._partial / file).stat().st_size
+        self._sizes[file] = write_tensors(self._partial / file, bucket.tensors, durable=True)
         self._files.update(dict.fromkeys(bucket.tensors, file))
 
     def complete(self) -> Path:
@@ -79,11 +74,9 @@ class UpdateFolder:
         for name in ("config.json", "generation_config.json"):
             if (self._checkpoint / name).is_file():
                 shutil.copyfile(self._checkpoint / name, self._partial / name)
-        index = {"metadata": {"file_sizes": self._sizes}, "weight_map": self._files}
-        (self._partial / INDEX).write_text(json.dumps(index, indent=1) + "\n")
-        _flush(self._partial / INDEX)
+        write_index(self._partial, self._files, {"file_sizes": self._sizes})
         os.replace(self._partial, self.path)
-        _flush(self.path.parent)
+        flush(self.path.parent)
         return self.path
 
     def discard(self) -> None:
@@ -111,39 +104,6 @@ def check_whole(path: Path, engine: str) -> None:
             f"engine {engine}: files in {path} have sizes {sizes}, they were written with "
             f"{index['metadata']['file_sizes']}; stage the update again"
         )
-
-
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies tensors to the CPU, dense and apart: safetensors refuses those that share memory."""
-    found: dict[str, torch.Tensor] = {}
-    taken: set[int] = set()
-    for name, tensor in tensors.items():
-        dense = tensor.detach().cpu().contiguous()
-        storage = dense.untyped_storage().data_ptr()
-        found[name] = dense.clone() if storage in taken else dense
-        taken.add(storage)
-    return found
-
-
-def _flush(path: Path) -> None:
-    """Flushes the file to the disk: another machine may read it, or this one go down."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "SglangEngine hands weights over as safetensors, which is not installed; "
-            "pip install 'megatron-idempotent[http]'"
-        ) from error
-    return safetensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,7 +249,7 @@ class DiskUpdates:
         # By itself, and not as part of the load: up to 0.5.21 a load that cannot flush takes the
         # server with it, and from then on it reports a failure after the weights have changed.
         flushed = await self._api.call("POST", "/flush_cache")
-        if not flushed.ok:
+        if not is_done(flushed):
             raise EngineError(
                 f"engine {self._api.name}: its cache cannot be flushed: {flushed.message}; before "
                 f'0.5.21 (this is {self._facts.release}) that takes a pause with mode="abort" or '
@@ -321,7 +281,7 @@ class DiskUpdates:
         except EngineTimeout as error:
             self.dirty = str(error)
             raise
-        if not answer.ok:
+        if not is_done(answer):
             self._in_flight = False
             # It says that it rolled back. It loads the new folder again, so it may have not.
             self.dirty = f"{path} failed with status {answer.status}: {answer.message}"

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_idempotent.engines.protocol import (
-    EngineDead,
-    EngineError,
-    EngineTimeout,
-    EngineUnsupported,
-)
+from megatron_idempotent.engines.http import HttpClient, HttpResponse
+from megatron_idempotent.engines.protocol import EngineDead, EngineError, EngineUnsupported
 
 from .control import SERVER_HELP
-
-if TYPE_CHECKING:
-    import aiohttp
 
 _DYING_S = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)
 
@@ -30,20 +22,11 @@ class Calls:
     """Example: `await Calls("http://127.0.0.1:8000", engine="a").get("/health", timeout_s=5)`."""
 
     def __init__(self, url: str, *, engine: str, api_key: str | None = None) -> None:
-        """Errors: `ImportError` without aiohttp."""
-        try:
-            import aiohttp  # noqa: F401
-        except ImportError as error:
-            raise ImportError(
-                "VllmEngine needs aiohttp: pip install 'megatron-idempotent[http]'"
-            ) from error
-        self.url = url.rstrip("/")
-        self._engine = engine
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._session: aiohttp.ClientSession | None = None
+        """Errors: `ModuleNotFoundError` without aiohttp."""
+        self._client = HttpClient(url, engine=engine, api_key=api_key)
+        self.url = self._client.url
         self._schema: Mapping[str, Any] | None = None
         self._asking = asyncio.Lock()
-        self._closed = False
 
     async def get(self, path: str, *, timeout_s: float | None) -> Any:
         """The JSON answer. Errors: as in `post`."""
@@ -71,16 +54,13 @@ class Calls:
         missing = [path for path in paths if path not in self._schema["paths"]]
         if missing:
             raise EngineUnsupported(
-                f"engine {self._engine} at {self.url} lacks {', '.join(missing)}; {SERVER_HELP}"
+                f"{self._client.where} lacks {', '.join(missing)}; {SERVER_HELP}"
             )
         return self._schema
 
     async def close(self) -> None:
         """Close the connection. Twice: no-op. Later calls raise `EngineDead`."""
-        self._closed = True
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        await self._client.close()
 
     async def _call(
         self,
@@ -91,27 +71,14 @@ class Calls:
         *,
         timeout_s: float | None,
     ) -> Any:
-        import aiohttp
+        answer = await self._client.call(method, path, body, query=query, timeout_s=timeout_s)
+        if answer.status == 200:
+            return answer.body
+        raise await self._failure(path, answer)
 
-        where = f"engine {self._engine} at {self.url}"
-        limit = aiohttp.ClientTimeout(total=timeout_s)
-        try:
-            async with self._opened().request(
-                method, path, json=body, params=query, timeout=limit
-            ) as answer:
-                status, text = answer.status, await answer.text()
-        except asyncio.TimeoutError as error:
-            raise EngineTimeout(
-                f"{where} has not answered {path} in {timeout_s} s; ask its health what it did"
-            ) from error
-        except aiohttp.ClientError as error:
-            raise EngineDead(f"{where} does not answer {path}: {error!r}") from error
-        if status == 200:
-            return json.loads(text) if text else None
-        raise await self._failure(path, status, _message(text))
-
-    async def _failure(self, path: str, status: int, message: str) -> Exception:
-        said = f"engine {self._engine} at {self.url} answered {path} with {status}: {message}"
+    async def _failure(self, path: str, answer: HttpResponse) -> Exception:
+        status, message = answer.status, answer.message
+        said = f"{self._client.where} answered {path} with {status}: {message}"
         if status == 400 or status == 422:
             return BadRequest(said)
         if status in (403, 404, 405):
@@ -127,27 +94,3 @@ class Calls:
             except EngineError as error:
                 return EngineDead(f"{said}; {error}")
         return EngineError(said)
-
-    def _opened(self) -> aiohttp.ClientSession:
-        import aiohttp
-
-        if self._closed:
-            raise EngineDead(f"engine {self._engine} at {self.url} was closed by this client")
-        if self._session is None:
-            # A connection each: one that the server closes for being idle while a call begins would
-            # look like a server that dies.
-            self._session = aiohttp.ClientSession(
-                self.url,
-                headers=self._headers,
-                connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            )
-        return self._session
-
-
-def _message(text: str) -> str:
-    try:
-        found = json.loads(text)
-        found = found.get("error", found.get("detail", text))
-        return str(found.get("message", found) if isinstance(found, dict) else found)
-    except (ValueError, AttributeError):
-        return text[:500]

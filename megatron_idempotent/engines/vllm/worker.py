@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from megatron_idempotent.weights import TensorInfo
-from megatron_idempotent.weights.safetensors_io import expected_tensors, read_tensors
+from megatron_idempotent.weights.safetensors_io import Checkpoint, expected_tensors
 
 from .inbox import Inbox, Weights
 
@@ -100,7 +100,7 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         self.inbox = Inbox(
             rank=vllm_config.parallel_config.rank,
             expected=self._expected,
-            checkpoint=lambda: read_tensors(self._directory),
+            checkpoint=lambda: Checkpoint(self._directory),
         )
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:

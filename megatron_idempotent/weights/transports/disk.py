@@ -10,10 +10,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from megatron_idempotent.weights.records import Bucket, TensorInfo, UpdateDamaged, WeightUpdate
-from megatron_idempotent.weights.safetensors_io import copy_settings, index_of
+from megatron_idempotent.weights.safetensors_io import copy_settings, write_index, write_tensors
 
 from .base import Announcement, SessionSender, TransportError
 from .layout import Layout, read_tensor
@@ -99,22 +97,15 @@ class _Folder:
         return {"file": name, "file_bytes": size}
 
     def _write(self, name: str, layout: Layout, bucket: Bucket) -> int:
-        from safetensors.torch import save_file
-
-        # "format" is what transformers looks for; the rest says what the file is without us.
+        # They say what the file is without us.
         metadata = {
-            "format": "pt",
             "update": layout.update_id,
             "bucket": str(layout.index),
             "checksums": json.dumps(layout.as_json()["tensors"]),
         }
         partial = self._path / f".{name}.partial"
         try:
-            # Metadata alone is a broken header in safetensors 0.4.
-            save_file(_plain(bucket.tensors), partial, metadata if bucket.tensors else None)
-            if self._keep:
-                _flush(partial)
-            size = partial.stat().st_size
+            size = write_tensors(partial, bucket.tensors, metadata, durable=self._keep)
             os.replace(partial, self._path / name)
         except Exception as error:
             partial.unlink(missing_ok=True)
@@ -136,12 +127,10 @@ class _Folder:
             raise TransportError("finish() needs DiskSender(..., like=a checkpoint's folder)")
         try:
             copy_settings(self._like, self._path)
-            index = self._path / "model.safetensors.index.json"
-            partial = self._path / ".index.partial"
-            partial.write_text(json.dumps(index_of(self._files), indent=2) + "\n")
-            if self._keep:
-                _flush(partial)
-            os.replace(partial, index)
+            infos = {info: file for file, each in self._files.items() for info in each.tensors}
+            total = sum(info.nbytes for info in infos)
+            files = {info.name: file for info, file in infos.items()}
+            write_index(self._path, files, {"total_size": total})
         except OSError as error:
             raise TransportError(f"cannot finish {self._path}: {error}") from error
         self._finished = True
@@ -189,19 +178,6 @@ class DiskReceiver:
         """See `Receiver.close`."""
 
 
-def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """CPU tensors that share no memory: what safetensors takes."""
-    plain: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        mine = tensor.detach().to("cpu").contiguous()
-        if mine.numel() and mine.untyped_storage().data_ptr() in storages:
-            mine = mine.clone()
-        storages.add(mine.untyped_storage().data_ptr())
-        plain[name] = mine
-    return plain
-
-
 def _offsets(descriptor: int, tensors: tuple[TensorInfo, ...]) -> dict[str, int]:
     """Returns the offset of each tensor in a safetensors file. Errors: `ValueError`, `EOFError`."""
     length = int.from_bytes(_exactly(descriptor, 8, 0), "little")
@@ -222,8 +198,3 @@ def _exactly(descriptor: int, count: int, offset: int) -> bytes:
     if len(found) < count:
         raise EOFError(f"it ends within its header, at byte {offset + len(found)}")
     return found
-
-
-def _flush(path: pathlib.Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

@@ -1,0 +1,132 @@
+"""Calls to one server over HTTP: what all engines that are servers share.
+
+A call is tried once, because only its caller knows what twice would do. Each call has a connection
+of its own: servers close those that are idle for some seconds, and a POST on one that is just being
+closed looks like a server that died. What a status means is for the engine to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .protocol import EngineDead, EngineTimeout
+
+if TYPE_CHECKING:
+    import aiohttp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HttpResponse:
+    """The answer of a server. Example: `HttpResponse(status=400, body={"message": "…"})`."""
+
+    status: int
+    body: Any
+    """Parsed JSON, text where it is none, or None for an empty answer."""
+
+    @property
+    def message(self) -> str:
+        """The server's words, from any of the shapes in which vLLM and SGLang put them."""
+        body = self.body
+        if isinstance(body, dict):
+            body = body.get("error", body.get("detail", body))
+        if isinstance(body, dict):
+            body = body.get("message", body)
+        return str(body).strip()[:2000]
+
+
+class HttpClient:
+    """One server. Example: `answer = await client.call("GET", "/health", timeout_s=5.0)`."""
+
+    def __init__(
+        self, url: str, *, engine: str, api_key: str | None = None, connect_s: float | None = None
+    ) -> None:
+        """
+        Args:
+            url: the server's address, such as "http://10.0.0.7:30000".
+            engine: the engine's name, for errors.
+            api_key: sent as a bearer token.
+            connect_s: seconds to wait for a connection; None for as long as the call may take.
+
+        Errors: `ModuleNotFoundError` without aiohttp.
+        """
+        _aiohttp()
+        self.url = url.rstrip("/")
+        self.where = f"engine {engine} at {self.url}"
+        """The engine's name and address, for errors."""
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._connect_s = connect_s
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        timeout_s: float | None,
+    ) -> HttpResponse:
+        """Send a request and wait for its answer, whatever its status is.
+
+        Args:
+            timeout_s: seconds from the connection to the last byte of the answer; None for as
+                long as the connection holds.
+
+        Errors: `EngineDead` where there is no connection, or it ends before the answer does, or
+            this client was closed; `EngineTimeout`.
+        """
+        aiohttp = _aiohttp()
+        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_s)
+        try:
+            async with self._open().request(
+                method, self.url + path, json=body, params=query, timeout=limits
+            ) as response:
+                text = await response.text()
+        except asyncio.TimeoutError as error:
+            waited_s = self._connect_s if timeout_s is None else timeout_s
+            raise EngineTimeout(
+                f"{self.where} has not answered {path} in {waited_s:g} s; ask its health what it "
+                "did"
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineDead(
+                f"{self.where} does not answer {path}: {error!r}; start the server again and make "
+                "a new engine for it"
+            ) from error
+        return HttpResponse(status=response.status, body=_parsed(text))
+
+    async def close(self) -> None:
+        """End all connections. Twice: no-op. Later calls raise `EngineDead`."""
+        self._closed = True
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise EngineDead(f"{self.where} was closed by this client; make a new engine for it")
+        if self._session is None:
+            aiohttp = _aiohttp()
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self._session
+
+
+def _aiohttp() -> Any:
+    from megatron_idempotent.lazy import naming_the_remedy
+
+    with naming_the_remedy("an engine over HTTP"):
+        import aiohttp
+    return aiohttp
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text) if text else None
+    except ValueError:
+        return text
