@@ -10,6 +10,7 @@ import importlib.util
 import io
 import os
 import pickle
+import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -131,7 +132,14 @@ def load_arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, kwargs
 
 
-class _Pickler(pickle.Pickler):
+class PicklableStruct(struct.Struct):
+    """One that can be pickled, for who sends this package by value."""
+
+    def __reduce__(self) -> tuple[type[PicklableStruct], tuple[str]]:
+        return type(self), (self.format,)
+
+
+class StoragePickler(pickle.Pickler):
     """Keeps Megatron out of results: importing it replaces the function that storages name."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -152,7 +160,7 @@ def _load_storage(data: bytes) -> Any:
 def dump_result(result: Any) -> bytes:
     """Pickle a rank's result so that the caller need not import Megatron to read it."""
     out = io.BytesIO()
-    _Pickler(out).dump(result)
+    StoragePickler(out).dump(result)
     return out.getvalue()
 
 

@@ -10,7 +10,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import sys
 import traceback
 from contextlib import AbstractContextManager
@@ -19,20 +18,12 @@ from types import TracebackType
 from typing import IO
 
 from . import gpu
-from .calls import Call, dump_result, load_arguments, resolve
+from .calls import Call, PicklableStruct, dump_result, load_arguments, resolve
 from .errors import RankFailure
-
-
-class _Struct(struct.Struct):
-    """One that can be pickled, for who sends this package by value."""
-
-    def __reduce__(self) -> tuple[type[_Struct], tuple[str]]:
-        return type(self), (self.format,)
-
 
 _PR_SET_PDEATHSIG = 1
 #: A message's kind (R result, F failure) and the length of what follows.
-HEADER = _Struct("!cQ")
+HEADER = PicklableStruct("!cQ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

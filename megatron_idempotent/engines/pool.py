@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import heapq
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias, cast
 
@@ -118,14 +117,9 @@ class EnginePool:
     def __init__(self, engines: Sequence[RolloutEngine], *, sync: Quarantine | None = None) -> None:
         if not engines:
             raise ValueError("EnginePool() got no engines; give at least one")
-        self._counted = [_Counted(engine, place, self) for place, engine in enumerate(engines)]
+        self._counted = [_Counted(engine, self) for engine in engines]
         self._sync = sync
-        self._quarantined: Mapping[str, str] = {}
         self._dead: dict[str, str] = {}
-        # Engines by what they run, as (running, place). An entry whose number has changed since is
-        # dropped when it comes to the top; one that must not be used waits in `_sidelined`.
-        self._queue = [(0, each.place) for each in self._counted]
-        self._sidelined: list[_Counted] = []
 
     async def generate(self, request: Request) -> Sample:
         """A whole response: what an engine hands back as a part, or loses, the others continue.
@@ -138,10 +132,7 @@ class EnginePool:
     @property
     def usable(self) -> bool:
         """True if an engine is left that requests can go to."""
-        quarantined = self._sync.quarantined if self._sync else {}
-        return any(
-            each.name not in self._dead and each.name not in quarantined for each in self._counted
-        )
+        return bool(self._serving())
 
     async def reprobe(self) -> None:
         """Ask engines that were lost whether they are back."""
@@ -151,44 +142,25 @@ class EnginePool:
         ):
             if health.status in ("SERVING", "PAUSED"):
                 self._dead.pop(each.name, None)
-        self._readmit()
+
+    def _serving(self) -> list[_Counted]:
+        """The engines that requests can go to."""
+        out = self._out
+        return [each for each in self._counted if each.name not in out]
+
+    @property
+    def _out(self) -> Mapping[str, str]:
+        """The engines that must not be used, by name, and why."""
+        quarantined = self._sync.quarantined if self._sync else {}
+        return {**self._dead, **quarantined} if self._dead else quarantined
 
     def _pick(self) -> _Counted:
-        """The engine that runs the fewest requests, and the first of those. O(log engines)."""
-        quarantined = self._sync.quarantined if self._sync else self._quarantined
-        if quarantined is not self._quarantined:
-            self._quarantined = quarantined
-            self._readmit()
-        while self._queue:
-            running, place = self._queue[0]
-            least = self._counted[place]
-            if running == least.running and not self._out(least):
-                return least
-            heapq.heappop(self._queue)
-            if running == least.running:
-                self._sidelined.append(least)
-        out = {**self._dead, **quarantined}
-        raise EngineError(
-            f"no engine is left: {'; '.join(f'{name}: {why}' for name, why in out.items())}; "
-            "start one of them again"
-        )
-
-    def _out(self, engine: _Counted) -> bool:
-        return engine.name in self._dead or engine.name in self._quarantined
-
-    def _readmit(self) -> None:
-        """Asks engines again that were not to be used."""
-        sidelined, self._sidelined = self._sidelined, []
-        for each in sidelined:
-            self._queue_up(each)
-
-    def _queue_up(self, engine: _Counted) -> None:
-        """Its number of requests has changed."""
-        heapq.heappush(self._queue, (engine.running, engine.place))
-        if len(self._queue) > 4 * len(self._counted) + 16:
-            self._sidelined.clear()
-            self._queue = [(each.running, each.place) for each in self._counted]
-            heapq.heapify(self._queue)
+        """The engine that runs the fewest requests, and the first of those."""
+        serving = self._serving()
+        if serving:
+            return min(serving, key=lambda each: each.running)
+        reasons = "; ".join(f"{name}: {why}" for name, why in self._out.items())
+        raise EngineError(f"no engine is left: {reasons}; start one of them again")
 
     def _mark_dead(self, engine: _Counted, why: str) -> None:
         self._dead[engine.name] = why
@@ -197,23 +169,18 @@ class EnginePool:
 class _Counted:
     """An engine as `generate_whole` uses it: counted while it runs, and struck off if it dies."""
 
-    def __init__(self, engine: RolloutEngine, place: int, pool: EnginePool) -> None:
+    def __init__(self, engine: RolloutEngine, pool: EnginePool) -> None:
         self.engine = engine
         self.name = engine.name
-        self.place = place
         self.running = 0
         self._pool = pool
 
     async def generate(self, request: Request) -> Sample:
-        self._count(1)
+        self.running += 1
         try:
             return await self.engine.generate(request)
         except EngineDead as error:
             self._pool._mark_dead(self, str(error))
             raise
         finally:
-            self._count(-1)
-
-    def _count(self, more: int) -> None:
-        self.running += more
-        self._pool._queue_up(self)
+            self.running -= 1

@@ -15,10 +15,11 @@ import mmap
 import pickle
 import secrets
 import socket
-import struct
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_idempotent.cpu.calls import PicklableStruct, StoragePickler
 
 if TYPE_CHECKING:
     import torch
@@ -60,17 +61,14 @@ def load(parts: Sequence[Bytes]) -> Any:
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
-class _Pickler(pickle.Pickler):
+class _Pickler(StoragePickler):
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is None:
             return NotImplemented
         if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized:
             return _reduced(obj)
-        if isinstance(obj, (torch.TypedStorage, torch.UntypedStorage)):
-            # Importing Megatron replaces the function that storages name.
-            return _load_storage, obj.__reduce__()[1]
-        return NotImplemented
+        return super().reducer_override(obj)
 
 
 def _reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -98,38 +96,25 @@ def _tensor(raw: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool) -
     return made.requires_grad_() if requires_grad else made
 
 
-def _load_storage(data: bytes) -> Any:
-    import torch
-
-    return torch.load(io.BytesIO(data), weights_only=False)
-
-
 Kind = Literal[b"C", b"M", b"G", b"R", b"E"]
 """The kind of a frame: Call a method, Make the worker, Goodbye; Result, Error."""
-
-
-class _Struct(struct.Struct):
-    """One that can be pickled, for who sends this package by value."""
-
-    def __reduce__(self) -> tuple[type[_Struct], tuple[str]]:
-        return type(self), (self.format,)
 
 
 MAGIC = b"mi-rank1"
 NONCE = 32
 #: Magic word and nonce, which the controller begins with.
-GREETING = _Struct(f"!8s{NONCE}s")
+GREETING = PicklableStruct(f"!8s{NONCE}s")
 #: Nonce, generation, rank, process id; then the proof.
-HELLO = _Struct(f"!{NONCE}s16siI")
+HELLO = PicklableStruct(f"!{NONCE}s16siI")
 PROOF = 32
 #: A verdict, and how many bytes of UTF-8 with the reason follow.
-VERDICT = _Struct("!cH")
+VERDICT = PicklableStruct("!cH")
 WELCOME, REFUSED = b"+", b"-"
 #: Rank in the hello of one who only asks whether the controller is there.
 PROBE = -1
 #: A frame's kind and number of parts; then the length of each.
-HEAD = _Struct("!cI")
-LENGTH = _Struct("!Q")
+HEAD = PicklableStruct("!cI")
+LENGTH = PicklableStruct("!Q")
 #: Parts of one frame: a bound on what a torn head can ask for.
 MOST_PARTS = 1 << 22
 #: One frame's parts are sent so many at a time: the system takes no more.
