@@ -7,8 +7,8 @@ A real Megatron rank, a real engine and the real controller. In turns, on the sa
 generation alone, training alone on groups that are there already (with the publishing of weights),
 and both in one run. Overlap efficiency = max(T_generate, T_train + T_pause) ÷ T_both, the median of
 the rounds. Weights that are trained end their responses elsewhere, so T_generate is that of as many
-tokens as the run with both has drawn. Fewer slots make generation the slower side. `ping` is asked
-meanwhile by another process, through the socket that a run listens on.
+tokens as the run with both has drawn. Fewer slots make generation the slower side. Meanwhile a
+coroutine measures how late the event loop wakes it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import dataclasses
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -33,7 +31,6 @@ from megatron_idempotent.controller import (
     RolloutGroup,
     WindowedSampler,
 )
-from megatron_idempotent.controller.ping import PingServer
 from megatron_idempotent.engines.transformers import TransformersEngine
 from megatron_idempotent.trainer.async_ranks import RankPolicy, make_ranks
 from megatron_idempotent.trainer.async_run import make_settings
@@ -149,7 +146,7 @@ async def measure(
     try:
         await run(fleet)
         rows: list[dict[str, float]] = []
-        pings: list[float] = []
+        late: list[float] = []
         for number in range(rounds):
             before = fleet.drawn
             alone, groups = await generated(10_000 * (number + 1))
@@ -157,12 +154,11 @@ async def measure(
             train = await run(Replay(groups, fleet))
             both = controller(fleet)
             await both.run(1)
-            async with PingServer(both.ping, folder / "ping.sock"):
-                asking = await asyncio.to_thread(_Asking, folder / "ping.sock")
-                before, started = fleet.drawn, time.perf_counter()
-                await both.run(1 + steps)
-                together = time.perf_counter() - started
-                pings += await asyncio.to_thread(asking.stop)
+            looking = asyncio.ensure_future(_lateness(late))
+            before, started = fleet.drawn, time.perf_counter()
+            await both.run(1 + steps)
+            together = time.perf_counter() - started
+            looking.cancel()
             generate = per_token * (fleet.drawn - before)
             rows.append(
                 {
@@ -177,41 +173,18 @@ async def measure(
         await fleet.close()
         await ranks.close()
     found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    pings.sort()
-    found["ping p50 ms"] = 1e3 * pings[len(pings) // 2]
-    found["ping p99 ms"] = 1e3 * pings[int(len(pings) * 0.99)]
+    late.sort()
+    found["loop late p50 ms"] = 1e3 * late[len(late) // 2]
+    found["loop late p99 ms"] = 1e3 * late[int(len(late) * 0.99)]
     return found
 
 
-_ASK = """
-import json, select, sys, time
-from pathlib import Path
-from megatron_idempotent.controller.ping import ask
-
-taken = []
-print("ready", flush=True)
-while not select.select([sys.stdin], [], [], 0.1)[0]:
-    started = time.perf_counter()
-    ask(Path(sys.argv[1]), 10.0)
-    taken.append(time.perf_counter() - started)
-print(json.dumps(taken))
-"""
-
-
-class _Asking:
-    """A process that pings until it is told to stop."""
-
-    def __init__(self, path: Path) -> None:
-        command = [sys.executable, "-c", _ASK, str(path)]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-        assert self._process.stdout is not None
-        self._process.stdout.readline()
-
-    def stop(self) -> list[float]:
-        """Seconds of each ping."""
-        found: list[float] = json.loads(self._process.communicate("stop\n")[0])
-        return found
+async def _lateness(taken: list[float], every_s: float = 0.1) -> None:
+    """Adds up how late the event loop wakes this coroutine, in seconds, until it is cancelled."""
+    while True:
+        started = time.perf_counter()
+        await asyncio.sleep(every_s)
+        taken.append(time.perf_counter() - started - every_s)
 
 
 def write_task(tokens: int, folder: Path) -> Path:

@@ -29,7 +29,7 @@ PROGRAM = "megatron-idempotent"
 
 _OWN_PARSERS = {
     "train": "megatron_idempotent.trainer.main",
-    "ping": "megatron_idempotent.controller.ping_command",
+    "ping": "megatron_idempotent.cli.ping",
     "simulate": "megatron_idempotent.simulator.__main__",
 }
 

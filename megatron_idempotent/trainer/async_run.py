@@ -29,8 +29,8 @@ from megatron_idempotent.controller import (
     SettingsError,
     load_sampler,
 )
-from megatron_idempotent.controller.ping import SOCKET_FILE, PingError, PingServer
 from megatron_idempotent.controller.samplers import SamplerError
+from megatron_idempotent.controller.status_file import STATUS_FILE, StatusError, StatusFile
 from megatron_idempotent.cpu import RankPool
 from megatron_idempotent.metrics.chart import TIMELINE_CHART, draw_timeline
 from megatron_idempotent.metrics.console import LiveTable, keep_showing, make_table
@@ -180,7 +180,7 @@ async def _run(job: Job, prompts: PromptSet, pool: RankPool | None) -> bool:
         controller = await _controller(job, prompts, ranks, timeline, table, stack)
         if timeline is not None:
             stack.push_async_callback(asyncio.to_thread, _save_timeline, timeline, job.out)
-        await _answer_pings(controller, job, stack)
+        await _write_status(controller, job, stack)
         if job.resume_from is not None:
             await controller.resume()
         if table is not None:
@@ -253,12 +253,11 @@ async def _controller(
     )
 
 
-async def _answer_pings(controller: Controller, job: Job, stack: AsyncExitStack) -> None:
+async def _write_status(controller: Controller, job: Job, stack: AsyncExitStack) -> None:
     try:
-        server = PingServer(controller.ping, job.out / SOCKET_FILE)
-        await stack.enter_async_context(server)
-    except PingError as error:
-        print(f"no ping: {error}", file=sys.stderr)  # the file system may have no sockets
+        await stack.enter_async_context(StatusFile(controller.ping, job.out / STATUS_FILE))
+    except StatusError as error:
+        print(f"no status: {error}", file=sys.stderr)
 
 
 def _save_timeline(timeline: Timeline, out: Path) -> None:

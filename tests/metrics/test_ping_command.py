@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -15,8 +15,8 @@ pytest.importorskip("torch")  # the records of the engines are imported with it
 
 from status_cases import status
 
-from megatron_idempotent.controller.ping import SOCKET_FILE, PingServer
-from megatron_idempotent.controller.ping_command import main
+from megatron_idempotent.cli.ping import main
+from megatron_idempotent.controller.status_file import STATUS_FILE, StatusFile
 from megatron_idempotent.metrics.loggers import METRICS_FILE, JsonlLogger
 
 DEADLINE_S = 30.0
@@ -24,7 +24,7 @@ DEADLINE_S = 30.0
 
 @contextlib.contextmanager
 def running(directory, answers):
-    """A run that answers with one status after the other, and stays at the last."""
+    """A run that writes one status after the other, and stays at the last."""
     left = list(answers)
 
     async def ping():
@@ -34,7 +34,7 @@ def running(directory, answers):
     ready, done = threading.Event(), threading.Event()
 
     async def serve():
-        async with PingServer(ping, directory / SOCKET_FILE):
+        async with StatusFile(ping, directory / STATUS_FILE, every_s=0.1):
             ready.set()
             await asyncio.get_running_loop().run_in_executor(None, done.wait, DEADLINE_S)
 
@@ -82,79 +82,75 @@ def test_as_json_the_answer_is_the_status(tmp_path, capsys):
 def test_a_run_is_watched_until_it_has_ended(tmp_path, capsys):
     stages = [status(), status(trainer_version=13), status(trainer_version=13, state="ended")]
     with running(tmp_path, stages):
-        assert main([str(tmp_path), "--watch", "--every", "0.001"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert [row.split(" (")[0] for row in shown] == ["version 12", "version 13", "version 13"]
-    with running(tmp_path, stages):
-        assert main([str(tmp_path), "--watch", "--json", "--every", "0.001"]) == 0
+        assert main([str(tmp_path), "--watch", "--json", "--every", "0.01"]) == 0
     shown = [json.loads(row) for row in capsys.readouterr().out.splitlines()]
-    assert [row["state"] for row in shown] == ["running", "running", "ended"]
+    assert shown[-1] == dataclasses.asdict(stages[-1])
+    assert [row["state"] for row in shown[:-1]] == ["running"] * (len(shown) - 1)
+    (tmp_path / STATUS_FILE).unlink()
+    with running(tmp_path, stages):
+        assert main([str(tmp_path), "--watch", "--every", "0.01"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("version 13 (")
 
 
 def test_a_run_that_vanishes_while_it_is_watched_ends_the_watching(tmp_path, capsys, monkeypatch):
-    with contextlib.ExitStack() as run:
-        run.enter_context(running(tmp_path, [status()]))
-        # The first pause between two looks is when it goes away.
-        monkeypatch.setattr("time.sleep", lambda _: run.close())
-        assert main([str(tmp_path), "--watch"]) == 0
+    with running(tmp_path, [status()]):
+        pass
+    # The first pause between two looks is when it goes away.
+    monkeypatch.setattr("time.sleep", lambda _: (tmp_path / STATUS_FILE).unlink())
+    assert main([str(tmp_path), "--watch"]) == 0
     told = capsys.readouterr()
     assert told.out.count("version 12") == 1
-    assert "no controller listens" in told.err
+    assert "is not there" in told.err
 
 
-def test_a_run_that_is_slow_to_answer_is_watched_on(tmp_path, capsys, monkeypatch):
-    with contextlib.ExitStack() as run:
-        run.enter_context(running(tmp_path, [status()]))
-        stopped = run.enter_context(socket.socket(socket.AF_UNIX))
-        path, aside = tmp_path / SOCKET_FILE, tmp_path / "aside.sock"
+def test_a_run_whose_status_grows_old_is_watched_on(tmp_path, capsys, monkeypatch):
+    file, pauses = tmp_path / STATUS_FILE, []
+    with running(tmp_path, [status()]):
+        pass
 
-        def pause(_):
-            if not aside.exists() and not stopped.getsockname():
-                path.rename(aside)
-                stopped.bind(str(path))
-                stopped.listen(0)
-            else:
-                aside.replace(path)
-                run.close()
+    def pause(_):
+        pauses.append(file.exists())
+        if len(pauses) == 1:
+            os.utime(file, (1_000, 1_000))
+        else:
+            file.unlink()
 
-        monkeypatch.setattr("time.sleep", pause)
-        assert main([str(tmp_path), "--watch", "--timeout", "1"]) == 0
+    monkeypatch.setattr("time.sleep", pause)
+    assert main([str(tmp_path), "--watch", "--timeout", "1"]) == 0
     told = capsys.readouterr().err
-    assert "did not answer in 1 s" in told
-    assert "no controller listens" in told
+    assert "was killed, is stopped, or its event loop is blocked" in told
+    assert "is not there" in told
 
 
-def test_without_a_controller_the_exit_code_is_1_and_without_a_run_2(tmp_path, capsys, monkeypatch):
+def test_without_a_status_the_exit_code_is_1_and_without_a_run_2(tmp_path, capsys, monkeypatch):
     assert main([str(tmp_path)]) == 1
     assert main([str(tmp_path), "--watch"]) == 1
-    assert capsys.readouterr().err.count("no controller listens at") == 2
+    assert capsys.readouterr().err.count("is not there: the run has not begun") == 2
     assert main([str(tmp_path / "absent")]) == 2
     assert "absent: no such directory" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     assert main([]) == 2
-    assert "runs: no run listens there; name the run's directory" in capsys.readouterr().err
+    assert "runs: no run has a status there; name the run" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main(["--every", "0"])
     assert ended.value.code == 2
 
 
-def test_without_a_name_it_is_the_run_that_began_to_listen_last(tmp_path, capsys, monkeypatch):
+def test_without_a_name_it_is_the_run_whose_status_is_the_newest(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     older, newer = tmp_path / "runs" / "b", tmp_path / "runs" / "a"
-    with (
-        running(newer, [status(trainer_version=7)]),
-        running(older, [status(trainer_version=3)]),
-    ):
-        os.utime(older / SOCKET_FILE, (1_000, 1_000))
-        assert main(["--json"]) == 0
+    for folder, version in ((newer, 7), (older, 3)):
+        with running(folder, [status(trainer_version=version)]):
+            pass
+    os.utime(older / STATUS_FILE, (1_000, 1_000))
+    assert main(["--json"]) == 0
     assert json.loads(capsys.readouterr().out)["trainer_version"] == 7
 
 
 def test_what_watches_a_run_needs_no_torch(tmp_path):
     program = (
         "import sys\n"
-        "import megatron_idempotent.controller.ping_command\n"
-        "import megatron_idempotent.metrics.loggers\n"
+        "import megatron_idempotent.cli.ping\n"
         "import megatron_idempotent.metrics.chart\n"
         "import megatron_idempotent.metrics.loggers\n"
         "import megatron_idempotent.metrics.names\n"

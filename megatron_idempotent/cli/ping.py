@@ -1,4 +1,4 @@
-"""`megatron-idempotent ping`: where a run of this machine stands. Free of torch and Megatron."""
+"""`megatron-idempotent ping`: shows the state of a run. Free of torch and Megatron."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_idempotent.controller.status_file import (
+    STATUS_FILE,
+    NotRunning,
+    StatusError,
+    read_status,
+)
 from megatron_idempotent.metrics.console import make_table, rows
 from megatron_idempotent.metrics.loggers import METRICS_FILE
-
-from .ping import SOCKET_FILE, NotListening, PingError, ask
 
 RUNS = Path("runs")
 
@@ -26,21 +30,21 @@ _TAIL_BYTES = 1 << 18
 def main(argv: Sequence[str]) -> int:
     """Run the command with the arguments after `ping`; returns the exit code.
 
-    0: answered, or watched until the run ended. 1: no controller answers. 2: no run was found.
+    0: shown, or watched until the run ended. 1: no controller writes a status. 2: no run was found.
     """
     options = _parser().parse_args(list(argv))
     directory = options.directory or _newest()
     if directory is None or not directory.is_dir():
         missing = (
-            f"{directory}: no such directory" if directory else f"{RUNS}: no run listens there"
+            f"{directory}: no such directory" if directory else f"{RUNS}: no run has a status there"
         )
         print(f"{missing}; name the run's directory", file=sys.stderr)
         return 2
     try:
         if options.watch:
             return _watch(directory, options)
-        status = ask(directory / SOCKET_FILE, options.timeout)
-    except PingError as error:
+        status = read_status(directory / STATUS_FILE, old_s=options.timeout)
+    except StatusError as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -53,18 +57,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _watch(directory: Path, options: argparse.Namespace) -> int:
-    """Show the run until it has ended. Errors: `PingError` where it never answered."""
+    """Show the run until it has ended. Errors: `StatusError` where there was never a status."""
     table = None if options.json else make_table(sys.stdout, every_s=0.0)
     answered = False
     try:
         while True:
             try:
-                status = ask(directory / SOCKET_FILE, options.timeout)
-            except PingError as error:
+                status = read_status(directory / STATUS_FILE, old_s=options.timeout)
+            except StatusError as error:
                 if not answered:
                     raise
                 print(error, file=sys.stderr)
-                if isinstance(error, NotListening):
+                if isinstance(error, NotRunning):
                     return 0
             else:
                 answered = True
@@ -106,8 +110,8 @@ def _last_metrics(directory: Path) -> dict[str, float]:
 
 
 def _newest() -> Path | None:
-    """The run in `runs/` that began to listen last."""
-    found = sorted(RUNS.glob(f"*/{SOCKET_FILE}"), key=_changed)
+    """The run in `runs/` whose status is the newest."""
+    found = sorted(RUNS.glob(f"*/{STATUS_FILE}"), key=_changed)
     return found[-1].parent if found else None
 
 
@@ -128,15 +132,15 @@ def _seconds(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-idempotent ping",
-        description="Where an asynchronous run of this machine stands: versions, queues, what the "
-        "pumps do. Exit code 1 where no controller answers.",
+        description="Show the state of an asynchronous run: versions, queues, what its loops do. "
+        "Exit code 1 where no controller writes it.",
     )
     parser.add_argument(
         "directory",
         nargs="?",
         type=Path,
         metavar="DIR",
-        help=f"the run's directory; default: the newest in {RUNS}/ that listens",
+        help=f"the run's directory; default: the newest in {RUNS}/",
     )
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.add_argument("--watch", action="store_true", help="go on until the run has ended")
@@ -144,6 +148,10 @@ def _parser() -> argparse.ArgumentParser:
         "--every", type=_seconds, default=1.0, metavar="S", help="seconds between two looks"
     )
     parser.add_argument(
-        "--timeout", type=_seconds, default=5.0, metavar="S", help="seconds to wait for an answer"
+        "--timeout",
+        type=_seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds after which a status is too old",
     )
     return parser

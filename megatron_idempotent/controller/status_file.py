@@ -1,0 +1,148 @@
+"""`status.json`: the state of a run, written every second for all who can read its directory.
+
+Free of torch. The file is there whole or not at all, also on a file system that machines share. A
+file that has grown old says that the controller was killed, is stopped, or that its event loop is
+blocked; a run that ends says so in its last status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .protocol import ControllerError
+
+if TYPE_CHECKING:
+    from .protocol import Status
+
+STATUS_FILE = "status.json"
+
+
+class StatusError(ControllerError):
+    """A status that cannot be written or read, or that is too old to be true."""
+
+
+class NotRunning(StatusError):
+    """Nobody writes a status: the run has not begun, or it has ended or was killed."""
+
+
+class StatusFile:
+    """Writes a run's status in the controller's event loop, and the last one when the block ends.
+
+    Example: `async with StatusFile(controller.ping, run / STATUS_FILE): await controller.run(6)`
+    """
+
+    def __init__(
+        self, ping: Callable[[], Awaitable[Status]], path: Path, *, every_s: float = 1.0
+    ) -> None:
+        self._ping = ping
+        self._path = path
+        self._every_s = every_s
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> StatusFile:
+        """Write the first status.
+
+        Errors: `StatusError` where the file cannot be written, or another controller writes it.
+        """
+        await asyncio.to_thread(_refuse_a_second, self._path)
+        try:
+            await self._write()
+        except OSError as error:
+            raise StatusError(
+                f"cannot write {self._path}: {error.strerror or error}; the run goes on without"
+            ) from error
+        self._task = asyncio.ensure_future(self._go_on())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self._try_to_write()
+
+    async def _go_on(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            await self._try_to_write()
+
+    async def _try_to_write(self) -> None:
+        # A full disk does not end the run; readers are told that the file is old.
+        with contextlib.suppress(OSError, ControllerError):
+            await self._write()
+
+    async def _write(self) -> None:
+        content = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "every_s": self._every_s,
+            "status": dataclasses.asdict(await self._ping()),
+        }
+        await asyncio.to_thread(_replace, self._path, json.dumps(content))
+
+
+def read_status(path: Path, *, old_s: float = 5.0) -> dict[str, Any]:
+    """Returns the fields of `Status`, as they were at most `old_s` and one interval ago.
+
+    A run that has ended keeps its last status, whatever its age.
+
+    Errors: `NotRunning` where there is no file; `StatusError` where it is old, or no status.
+    """
+    try:
+        text, written = path.read_text(encoding="utf-8"), path.stat().st_mtime
+        content = json.loads(text)
+        status: dict[str, Any] = content["status"]
+        allowed_s = old_s + float(content["every_s"])
+        state, where = status["state"], f"{content['host']}, process {content['pid']}"
+    except FileNotFoundError as error:
+        raise NotRunning(f"{path} is not there: the run has not begun") from error
+    except OSError as error:
+        raise StatusError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise StatusError(f"{path} holds no status: {type(error).__name__}: {error}") from error
+    age_s = time.time() - written
+    if state != "ended" and age_s > allowed_s:
+        raise StatusError(
+            f"{path} is {age_s:.0f} s old: the controller on {where} was killed, is stopped, or "
+            "its event loop is blocked"
+        )
+    return status
+
+
+def _refuse_a_second(path: Path) -> None:
+    try:
+        state = read_status(path)["state"]
+        writer = json.loads(path.read_text(encoding="utf-8"))
+    except (StatusError, OSError, ValueError):
+        return
+    # A controller that was killed a moment ago may be started again at once.
+    dead = writer["host"] == socket.gethostname() and not _is_alive(writer["pid"])
+    if state != "ended" and not dead:
+        raise StatusError(
+            f"another controller writes {path}: end it first, or use another directory"
+        )
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text + "\n", encoding="utf-8")
+    os.replace(partial, path)
