@@ -142,6 +142,9 @@ def _settle(call: Call, seat: RankSlot) -> None:
     # Without it gloo resolves the host name, which may be slow or wrong in a container.
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # For a log line, torch asks for the name of each peer's address, which no hosts file has. A
+    # name server that loses the question would cost 5 s.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")
     sys.path[:] = call.sys_path
     os.chdir(call.cwd)
 
