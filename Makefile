@@ -8,7 +8,7 @@ ARGS ?=
 # Tests run side by side in so many processes, each with ranks of its own that wait for each other.
 JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-# Compiling torch and Megatron anew in every process would cost each of them ten seconds.
+# Compiling torch and Megatron again in every process would cost each of them ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
@@ -34,7 +34,7 @@ help:
 	@echo "make gate     ... on the oldest one and one in between"
 	@echo "make pins     hazards and parity on the commits that frameworks pin (MEGATRON_LM=a clone)"
 	@echo "make drift    patches against all release wheels, read only (ARGS='a source tree')"
-	@echo "make lint     ruff, mypy and the layers of imports"
+	@echo "make lint     ruff, spelling, mypy and the layers of imports"
 	@echo "make bench    run benchmarks/"
 
 setup: $(STAMP)
@@ -91,6 +91,7 @@ test-ray: $(RAY_VENV)/.ready
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell --dictionary=- --dictionary=.ci/words.txt
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 

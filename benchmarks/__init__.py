@@ -1,4 +1,4 @@
-"""Measurements behind every performance claim, as ratios within one run.
+"""Measures every performance claim, as ratios within one run.
 
 `python -m benchmarks` runs them all, `python -m benchmarks NAME…` some.
 """

@@ -32,7 +32,9 @@ def real_sizes(hidden: int, sequence: int, layers: int) -> dict[str, Any]:
 
 
 def fast_kernels() -> None:
-    """On a rank: kernels as a training run has them, not the deterministic ones of tests."""
+    """Runs on a rank: chooses kernels as a training run has them, not the deterministic ones of
+    tests.
+    """
     import torch
 
     torch.use_deterministic_algorithms(False)

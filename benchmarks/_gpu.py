@@ -60,7 +60,7 @@ def about() -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """What one call took.
+    """Time and memory of one call.
 
     Example:
         call = measured(make_inputs, lambda given: given[0].sum(), rounds=5)

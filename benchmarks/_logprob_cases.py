@@ -1,4 +1,4 @@
-"""What sides of the `token_logprobs` benchmark are given, what they return, and what is true.
+"""Inputs of the `token_logprobs` benchmark, its sides' outputs, and the true values.
 
 Runs on a rank. Legend: N tokens, V columns of the vocabulary on this rank, H features.
 """
@@ -24,12 +24,12 @@ class Case:
 
     form: Literal["logits", "hidden"]
     ranks: int
-    """That share the vocabulary."""
+    """Number of ranks that share the vocabulary."""
     dtype: str
     entropy: Entropy
     tokens: int
     vocabulary: int
-    """On all ranks."""
+    """Columns of the vocabulary on all ranks together."""
     features: int = 1024
     kept: float = 1.0
     """Share of the tokens that are computed; sides that cannot leave out the rest compute all."""
@@ -52,7 +52,7 @@ class Case:
 
 
 class Given(NamedTuple):
-    """What one run of a side may read, and for logits overwrite."""
+    """Tensors that one run of a side may read, and for logits overwrite."""
 
     inputs: tuple[Any, ...]
     """(logits [N, V],), or (hidden [N, H], weight [V, H])."""
@@ -76,7 +76,7 @@ class Side:
 
 
 class Inputs:
-    """Of a case, on this rank: the same whole inputs everywhere, and this rank's part of them."""
+    """Inputs of a case: the same whole inputs on every rank, and this rank's part of them."""
 
     def __init__(self, case: Case, group: Any, tokens: int) -> None:
         import torch
@@ -117,7 +117,7 @@ class Inputs:
         return Given(inputs, self.targets_N, self.kept_N, self.group, self.case.entropy)
 
     def total(self, logprob_N: Any, entropy_N: Any) -> Any:
-        """Of which the gradient is taken."""
+        """Returns the sum that is differentiated."""
         total = (logprob_N * self.of_logprob_N).sum()
         if self.case.entropy == "grad":
             total = total + (entropy_N * self.of_entropy_N).sum()
@@ -141,7 +141,9 @@ def _as_output(values: Any) -> Any:
     import torch
 
     class Output(torch.autograd.Function):
-        """As of a layer: no leaf and no view, and its gradient is freed when it has come."""
+        """Acts as a layer's output: no leaf, no view, and its gradient is freed when it has
+        come.
+        """
 
         @staticmethod
         def forward(_ctx: Any, _weight: Any) -> Any:

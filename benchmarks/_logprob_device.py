@@ -35,7 +35,9 @@ PUBLISHED = {"SkyRL, torch": (4.3, 3.7), "SkyRL, Triton": (9.9, 0.88)}
 
 
 def cases(options: Any) -> Iterator[Case]:
-    """From logits as many as fit beside their gradients, then from hidden states."""
+    """Lists the cases: from logits as many as fit beside their gradients, then from hidden
+    states.
+    """
     common: dict[str, Any] = {"ranks": 1, "vocabulary": COLUMNS, "features": FEATURES}
     for dtype, tokens in (("bfloat16", 8192), ("bfloat16", 32768), ("float32", 8192)):
         for entropy in ("none", "grad"):
@@ -92,7 +94,7 @@ def _group() -> Any:
 
 
 def rows(case: Case, rounds: int, copied: float, multiplied: float) -> Iterator[dict[str, Any]]:
-    """Of each side, forward alone and with the backward."""
+    """Returns a row for each side, forward alone and with the backward."""
     import torch
 
     group = _group()

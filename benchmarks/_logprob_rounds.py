@@ -1,4 +1,4 @@
-"""How sides of the `token_logprobs` benchmark are measured: on a rank, in turns."""
+"""Measures the sides of the `token_logprobs` benchmark on a rank, in turns."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _COMPARED = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Of one side, on one rank."""
+    """Results of one side on one rank."""
 
     seconds: list[float]
-    """Of each round, forward and backward."""
+    """Seconds of each round, forward and backward."""
     memory: float
     """Most that is held beside inputs and, of hidden states and weight, their gradients, in the
     size of this rank's logits."""
@@ -38,7 +38,9 @@ Found = dict[str, "Measured | str"]
 
 
 def measured(case: Case, rounds: int, peers: Sequence[str]) -> Found:
-    """On a fresh rank, one case: what others had compiled would count towards torch's limit."""
+    """Measures one case on a fresh rank: what others had compiled would count towards torch's
+    limit.
+    """
     import torch
     from megatron.core import parallel_state
 

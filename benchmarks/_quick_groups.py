@@ -49,7 +49,7 @@ class Quick:
 
 
 def seconds_of_run(count: int) -> float:
-    """Of processor time, for a run that trains so many groups."""
+    """Measures processor seconds of a run that trains `count` groups."""
     per_step = 50
     controller = Controller(
         settings=ControllerSettings(

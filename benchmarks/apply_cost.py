@@ -1,4 +1,4 @@
-"""What `import megatron_idempotent; apply()` costs a program before it imports Megatron.
+"""Measures what `import megatron_idempotent; apply()` costs a program before it imports Megatron.
 
 Fresh interpreters, taken in turn with two yardsticks: an interpreter that does nothing, and one
 that imports asyncio from the standard library. CPU time, because that is what is repeatable. Once

@@ -1,4 +1,4 @@
-"""How much of generation and training an asynchronous run hides behind each other, on this machine.
+"""Measures how far an asynchronous run overlaps generation and training on this machine.
 
     python -m benchmarks.async_embedded [--steps 8] [--rounds 3] [--tokens 32]
                                         [--slots 256,8,4] [--json]
@@ -76,7 +76,7 @@ class CountingFleet(Fleet):
     drawn = 0
 
     async def sample(self, request: Any) -> Any:
-        """As a fleet does."""
+        """Draws as a fleet does."""
         found = await super().sample(request)
         self.drawn += len(found.tokens)
         return found
@@ -124,7 +124,7 @@ async def measure(
         )
 
     async def generated(first: int) -> tuple[float, list[RolloutGroup]]:
-        """As many groups as the run trains, as many at once as it starts."""
+        """Draws the number of groups that the run trains, at most as many at once as it starts."""
         gate = asyncio.Semaphore(settings.groups_per_step * (STALENESS + 1))
 
         async def one(index: int) -> RolloutGroup:

@@ -29,7 +29,7 @@ _ONE = ("column_stride", "into_column_stride")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
-    """What came of one kernel.
+    """Facts about one compiled kernel.
 
     Example:
         [each] = [each for each in compiled() if each.spilled_bytes]
@@ -39,9 +39,9 @@ class Compiled:
     registers: int
     spilled_bytes: int
     threads: int
-    """That a multiprocessor holds, of those that it could: by registers alone."""
+    """Threads that a multiprocessor holds at once, by its registers alone."""
     widest_load_bits: int
-    """Of the loads from global memory, and copies to shared memory."""
+    """Bits of the widest load from global memory, or copy to shared memory."""
     widest_store_bits: int
 
 
@@ -53,7 +53,7 @@ class Program:
     kernel: Any
     constants: dict[str, Any]
     types: dict[str, str]
-    """Of arguments that are neither constants nor whole numbers."""
+    """Types of the arguments that are neither constants nor whole numbers."""
     warps: int
 
 
@@ -88,7 +88,7 @@ def programs(every_shape: bool) -> Iterator[Program]:
 
 
 def _of_tokens() -> Iterator[Program]:
-    """What is computed of a few numbers per token, in float64."""
+    """Computes from a few numbers per token, in float64."""
     from megatron_idempotent.logprobs import triton_tokens
 
     common = {"PER_TOKEN": False, "BLOCK": 128}

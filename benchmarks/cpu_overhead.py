@@ -1,4 +1,4 @@
-"""What the CPU runtime costs: a Megatron GPT training step with the emulation on and off.
+"""Measures the cost of the CPU runtime: a Megatron GPT training step with the emulation on and off.
 
     python -m benchmarks.cpu_overhead [--rounds 15] [--json]
 

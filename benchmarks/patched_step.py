@@ -1,4 +1,4 @@
-"""What the patches cost a training step that hits no hazard: patched ÷ stock, in one run.
+"""Measures what the patches cost a step that hits no hazard: patched ÷ stock, in one run.
 
     python -m benchmarks.patched_step [--rounds 40] [--ranks 2] [--hidden 256] [--json]
                                       [--device cuda]
@@ -6,7 +6,7 @@
 A window of microbatches through upstream's schedule and an optimizer step, on one model in one
 process per rank, with overlapped reductions and gathers. Rounds alternate between `apply()` and
 `revert()`, which side goes first alternates too, and medians of the sides and of the pairs' ratios
-are printed, so a busy machine slows both down. The first step behind a change of sides is not
+are printed, so a busy machine slows both down. The first step after a change of sides is not
 measured: it finds what looking through all modules has left in the caches. CPU time of the rank's
 process beside wall time, and lower quartiles, because that is what a busy machine leaves
 repeatable. `--hidden 64` has steps so short that Python is most of them.
@@ -41,7 +41,9 @@ Seconds = dict[str, list[tuple[float, float]]]
 
 
 def measure(rounds: int, hidden: int, real: bool) -> tuple[Seconds, dict[str, Any]]:
-    """On a rank: wall and CPU seconds of each round per side, and what a profiled step shows."""
+    """Runs on a rank; returns wall and CPU seconds of each round per side, and a profiled step's
+    counts.
+    """
     import logging
 
     import torch
@@ -82,7 +84,7 @@ def measure(rounds: int, hidden: int, real: bool) -> tuple[Seconds, dict[str, An
 
 
 def _counts(bench: Any, sides: dict[str, Any]) -> dict[str, Any]:
-    """What one step of each side asks of the device, and what patches add to it by name."""
+    """Counts what one step of each side asks of the device, and what patches add to it by name."""
     seen = {}
     for name, side in sides.items():
         side()

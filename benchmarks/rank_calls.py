@@ -1,4 +1,4 @@
-"""What a call on warm ranks costs, against the first call, which starts the pool.
+"""Measures a call on warm ranks against the first call, which starts the pool.
 
 Two ranks that all-reduce one number, so that what is measured is forking, joining the process
 group, carrying the result and ending. The first call imports torch and Megatron.
@@ -15,7 +15,7 @@ CALLS = 10
 
 
 def rank_sum() -> float:
-    """On a rank: the sum over the ranks of their numbers."""
+    """Runs on a rank; returns the sum over the ranks of their numbers."""
     import torch
 
     number = torch.tensor([float(torch.distributed.get_rank())])

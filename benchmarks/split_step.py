@@ -1,4 +1,4 @@
-"""What a step in pieces costs: `TrainStep` ÷ a plain Megatron step, and eight chunks ÷ one.
+"""Measures a step in pieces: `TrainStep` ÷ a plain Megatron step, and eight chunks ÷ one.
 
     python -m benchmarks.split_step [--rounds 20] [--hidden 256] [--json]
                                     [--latency-ms 2] [--gigabytes-per-s 0.2] [--only-steps]
@@ -8,7 +8,7 @@ On CPU ranks, in one run per layout, by programs that take turns on one model an
 a step of Megatron's alone, and split ones with and without `last=True`. Medians of each round's
 ratios, of wall time and of the rank's CPU time, which a busy machine leaves more repeatable.
 
-On two pipeline stages each chunk fills and drains the pipeline anew, so that eight chunks cost what
+On two pipeline stages each chunk fills and drains the pipeline, so that eight chunks cost what
 those bubbles do: (microbatches + 8 x (stages - 1)) / (microbatches + stages - 1) slots of a forward
 and a backward each. The wall ratio is printed beside it. No bubble is in the CPU time.
 
@@ -68,7 +68,7 @@ def _sides(hidden: int, microbatches: int, rows: int, **options: Any) -> Any:
 
 
 def _in_turn(rounds: int, sides: dict[str, Callable[[], None]], clocks: Any) -> Seconds:
-    """What each clock advances by in a step of each side, in each round."""
+    """Returns by how much each clock advances in a step of each side, in each round."""
     import torch
 
     found: Seconds = {name: [] for name in sides}
@@ -93,19 +93,21 @@ def _in_turn(rounds: int, sides: dict[str, Callable[[], None]], clocks: Any) -> 
 def times(
     rounds: int, hidden: int, microbatches: int, options: dict[str, Any], rows: int = 2
 ) -> Seconds:
-    """On a rank: wall and CPU seconds."""
+    """Runs on a rank; returns wall and CPU seconds."""
     _, sides = _sides(hidden, microbatches, rows, **options)
     return _in_turn(rounds, sides, (time.perf_counter, time.process_time))
 
 
 def times_on_device(rounds: int, hidden: int) -> Seconds:
-    """On a rank with a GPU: wall and CPU seconds at real sizes."""
+    """Runs on a rank with a GPU; returns wall and CPU seconds at real sizes."""
     fast_kernels()
     return times(rounds, hidden, CHUNKS, real_sizes(hidden, sequence=2048, layers=4), rows=1)
 
 
 def exposed(rounds: int, hidden: int, latency_s: float, bytes_per_s: float) -> tuple[Seconds, int]:
-    """On a rank: wall seconds, and those in which nothing hid the network; bytes of gradients."""
+    """Runs on a rank; returns wall seconds, those in which nothing hid the network, and gradient
+    bytes.
+    """
     from benchmarks._network import Network
 
     built, sides = _sides(hidden, CHUNKS, 16)
@@ -116,7 +118,9 @@ def exposed(rounds: int, hidden: int, latency_s: float, bytes_per_s: float) -> t
 
 
 def memory(hidden: int) -> dict[str, float]:
-    """On a rank: most bytes that a step of each side holds, in sizes of the gradient buffer."""
+    """Runs on a rank; returns the most bytes that a step of each side holds, in gradient
+    buffers.
+    """
     from megatron_idempotent.cpu.probes import peak_bytes
 
     built, sides = _sides(hidden, CHUNKS, 2)

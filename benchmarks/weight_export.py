@@ -1,4 +1,4 @@
-"""What bringing a model's weights to rank 0 costs: bytes per second ÷ those of `save_file`, memory.
+"""Measures an export of a model's weights to rank 0: its rate ÷ that of `save_file`, and memory.
 
     python -m benchmarks.weight_export [--rounds 5] [--megabytes 128] [--bucket-megabytes 16]
                                        [--json]
@@ -40,7 +40,7 @@ LAYOUTS = {"tensor parallel": {"tp": 2}, "two stages": {"pp": 2}}
 
 
 def _source(megabytes: int, layout: dict[str, int]) -> Any:
-    """On a rank: a model in float32 of about so many bytes."""
+    """Runs on a rank; makes a model in float32 of about that number of bytes."""
     import logging
 
     from megatron.core import parallel_state
@@ -83,7 +83,7 @@ def _source(megabytes: int, layout: dict[str, int]) -> Any:
 
 
 def _fetch_only(source: Any, bucket_bytes: int) -> None:
-    """What `buckets` does but for the checksums."""
+    """Does what `buckets` does, without the checksums."""
     from megatron_idempotent.hf.buckets import split
 
     for members in split([info.nbytes for info in source.tensors()], bucket_bytes):
@@ -93,7 +93,9 @@ def _fetch_only(source: Any, bucket_bytes: int) -> None:
 def measure(
     rounds: int, megabytes: int, bucket_bytes: int, layout: dict[str, int]
 ) -> tuple[dict[str, list[float]], int, float]:
-    """On a rank: seconds of each side by round; bytes of the model; memory in its unit."""
+    """Runs on a rank; returns seconds of each side by round, bytes of the model, memory in its
+    unit.
+    """
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""How long requests wait for new weights: the pause of a sync ÷ all of it, staged and inline.
+"""Measures how long requests wait for new weights: the pause ÷ the whole sync, staged and inline.
 
     python -m benchmarks.weight_sync [--rounds 5] [--hidden 768] [--streams 8] [--json]
                                      [--vllm-python .nox/vllm/bin/python] [--device cuda]
@@ -37,7 +37,7 @@ AIM = 0.15
 def measure(
     rounds: int, hidden: int, streams: int, vllm_python: str, device: str
 ) -> dict[str, Any]:
-    """On a rank: seconds of pauses and syncs, and what became of the streams."""
+    """Runs on a rank; returns seconds of pauses and syncs, and what became of the streams."""
     if device == "cuda":
         fast_kernels()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""How fast each transport takes weights to another process, beside a copy within memory.
+"""Measures how fast each transport takes weights to another process, beside a copy within memory.
 
     python -m benchmarks.weight_transports [--rounds 5] [--megabytes 64] [--json] [--device cuda]
 
@@ -22,7 +22,7 @@ from megatron_idempotent import cpu
 
 
 def measure(name: str, rounds: int, megabytes: int) -> list[float]:
-    """On two ranks: GB/s of each bucket, of which the first is left out. Rank 1 returns none."""
+    """Runs on two ranks; rank 0 returns GB/s of each bucket but the first, rank 1 nothing."""
     import torch
     import torch.distributed as dist
 
@@ -69,7 +69,9 @@ def _rows(megabytes: int) -> int:
 
 
 def copied(rounds: int, megabytes: int) -> float:
-    """On a rank: GB/s of copies within the memory that the weights are in, the median."""
+    """Runs on a rank; returns the median GB/s of copies within the memory that the weights are
+    in.
+    """
     import torch
 
     source = torch.ones(_rows(megabytes), 1024, device="cuda")

@@ -1,10 +1,10 @@
-"""What it costs to drive ranks in processes of their own, and to lose one.
+"""Measures what it costs to drive ranks in processes of their own, and to lose one.
 
     python -m benchmarks.workers [--calls 2000] [--rounds 7] [--megabytes 64] [--json]
 
 Two embedded ranks and the controller's event loop: an empty call on both and back, a tensor from
 rank 0 and to both, and from SIGKILL on one rank to `RanksLost` with all ranks ended, and to fresh
-ranks behind that. Medians of one run; a bucket ÷ an empty call is what a weight sync is made of.
+ranks after that. Medians of one run; a bucket ÷ an empty call is what a weight sync is made of.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Worker:
         """A tensor, on both."""
 
     def process(self) -> int:
-        """Of this rank."""
+        """Returns the id of this rank's process."""
         return os.getpid()
 
     def wait(self) -> None:

@@ -33,7 +33,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Offered here too: whoever imports them from here is told which extra brings pydantic.
+# Offered here too: code that imports them from here is told which extra brings pydantic.
 __all__ = ["BeforeValidator", "Field", "SettingsReader", "allowed", "schema", "settings"]
 
 Record = TypeVar("Record")

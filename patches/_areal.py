@@ -1,4 +1,4 @@
-"""For tests: AReaL's own Megatron engine around a tiny model.
+"""Runs AReaL's own Megatron engine around a tiny model, for tests.
 
 `_create_optimizer`, `train_batch` and `forward_backward_batch` are AReaL's; its data, and the loss
 of a microbatch, are stand-ins.
@@ -130,7 +130,7 @@ class Areal(Windows):
 
 
 class _Batch:
-    """What AReaL's `MicroBatchList` is to the engine."""
+    """Stands for AReaL's `MicroBatchList`, as the engine uses it."""
 
     max_seqlen = 32
 

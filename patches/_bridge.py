@@ -1,4 +1,4 @@
-"""For reproductions: Megatron-Bridge's own functions around a program of Megatron's.
+"""Runs Megatron-Bridge's own functions around a program of Megatron's, for reproductions.
 
 Bridge does not import without CUDA, so its functions run with stand-ins for the rest of Bridge:
 its data, checkpoints, logging and configuration classes.
@@ -153,7 +153,7 @@ class Bridge:
         )
 
     def wire(self) -> None:
-        """What Bridge's `setup` does last."""
+        """Do the last thing that Bridge's `setup` does."""
         module = self._module("setup")
         module.MEGATRON_FSDP_TYPES = ()
         module._update_model_config_funcs(

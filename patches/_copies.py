@@ -1,4 +1,4 @@
-"""What the case files about frameworks' copies of Megatron's `train()` and wiring share.
+"""Shared parts of the case files about frameworks' copies of Megatron's `train()` and wiring.
 
 Those files go by the statements that a wrapper relies on, not by reviewed bodies: the frameworks
 change around them with every release, and many run from a checkout that says no version.
@@ -25,7 +25,9 @@ def forget_no_sync(config: Any, chunks: Sequence[Any]) -> None:
 
 
 def is_megatrons_no_sync(installed: Any) -> bool:
-    """Whether a `no_sync_func` is the bound `no_sync` of Megatron's data-parallel wrappers."""
+    """Returns whether a `no_sync_func` is the bound `no_sync` of Megatron's data-parallel
+    wrappers.
+    """
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
     functions = installed if isinstance(installed, (list, tuple)) else [installed]
@@ -37,7 +39,7 @@ def is_megatrons_no_sync(installed: Any) -> bool:
 
 
 def asserts_no_longer(assertion: str) -> Callable[[Mapping[str, Body]], bool]:
-    """For `fixed_when`: none of the bodies holds the assertion on `no_sync_func`."""
+    """Returns whether none of the bodies holds the assertion on `no_sync_func`: a `fixed_when`."""
     return lambda bodies: not any(body.contains(assertion) for body in bodies.values())
 
 
@@ -89,7 +91,7 @@ ROLLOUT_STATEMENTS = (
 
 
 def rollout_is_repaired(bodies: Mapping[str, Body]) -> bool:
-    """Whether `train` accepts its own `no_sync`, and turns the collector on again."""
+    """Returns whether `train` accepts its own `no_sync`, and turns the collector on again."""
     return all(
         body.contains("gc.enable()") and not body.contains("config.no_sync_func is None")
         for body in bodies.values()

@@ -1,7 +1,7 @@
 """Right programs beside the hazards of a chunk's reductions, which the patches must leave alone.
 
 They take steps as frameworks do that defer `finalize_model_grads`: each step is one or several
-schedule calls, which reduce nothing, and one reduction behind them.
+schedule calls, which reduce nothing, and one reduction after them.
 """
 
 from __future__ import annotations

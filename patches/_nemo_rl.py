@@ -1,4 +1,4 @@
-"""What the case files about NeMo-RL's Megatron workers share.
+"""Shared parts of the case files about NeMo-RL's Megatron workers.
 
 `NemoRL` is for reproductions: the workers around a tiny model.
 The workers, the forward and backward, the timers and the decorators are NeMo-RL's, from the modules
@@ -205,7 +205,7 @@ class _Config(dict):  # type: ignore[type-arg]
 
 
 class _Data(dict):  # type: ignore[type-arg]
-    """What NeMo-RL's `BatchedDataDict` is to the workers."""
+    """Stands for NeMo-RL's `BatchedDataDict`, as the workers use it."""
 
     size: int
     microbatches: list[Any]

@@ -1,4 +1,4 @@
-"""What the case files about ROLL's Megatron strategy share.
+"""Shared parts of the case files about ROLL's Megatron strategy.
 
 `Roll` is for reproductions: ROLL's own `train_step` around a tiny model. Its data, and the forward
 step of a microbatch, are stand-ins.
@@ -77,7 +77,7 @@ class Roll(Windows):
 
 
 class _Models(list):  # type: ignore[type-arg]
-    """What mcore_adapter's list of model chunks is to the strategy."""
+    """Stands for mcore_adapter's list of model chunks, as the strategy uses it."""
 
     def __init__(self, chunks: list[Any], config: Any) -> None:
         super().__init__(chunks)

@@ -1,4 +1,4 @@
-"""For reproductions: rollouts through the `train()` of slime and of its fork miles.
+"""Runs rollouts through the `train()` of slime and of its fork miles, for reproductions.
 
 The loop is the framework's own, from the module on the path, around a program of Megatron's. Its
 data, loss, logging and checkpoint modules are stand-ins.
@@ -191,7 +191,7 @@ class _Data:
 
 
 class _Reports:
-    """Of slime's modules for metrics and logging, what `train()` calls."""
+    """Stands for slime's modules for metrics and logging, as `train()` calls them."""
 
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts

@@ -13,7 +13,7 @@ SPOILT_ERROR = f"RuntimeError: {_SPOILT}"
 
 
 def abort_in_backward(model: Any, register: Callable[[Any, Callable[..., None]], Any]) -> None:
-    """For reproductions: a window of a bench, one microbatch, that its backward interrupts.
+    """Run a window of a bench with one microbatch, and interrupt its backward.
 
     Args:
         register: `register(param, fail)` hangs `fail` on the parameter whose gradient is computed
@@ -31,7 +31,7 @@ def abort_in_backward(model: Any, register: Callable[[Any, Callable[..., None]],
 
 
 def expect_gradients(model: Any, expected: Any) -> None:
-    """For reproductions: one more window, whose gradients must be `expected`, to the bit."""
+    """Run one more window, and hold its gradients to `expected`, bit for bit."""
     import torch
 
     model.forward_backward(1, data_seed=0)
@@ -40,7 +40,7 @@ def expect_gradients(model: Any, expected: Any) -> None:
 
 
 def backward(model: Any, *, data_seed: int) -> None:
-    """For reproductions: one microbatch of a bench, past the schedules."""
+    """Run forward and backward of one microbatch of a bench, without the schedules."""
     import torch
 
     from megatron_idempotent.cpu import tiny
@@ -53,7 +53,7 @@ def backward(model: Any, *, data_seed: int) -> None:
 
 
 def expect_agreement(model: Any, when: str) -> None:
-    """For reproductions: raise where the data-parallel ranks hold different parameters."""
+    """Raise if the data-parallel ranks hold different parameters."""
     import torch
 
     mine = model.parameters().cuda()  # NCCL takes nothing from the host
@@ -69,7 +69,7 @@ def expect_agreement(model: Any, when: str) -> None:
 
 
 class Broken(Exception):
-    """What a reproduction raises inside `train()`."""
+    """A reproduction raises this inside `train()`."""
 
 
 def interrupt(running: Any) -> None:

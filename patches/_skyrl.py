@@ -1,4 +1,4 @@
-"""What the case files about SkyRL's Megatron worker share.
+"""Shared parts of the case files about SkyRL's Megatron worker.
 
 `SkyRL` is for reproductions: SkyRL's own model wrapper and `optim_step` around a tiny model.
 The rest of its worker, its data and its losses are stand-ins.
@@ -138,7 +138,7 @@ class SkyRL(Windows):
 
 
 def _optimizer_step(optimizer: Any, model: Any, scheduler: Any, name: str) -> Any:
-    """What SkyRL's strategy does, but for the scheduler."""
+    """Take a step as SkyRL's strategy does, without the scheduler."""
     _, norm, _ = optimizer.step()
     optimizer.zero_grad()
     return norm

@@ -1,4 +1,4 @@
-"""For reproductions: a framework's module imported without the rest of the framework.
+"""Imports a framework's module without the rest of the framework, for reproductions.
 
 The functions of the module are the framework's own; what it imports from its own package, and
 packages that are not installed (a server, a tokenizer, a logger), are stand-ins. So reproductions

@@ -1,4 +1,6 @@
-"""For reproductions and tests: what a Megatron trainer of ms-swift is to its own methods."""
+"""Stands for a Megatron trainer of ms-swift, as its own methods use it; for reproductions and
+tests.
+"""
 
 from __future__ import annotations
 

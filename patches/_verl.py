@@ -1,4 +1,4 @@
-"""For tests: verl's own Megatron engine around a tiny model.
+"""Runs verl's own Megatron engine around a tiny model, for tests.
 
 `train_batch`, `infer_batch`, the wiring and the modes are verl's; its data and losses are
 stand-ins.
@@ -79,6 +79,6 @@ class Verl(Windows):
 
 
 class _Data(dict):  # type: ignore[type-arg]
-    """What a TensorDict is to the engine."""
+    """Stands for a TensorDict, as the engine uses it."""
 
     rows: list[Any]

@@ -1,4 +1,4 @@
-"""For reproductions: a small model in the hands of a framework's own worker.
+"""Puts a small model into the hands of a framework's own worker, for reproductions.
 
 The worker's methods are the framework's, from the module on the path; what they are called on is a
 stand-in that has the attributes they read. Its model is a tiny GPT of `cpu.tiny`.

@@ -20,7 +20,7 @@ Upstream:
     `load_state_dict`.
 
 Remove when:
-    `load_state_dict` gives each parameter a `step` of its own, behind loading the parameter state.
+    `load_state_dict` gives each parameter a `step` of its own, after loading the parameter state.
 """
 
 from __future__ import annotations

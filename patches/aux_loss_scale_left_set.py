@@ -70,7 +70,9 @@ def _put_back(scaler: Any, scale: Any, value: Any) -> None:
 
 
 def reproduce() -> None:
-    """The same direct backward behind one microbatch and behind four: the router's must agree."""
+    """Runs the same direct backward after one microbatch and after four: the router's must
+    agree.
+    """
     import torch
 
     from megatron_idempotent.cpu import tiny

@@ -6,7 +6,7 @@ Symptom:
 
 Cause:
     Bridge's `train_step` starts the timer "optimizer", and stops it without a `finally`. (What else
-    an exception leaves behind, `rerun-state-after-exception` and `timers-left-running` mend in
+    an exception leaves, `rerun-state-after-exception` and `timers-left-running` mend in
     Megatron itself, and so for Bridge too.)
 
 Affects:

@@ -84,7 +84,7 @@ PATCH = Patch(
             ),
         ),
     ),
-    # The loop stops and restarts the timer around evaluation; only a stop behind it is a repair.
+    # The loop stops and restarts the timer around evaluation; only a stop after it is a repair.
     fixed_when=lambda bodies: any(
         body.contains(f"timers('{_TIMER}').stop()", outside_loops=True) for body in bodies.values()
     ),

@@ -1,7 +1,7 @@
 """With overlap_param_gather, a checkpoint saved right after a step lacks the step.
 
 Symptom:
-    `dist_checkpointing.save` of a model's `sharded_state_dict` behind `optimizer.step()` writes the
+    `dist_checkpointing.save` of a model's `sharded_state_dict` after `optimizer.step()` writes the
     old parameters, except for the shard of the rank that happens to write. Loading it is silent:
     the first forwards use a model that never was, until a step restores the parameters from the
     optimizer's own copy; without the optimizer's state it stays.
@@ -85,7 +85,7 @@ class _Looked(Exception):
 
 
 def reproduce() -> None:
-    """Save behind a step, and look at the parameters where the writer would."""
+    """Save right after a step, and look at the parameters where the writer would."""
     import tempfile
 
     from megatron.core import dist_checkpointing

@@ -98,7 +98,7 @@ def reproduce() -> None:
         raise RuntimeError("the reference model's experts still pad")
     model.forward_backward(1, data_seed=0)
     if not padded(model) or not torch.equal(model.gradients(), gradients):
-        raise RuntimeError("the same window drops other tokens behind generation")
+        raise RuntimeError("the same window drops other tokens after generation")
 
 
 PATCH = Patch(

@@ -65,7 +65,7 @@ def reproduce() -> None:
         model.forward_backward(2, data_seed=data_seed, forward_only=True)
     kept = schedules.buffers(model.chunks)
     if kept is not None and kept[0]:
-        raise RuntimeError(f"{len(kept[0])} activations kept behind forward-only windows")
+        raise RuntimeError(f"{len(kept[0])} activations kept after forward-only windows")
 
 
 PATCH = Patch(
@@ -79,6 +79,6 @@ PATCH = Patch(
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,
-        stock_error=r"RuntimeError: 6 activations kept behind forward-only windows",
+        stock_error=r"RuntimeError: 6 activations kept after forward-only windows",
     ),
 )

@@ -7,12 +7,12 @@ Symptom:
 
 Cause:
     The last backward dispatches the reduction of the output layer's bucket; the schedule computes
-    the deferred gradient behind that.
+    the deferred gradient after that.
 
 Affects:
     Every release, seen on gloo ranks with the fused kernel's sum done in Python. What the patch
     does: the bucket group of the output layer's weight waits with its reduction until the deferred
-    gradient is computed, which is behind all others, on every rank alike. Where nobody computes it,
+    gradient is computed, which comes last, on every rank alike. Where nobody computes it,
     because `config.finalize_model_grads_func` is None, finishing the reductions raises.
 
 Upstream:
@@ -104,7 +104,7 @@ def drain(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Around `drain_embedding_wgrad_compute`: behind it the reduction that waits may start."""
+    """Wraps `drain_embedding_wgrad_compute`: after it, the reduction that waits may start."""
     if embedding_activation_buffer or grad_output_buffer:
         original(config, embedding_activation_buffer, grad_output_buffer, weight, *args, **kwargs)
     # Else a failure that guarded_window() carries has dropped them; the peers reduce all the same.

@@ -50,7 +50,9 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_of_train(function: Any) -> bool:
-    """Whether `train()` has made this function around the one of that name in its module."""
+    """Returns whether `train()` has made this function around the one of that name in its
+    module.
+    """
     return getattr(function, "__qualname__", "").startswith("train.<locals>.") and (
         getattr(function, "__module__", None) == training.MODULE
     )

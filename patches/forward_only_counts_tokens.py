@@ -10,7 +10,7 @@ Cause:
     `forward_only=True`.
 
 Affects:
-    Every release. What the patch does: behind a forward-only schedule with gradients enabled, the
+    Every release. What the patch does: after a forward-only schedule with gradients enabled, the
     counts are those from before it. Whether gradients are enabled is left to the caller.
 
 Upstream:

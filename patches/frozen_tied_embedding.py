@@ -36,7 +36,9 @@ def add_up(original: Callable[..., None], model: list[Any], config: Any) -> None
 
 
 def _is_shared() -> bool:
-    """Whether upstream looks at the model at all: it may be any module where it does not."""
+    """Returns whether upstream looks at the model at all: it may be any module where it does
+    not.
+    """
     import torch
     from megatron.core import parallel_state
 

@@ -17,9 +17,9 @@ Affects:
     it would be replayed. The patch is therefore off by default; name it in `only=` to use it. What
     it does: where the model's chunks, the number of microbatches, the forward-step function, the
     schedule, or the sequence and micro batch lengths are others than those of the graph, the state
-    of training, or of validation, starts anew, warm-up included. One model's graph at a time is
+    of training, or of validation, starts again, warm-up included. One model's graph at a time is
     kept, as upstream does: models that take turns run without a graph, and so does a step function
-    that is made anew for each call. A new wrapper alone, which each `evaluate()` makes, keeps the
+    that is made again for each call. A new wrapper alone, which each `evaluate()` makes, keeps the
     graph. All ranks must change together, because the capture has barriers. Other arguments
     (`collect_non_loss_data`, which one rank alone passes, and `force_all_reduce`) are still those
     of the capture. The optimizer's own graph, `OptimizerCudaGraphWrapper`, is not covered.

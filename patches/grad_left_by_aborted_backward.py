@@ -5,7 +5,7 @@ Symptom:
     parameter contains the aborted one's. No error.
 
 Cause:
-    Autograd accumulates into `param.grad`; DDP's hook behind it adds that to the gradient buffer
+    Autograd accumulates into `param.grad`; DDP's hook after it adds that to the gradient buffer
     and sets it to None. An exception between the two leaves it set. `zero_grad_buffer()` zeroes the
     buffer only, and `zero_grad()` of the distributed optimizer reaches only those parameters of
     which this rank holds a shard.

@@ -66,7 +66,9 @@ def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _caller_scales() -> bool:
-    """Whether a framework builds this optimizer whose own losses are multiplied by its scale."""
+    """Returns whether a framework builds this optimizer and multiplies its losses by its scale
+    itself.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         where = frame.f_globals

@@ -8,14 +8,14 @@ Symptom:
     been issued for this bucket`.
 
 Cause:
-    Nothing looks for gradients behind a dispatched reduction. From 0.16 on bucket groups learn from
+    Nothing looks for gradients after a dispatched reduction. From 0.16 on bucket groups learn from
     the first window how many gradients each parameter registers, and reduce when that many have
     come. Without `no_sync` every microbatch registers, so that the number is the number of
     microbatches. Before 0.16 a second one raised `Cannot set grad twice`.
 
 Affects:
     Every release. What the patch does: `finish_grad_sync` raises where gradients were written
-    inside of `no_sync()` behind a reduction, and where a parameter has registered more or fewer
+    inside of `no_sync()` after a reduction, and where a parameter has registered more or fewer
     gradients than its bucket group has learned, and names it. With `no_sync` wired, as
     `wire_train_config` does, the number of microbatches may change from window to window. A
     parameter that only some ranks use raises, too: their collectives would pair up wrongly.
@@ -25,7 +25,7 @@ Upstream:
     `_ParamAndGradBucketGroup.register_grad_ready`.
 
 Remove when:
-    a gradient behind its bucket's reduction raises upstream.
+    a gradient after its bucket's reduction raises upstream.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 
 def _expected(group: Any) -> dict[Any, int]:
-    """How often each parameter registers before its bucket group's hooks dispatch."""
+    """Counts how often each parameter registers before its bucket group's hooks dispatch."""
     learned = getattr(group, "golden_per_param_grad_ready_counts", None)
     # Releases before 0.16 learn nothing; in a first batch nothing is learned yet.
     return learned or dict.fromkeys(group.params, 1)
@@ -137,7 +137,7 @@ def neighbour() -> object:
 
 PATCH = Patch(
     id="gradient-after-reduction",
-    summary="gradients that arrive behind their bucket's reduction stay local, silently",
+    summary="gradients that arrive after their bucket's reduction stay local, silently",
     since="0.12",
     before=UNTRIED,
     groups=("overlap",),

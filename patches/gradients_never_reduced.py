@@ -7,7 +7,7 @@ Symptom:
     `Should not have multiple communication calls outstanding at once`.
 
 Cause:
-    The pipeline schedules call `config.finalize_model_grads_func` behind the last microbatch where
+    The pipeline schedules call `config.finalize_model_grads_func` after the last microbatch where
     it is set. Only `megatron.training.training.train` sets it, and the default is None.
 
 Affects:
@@ -36,7 +36,7 @@ def reproduce() -> None:
 
 
 def repaired() -> None:
-    """The same behind `wire_train_config`."""
+    """Runs the same after `wire_train_config`."""
     from megatron_idempotent import wire_train_config
 
     model = _build()

@@ -7,7 +7,7 @@ Symptom:
 
 Cause:
     `CheckpointFunction` sets a global flag on entry to its forward and its backward and clears it
-    behind them, without `finally`.
+    after them, without `finally`.
 
 Affects:
     0.16 on, where the flag exists. What the patch does: an exception clears the flag on its way

@@ -5,7 +5,7 @@ Symptom:
     gradients' reduction and `optimizer.step()` (log-probs, a KL term, an evaluation) leaves
     gradients of zero. The step succeeds and reports a gradient norm of 0.0: the window is lost, and
     weight decay and momentum move the parameters. The ranks agree, so that no check of replicas
-    notices. `start_param_sync()` behind a step, and then `zero_grad_buffer()`, zeroes what the
+    notices. `start_param_sync()` after a step, and then `zero_grad_buffer()`, zeroes what the
     gather has brought so far, as the machine's timing has it: the ranks differ.
 
 Cause:

@@ -3,7 +3,7 @@
 Symptom:
     What `params-stale-after-step`, `pending-gather-dropped`, `checkpoint-before-gather` and
     `params-exported-before-gather` say of the distributed optimizer, with
-    `LayerWiseDistributedOptimizer`: behind a forward-only pass between reduction and step, in a
+    `LayerWiseDistributedOptimizer`: after a forward-only pass between reduction and step, in a
     forward with the hooks off, in a checkpoint and in an export, the data-parallel ranks hold
     different parameters. No error.
 
@@ -76,7 +76,7 @@ def reproduce() -> None:
     model.forward_backward(1, data_seed=1, forward_only=True)
     model.step()
     model.forward_backward(1, data_seed=2, forward_only=True)
-    _scenarios.expect_agreement(model, "in a forward behind a layer-wise step")
+    _scenarios.expect_agreement(model, "in a forward after a layer-wise step")
 
 
 PATCH = Patch(
@@ -96,6 +96,6 @@ PATCH = Patch(
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,
-        stock_error=r"RuntimeError: parameters differ .* in a forward behind a layer-wise step",
+        stock_error=r"RuntimeError: parameters differ .* in a forward after a layer-wise step",
     ),
 )

@@ -32,7 +32,9 @@ from megatron_idempotent.patching import Patch, Reproduction, Target, arguments
 
 
 class _Logits:
-    """In place of logits: made for who computes with them, known by its type to who does not."""
+    """Takes the place of logits: made for callers that compute with them, known by its type to
+    others.
+    """
 
     def __init__(self, layer: Any, hidden_states: Any, weight: Any, gather: Any) -> None:
         self.hidden_states, self.weight = hidden_states, weight
@@ -60,7 +62,7 @@ class _Logits:
 
 
 class _OutputLayer:
-    """In place of the output layer, for as long as a forward runs."""
+    """Takes the place of the output layer for as long as a forward runs."""
 
     def __init__(self, layer: Any, labels: Any) -> None:
         self._layer, self._labels = layer, labels

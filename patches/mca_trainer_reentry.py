@@ -13,7 +13,7 @@ Affects:
     What the patch does: a `no_sync_func` that is the `no_sync` of the trainer's own chunks is
     cleared before the check. Somebody's own function still meets the assertion. The upper bound of
     the range is open, because the statements that the patch relies on decide. ROLL's
-    `MegatronTrainStrategy.initialize` has the same assertion, but builds model and config anew.
+    `MegatronTrainStrategy.initialize` has the same assertion, but builds model and config again.
 
 Upstream:
     https://github.com/alibaba/ROLL/blob/v0.3.0/mcore_adapter/src/mcore_adapter/trainer/trainer.py,

@@ -13,7 +13,7 @@ Cause:
 
 Affects:
     Every release. Nothing here repairs it: hooks of gradient accumulators cannot be taken off again
-    from outside. Build the module anew for the second wrapper, and load its state.
+    from outside. Build the module again for the second wrapper, and load its state.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py,

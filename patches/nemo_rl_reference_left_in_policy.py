@@ -7,7 +7,7 @@ Symptom:
     and so do the forward pre-hooks.
 
 Cause:
-    `use_reference_model` copies the reference into the model, yields, and copies back behind the
+    `use_reference_model` copies the reference into the model, yields, and copies back after the
     `yield`, without a `finally`.
 
 Affects:

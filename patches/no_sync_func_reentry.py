@@ -14,7 +14,7 @@ Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
     the patch does: before upstream's check it clears a `no_sync_func` that is the bound `no_sync`
     of these very chunks. Somebody's own function still meets the assertion. `grad_sync_func` and
-    `param_sync_func` need no clearing: upstream assigns them anew without looking.
+    `param_sync_func` need no clearing: upstream assigns them again without looking.
 
 Upstream:
     https://github.com/THUDM/slime/pull/1857 carries the same repair for slime's copy of the loop.
@@ -48,7 +48,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
-    """Whether a `no_sync_func` is the bound `no_sync` of these very chunks.
+    """Returns whether a `no_sync_func` is the bound `no_sync` of these very chunks.
 
     A chunk in Megatron-FSDP hands out that of the module inside of it.
     """

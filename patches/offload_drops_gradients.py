@@ -115,7 +115,7 @@ def _gradients(optimizer: Any) -> list[Tensor]:
         groups = [*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups]
     else:
         groups = [group["params"] for group in optimizer.param_groups]
-    # Looked for once, and again where DDP was wrapped around the model anew.
+    # Looked for once, and again where DDP was wrapped around the model again.
     first = next((getattr(param, "main_grad", None) for group in groups for param in group), None)
     known: tuple[Any, list[Tensor]] = getattr(optimizer, _OWNERS, (None, []))
     if first is not known[0]:

@@ -20,7 +20,7 @@ Cause:
 Affects:
     0.16 and later. What the patch does: a forward of a forward-only window, or one without
     gradients anywhere, offloads nothing and leaves the plan alone. A window that raises while the
-    plan is learned has it learned anew by the next; a later one resets the plan's position and lets
+    plan is learned has the next one learn it again; a later one resets the plan's position and lets
     go of its tensors. What is not covered: training windows with more microbatches than the first
     one offload only as many, and a second model that is trained takes the plan of the first; call
     `PipelineOffloadManager.reset_instance()` on all ranks in between. Seen with the manager's real
@@ -113,7 +113,7 @@ def _no_backward() -> bool:
 
 
 def offloading(**layout: Any) -> Any:
-    """On a rank: a bench that offloads what attention and its norm save for the backward.
+    """Runs on a rank: a bench that offloads what attention and its norm save for the backward.
 
     Stands in for Transformer Engine's flag, and for the device that 0.19 wants tensors to be on.
     """
@@ -169,7 +169,7 @@ def reproduce() -> None:
 
 PATCH = Patch(
     id="offload-plan-mislearned",
-    summary="activation offload raises, or offloads nothing, behind a forward-only first window",
+    summary="activation offload raises, or offloads nothing, after a forward-only first window",
     since="0.16",
     before=UNTRIED,
     targets=(

@@ -10,7 +10,7 @@ Cause:
     Shards of fp32 parameters, and all shards under the precision-aware optimizer, are views of the
     model's parameter buffer. Both methods assign `p.data`, which cuts each of them loose; the
     buffer itself never left the device. The precision-aware optimizer relies on the views; the
-    other one copies the shards to the model behind its update.
+    other one copies the shards to the model after its update.
 
 Affects:
     0.16.0 and later, on a GPU; in 0.15 the methods raise a NameError. Never run there, and the

@@ -7,7 +7,7 @@ Symptom:
     nobody asked for it.
 
 Cause:
-    `train()` assigns `optimizer.step` on entry and deletes it only behind its loop. That also
+    `train()` assigns `optimizer.step` on entry and deletes it only after its loop. That also
     deletes a `step` which the caller had set on the optimizer.
 
 Affects:

@@ -7,7 +7,7 @@ Symptom:
     nobody starts.
 
 Cause:
-    The function is put aside on entry, "temporarily", and put back only behind the first iteration
+    The function is put aside on entry, "temporarily", and put back only after the first iteration
     that stepped. There is no `finally`.
 
 Affects:

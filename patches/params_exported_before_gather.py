@@ -44,7 +44,7 @@ def _stepped() -> Any:
 
 def reproduce() -> None:
     """Read the parameters right after a step."""
-    _scenarios.expect_agreement(_stepped(), "in an export behind the step")
+    _scenarios.expect_agreement(_stepped(), "in an export after the step")
 
 
 def repaired() -> None:
@@ -53,7 +53,7 @@ def repaired() -> None:
 
     model = _stepped()
     megatron_idempotent.ensure_params_synced(model.chunks)
-    _scenarios.expect_agreement(model, "in an export behind the step")
+    _scenarios.expect_agreement(model, "in an export after the step")
 
 
 def neighbour() -> bytes:
@@ -75,7 +75,7 @@ def helped() -> bytes:
 
 
 def _read(model: Any) -> bytes:
-    _scenarios.expect_agreement(model, "in an export behind the step")
+    _scenarios.expect_agreement(model, "in an export after the step")
     bits: bytes = model.parameters().numpy().tobytes()
     return bits
 
@@ -93,6 +93,6 @@ HELPER = Helper(
         neighbour=neighbour,
         helped=helped,
         ranks=2,
-        stock_error=r"RuntimeError: parameters differ .* in an export behind the step",
+        stock_error=r"RuntimeError: parameters differ .* in an export after the step",
     ),
 )

@@ -58,7 +58,7 @@ def reproduce() -> None:
     model.forward_backward(1, data_seed=1, forward_only=True)
     model.step()
     model.forward_backward(1, data_seed=2, forward_only=True)
-    _scenarios.expect_agreement(model, "after a hooked forward behind the step")
+    _scenarios.expect_agreement(model, "in a hooked forward after the step")
 
 
 PATCH = Patch(
@@ -73,6 +73,6 @@ PATCH = Patch(
     reproduction=Reproduction(
         run=reproduce,
         ranks=2,
-        stock_error=r"RuntimeError: parameters differ .* after a hooked forward behind the step",
+        stock_error=r"RuntimeError: parameters differ .* in a hooked forward after the step",
     ),
 )

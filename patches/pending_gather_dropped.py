@@ -2,7 +2,7 @@
 
 Symptom:
     The data-parallel ranks train on different parameters, without an error, drifting further apart
-    with every step: in the first iteration of a `train()` that starts right behind a step, and in
+    with every step: in the first iteration of a `train()` that starts right after a step, and in
     every iteration of a caller who disabled the hooks and steps by itself, as an interrupted
     `train()` or evaluation leaves it. With `check_weight_hash_across_dp_replicas_interval`,
     `train()` ends with "Parameter hashes not matching across DP replicas" instead.
@@ -76,7 +76,7 @@ def _gather_behind_hooks(chunk: Any) -> None:
 
 
 def reproduce() -> None:
-    """What `train()` does on entry, right behind a step; then a window and its step."""
+    """Does what `train()` does on entry, right after a step; then a window and its step."""
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build(overlap_param_gather=True)

@@ -135,7 +135,7 @@ def _seed_everything(seed: int) -> None:
 
 
 def _drawn(seed: Callable[[int], object]) -> list[bytes]:
-    """What one stage of two draws from each generator after each seed."""
+    """Returns what one stage of two draws from each generator after each seed."""
     import random
 
     import numpy

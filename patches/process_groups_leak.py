@@ -2,7 +2,7 @@
 
 Symptom:
     Each cycle of `initialize_model_parallel()` and `destroy_model_parallel()` leaves some twenty
-    process groups per rank behind, with their communicators, threads and memory: 24 live groups
+    process groups per rank, with their communicators, threads and memory: 24 live groups
     become 224 in ten cycles. A few of the module's globals go on pointing at dead layouts.
 
 Cause:

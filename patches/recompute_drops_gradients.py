@@ -1,4 +1,4 @@
-"""What is trained behind frozen weights gets no gradient where it is recomputed, silently.
+"""Parameters that are trained after frozen ones lose their gradients where they are recomputed.
 
 Symptom:
     With activation recomputation and a frozen embedding, as adapters leave it, no adapter of the

@@ -15,7 +15,7 @@ Affects:
     Every release, and also an adapter that a window leaves out, as where several are trained in
     turn with one optimizer. Nothing here repairs it: parameters with a gradient of zero are an
     ordinary thing, and a parameter outside of DDP's buffers may have an optimizer of its own.
-    Freeze before DDP wraps the model. To change what is trained, build DDP and the optimizer anew;
+    Freeze before DDP wraps the model. To change what is trained, build DDP and the optimizer again;
     to train adapters in turn, give each one's parameters back the values that they had before the
     step, and their state too, or build one model and optimizer for each.
 
@@ -36,7 +36,7 @@ from megatron_idempotent.patching import UNTRIED, Limit, Reproduction
 
 
 def moved(frozen: str, unfrozen: str) -> tuple[bool, bool]:
-    """On a rank: whether parameters with these in their names moved, once they were changed.
+    """Runs on a rank; returns whether parameters with these in their names moved after the change.
 
     Everything but the unfrozen ones is trained for two steps, then both are changed for a third.
     """

@@ -11,7 +11,7 @@ Cause:
 
 Affects:
     Every release. Nothing is patched: whether an iteration will be rerun is known only to the loop.
-    Call `data_iterator.advance()` behind each step, or set the mode to `DISABLED`.
+    Call `data_iterator.advance()` after each step, or set the mode to `DISABLED`.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/rerun_state_machine.py,
@@ -52,7 +52,7 @@ def reproduce() -> None:
             forward_only=False,
         )
     if len(data.saved_microbatches) > 2:
-        raise RuntimeError(f"{len(data.saved_microbatches)} microbatches kept behind five windows")
+        raise RuntimeError(f"{len(data.saved_microbatches)} microbatches kept after five windows")
 
 
 LIMIT = Limit(
@@ -67,6 +67,6 @@ LIMIT = Limit(
     reproduction=Reproduction(
         run=reproduce,
         ranks=1,
-        stock_error=r"RuntimeError: 10 microbatches kept behind five windows",
+        stock_error=r"RuntimeError: 10 microbatches kept after five windows",
     ),
 )

@@ -32,7 +32,7 @@ _EMBEDDINGS = "megatron.core.models.common.embeddings"
 
 
 def table(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make the table as an ordinary tensor, whoever asks first."""
+    """Make the table as an ordinary tensor, whether training or inference asks first."""
     import torch
 
     if not torch.is_inference_mode_enabled():

@@ -13,10 +13,10 @@ Cause:
 
 Affects:
     Every release, on CPU ranks as well. Nothing here repairs it: the cache cannot be told to let go
-    of one embedding, and what empties it behind the program's back would free tables that captured
+    of one embedding, and emptying it unasked would free tables that captured
     CUDA graphs read. Where a model is deleted, or between rollouts of many lengths and training,
     call `RotaryEmbedding.forward.cache_clear()`, and that of `YarnRotaryEmbedding`, unless there
-    are such graphs. Tables are made anew, about a millisecond each on a CPU.
+    are such graphs. Tables are made again, about a millisecond each on a CPU.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/models/common/embeddings/rotary_pos_embedding.py;
@@ -34,7 +34,9 @@ from megatron_idempotent.patching import UNTRIED, Limit, Reproduction
 
 
 def deleted_model() -> Any:
-    """On a rank: a weak reference to the rotary embedding of a model that ran and is gone."""
+    """Runs on a rank; returns a weak reference to the rotary embedding of a model that ran and is
+    gone.
+    """
     import gc
     import weakref
 

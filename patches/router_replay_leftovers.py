@@ -36,7 +36,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Behind a schedule: nothing is queued for its routers."""
+    """Checks after a schedule that nothing is queued for its routers."""
     from megatron.core.utils import get_model_config
 
     chunks = schedules.chunks(kwargs["model"])

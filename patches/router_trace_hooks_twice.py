@@ -40,7 +40,7 @@ def register(original: Callable[..., Any], self: Any, model: Any) -> None:
 
 
 def reproduce() -> None:
-    """What two calls of `train()` do with the tracer."""
+    """Does what two calls of `train()` do with the tracer."""
     import tempfile
 
     from megatron.core.transformer.moe import router_trace

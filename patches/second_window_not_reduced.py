@@ -154,7 +154,7 @@ def _inexact(group: Any) -> str | None:
 
 
 def _sums_elsewhere(chunks: Sequence[Any], num_tokens: Any) -> str | None:
-    """What else `finalize_model_grads` would apply to reduced gradients a second time."""
+    """Lists what else `finalize_model_grads` would apply to reduced gradients a second time."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
@@ -242,7 +242,7 @@ def neighbour() -> object:
 
 
 def _shards(model: Any) -> bytes:
-    """What a reduce-scatter leaves this rank."""
+    """Returns the part that a reduce-scatter leaves this rank."""
     import torch
 
     shards = [

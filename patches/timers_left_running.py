@@ -1,7 +1,7 @@
 """An exception inside a window or a step leaves timers running: the next one cannot start them.
 
 Symptom:
-    `AssertionError: timer has already been started` from the window or the optimizer step behind
+    `AssertionError: timer has already been started` from the window or the optimizer step after
     one that raised, with `--timing-log-level` 1 or 2, or with any `config.timers`.
 
 Cause:

@@ -16,8 +16,8 @@ Affects:
     the patch does: however `train()` ends (return, exception, `sys.exit` on an exit condition),
     `args.iteration` counts the iterations whose `train_step` is done, be it with an update or with
     a skipped one; `consumed_train_samples`, `skipped_train_samples` and
-    `num_floating_point_operations_so_far` agree with it. An iteration that was interrupted behind
-    its step (logging, evaluation, saving) counts, and what stood behind the step is not made up
+    `num_floating_point_operations_so_far` agree with it. An iteration that was interrupted after
+    its step (logging, evaluation, saving) counts, and what follows the step is not made up
     for. To train n more iterations, set `args.train_iters = args.iteration + n` and call `train()`
     again. Not covered: an exception between the optimizer's update and the scheduler's step
     (`clip_qk`, a dump of the parameters); and with `rl_use_sequence_packing` one between the step

@@ -14,7 +14,7 @@ Cause:
 Affects:
     Every release, for optimizers with a gradient scaler. What the patch does: it remembers the
     version counters of the gradient buffers, which zeroing, accumulating and reducing raise. While
-    they stand still, clipping aside, a further `prepare_grads` unscales only what is copied anew,
+    they stand still, clipping aside, a further `prepare_grads` unscales only what is copied again,
     by the scale of the first time, reports inf and nan as found then, and leaves the loss scale
     alone. It joins the same collective as upstream's. A gradient that is replaced through
     `main_grad.data`, without any of those, is taken for the one that was unscaled.
@@ -65,7 +65,7 @@ def clip_grad_norm(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
 
 def step_with_ready_grads(original: Callable[..., bool], self: Any) -> bool:
-    """Around the update: the gradients it is given are unscaled, and clipped by whoever does it."""
+    """Wraps the update: the gradients it is given are unscaled, and clipped by its caller."""
     if hasattr(self, _MEMORY):
         _remember(self)
     return original(self)

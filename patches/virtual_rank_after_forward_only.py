@@ -1,4 +1,4 @@
-"""A forward-only interleaved window leaves another virtual pipeline rank behind than training does.
+"""A forward-only interleaved window leaves another virtual pipeline rank than training does.
 
 Symptom:
     `parallel_state.is_pipeline_first_stage()` and `is_pipeline_last_stage()` answer differently
@@ -61,7 +61,7 @@ def reproduce() -> None:
 
 PATCH = Patch(
     id="virtual-rank-after-forward-only",
-    summary="a forward-only interleaved window leaves another virtual pipeline rank behind",
+    summary="a forward-only interleaved window leaves another virtual pipeline rank",
     since="0.12",
     before="0.13",
     targets=schedules.targets(schedule, "forward_backward_pipelining_with_interleaving"),

@@ -15,7 +15,7 @@ import pytest
 def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Let this process, ranks and programs make their temporary files in a folder of pytest's.
 
-    wandb, torchrun and multiprocessing leave theirs behind where a process ends without its exit
+    wandb, torchrun and multiprocessing leave theirs where a process ends without its exit
     handlers, as ranks do. pytest removes its folders after three runs.
     """
     usual = tempfile.gettempdir()
@@ -36,7 +36,7 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session")
 def kernel_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """As `megatron_ranks`; Triton is imported with its interpreter there, and nothing of Megatron.
+    """Acts as `megatron_ranks`, with Triton and its interpreter imported, and nothing of Megatron.
 
     The interpreter rounds as a GPU does, and Triton's kernels are what is used.
     """

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from .protocol import ControllerError, Counts, Held
 
-# Sorted lists: a search is O(log n), and moving the pointers behind a place takes 20 µs at 100,000
+# Sorted lists: a search is O(log n), and moving the pointers after a place takes 20 µs at 100,000
 # complete groups, far more than any buffer holds. A run's length does not matter.
 Key = Callable[[Held], int]
 
@@ -85,7 +85,8 @@ class ReadyGroups:
     @property
     def lowest_unfinished(self) -> int | None:
         """The smallest id that is still being generated, or waits to be asked for again after a
-        resume; None where none is."""
+        resume; None where none is.
+        """
         return self._unfinished[0] if self._unfinished else None
 
     def add(self, held: Held) -> None:

@@ -221,7 +221,8 @@ class Controller:
 
     async def drain(self) -> None:
         """Have `run` return soon: start no more groups, finish the open step or undo it, and write
-        a checkpoint. Returns when `run` has."""
+        a checkpoint. Returns when `run` has.
+        """
         shared = self._shared
         if shared.state not in ("running", "draining") or self._ended is None:
             return
@@ -231,7 +232,7 @@ class Controller:
             shared.tell()
             if training is not None:
                 await asyncio.wait([training], timeout=shared.settings.drain_s)
-                # Behind its limit: undone by the step itself, with its groups in the buffer again.
+                # After its limit: undone by the step itself, with its groups in the buffer again.
                 training.cancel()
         await self._ended.wait()
 
@@ -277,7 +278,7 @@ class Controller:
             cancelled = await finish_despite_cancel(stopping)
             results = stopping.result()
             if any(isinstance(each, RanksLost) for each in results):
-                # Told here too: whoever cancels the run does not get to see it.
+                # Told here too: a caller that cancels the run does not get to see it.
                 self._checkpoints.unrestored = self._checkpoints.store is not None
         if cancelled:
             raise asyncio.CancelledError

@@ -175,7 +175,8 @@ def connect(settings: Mapping[str, Any] | None = None) -> Any:
 
 def _import_queue() -> Any:
     """TransferQueue sets torch's number of threads in every put and get, for all that this process
-    computes meanwhile, and sums come out in another order; it is given the number that there is."""
+    computes meanwhile, and sums come out in another order; it is given the number that there is.
+    """
     import torch
 
     chosen = os.environ.get("TQ_NUM_THREADS")

@@ -105,7 +105,7 @@ class Fleet:
         except KeyError as error:
             raise EngineError(
                 f"request {request.id!r} came back with version {error} of an engine, which this "
-                "run has not published: it was started anew, and gets weights with the next sync"
+                "run has not published: it was started again, and gets weights with the next sync"
             ) from error
         return dataclasses.replace(sample, versions=versions)
 

@@ -236,7 +236,8 @@ class Recipe(Protocol):
 
     def inputs(self, groups: Sequence[RolloutGroup]) -> Any:
         """The batch that `Policy.logprobs` is asked about, of the groups that train next: one, or
-        up to `groups_per_call`."""
+        up to `groups_per_call`.
+        """
         ...
 
     def batch(
@@ -246,7 +247,8 @@ class Recipe(Protocol):
         logprobs: Mapping[LogprobsOf, Any],
     ) -> Any:
         """The batch that `Policy.microbatch` takes: with advantages, and with the correction for
-        weights that are not those the samples were drawn with."""
+        weights that are not those the samples were drawn with.
+        """
         ...
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> Mapping[str, float]:
@@ -365,7 +367,8 @@ class StepFailed(ControllerError):
 
 class PublishFailed(ControllerError):
     """Weights that could not be read or sent, as often as the settings allow, though engines are
-    there to take them."""
+    there to take them.
+    """
 
 
 class EnginesLost(RuntimeError):

@@ -168,7 +168,8 @@ class WindowedSampler:
 
     def required_capacity(self, groups_per_step: int) -> int:
         """A step's groups for each version of the window: all that `room` lets start at once. With
-        fewer, down to those of one step, training would wait for generation within the window."""
+        fewer, down to those of one step, training would wait for generation within the window.
+        """
         return groups_per_step * (self._window + 1)
 
     def room(self, admission: Admission) -> int:

@@ -20,7 +20,7 @@ from .settings import ControllerSettings
 
 
 class Measure:
-    """Phases of a run. Example: `with measure.phase("policy_training"): …`"""
+    """Phases of a run. Example: `with measure.phase("policy_training"): …`."""
 
     def __init__(self, timeline: Timeline | None) -> None:
         self._timeline = timeline

@@ -112,7 +112,7 @@ class TrainPump:
         await self.publish()
         metrics = await self._before_release(shared.trainer_version)
         if not last:
-            # Behind the last step nothing is started: the next run does it, as if it went on.
+            # After the last step nothing is started: the next run does it, as if it went on.
             self._release_rollouts()
         await self._after_release()
         return metrics

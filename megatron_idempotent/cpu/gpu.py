@@ -24,7 +24,7 @@ from .errors import NoDeviceError
 
 Device = Literal["cpu", "cuda", "checked"]
 DEVICES: tuple[Device, ...] = ("cpu", "cuda", "checked")
-#: For whoever starts ranks without naming a device.
+#: For callers that start ranks without naming a device.
 VARIABLE = "MEGATRON_IDEMPOTENT_DEVICE"
 
 

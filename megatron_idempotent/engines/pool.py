@@ -58,7 +58,7 @@ async def generate_whole(
             if without >= attempts:
                 raise EngineError(
                     f"{chosen.name} gave back request {request.id!r} {without} times without a "
-                    f"token, behind {len(done.tokens)} of them; is it resumed?"
+                    f"token, after {len(done.tokens)} of them; is it resumed?"
                 )
         if without:
             await asyncio.sleep(min(wait_s * 2 ** (without - 1), _LONGEST_WAIT_S))
@@ -91,7 +91,7 @@ def _joined(request: Request, done: Sample, part: Sample) -> Sample:
         versions=done.versions + part.versions,
         finish_reason=part.finish_reason,
     )
-    # An engine that was stopped behind the last token may not say that it was the last.
+    # An engine that was stopped after the last token may not say that it was the last.
     if whole.tokens and whole.tokens[-1] in request.stop_tokens:
         return dataclasses.replace(whole, finish_reason="stop")
     if len(whole.tokens) >= request.max_tokens:

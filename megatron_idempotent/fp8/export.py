@@ -62,7 +62,8 @@ class Fp8Export:
 
     def converts(self, name: str, weight: Tensor) -> bool:
         """Returns whether the weight is quantized: a matrix of a linear layer, or of all
-        experts, that is not left out."""
+        experts, that is not left out.
+        """
         module, _, last = name.rpartition(".")
         if weight.dim() == 2:
             return last == "weight" and not self._left_out(module)

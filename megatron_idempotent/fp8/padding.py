@@ -108,7 +108,8 @@ def recover_left_padding(
 
 class _Gathered(torch.autograd.Function):
     """Pieces by the second dimension: all of them. As Megatron's
-    `gather_from_sequence_parallel_region(tensor_parallel_output_grad=False)`, on any device."""
+    `gather_from_sequence_parallel_region(tensor_parallel_output_grad=False)`, on any device.
+    """
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, group: Any) -> Tensor:

@@ -215,7 +215,7 @@ class LogprobsFromHidden(torch.autograd.Function):
         hidden_NH, weight_VH, *saved = ctx.saved_tensors
         whole = Whole(*saved)
         of_hidden, of_weight = ctx.needs_input_grad[:2]
-        # Many parts add up here, and ranks' shares behind it.
+        # Many parts add up here, and ranks' shares after it.
         temperature, shape = asked.temperature, hidden_NH.shape
         if asked.wanted.backend == "triton":
             arguments = (ctx.weight, hidden_NH, weight_VH, asked, ctx.parts)

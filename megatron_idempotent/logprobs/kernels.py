@@ -127,7 +127,8 @@ class _Scratch:
 
     def __call__(self, number: int, rows: int) -> tuple[Tensor, Tensor]:
         """[rows, columns], and the same with one column more, for what is written of targets that
-        are another rank's."""
+        are another rank's.
+        """
         if (number, rows) not in self._views:
             if number not in self._buffers:
                 shape = self.rows, self._columns + 1
@@ -221,7 +222,8 @@ def _sums(
     subtract_max: bool,
 ) -> None:
     """Sums exp(logit - largest) per token, or exp(logit); and the moments, if entropies are
-    wanted."""
+    wanted.
+    """
     cut = list(blocks([len(panel) for panel in rows], kept_N, scratch.rows))
     per_token = found.origin[:, None], apart_N1, found.exponentials, found.moments
     of_blocks = (cut, _divisors(temperature, cut), *(split_like(cut, each) for each in per_token))

@@ -53,7 +53,7 @@ def shift_targets(
         following = following & real[..., :-1] & real[..., 1:]
     if cu_seqlens is not None:
         _check_lengths("shift_targets", cu_seqlens)
-        # Which sequence each position is in; n behind the last one.
+        # Which sequence each position is in; n after the last one.
         place_T = torch.arange(tokens.shape[-1], device=tokens.device)
         ends = cu_seqlens[1:].to(place_T)
         number_T = torch.searchsorted(ends, place_T, right=True)

@@ -315,7 +315,7 @@ _REDUCED = "_megatron_idempotent_reduced"
 
 
 def reduced(chunk: Any) -> tuple[int, ...] | None:
-    """The `versions` of the chunk's gradients as they were reduced; None before that in a window"""
+    """Returns the gradients' `versions` when they were reduced; None before that in a window."""
     found: tuple[int, ...] | None = getattr(chunk, _REDUCED, None)
     return found
 

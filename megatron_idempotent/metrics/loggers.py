@@ -120,7 +120,7 @@ class Loggers:
         if self._thread.is_alive():
             print(
                 f"loggers did not end in {self._close_timeout_s:g} s, with "
-                f"{max(self._records.qsize() - 1, 0)} records still queued; they are left behind",
+                f"{max(self._records.qsize() - 1, 0)} records still queued; they are dropped",
                 file=sys.stderr,
             )
         if self._left_out:
@@ -248,7 +248,7 @@ class TensorBoardLogger:
     def __init__(self, directory: Path, *, first_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard hides events at and behind the purge step that an interrupted run left.
+        # TensorBoard hides events at and after the purge step that an interrupted run left.
         purge = first_step + 1 if first_step else None
         self._writer: Any = SummaryWriter(str(directory), purge_step=purge)
 

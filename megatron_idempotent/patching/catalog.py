@@ -179,9 +179,9 @@ def patches() -> dict[str, Patch]:
     if not _patches:
         from .record import Patch
 
-        for name, hazard in hazards().items():
-            if isinstance(hazard, Patch):
-                _patches[name] = hazard
+        _patches.update(
+            {name: hazard for name, hazard in hazards().items() if isinstance(hazard, Patch)}
+        )
     return _patches
 
 

@@ -278,8 +278,8 @@ class PatchPoint:
             return None
         kind = type(found)
         return (
-            f"{address} is a {kind.__module__}.{kind.__qualname__} by now: whoever takes that away "
-            "and puts back what was there before puts back our function, which does nothing"
+            f"{address} is a {kind.__module__}.{kind.__qualname__} by now: code that takes that "
+            "away and puts back what was there before puts back our function, which does nothing"
         )
 
 
@@ -361,7 +361,7 @@ def _foreign(raw: Any, module: types.ModuleType, body: Body, qualname: str) -> s
         kind = type(function)
         return f"a {kind.__module__}.{kind.__qualname__}, not upstream's function"
     code = function.__code__
-    # Source patchers compile anew in upstream's globals, under a file name of their own.
+    # Source patchers compile again in upstream's globals, under a file name of their own.
     if function.__globals__ is not namespace(module) or _file_name(code.co_filename) != _file_name(
         str(module.__file__)
     ):

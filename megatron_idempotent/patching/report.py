@@ -98,7 +98,8 @@ class Report:
     @property
     def incomplete(self) -> tuple[str, ...]:
         """A sentence for each group of patches of which a part is refused or excluded: what is
-        missing, what that means, and what to do without it."""
+        missing, what that means, and what to do without it.
+        """
         from .catalog import patches
         from .record import incomplete
 

@@ -106,7 +106,8 @@ class Body:
 
     def contains(self, fragment: str, *, outside_loops: bool = False) -> bool:
         """Returns whether the body has an expression or statement with the code of `fragment`,
-        formatting aside; with `outside_loops`, in no `for` or `while` of it."""
+        formatting aside; with `outside_loops`, in no `for` or `while` of it.
+        """
         (wanted,) = ast.parse(fragment).body
         node: ast.AST = wanted.value if isinstance(wanted, ast.Expr) else wanted
         everywhere, outside = self._fragments
@@ -238,7 +239,7 @@ def canonical(
             if name == "body" and isinstance(node, _Definition):
                 value = without_docstring(value)
             if kind is ast.JoinedStr:
-                # Python 3.12 puts an empty text behind some nested format specifications.
+                # Python 3.12 puts an empty text after some nested format specifications.
                 value = [v for v in value if not (isinstance(v, ast.Constant) and v.value == "")]
             fields.append(f"{name}={canonical(value, note, in_loop)}")
         text = f"{kind.__name__}({','.join(fields)})"

@@ -203,7 +203,7 @@ def describe(error: BaseException) -> str:
 def _remedy() -> str:
     return (
         "Messages of that window may still be under way. Call rebuild_process_groups(chunks) on "
-        "all ranks, or start the processes anew (docs/aborting.md)"
+        "all ranks, or start the processes again (docs/aborting.md)"
     )
 
 

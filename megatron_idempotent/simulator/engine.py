@@ -284,7 +284,7 @@ class SimulatedEngine:
 
     def _check(self, life: int | None = None) -> None:
         if self._dead or (life is not None and life != self._lives):
-            raise EngineDead(self._dead or f"engine {self.name} was started anew")
+            raise EngineDead(self._dead or f"engine {self.name} was started again")
 
     def _taker(self) -> Callable[[float], Awaitable[None]]:
         """Takes seconds of this life of the engine; what began in an earlier one fails."""

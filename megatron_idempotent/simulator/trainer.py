@@ -92,7 +92,7 @@ class SimulatedPolicy:
         if self._open and self._open != step_id:
             raise BrokenRule(f"begin({step_id}) while step {self._open} is open")
         if step_id in self._finished:
-            raise BrokenRule(f"begin({step_id}) behind its finish")
+            raise BrokenRule(f"begin({step_id}) after its finish")
         self._open = step_id
         self._behind(fault)
 

@@ -171,9 +171,11 @@ def _lacking(needs: dict[str, tuple[str, ...]]) -> list[str]:
             lacking.append(f"{_PACKAGE}.{path}")
             continue
         known = _names(owner)
-        for name in names:
-            if not any(_has(owner, known, each) for each in name.split("|")):
-                lacking.append(f"{owner.__name__}.{name.replace('|', ' or ').partition('(')[0]}")
+        lacking += [
+            f"{owner.__name__}.{name.replace('|', ' or ').partition('(')[0]}"
+            for name in names
+            if not any(_has(owner, known, each) for each in name.split("|"))
+        ]
     return lacking
 
 

@@ -307,7 +307,7 @@ class OpenStep(Turns):
             return
         poisoned = is_poisoned()
         try:
-            # In an update all of that is behind us, and the next gathers are those of its result.
+            # In an update all of that is over, and the next gathers are those of its result.
             if not poisoned and not self._updating:
                 self._backend.join()
             say = self._say("abort", failure=self.failure, poisoned=poisoned)

@@ -63,7 +63,7 @@ def seal(unfinished: Path, final: Path, state: dict[str, Any]) -> None:
     listed = {"sha256": _of_list(state, files), "state": state, "files": files}
     marker.write_text(json.dumps(listed, indent=1), encoding="utf-8")
     _flush_to_disk(marker)
-    if final.exists():  # written by an interrupted run behind the checkpoint this one resumed from
+    if final.exists():  # written by an interrupted run after the checkpoint this one resumed from
         shutil.rmtree(final)
     unfinished.rename(final)
     _flush_to_disk(final.parent)

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -27,6 +27,9 @@ from . import batch
 from .config import Config
 from .policy import MegatronPolicy
 from .rewards import RequestMaker
+
+if TYPE_CHECKING:
+    from megatron_idempotent.engines.ray import RayEngine
 
 Result = TypeVar("Result")
 
@@ -273,6 +276,16 @@ class EngineSampler:
         )
 
 
+def _ray_engines(config: Config, checkpoint: Path, names: Sequence[str]) -> list[RayEngine]:
+    from megatron_idempotent.engines.ray import RayEngine
+
+    factory = "megatron_idempotent.engines.transformers:TransformersEngine"
+    restarts = config.controller.restarts
+    return [
+        RayEngine(factory, checkpoint.absolute(), name=name, restarts=restarts) for name in names
+    ]
+
+
 async def make_async_engines(
     config: Config, checkpoint: Path, out: Path
 ) -> Sequence[RolloutEngine]:
@@ -284,14 +297,7 @@ async def make_async_engines(
         return server_engines(config, checkpoint, out)
     names = [f"engine-{number}" for number in range(config.controller.engines)]
     if config.controller.cluster == "ray":
-        from megatron_idempotent.engines.ray import RayEngine
-
-        factory = "megatron_idempotent.engines.transformers:TransformersEngine"
-        restarts = config.controller.restarts
-        actors = [
-            RayEngine(factory, checkpoint.absolute(), name=name, restarts=restarts)
-            for name in names
-        ]
+        actors = _ray_engines(config, checkpoint, names)
         await asyncio.gather(*(actor.start() for actor in actors))
         return actors
     from transformers.utils import logging

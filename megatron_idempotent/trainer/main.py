@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
         overrides.append("run.mode=async")
     config_file: Path | None = options.config
     if options.resume:
-        # A run is continued with the settings that it left behind, wherever it is started from.
+        # A run is continued with the settings that it left, wherever it is started from.
         out = run_to_resume(_setting(overrides, "run.out"))
         overrides.append(f"run.out={out}")
         if config_file is None and (out / CONFIG_FILE).is_file():

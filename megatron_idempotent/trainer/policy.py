@@ -91,7 +91,8 @@ class MegatronPolicy:
     def save_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint, with configuration and tokenizer of the one it began
         from, and SHA256SUMS; one that is there is replaced once the new one is complete.
-        Collective."""
+        Collective.
+        """
         with self.weights():
             save_hf(self.source(shared=True), directory, like=self._checkpoint, replace=True)
         if dist.get_rank() == 0:

@@ -155,7 +155,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def __init__(self, directory: str | Path) -> None:
         """Errors: `CheckpointDamaged` listing files that are missing, cut short or unreadable, and
-        tensors of a type that torch does not have."""
+        tensors of a type that torch does not have.
+        """
         self.directory = Path(directory)
         self._files: dict[Path, Any] = {}
         self._file_by_name: dict[str, Path] = {}
@@ -363,7 +364,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".ms
 
 def copy_settings(source: Path, target: Path) -> None:
     """Copy config.json, tokenizer and all else at the top of a checkpoint that is not weights, nor
-    their hashes, nor hidden."""
+    their hashes, nor hidden.
+    """
     for path in sorted(source.iterdir()):
         left_out = path.name.endswith((*_WEIGHTS, ".index.json", "SHA256SUMS"))
         if path.is_file() and not left_out and not path.name.startswith("."):

@@ -32,7 +32,7 @@ def close_contexts(error: BaseException | None) -> None:
             if frame.f_code.co_filename == contextlib.__file__:
                 context = frame.f_locals.get("self")
                 if isinstance(context, contextlib._GeneratorContextManager):
-                    # What it complains of, such as an inner context that was left late, is behind
+                    # What it complains of, such as an inner context that was left late, is after
                     # us; a context around all of this is executing, and refuses.
                     with contextlib.suppress(Exception):
                         _end(context.gen)

@@ -24,7 +24,7 @@ from .socket_ranks import Connection, SocketRanks
 
 #: Of one life of the ranks: what `poll(2)`, which takes milliseconds in an int, allows.
 _LIFE_S = 24 * 24 * 3600.0
-#: For ranks to end once their connection is closed, before they are killed; and behind that.
+#: For ranks to end once their connection is closed, before they are killed; and after that.
 _END_S, _KILL_S = 2.0, 10.0
 
 

@@ -267,7 +267,7 @@ class RayRanks:
         """
         self._ray = ray_cluster.import_ray()
         ray_cluster.check_connected(self._ray, "RayRanks")
-        await self._end("they are being started anew")
+        await self._end("they are being started again")
         if self._place is None:
             self._place = await ray_cluster.place(
                 self._ray,

@@ -235,7 +235,7 @@ class SocketRanks:
 
         Errors: `RanksLost` where they cannot be started, `RankFailed` where a factory raises.
         """
-        await self._drop("start() was called anew")
+        await self._drop("start() was called again")
         life = self._life = WorkerSession(await self._launch(), self._ended)
         try:
             async with self._turn:

@@ -68,7 +68,6 @@ def run_rank(
         is lost, or ends it, does not return: the process ends with code 75, and torchrun starts
         all ranks again as often as `--max-restarts` allows.
     """
-
     return TorchrunRank(spec, directory, controller_command, start_timeout_s).run()
 
 
@@ -117,7 +116,7 @@ class TorchrunRanks(SocketRanks):
         except asyncio.TimeoutError as late:
             raise RanksLost(
                 f"{server.missing()} within {self._start_timeout_s:g} s; torchrun starts lost "
-                "ranks anew as often as its --max-restarts says"
+                "ranks again as often as its --max-restarts says"
             ) from late
 
     def _listening(self) -> Server:

@@ -1,4 +1,4 @@
-"""What buffers are filled with in property tests, and how they are filled."""
+"""Strategies that fill buffers in property tests."""
 
 from __future__ import annotations
 

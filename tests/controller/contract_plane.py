@@ -1,4 +1,4 @@
-"""What every data plane does: a class of tests to inherit.
+"""The contract of every data plane: a class of tests to inherit.
 
     class TestMyPlane(PlaneContract):
         @pytest.fixture
@@ -155,7 +155,7 @@ class PlaneContract:
         self.run(make_plane, scenario)
 
     def test_a_group_made_again_takes_the_place_of_the_first(self, make_plane):
-        """As after a put that was done, and then raised: the next attempt has other samples."""
+        """Repeats a put that was done and then raised: the next attempt has other samples."""
 
         async def scenario(plane):
             await plane.put(group(4, seed=1, samples=4, tokens=9))

@@ -1,7 +1,7 @@
 """A run of a buffer and a sampler without engines, trainer or clock: a seed decides what is next.
 
 It follows the controller's rules: groups start as `room` and the buffer allow; a step leases groups
-one by one; behind every `minibatches` steps engines get new weights before the next one begins,
+one by one; after every `minibatches` steps engines get new weights before the next one begins,
 and, where the sampler drains, once nothing is generating and nothing more may start.
 """
 
@@ -40,7 +40,7 @@ class SampledRun:
         self.step = []
         self.due = False
         self.trained = []
-        """Of each step: groups in the order in which it took them, with their versions."""
+        """Groups of each step in the order in which it took them, with their versions."""
         self.worst = 0
 
     def steps(self, count):
@@ -49,7 +49,7 @@ class SampledRun:
             every = (self.start, self.finish, self.train, self.publish)
             moves = [move for move in every if move(look=True)]
             if not moves:
-                raise Deadlock(f"{self.buffer.counts} behind {len(self.trained)} steps")
+                raise Deadlock(f"{self.buffer.counts} after {len(self.trained)} steps")
             self.draw.choice(moves)(look=False)
             assert self.buffer.counts.conserved
         return self.trained

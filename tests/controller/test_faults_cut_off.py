@@ -222,7 +222,7 @@ def test_the_watchdog_does_not_spin_where_the_clock_cannot_tell_so_little_time()
     shared = Toy(stall_s=600.0).controller._shared
 
     async def main():
-        # 600 s behind it, differences round to a little less than that.
+        # 600 s after it, differences round to a little less than that.
         shared.idle_since = 809.8682749008286
         await asyncio.sleep(shared.idle_since)
         with pytest.raises(Stalled):

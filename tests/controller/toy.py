@@ -230,7 +230,7 @@ class Toy:
 
 
 def conserved(status):
-    """Whether no group is lost or counted twice."""
+    """Returns whether no group is lost or counted twice."""
     counts = status.counts
     out = counts["trained"] + counts["filtered"] + counts["evicted"]
     return counts["submitted"] == out + counts["running"]

@@ -1,4 +1,4 @@
-"""What tests of faults let fail, and what must hold behind it."""
+"""Faults that tests inject, and checks of what must hold after them."""
 
 from __future__ import annotations
 

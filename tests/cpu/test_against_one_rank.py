@@ -97,7 +97,8 @@ def _part(tensor, dimension, rank, size):
 
 @pytest.fixture(scope="module")
 def one_rank(megatron_rank_pool):
-    """By whether there are experts and adapters: (losses, gradients by name) of one rank."""
+    """Returns (losses, gradients by name) of one rank, by whether there are experts and
+    adapters."""
     known = {}
 
     def compute(experts, adapted=None):

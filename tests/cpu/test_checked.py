@@ -1,4 +1,4 @@
-"""What a GPU would refuse is refused on checked ranks, and what it would take is taken."""
+"""Checked ranks refuse what a GPU would refuse, and take what it would take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def checked_ranks(request: pytest.FixtureRequest) -> Any:
 
 
 def on_a_rank(name: str) -> str:
-    """What the program of that name is refused for."""
+    """Returns the reason for which the program of that name is refused."""
     from megatron_idempotent.cpu.errors import PlacementError
 
     try:
@@ -127,7 +127,7 @@ REFUSED_FOR = {
 
 
 def each_on_a_rank() -> dict[str, str]:
-    """On a rank: what each program is refused for, one after the other."""
+    """Runs on a rank: what each program is refused for, one after the other."""
     return {name: on_a_rank(name) for name in PROGRAMS}
 
 

@@ -12,7 +12,7 @@ def train(steps=2, num_microbatches=4, **layout):
 
     Where ranks share the gradients they share the sums of their norm too, and how they are cut
     decides its last bit. Adam goes element by element, and every cut is at a multiple of 64, so
-    that no element changes between the vectors of a CPU and the rest behind them.
+    that no element changes between the vectors of a CPU and the rest after them.
     """
     from megatron_idempotent.cpu import tiny
 

@@ -1,4 +1,4 @@
-"""Functions on several ranks: results, failures, hangs, and nothing left behind."""
+"""Functions on several ranks: results, failures, hangs, and what remains after them."""
 
 import os
 import signal
@@ -98,7 +98,7 @@ def rendezvous_by_environment():
 
 
 def send_and_free(batched):
-    """What arrives of a tensor whose memory is released while it is being sent."""
+    """Returns what arrives of a tensor whose memory is released while it is being sent."""
     import torch
     import torch.distributed as dist
 

@@ -50,7 +50,7 @@ def changed(before, after):
 
 
 def differences_with_megatron():
-    """In a rank, where the runtime was on while Megatron was imported."""
+    """Runs on a rank where the runtime was on while Megatron was imported."""
     from torch._dynamo import eval_frame
 
     stance_on = eval_frame._stance.stance
@@ -217,7 +217,8 @@ def test_every_spelling_of_a_cuda_device_means_the_cpu(device):
 
 
 def devices_of_a_meta_block():
-    """In a rank, where torch has met the runtime before any block: (on, off, outside)."""
+    """Runs on a rank where torch has met the runtime before any block; returns (on, off,
+    outside)."""
     import torch
 
     def devices():
@@ -310,7 +311,8 @@ def test_memory_counters_are_zero_and_have_the_allocators_keys():
 
 
 def compiled_calls():
-    """In a rank: did two calls under the runtime, and one after it, run as plain Python?"""
+    """Runs on a rank; returns whether two calls under the runtime, and one after it, ran as plain
+    Python."""
     import torch
 
     # Megatron is imported, and it decorates functions with torch.compile.

@@ -13,7 +13,7 @@ import pytest
 
 
 def begin() -> None:
-    """On a rank: stage CPU tensors, under whatever name Megatron calls a collective by."""
+    """Runs on a rank: stage CPU tensors, under whatever name Megatron calls a collective by."""
     from megatron_idempotent.cpu import staging
 
     replaced = {id(getattr(owner, name)): new for owner, name, new in staging.replacements()}
@@ -26,7 +26,8 @@ def begin() -> None:
 
 
 def each_collective(staged: bool, async_op: bool) -> dict[str, Any]:
-    """On two ranks: what every collective gives, and whether it wrote before its handle's wait."""
+    """Runs on two ranks: what every collective gives, and whether it wrote before its handle's
+    wait."""
     import torch
     import torch.distributed as dist
 
@@ -78,7 +79,7 @@ def test_a_staged_collective_gives_what_gloo_gives_and_writes_when_it_is_waited_
 
 
 def messages_and_coalesced(staged: bool) -> list[Any]:
-    """On two ranks: messages, in batches and alone, and collectives that are coalesced."""
+    """Runs on two ranks: messages, in batches and alone, and collectives that are coalesced."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -130,7 +131,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def windows(staged: bool, options: dict[str, Any]) -> tuple[list[Any], int]:
-    """On a rank: losses and parameters of two steps, and how many tensors were copied back."""
+    """Runs on a rank: losses and parameters of two steps, and how many tensors were copied back."""
     from megatron_idempotent.cpu import staging, tiny
 
     copied = 0

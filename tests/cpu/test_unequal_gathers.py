@@ -8,7 +8,7 @@ SIZES = (3, 0, 5)
 
 
 def part(rank, dtype):
-    """What `rank` contributes, [rows, 2]; no two rows are alike."""
+    """Returns the part of `rank`, [rows, 2]; no two rows are alike."""
     import torch
 
     rows = torch.arange(SIZES[rank] * 2) + 100 * rank + 1

@@ -30,7 +30,7 @@ def source_of(distribution: str) -> str | None:
 
 
 def decided(patch_id: str) -> str:
-    """On a rank: what `apply()` would make of the patch."""
+    """Runs on a rank: what `apply()` would make of the patch."""
     from megatron_idempotent import apply
 
     sys.path.insert(0, source_of(patches()[patch_id].distribution) or "")
@@ -38,7 +38,7 @@ def decided(patch_id: str) -> str:
 
 
 def reproduce(patch_id: str, applied: tuple[str, ...]) -> str:
-    """On a rank: one reproduction, and what became of its patch."""
+    """Runs on a rank: one reproduction, and what became of its patch."""
     from megatron_idempotent import report
     from megatron_idempotent.cli.proof import _reproduce
 

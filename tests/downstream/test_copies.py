@@ -50,7 +50,7 @@ def with_args(**options: object) -> None:
 
 
 def seen_from_absence_to_import(folder: str) -> list[tuple[str, str | None]]:
-    """On a rank: the outcome before the package is there, before its import and behind it."""
+    """Runs on a rank: the outcome before the package is there, before its import and after it."""
     import megatron_idempotent
 
     def row() -> tuple[str, str | None]:
@@ -106,7 +106,7 @@ def test_the_statements_decide(module, statement, patch_id, expected, tmp_path, 
 
 
 def wired(folder: str, times: int, applied: bool, vpp: int | None) -> list[list[bool]]:
-    """On a rank: verl's wiring, run so often; is each chunk's own no_sync in place?"""
+    """Runs on a rank: verl's wiring, run so often; is each chunk's own no_sync in place?"""
     write(Path(folder), VERL)
     if applied:
         apply()
@@ -135,7 +135,7 @@ def test_verls_wiring_takes_chunks_that_share_a_config_and_takes_them_again(
 
 
 def set_up_again(folder: str, applied: bool) -> tuple[bool, bytes]:
-    """On a rank: a second model on the config of the first; the second one's gradients."""
+    """Runs on a rank: a second model on the config of the first; the second one's gradients."""
     write(Path(folder), BRIDGE)
     if applied:
         apply()
@@ -153,7 +153,7 @@ def set_up_again(folder: str, applied: bool) -> tuple[bool, bytes]:
 
 
 def straight(folder: str) -> bytes:
-    """On a rank: the second model's gradients where there was no first one."""
+    """Runs on a rank: the second model's gradients where there was no first one."""
     model = build()
     model.config.no_sync_func = model.chunks[0].no_sync
     model.forward_backward(3, data_seed=1)
@@ -169,7 +169,7 @@ def test_a_second_setup_on_one_config_belongs_to_the_second_model(tmp_path, mega
 
 
 def two_models_on_one_config(folder: str) -> None:
-    """On a rank: a window of the first model, and another one behind the second one's setup."""
+    """Runs on a rank: a window of the first model, and another one after the second one's setup."""
     write(Path(folder), BRIDGE)
     apply()
     setup = load(BRIDGE)
@@ -185,7 +185,7 @@ def test_a_window_of_the_model_that_lost_its_config_is_refused(tmp_path, megatro
 
 
 def with_a_custom_no_sync(folder: str, module: str) -> None:
-    """On a rank: somebody's own `no_sync_func` in the config."""
+    """Runs on a rank: somebody's own `no_sync_func` in the config."""
     from contextlib import nullcontext
 
     write(Path(folder), module)
@@ -212,7 +212,7 @@ def test_a_custom_no_sync_func_still_meets_the_frameworks_assertion(
 
 
 def rollouts(folder: str, calls: tuple[int, ...], applied: bool) -> bytes:
-    """On a rank: slime's loop in our words around a tiny model; the parameters after it."""
+    """Runs on a rank: slime's loop in our words around a tiny model; the parameters after it."""
     write(Path(folder), SLIME)
     if applied:
         apply()
@@ -239,7 +239,7 @@ def test_slimes_loop_called_again_equals_one_long_call(tmp_path, megatron_ranks)
 
 
 def left_behind(folder: str, applied: bool, align: bool) -> tuple[bool, bool]:
-    """On a rank: the collector and param_sync_func after a rollout whose first step raised."""
+    """Runs on a rank: the collector and param_sync_func after a rollout whose first step raised."""
     write(Path(folder), SLIME)
     if applied:
         apply()
@@ -266,7 +266,7 @@ def test_slimes_loop_leaves_collector_and_param_sync_func_where_a_step_raised(
 
 
 def bound_before(folder: str, rebind: str) -> tuple[str, bool]:
-    """On a rank: a name that slime's worker bound before apply()."""
+    """Runs on a rank: a name that slime's worker bound before apply()."""
     import os
 
     os.environ["MEGATRON_IDEMPOTENT_REBIND"] = rebind

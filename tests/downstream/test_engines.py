@@ -30,7 +30,7 @@ def given(name: str) -> Any:
 
 
 def start(name: str, *, applied: bool = True, overlap: bool = True, **how: object) -> Any:
-    """On a rank: the framework's engine around a small model."""
+    """Runs on a rank: the framework's engine around a small model."""
     import megatron_idempotent
 
     sys.path.insert(0, source(name))
@@ -46,7 +46,7 @@ def start(name: str, *, applied: bool = True, overlap: bool = True, **how: objec
 def windows(
     name: str, fail: tuple[str, int] | None = None, *, inferring: bool = False, **how: bool
 ) -> Outcome:
-    """On a rank: steps; after the first, one that raises, or log-probs, one of which raise."""
+    """Runs on a rank: steps; after the first, one that raises, or log-probs, one of which raise."""
     engine = start(name, **how)
     for step in range(3):
         if step == 1 and fail is not None:
@@ -93,7 +93,7 @@ def test_roll_without_overlap_is_right_after_a_failure_and_stock_silently_anothe
 
 
 def norms(scale: float, applied: bool) -> tuple[list[float], Outcome]:
-    """On a rank: the gradient norms of some fp16 steps of AReaL's, and their outcome."""
+    """Runs on a rank: the gradient norms of some fp16 steps of AReaL's, and their outcome."""
     areal = start("areal", applied=applied, dtype="fp16", loss_scale=scale)
     return [areal.train(step) for step in range(3)], areal.outcome()
 

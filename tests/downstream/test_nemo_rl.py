@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not SOURCE, reason="NEMO_RL_SOURCE names no chec
 
 
 def start(worker: str = "policy", *, applied: bool = True):
-    """On a rank: one of NeMo-RL's workers around a small model."""
+    """Runs on a rank: one of NeMo-RL's workers around a small model."""
     import megatron_idempotent
 
     sys.path.insert(0, SOURCE)
@@ -35,7 +35,7 @@ def start(worker: str = "policy", *, applied: bool = True):
 def interrupted(
     what: str | None, at: tuple[str, int], worker: str = "policy", applied: bool = True
 ) -> Outcome:
-    """On a rank: windows, and between the first two of them a call that raises, if any."""
+    """Runs on a rank: windows, and between the first two of them a call that raises, if any."""
     nemo = start(worker, applied=applied)
     if what == "reference":
         nemo.remember_reference()
@@ -91,7 +91,8 @@ def test_windows_that_do_not_fail_have_the_bits_of_stock(worker, megatron_ranks)
 
 
 def streamed(fail: tuple[str, int] | None, between: str, applied: bool = True) -> Outcome:
-    """On a rank: steps in two pieces each; one is aborted, or log-probs are taken inside of it."""
+    """Runs on a rank: steps in two pieces each; one is aborted, or log-probs are taken inside of
+    it."""
     nemo = start(applied=applied)
     for step in range(STEPS):
         if step == 1 and fail is not None:
@@ -137,7 +138,7 @@ def test_a_streamed_step_refuses_gradients_that_an_offload_has_dropped(megatron_
 
 
 def exported(after_a_forward: bool, applied: bool = True) -> bytes:
-    """On a rank: the weights that go to the inference engine after a step."""
+    """Runs on a rank: the weights that go to the inference engine after a step."""
     nemo = start(applied=applied)
     nemo.train(0)
     if after_a_forward:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not SOURCE, reason="SKYRL_SOURCE names no checko
 
 
 def start(*, applied: bool = True, **layout: bool):
-    """On a rank: SkyRL's wrapper and worker around a small model."""
+    """Runs on a rank: SkyRL's wrapper and worker around a small model."""
     import megatron_idempotent
 
     sys.path.insert(0, SOURCE)
@@ -34,7 +34,7 @@ def start(*, applied: bool = True, **layout: bool):
 def windows(
     fail: tuple[str, int] | None, *, inferring: bool = False, applied: bool = True
 ) -> Outcome:
-    """On a rank: windows of two calls each; before the second one, a call that raises."""
+    """Runs on a rank: windows of two calls each; before the second one, a call that raises."""
     skyrl = start(applied=applied, overlap_grad_reduce=False)
     for step in range(3):
         if step == 1 and fail is not None:
@@ -70,7 +70,7 @@ def test_logprobs_inside_of_a_window_change_nothing(megatron_ranks):
 
 
 def lost() -> tuple[str, Outcome]:
-    """On a rank: a window whose second call raises; its step, and the window again."""
+    """Runs on a rank: a window whose second call raises; its step, and the window again."""
     skyrl = start(overlap_grad_reduce=False)
     skyrl.train(0)
     skyrl.forward_backward(1)
@@ -86,7 +86,7 @@ def lost() -> tuple[str, Outcome]:
 
 
 def whole() -> Outcome:
-    """On a rank: the same, and nothing raises."""
+    """Runs on a rank: the same, and nothing raises."""
     skyrl = start(overlap_grad_reduce=False)
     skyrl.train(0)
     skyrl.forward_backward(1)
@@ -102,7 +102,8 @@ def test_a_step_refuses_a_window_of_which_a_later_call_raised(megatron_ranks):
 
 
 def overlapped() -> None:
-    """On a rank: two calls in a window with overlap_grad_reduce, for which SkyRL sets nothing."""
+    """Runs on a rank: two calls in a window with overlap_grad_reduce, for which SkyRL sets
+    nothing."""
     skyrl = start(overlap_grad_reduce=True)
     skyrl.train(0)
     skyrl.forward_backward(1)
@@ -116,7 +117,7 @@ def test_a_window_of_two_calls_is_refused_with_overlap_grad_reduce(megatron_rank
 
 
 def exported(applied: bool = True) -> bytes:
-    """On a rank: the weights that go to the inference engine after a step."""
+    """Runs on a rank: the weights that go to the inference engine after a step."""
     skyrl = start(applied=applied, overlap_param_gather=True)
     skyrl.train(0)
     return skyrl.exported()

@@ -30,7 +30,7 @@ pytestmark = [
 
 
 def start(options: Sequence[str] = OVERLAP, *, applied: bool = True):
-    """On a rank: slime's model.py around a small program."""
+    """Runs on a rank: slime's model.py around a small program."""
     from megatron_idempotent.patches._rollouts import Rollouts
 
     import megatron_idempotent
@@ -51,7 +51,7 @@ def outcome(rollouts) -> tuple[list[float], list[float], bytes]:
 
 
 def train(calls: Sequence[int], options: Sequence[str] = OVERLAP, *, applied: bool = True):
-    """On a rank: one rollout after the other, `calls` says of how many steps."""
+    """Runs on a rank: one rollout after the other, `calls` says of how many steps."""
     rollouts = start(options, applied=applied)
     for number, steps in enumerate(calls):
         rollouts.train(steps, first=sum(calls[:number]))
@@ -78,7 +78,8 @@ def test_one_patched_rollout_equals_one_stock_rollout(megatron_ranks):
 
 
 def retried(fail_at: int) -> tuple[int, tuple[list[float], list[float], bytes]]:
-    """On a rank: a rollout whose data cannot be read in one step; the same again from there."""
+    """Runs on a rank: a rollout whose data cannot be read in one step; the same again from
+    there."""
     from megatron_idempotent.patches._rollouts import MICROBATCHES
     from megatron_idempotent.patches._scenarios import Broken
 
@@ -101,7 +102,8 @@ def test_a_rollout_that_failed_in_any_microbatch_goes_on_as_if_it_had_not(fail_a
 
 
 def left_behind(fail_at: int | None) -> tuple[bool, bool]:
-    """On a rank: is the collector on, and has the config a param_sync_func, after a rollout."""
+    """Runs on a rank: is the collector on, and has the config a param_sync_func, after a
+    rollout."""
     import gc
 
     from megatron_idempotent.patches._scenarios import Broken
@@ -124,7 +126,7 @@ def test_a_rollout_without_a_step_leaves_collector_and_param_sync_func(fail_at, 
 
 
 def train_with_a_custom_no_sync() -> None:
-    """On a rank: somebody's own `no_sync_func` in the config."""
+    """Runs on a rank: somebody's own `no_sync_func` in the config."""
     from contextlib import nullcontext
 
     rollouts = start()
@@ -138,7 +140,7 @@ def test_a_custom_no_sync_func_still_meets_slimes_assertion(megatron_ranks):
 
 
 def inferring(fail_at: int | None, passes: bool = True):
-    """On a rank: two rollouts, and log-probs before each, of which a pass may fail."""
+    """Runs on a rank: two rollouts, and log-probs before each, of which a pass may fail."""
     from megatron_idempotent.patches._scenarios import Broken
 
     rollouts = start()

@@ -1,4 +1,4 @@
-"""What every engine does: a class of tests to inherit, sentence by sentence of `protocol.py`.
+"""The contract of every engine: a class of tests to inherit, sentence by sentence of `protocol.py`.
 
     class TestMyEngine(EngineContract):
         waits = False  # what it cannot do; see ContractBase

@@ -1,4 +1,4 @@
-"""What the parts of the contract share: checkpoints, updates of weights, reference log-probs."""
+"""Shared by the parts of the contract: checkpoints, updates of weights, reference log-probs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ids = itertools.count()
 
 
 class ContractBase:
-    """What an engine's tests override: `serving()`, and what the engine cannot do."""
+    """An engine's tests override `serving()`, and name here what the engine cannot do."""
 
     family = "qwen2"
     vocabulary = 64
@@ -34,7 +34,7 @@ class ContractBase:
     waits = True
     #: Updates with a `base_version` are taken.
     deltas = True
-    #: Running requests come back as parts from `close()`, and `health()` is DEAD behind it.
+    #: Running requests come back as parts from `close()`, and `health()` is DEAD after it.
     closes = True
 
     def serving(self, directory: Path) -> AbstractAsyncContextManager[RolloutEngine]:

@@ -12,7 +12,7 @@ from tiny import END
 
 
 class GenerateContract(ContractBase):
-    """What a sample is, and what it depends on."""
+    """Tests of a sample's fields, and of what they depend on."""
 
     def test_a_sample_ends_at_its_longest_length(self, old):
         async def scenario(engine):

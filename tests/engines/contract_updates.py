@@ -68,7 +68,7 @@ class UpdatesContract(PauseContract):
                 assert list(sample.versions) == sorted(sample.versions)
                 assert sample.versions[0] == first
                 switched += len(set(sample.versions)) > 2
-                # Behind a switch tokens attend to a cache of the new weights, in full.
+                # After a switch tokens attend to a cache of the new weights, in full.
                 self.check_logprobs(request, sample, weights)
             assert switched == len(requests)
 

@@ -1,4 +1,4 @@
-"""What the tests of the engine in this process begin with."""
+"""Shared by the tests of the engine in this process."""
 
 from __future__ import annotations
 

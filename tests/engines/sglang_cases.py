@@ -1,4 +1,4 @@
-"""What the tests of `SglangEngine` share: checkpoints, engines, buckets, and true log-probs."""
+"""Shared by the tests of `SglangEngine`: checkpoints, engines, buckets, and true log-probs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _model(seed: int) -> Any:
 def true_logprobs(
     seed: int, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0
 ) -> list[float]:
-    """Those of a checkpoint's weights, computed at once."""
+    """Computes the log-probs of a checkpoint's weights in one forward."""
     logits_TV = _model(seed)(torch.tensor([[*prompt, *tokens]])).logits[0].double() / temperature
     logprobs_TV = logits_TV.log_softmax(-1)[len(prompt) - 1 : -1]
     return [float(logprobs_TV[place, token]) for place, token in enumerate(tokens)]
@@ -91,7 +91,7 @@ def scenario(
     start: Path | None = None,
     **flags: Any,
 ) -> _Result:
-    """Run it with a server started anew and an engine of it, which is closed behind it."""
+    """Run it with a fresh server and an engine of it, which is closed afterwards."""
     with FakeSglang(start or checkpoint(0), end_tokens=(END,), **flags) as server:
 
         async def act() -> _Result:

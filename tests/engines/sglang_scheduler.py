@@ -13,7 +13,7 @@ managers/scheduler.py
 - An exception in the loop ends the server.
 managers/scheduler_components/weight_updater.py
 - A version is taken once its weights are loaded, and only if one came with them.
-- "Weights were updated, but the cache was not flushed": fails behind the load. Up to 0.5.21 that is
+- "Weights were updated, but the cache was not flushed": fails after the load. Up to 0.5.21 that is
   an assertion, so the server ends.
 - Freeing memory asserts that nothing runs; taking what was not freed is a KeyError. Without
   --enable-weights-cpu-backup weights come back undefined; without --enable-memory-saver nothing is
@@ -24,7 +24,7 @@ model_executor/model_runner_components/weight_updater.py
   again: the server ends if that fails too, and has the new weights under its old version if not.
 managers/schedule_batch.py
 - Ends at stop_token_ids and at the model's own end tokens, unless ignore_eos, which switches off
-  both. The length is looked at behind that.
+  both. The length is looked at after that.
 utils/weight_versions.py
 - Spans of versions over a request's tokens, for those that had any when the version changed.
 managers/scheduler_components/output_streamer.py
@@ -50,7 +50,7 @@ from safetensors.torch import load_file
 
 @dataclasses.dataclass(kw_only=True)
 class Flags:
-    """How a server was started, and which release it is."""
+    """Flags that a server was started with, and its release."""
 
     spans: bool = True
     flushes_waiting: bool = True
@@ -107,7 +107,7 @@ class Scheduler:
         self._backup: dict[str, torch.Tensor] = {}
 
     def send(self, kind: str, message: Any = None) -> asyncio.Future[Any]:
-        """Put a message behind all others; the future has its answer."""
+        """Put a message after all others; the future has its answer."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.inbox.append((kind, message, answer))
         self._news.set()
@@ -358,6 +358,6 @@ class Scheduler:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many of their first tokens are the same."""
+    """Counts how many of their first tokens are the same."""
     both = zip(one, other, strict=False)
     return next((place for place, (a, b) in enumerate(both) if a != b), min(len(one), len(other)))

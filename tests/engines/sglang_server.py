@@ -1,4 +1,4 @@
-"""A small HTTP server that keeps SGLang's rules, with a real transformers model behind them.
+"""A small HTTP server that keeps SGLang's rules, and generates with a real transformers model.
 
 SGLang does not start without a GPU. Those of its rules that have to do with the model are listed in
 `sglang_scheduler`; these are of its HTTP process, with the files of sglang 0.5.23
@@ -73,7 +73,7 @@ class FakeSglang:
         self._thread.join(_START_S)
 
     def kill(self, reason: str = "killed") -> None:
-        """As SIGKILL: all connections end at once, and no answer comes any more."""
+        """Acts as SIGKILL: all connections end at once, and no answer comes any more."""
         if self._thread.is_alive() and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._die, reason)
 

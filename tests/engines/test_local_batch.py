@@ -1,4 +1,4 @@
-"""What is computed for which requests, and when rows join and leave."""
+"""The batch computes each request's rows; rows join and leave between tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong stays with the requests and updates that it belongs to."""
+"""A failure stays with the requests and updates that it belongs to."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_logits_that_are_not_finite_are_an_error_and_not_a_token(watched, old, b
             kept = embedding[13].clone()
             embedding[13] = bad
         good = asyncio.ensure_future(engine.generate(request(1, prompt=(5, 6), max_tokens=1)))
-        with pytest.raises(EngineError, match=r"not finite behind 0 tokens.*version 0"):
+        with pytest.raises(EngineError, match=r"not finite after 0 tokens.*version 0"):
             await engine.generate(request(2, prompt=(5, 13, 6, 7, 8, 9, 10)))
         await good
         with torch.no_grad():

@@ -80,7 +80,7 @@ def test_forty_updates_lose_no_token_and_repeat_none(make_model):
         assert ended or len(sample.tokens) == asked.max_tokens
         assert 60 not in sample.tokens[:-1]
     assert set(range(1, UPDATES + 1)) <= set(drawn)
-    # A lost or repeated token would be conditioned on by those behind it.
+    # A lost or repeated token would be conditioned on by those after it.
     crossing = [each for each in done if len(set(each[1].versions)) > 1]
     assert len(crossing) > 40
     for asked, sample in crossing[:: len(crossing) // 40]:

@@ -1,4 +1,4 @@
-"""Tokens out of logits, and the random numbers behind them."""
+"""Tokens out of logits, and the random numbers that choose them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose memory the weights are, and under which names and in which types they come."""
+"""Weights of the engine: whose memory they are, and under which names and types they come."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from megatron_idempotent.simulator.clock import run
 
 
 class Engine:
-    """Answers in full once it is let; one that is to give a part first dies behind it."""
+    """Answers in full once it is let; one that is to give a part first dies after it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -86,7 +86,7 @@ def test_what_an_engine_loses_the_others_take_from_where_it_was() -> None:
         first.let.set()
         second.let.set()
         sample = await pool.generate(request())
-        # One token behind a prompt of two, and the other two behind three.
+        # One token after a prompt of two, and the other two after three.
         assert sample.tokens == (2, 3, 3)
         assert sample.finish_reason == "length"
         assert second.taken == ["r"]

@@ -80,7 +80,7 @@ def test_a_part_that_is_complete_is_not_continued(tokens, reason):
 
 def test_parts_without_tokens_are_not_taken_for_ever():
     engine = Scripted(part(), part(4), part(), part(), part(), name="e5")
-    with pytest.raises(EngineError, match=r"e5 gave back request 'r' 3 times.*behind 1 of them"):
+    with pytest.raises(EngineError, match=r"e5 gave back request 'r' 3 times.*after 1 of them"):
         whole(engine, attempts=3)
     assert len(engine.asked) == 5
 

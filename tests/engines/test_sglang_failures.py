@@ -117,7 +117,7 @@ def test_a_pause_that_hangs_ends_in_time_and_may_be_taken_back(tmp_path: Path) -
 
 def test_a_pause_has_happened_when_it_comes_back(tmp_path: Path) -> None:
     async def run(engine: SglangEngine, server: FakeSglang, _: Path) -> None:
-        # A long step: what is said to the scheduler meanwhile is read behind it.
+        # A long step: what is said to the scheduler meanwhile is read after it.
         server.do(lambda: setattr(server.scheduler, "steps_per_read", 50))
         calls = [asyncio.ensure_future(engine.generate(request(max_tokens=250))) for _ in "123"]
         while server.do(lambda: server.scheduler.drawn) < 10:

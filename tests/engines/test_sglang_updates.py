@@ -405,7 +405,7 @@ def test_weights_that_somebody_else_has_loaded_make_it_dirty(tmp_path: Path) -> 
 
 
 def test_what_an_update_must_bring_may_be_told(tmp_path: Path) -> None:
-    """As where a trainer sends another type than the checkpoint has."""
+    """Acts as a trainer that sends another type than the checkpoint has."""
     from megatron_idempotent.weights import TensorInfo
 
     halves = {name: tensor.bfloat16() for name, tensor in weights(1).items()}

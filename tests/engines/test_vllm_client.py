@@ -48,7 +48,7 @@ class Server:
         self.refusal: tuple[int, str] | None = None
         self.ids: list[str] = []
         self.aborts: int | None = None
-        """How many it takes until a response comes back; None for ever."""
+        """Counts requests until a response comes back; None for never."""
 
     async def answer(self, request: web.Request) -> web.Response:
         path = request.path

@@ -1,4 +1,4 @@
-"""What a vLLM worker keeps of updates, without vLLM: real buckets over a real transport."""
+"""A vLLM worker's account of updates, without vLLM: real buckets over a real transport."""
 
 from __future__ import annotations
 

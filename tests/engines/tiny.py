@@ -49,7 +49,7 @@ def make_checkpoint(
 ) -> Path:
     """Write config.json, model.safetensors and a tokenizer of characters; returns `directory`.
 
-    Every parameter is drawn anew from the seed, norms and biases too, so two seeds differ in all of
+    Every parameter is drawn from the seed, norms and biases too, so two seeds differ in all of
     them. `init_std` is that of the matrices: with 0.3 the distributions are far from uniform, and
     far from certain. Ids 0 to 2 are padding, end and unknown; "qwen3_moe" has 4 experts.
     """

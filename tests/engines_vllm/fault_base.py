@@ -1,4 +1,4 @@
-"""What tests of faults share: commits that break off, and what is to come of them."""
+"""Shared by tests of faults: commits that break off, and checks of what follows them."""
 
 from __future__ import annotations
 

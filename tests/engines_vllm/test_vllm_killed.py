@@ -44,7 +44,7 @@ class TestKilled(Faults):
 
     def test_a_commit_that_broke_off_is_rolled_back_to_the_checkpoint(self, old, new):
         async def scenario(engine):
-            assert (await engine.health()).version == 0  # started anew, and never updated
+            assert (await engine.health()).version == 0  # started again, and never updated
             await self.rolled_back(engine, old, new, 0)
 
         self.run(old, scenario)

@@ -21,8 +21,8 @@ LAYOUTS = [
 
 
 def refusal(recipe: str | None, shared: bool, local: int, gathered: int) -> str | None:
-    """What Transformer Engine 2.20 finds wrong with an input of `local` tokens on a rank, of which
-    there are `gathered` when the ranks that share them have put them together."""
+    """Returns what Transformer Engine 2.20 finds wrong with an input of `local` tokens on a rank,
+    of which there are `gathered` when the ranks that share them have put them together."""
     if recipe is None:
         return None
     if local % 8:
@@ -120,7 +120,7 @@ def test_the_multiples_of_each_recipe():
 
 
 def of_megatron() -> None:
-    """On a rank: from Megatron's own configuration, with its own names of recipes."""
+    """Runs on a rank: from Megatron's own configuration, with its own names of recipes."""
     from megatron.core.enums import Fp8Recipe
     from megatron.core.transformer import TransformerConfig
 

@@ -1,4 +1,4 @@
-"""What is missing for FP8 training: here, all of it; elsewhere, one thing after the other."""
+"""Reports what FP8 training lacks: here, all of it; elsewhere, one thing after the other."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_release_without_the_recipe_or_its_weights_is_named(hopper, mocker):
 
 
 def built(settings: Fp8Settings) -> TokenAlignment:
-    """On a rank: Megatron's own configurations, and what a packer is told."""
+    """Runs on a rank: Megatron's own configurations, and what a packer is told."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig

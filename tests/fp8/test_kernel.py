@@ -21,7 +21,7 @@ def compared(weight, **options) -> None:
 
 
 def all_shapes() -> None:
-    """On a rank: edges, experts, strides, types, and magnitudes of every kind."""
+    """Runs on a rank: edges, experts, strides, types, and magnitudes of every kind."""
     import torch
 
     from megatron_idempotent.fp8 import triton_blockwise
@@ -66,7 +66,7 @@ def test_the_same_bytes_for_all_shapes_types_and_magnitudes(kernel_ranks):
 
 
 def not_finite() -> None:
-    """On a rank: the kernel tells of NaN too, which a maximum would pass over."""
+    """Runs on a rank: the kernel tells of NaN too, which a maximum would pass over."""
     import torch
 
     from megatron_idempotent.fp8.blockwise import quantize_blockwise

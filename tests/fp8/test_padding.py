@@ -47,7 +47,7 @@ def masks(draw: st.DrawFn) -> Any:
 
 @st.composite
 def batches(draw: st.DrawFn, mask: Any) -> Any:
-    """Values for each position of the mask, not always one behind the other in memory."""
+    """Returns values for each position of the mask, not always adjacent in memory."""
     trailing = draw(st.sampled_from([(), (3,), (2, 0), (2, 3)]))
     torch.manual_seed(draw(st.integers(0, 99)))
     batch = torch.randn(*mask.shape, *trailing)
@@ -127,7 +127,8 @@ def test_holes_and_shapes_that_do_not_fit_are_refused(call, texts):
 
 
 def gathered(cases: int) -> list[bytes]:
-    """On a rank: pieces of the positions, against Megatron's gather and the loop; the results."""
+    """Runs on a rank: pieces of the positions, against Megatron's gather and the loop; the
+    results."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region

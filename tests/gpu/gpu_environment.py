@@ -48,7 +48,7 @@ _OURS = ("megatron-core", "megatron-idempotent")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a Python finds. Example: `look("python3").devices == 1`."""
+    """Facts that a Python finds. Example: `look("python3").devices == 1`."""
 
     facts: dict[str, Any]
 
@@ -116,7 +116,7 @@ def make(python: str, machine: Machine, wheels: Path, folder: Path) -> Path:
 
 
 def versions(wheels: Path) -> dict[str, str]:
-    """Of Megatron and of this package, as their wheels name them."""
+    """Returns the versions of Megatron and of this package, as their wheels name them."""
     named = {name_of(wheel): wheel.name.split("-")[1] for wheel in wheels.glob("*.whl")}
     return {name: named[name] for name in _OURS if name in named}
 
@@ -127,7 +127,7 @@ def name_of(wheel: Path) -> str:
 
 
 def environ(root: Path, device: str) -> dict[str, str]:
-    """What every stage runs with."""
+    """Returns the environment variables that every stage runs with."""
     # The tree, whose tests and benchmarks are run; the package is that of the wheel folder.
     helpers = str(root / "tests" / "gpu")
     path = os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")])])

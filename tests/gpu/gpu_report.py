@@ -1,4 +1,4 @@
-"""What a GPU run found: one JSON, written after each stage, and one Markdown table made of it."""
+"""Report of a GPU run: one JSON, written after each stage, and one Markdown table made of it."""
 
 from __future__ import annotations
 
@@ -103,5 +103,5 @@ def _cell(value: Any) -> str:
 
 
 def all_good(rows: list[dict[str, Any]]) -> bool:
-    """Whether no row of a stage tells of a failure, or of a number that misses its aim."""
+    """Returns whether no row of a stage tells of a failure, or of a number that misses its aim."""
     return all(row.get("outcome", row.get("verdict", "ok")) in _GOOD for row in rows)

@@ -22,7 +22,7 @@ Arguments = tuple[tuple[str, ...], tuple[str, ...]]
 
 @dataclass
 class Run:
-    """What a stage needs. `device` is "cuda", or "checked" in a dry run."""
+    """Settings of a stage. `device` is "cuda", or "checked" in a dry run."""
 
     python: Path
     environ: dict[str, str]
@@ -30,11 +30,11 @@ class Run:
     device: str
     jobs: int
     deadline_s: float = field(default=float("inf"))
-    """On the clock of `time.monotonic`, for the stage that runs."""
+    """Deadline of the running stage, on the clock of `time.monotonic`."""
 
     @property
     def dry(self) -> bool:
-        """Whether there is no GPU, and everything is tried in its smallest size."""
+        """Returns whether there is no GPU, and everything is tried in its smallest size."""
         return self.device != "cuda"
 
     def start(self, name: str, *arguments: str, **environ: str) -> Process:
@@ -72,7 +72,7 @@ class Process:
 
     @property
     def output(self) -> str:
-        """What it wrote to standard output."""
+        """Returns what it wrote to standard output."""
         return self._name.with_suffix(".out").read_text(encoding="utf-8", errors="replace")
 
     def last_words(self) -> str:
@@ -90,7 +90,7 @@ class Stage:
 
 
 def doctor(run: Run) -> tuple[Rows, str]:
-    """What would be applied, with CUDA present."""
+    """Lists what would be applied with CUDA present."""
     process = run.start("doctor", "-m", "megatron_idempotent", "doctor", "--json")
     code = process.wait()
     if code is None or not process.output:

@@ -8,7 +8,7 @@ from megatron_idempotent.patching.source import locate
 
 
 def iterations() -> tuple[list[list[float]], list[bytes], int]:
-    """On a rank with a GPU: losses and gradients of one window, called and then in a graph."""
+    """Runs on a rank with a GPU: losses and gradients of one window, called and then in a graph."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron_idempotent.patches import full_cuda_graph_replayed as case
@@ -37,7 +37,8 @@ def test_a_full_iteration_graph_computes_the_bits_of_the_calls_in_it(gpu_ranks):
 
 
 def optimizer_steps(graph: bool) -> list[float]:
-    """On a rank with a GPU: parameters after four steps of an optimizer that can be captured."""
+    """Runs on a rank with a GPU: parameters after four steps of an optimizer that can be
+    captured."""
     import torch
     from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
 

@@ -10,7 +10,8 @@ import pytest
 
 
 def agreed() -> list[str]:
-    """On a rank: what `agree` raises with and without an error, and a sum that works after it."""
+    """Runs on a rank: what `agree` raises with and without an error, and a sum that works after
+    it."""
     import torch
     import torch.distributed as dist
 
@@ -35,7 +36,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_the_groups_go_on(ranks, megat
 
 
 def late_for_a_deadline() -> str:
-    """On two ranks: one comes too late to agree."""
+    """Runs on two ranks: one comes too late to agree."""
     import time
 
     import torch.distributed as dist
@@ -58,7 +59,7 @@ def test_a_rank_that_misses_a_deadline_is_an_error_and_no_end_of_a_process(megat
 
 
 def rebuilt(rebuild: bool) -> tuple[list[float], bytes, str]:
-    """On a rank: a step before and after all process groups were made anew."""
+    """Runs on a rank: a step before and after all process groups were made again."""
     import torch.distributed as dist
 
     import megatron_idempotent

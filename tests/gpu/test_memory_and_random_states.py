@@ -1,4 +1,4 @@
-"""What a step takes of the device it gives back, whatever its end, and random states with it."""
+"""A step gives back the device memory that it takes, whatever its end, and the random states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def random_states(abort: bool) -> list[Any]:
-    """On a rank: what is drawn next, after a step in pieces that was undone or never begun."""
+    """Runs on a rank: what is drawn next, after a step in pieces that was undone or never begun."""
     import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
@@ -34,7 +34,7 @@ def test_an_undone_step_leaves_the_random_states_as_they_were(megatron_ranks):
 
 
 def allocated(ends: tuple[str, ...]) -> list[int]:
-    """On a rank with a GPU: bytes that are allocated after steps that end so."""
+    """Runs on a rank with a GPU: bytes that are allocated after steps that end so."""
     import gc
 
     import torch
@@ -71,7 +71,8 @@ def test_an_aborted_window_gives_back_the_memory_that_it_took(gpu_ranks):
 
 
 def taken_and_given_back() -> tuple[int, int, bool]:
-    """On a rank with a GPU: bytes allocated with gradients on it and off it, and what came back."""
+    """Runs on a rank with a GPU: bytes allocated with gradients on it and off it, and what came
+    back."""
     import torch
 
     import megatron_idempotent

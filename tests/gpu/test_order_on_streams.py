@@ -1,4 +1,4 @@
-"""Right bits where the device is far behind the host, as it is in every real step.
+"""Right bits where the device runs far later than the host, as it does in every real step.
 
 A kernel that does nothing for some milliseconds is queued before each microbatch, so that whatever
 reads a value without waiting for it, on another stream or on the host, reads an old one. Without a
@@ -47,7 +47,7 @@ def build(options: dict[str, Any], late: bool) -> Any:
 
 
 def windows(options: dict[str, Any], late: bool) -> list[Any]:
-    """On a rank: losses, gradients and parameters of three steps."""
+    """Runs on a rank: losses, gradients and parameters of three steps."""
     bench = build(options, late)
     found: list[Any] = []
     for seed in range(3):
@@ -67,7 +67,8 @@ def test_overlapped_reductions_read_gradients_that_are_late(layout, megatron_ran
 
 
 def after_an_abort(options: dict[str, Any], late: bool, aborted: bool) -> list[Any]:
-    """On a rank: a step after a window that raised in its last microbatch, while kernels wait."""
+    """Runs on a rank: a step after a window that raised in its last microbatch, while kernels
+    wait."""
     import megatron_idempotent
 
     bench = build(options, late)
@@ -97,7 +98,8 @@ def test_a_window_after_an_abort_waits_for_what_the_aborted_one_left_queued(layo
 
 
 def reductions_and_kernels() -> tuple[list[str], int]:
-    """On a rank with a GPU: which kernels ran on more than one stream, and how many reductions."""
+    """Runs on a rank with a GPU: which kernels ran on more than one stream, and how many
+    reductions."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

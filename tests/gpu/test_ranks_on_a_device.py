@@ -15,7 +15,7 @@ from megatron_idempotent.cpu import gpu
 
 
 def where_it_computes() -> tuple[str, str, str, float]:
-    """On a rank: a tensor's device, the group's backend, LOCAL_RANK, and a sum over ranks."""
+    """Runs on a rank: a tensor's device, the group's backend, LOCAL_RANK, and a sum over ranks."""
     import torch
     import torch.distributed as dist
 

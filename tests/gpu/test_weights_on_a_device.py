@@ -10,7 +10,8 @@ pytest.importorskip("transformers")
 
 
 def synced(folder: str, rounds: int) -> list[tuple[bool, float, list[int]]]:
-    """On a rank: after each sync, whether the engine serves what the trainer has, and a pause."""
+    """Runs on a rank: after each sync, whether the engine serves what the trainer has, and a
+    pause."""
     import asyncio
     from pathlib import Path
 
@@ -57,7 +58,7 @@ def test_an_engine_on_the_device_serves_each_version_to_the_bit(megatron_ranks, 
 
 
 def handed_over(versions: int) -> list[bool]:
-    """On two ranks with one GPU: whether what rank 1 has received is what rank 0 sent."""
+    """Runs on two ranks with one GPU; returns whether rank 1 has received what rank 0 sent."""
     import asyncio
 
     import torch
@@ -109,7 +110,8 @@ def test_another_process_copies_buckets_out_of_the_trainers_memory(gpu_ranks):
 
 
 def staged_beside(nbytes: int) -> tuple[bool, bool]:
-    """On a rank with a GPU: an engine's copies of an update, while the current stream is busy."""
+    """Runs on a rank with a GPU: an engine's copies of an update, while the current stream is
+    busy."""
     import torch
 
     from megatron_idempotent.engines.transformers.weights import Incoming

@@ -18,7 +18,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def steps(options: dict[str, Any], extra: bool = False) -> tuple[dict[str, int], dict[str, Any]]:
-    """On a rank: what a stock step does, and what a patched one does more."""
+    """Runs on a rank: what a stock step does, and what a patched one does more."""
     import torch
 
     import megatron_idempotent

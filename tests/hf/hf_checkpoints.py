@@ -56,7 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 HALF = ("qwen2-tied", "moe")
-"""Those that there are in bfloat16 too, under their name and "-half"."""
+"""Checkpoints that there are in bfloat16 too, under their name and "-half"."""
 
 
 def tokens_BT() -> torch.Tensor:

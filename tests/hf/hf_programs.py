@@ -1,4 +1,4 @@
-"""What the tests here run on a rank. Legend: B batch, T positions, V vocabulary."""
+"""Programs that the tests here run on a rank. Legend: B batch, T positions, V vocabulary."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parallel(*, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1) -
 
 
 def config_of(arch: Architecture, **overrides: Any) -> Any:
-    """Of the layout that is up."""
+    """Returns the configuration of the layout that is up."""
     from megatron.core import parallel_state as state
 
     vpp = state.get_virtual_pipeline_model_parallel_world_size()

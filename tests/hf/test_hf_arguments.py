@@ -25,7 +25,7 @@ PROGRAM = [
     "--no-rope-fusion",
     "--rerun-mode=disabled",
 ]
-#: What programs choose, and functions that are made anew.
+#: What programs choose, and functions that are made again.
 OWN = {
     *("timers", "init_method", "output_layer_init_method", "embedding_init_method"),
     *("grad_scale_func", "deallocate_pipeline_outputs", "cp_comm_type", "transformer_impl"),
@@ -35,7 +35,7 @@ OWN = {
 
 
 def from_the_command_line(root: Any, name: str) -> dict[str, Any]:
-    """On a rank: fields of the configuration that differ, after logits were compared."""
+    """Runs on a rank: fields of the configuration that differ, after logits were compared."""
     import dataclasses
 
     import hf_programs
@@ -72,7 +72,7 @@ def test_the_command_line_makes_the_same_model(megatron_ranks, checkpoints, name
 
 
 def frequencies(factor: float | None, head_dim: int) -> Any:
-    """On a rank: of a whole model that is built for such embeddings."""
+    """Runs on a rank: of a whole model that is built for such embeddings."""
     import dataclasses
 
     import hf_programs

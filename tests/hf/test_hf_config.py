@@ -1,4 +1,4 @@
-"""What config.json says, as releases of transformers write it, and what is refused."""
+"""Reads config.json as releases of transformers write it, and refuses what cannot be built."""
 
 from __future__ import annotations
 

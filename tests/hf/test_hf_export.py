@@ -8,7 +8,8 @@ import pytest
 
 
 def trained(root: Any, folder: Any) -> tuple[Any, list[Any], Any, Any]:
-    """On a rank: a model in DDP with a checkpoint's weights, and a function that makes a step."""
+    """Runs on a rank: a model in DDP with a checkpoint's weights, and a function that makes a
+    step."""
     import hf_programs
     import torch
     from megatron.core import parallel_state
@@ -79,7 +80,8 @@ def trained(root: Any, folder: Any) -> tuple[Any, list[Any], Any, Any]:
 
 
 def right_after_a_step(root: Any, name: str) -> bool:
-    """On two data-parallel ranks; whether rank 0's parameters lacked some of the step."""
+    """Runs on two data-parallel ranks; returns whether rank 0's parameters lacked some of the
+    step."""
     import hf_programs
     import torch
 
@@ -107,7 +109,7 @@ def right_after_a_step(root: Any, name: str) -> bool:
     if first:
         hf_programs.same(found, synced)
         assert any(not torch.equal(found[each], stored[each]) for each in stored)
-    # A load right behind a step, while its gathers are in flight; then a step from what was loaded.
+    # A load right after a step, while its gathers are in flight; then a step from what was loaded.
     step(2)
     for chunk in chunks:
         chunk.start_param_sync()
@@ -153,7 +155,7 @@ def watch_messages(seen: list[int]) -> None:
 
 
 def left_early(root: Any) -> None:
-    """On two tensor-parallel ranks: every way to leave, and a whole export behind each."""
+    """Runs on two tensor-parallel ranks: every way to leave, and a whole export after each."""
     import hf_programs
     import torch
 
@@ -206,7 +208,7 @@ def left_early(root: Any) -> None:
         with source.buckets(bucket_bytes=4000) as buckets:
             next(buckets)
     whole()
-    # What cannot be quantized is known on rank 0 only, behind some of the tensors.
+    # What cannot be quantized is known on rank 0 only, after some of the tensors.
     quantized = MegatronWeights(chunks, arch, fp8=Fp8Export())
     weight = chunks[0].decoder.layers[2].mlp.linear_fc2.weight
     kept = weight.detach().clone()
@@ -239,7 +241,7 @@ def test_ranks_stay_in_step_whoever_leaves_an_export_early(megatron_ranks, check
 
 
 def dropped(root: Any) -> None:
-    """On a rank: an export that nobody closes, and one that is at its end."""
+    """Runs on a rank: an export that nobody closes, and one that is at its end."""
     import gc
     import warnings
 
@@ -268,7 +270,8 @@ BUCKET = 6 << 20
 
 
 def what_it_takes() -> dict[str, int]:
-    """On two tensor-parallel ranks with 64 MB: the most bytes held; messages; sizes in bytes."""
+    """Runs on two tensor-parallel ranks with 64 MB; returns most bytes held, messages, sizes in
+    bytes."""
     import hf_programs
     import torch
 

@@ -8,7 +8,7 @@ import pytest
 
 
 def sharded(root: Any, name: str) -> Any:
-    """On a rank: the checkpoint's model, each layer sharded."""
+    """Runs on a rank: the checkpoint's model, each layer sharded."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -22,7 +22,7 @@ def sharded(root: Any, name: str) -> Any:
 
 
 def fsdp(root: Any) -> None:
-    """On two ranks."""
+    """Runs on two ranks."""
     import hf_checkpoints
     import hf_programs
     import torch

@@ -41,7 +41,7 @@ MORE: Layouts = {
 
 
 def through_megatron(root: Any, layout: dict[str, Any], names: tuple[str, ...]) -> None:
-    """On a rank: logits in float32 and float64, and an export of each."""
+    """Runs on a rank: logits in float32 and float64, and an export of each."""
     import hf_programs
     import torch
 
@@ -82,7 +82,7 @@ def test_logits_are_those_of_transformers_and_weights_come_back_as_they_were(
 
 
 def all_layouts(root: Any, layouts: list[tuple[dict[str, Any], tuple[str, ...]]]) -> None:
-    """On a rank: one launch for all that have so many."""
+    """Runs on a rank: one launch for all that have so many."""
     for layout, names in layouts:
         try:
             through_megatron(root, layout, names)
@@ -93,7 +93,7 @@ def all_layouts(root: Any, layouts: list[tuple[dict[str, Any], tuple[str, ...]]]
 
 
 def replicas(root: Any) -> None:
-    """On four ranks: each of two replicas brings its weights to a rank of its own."""
+    """Runs on four ranks: each of two replicas brings its weights to a rank of its own."""
     import hf_programs
     import torch
     import torch.distributed as dist

@@ -21,7 +21,7 @@ def rewritten(source: Any, target: Any, change: Any) -> Any:
 
 
 def misfits(folders: dict[str, Any]) -> dict[str, str]:
-    """On a rank: what a load of each says; the model is as it was."""
+    """Runs on a rank: what a load of each says; the model is as it was."""
     import hf_programs
     import torch
 
@@ -142,7 +142,7 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_is_changed(
 
 
 def tied_and_another(root: Any, folders: list[Any]) -> None:
-    """On a rank: output layers that came with tied embeddings, and rounding."""
+    """Runs on a rank: output layers that came with tied embeddings, and rounding."""
     import hf_programs
     import torch
 
@@ -191,7 +191,7 @@ def test_tied_weights_may_come_twice_if_they_are_equal_and_types_are_not_narrowe
 
 
 def on_one_rank_only(root: Any, bad: Any) -> None:
-    """On two ranks with half of the vocabulary each: one has a damaged copy of the files."""
+    """Runs on two ranks with half of the vocabulary each: one has a damaged copy of the files."""
     import hf_programs
     import torch
 

@@ -37,7 +37,7 @@ def names(folder: Path) -> list[str]:
 
 
 def saved(root: Any, target: Any, name: str, layout: dict[str, int], half: bool) -> None:
-    """On a rank: load and save, in one file and in several."""
+    """Runs on a rank: load and save, in one file and in several."""
     import hf_programs
     import torch
 
@@ -197,7 +197,7 @@ def test_types_of_several_widths_are_written_as_safetensors_aligns_them(tmp_path
 
 
 class Fresh(Failing):
-    """Makes each tensor anew, and notes whether the one before it is still held."""
+    """Makes each tensor when it is asked for, and notes whether the one before it is still held."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         super().__init__(tensors)

@@ -1,4 +1,5 @@
-"""From the ranks of a trainer to engines that serve meanwhile: the collective survives them."""
+"""Syncs a trainer's ranks with engines that serve meanwhile: the collective survives their
+faults."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ TOKENS = 24
 
 
 def to_engines(root: Any) -> None:
-    """On a rank: two updates in each layout; in the first one engine fails, in the second all."""
+    """Runs on a rank: two updates in each layout; in the first one engine fails, in the second
+    all."""
     import hf_programs
     import torch
     import torch.distributed as dist

@@ -82,7 +82,7 @@ def case(seed: int, size: int) -> Case:
 
 
 def additions(terms: int) -> int:
-    """How many additions a term meets at most where torch sums up a row, on any CPU.
+    """Bounds the additions that a term meets where torch sums up a row, on any CPU.
 
     torch sums in cascades: four levels of 16 additions, each in vectors of up to 16 lanes and in
     four of them side by side, which are added up at the end, and a rest of fewer than 16.
@@ -92,7 +92,7 @@ def additions(terms: int) -> int:
 
 @dataclasses.dataclass
 class Truth:
-    """What float64 says, and how far off the computing type may be."""
+    """Values in float64, and how far off the computing type may be."""
 
     logprob: Any
     entropy: Any

@@ -10,7 +10,7 @@ N, V = 64, 32768
 
 
 def of_a_model(name: str) -> list[bytes]:
-    """On one of two ranks: a model's logits, held to float64; what it found, as bytes."""
+    """Runs on one of two ranks: a model's logits, held to float64; what it found, as bytes."""
     import torch
     from cases import Case, within_bounds
 
@@ -42,7 +42,8 @@ def test_errors_of_a_models_logits_are_within_what_rounding_allows(megatron_rank
 
 
 def again() -> None:
-    """On a rank: a graph that is kept is differentiated twice, from hidden states and cut too."""
+    """Runs on a rank: a graph that is kept is differentiated twice, from hidden states and cut
+    too."""
     import torch
 
     from megatron_idempotent import Sampling, token_logprobs
@@ -74,7 +75,8 @@ def again() -> None:
 
 
 def some_without_gradient() -> None:
-    """On a rank: tokens whose outputs nobody differentiates, such as clipped ones; in float64."""
+    """Runs on a rank: tokens whose outputs nobody differentiates, such as clipped ones; in
+    float64."""
     import torch
 
     from megatron_idempotent import token_logprobs
@@ -126,7 +128,7 @@ def test_tokens_whose_outputs_have_no_gradient_are_left_out_of_the_backward(mega
 
 
 def changed_in_place() -> None:
-    """On a rank: each output is multiplied where it lies, before it is differentiated."""
+    """Runs on a rank: each output is multiplied where it lies, before it is differentiated."""
     import torch
 
     from megatron_idempotent import Sampling, token_logprobs

@@ -9,7 +9,8 @@ import pytest
 
 
 def compiled() -> None:
-    """On a rank: random calls in two types, against float64; and from hidden states, and cut."""
+    """Runs on a rank: random calls in two types, against float64; and from hidden states, and
+    cut."""
     import warnings
 
     import torch

@@ -1,4 +1,4 @@
-"""What the op takes: collectives, memory, and other people's tensors only where it is told to."""
+"""Costs of the op: collectives, memory, and other tensors that it may overwrite when told to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ B, S, V = 2, 256, 4096
 
 
 def collectives() -> list[tuple[list[str], list[str]]]:
-    """On one of two ranks: the collectives of forward and backward, for several block sizes."""
+    """Runs on one of two ranks: the collectives of forward and backward, for several block
+    sizes."""
     import torch
     import torch.distributed as dist
 
@@ -44,7 +45,7 @@ def test_one_collective_forward_and_none_backward_however_many_blocks(megatron_r
 
 
 def memory() -> dict[tuple[str, str, str], float]:
-    """On a rank: most memory held, in sizes of the logits, for forward and backward."""
+    """Runs on a rank: most memory held, in sizes of the logits, for forward and backward."""
     import torch
 
     from megatron_idempotent import token_logprobs
@@ -86,7 +87,7 @@ def test_memory_is_that_of_the_gradient_or_none(megatron_ranks):
 
 
 def ownership() -> None:
-    """On a rank: the logits have another reader, and who may come behind it."""
+    """Runs on a rank: the logits have another reader, and who may come after it."""
     import torch
 
     from megatron_idempotent import token_logprobs
@@ -116,9 +117,9 @@ def ownership() -> None:
     saved_too = (logits * logits).sum()
     first = ours(logits, "consume")
     torch.autograd.grad(first, leaf, retain_graph=True)
-    for behind in (saved_too, first):
+    for output in (saved_too, first):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            torch.autograd.grad(behind, leaf, retain_graph=True)
+            torch.autograd.grad(output, leaf, retain_graph=True)
     with pytest.raises(ValueError, match="leaf logits"):
         ours(leaf, "consume")
     logits = leaf * 1
@@ -138,7 +139,7 @@ def test_logits_are_overwritten_where_that_was_asked_for_and_others_are_told(meg
 
 
 def double() -> None:
-    """On a rank: finite differences in float64, with a mask and a temperature per token."""
+    """Runs on a rank: finite differences in float64, with a mask and a temperature per token."""
     import torch
 
     from megatron_idempotent import token_logprobs

@@ -1,4 +1,4 @@
-"""From hidden states and a weight: what comes from the logits of both, and never the logits."""
+"""Log-probs from hidden states and a weight equal those from logits, which are never built."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _total(stats: Any, entropy: str, seed: int) -> Any:
 
 
 def against_logits(cases: int, layout: str) -> list[bytes]:
-    """On a rank: in float64, where only the order of sums differs; what it found, as bytes."""
+    """Runs on a rank: in float64, where only the order of sums differs; what it found, as bytes."""
     import torch
     import torch.distributed as dist
 
@@ -95,7 +95,7 @@ def test_as_from_logits_and_alike_on_all_ranks(megatron_ranks, ranks, layout):
 
 
 def rounded(name: str) -> None:
-    """On a rank: in the type of a model, against float64 of the same values."""
+    """Runs on a rank: in the type of a model, against float64 of the same values."""
     import torch
 
     from megatron_idempotent import token_logprobs
@@ -130,7 +130,7 @@ def test_within_the_rounding_of_the_type(megatron_ranks, dtype):
 
 
 def what_is_needed() -> None:
-    """On a rank: nothing is computed for who asks for no gradient, or for no logits."""
+    """Runs on a rank: nothing is computed for who asks for no gradient, or for no logits."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -185,7 +185,7 @@ def what_is_needed() -> None:
 
 
 def run_parts(tokens: int, columns: int) -> int:
-    """In how many parts the backward makes the logits."""
+    """Counts the parts in which the backward makes the logits."""
     import torch
 
     from megatron_idempotent.logprobs.sources import ProductParts

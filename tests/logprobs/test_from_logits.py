@@ -8,7 +8,8 @@ CASES = 100
 
 
 def against_float64(cases: int) -> list[bytes]:
-    """On a rank that shares the vocabulary with all others; what it found, as bytes."""
+    """Runs on a rank that shares the vocabulary with all others; returns what it found, as
+    bytes."""
     import torch.distributed as dist
     from cases import case, within_bounds
 
@@ -23,7 +24,8 @@ def test_within_what_rounding_allows_and_alike_on_all_ranks(megatron_ranks, rank
 
 
 def confident(entropy: str) -> None:
-    """On a rank that shares the vocabulary: tokens that are certain but for as little as e⁻²⁵."""
+    """Runs on a rank that shares the vocabulary: tokens that are certain up to as little as
+    e⁻²⁵."""
     import torch
     import torch.distributed as dist
     from cases import additions

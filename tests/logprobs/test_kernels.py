@@ -19,7 +19,7 @@ def kernels(kernel_ranks) -> Callable[..., list[Any]]:
 
 
 def in_small_blocks(run: Callable[..., Any], *arguments: Any) -> Any:
-    """On a rank."""
+    """Runs on a rank."""
     from kernels import in_blocks
 
     with in_blocks():
@@ -27,7 +27,8 @@ def in_small_blocks(run: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def against_float64(first: int, last: int) -> list[bytes]:
-    """On a rank that shares the vocabulary with all others; in blocks of three shapes in turn."""
+    """Runs on a rank that shares the vocabulary with all others; in blocks of three shapes in
+    turn."""
     import torch
     import torch.distributed as dist
     from cases import case, within_bounds
@@ -61,7 +62,7 @@ def test_many_more_cases(kernels, ranks):
 
 
 def of_other_modules() -> None:
-    """On a rank: what torch is held to elsewhere."""
+    """Runs on a rank: what torch is held to elsewhere."""
     from kernels import in_blocks
     from test_accuracy import changed_in_place, some_without_gradient
     from test_from_logits import confident
@@ -77,7 +78,7 @@ def test_certain_tokens_and_outputs_that_are_changed_are_as_with_torch(kernels):
 
 
 def of_magnitudes() -> None:
-    """On a rank: logits of any magnitude, alone and among others."""
+    """Runs on a rank: logits of any magnitude, alone and among others."""
     from kernels import in_blocks
     from test_from_logits import confident
     from test_magnitudes import alone_and_together, any_magnitude
@@ -94,7 +95,7 @@ def test_magnitudes_and_neighbours_are_as_with_torch(kernels):
 
 
 def from_hidden(dtype: str) -> None:
-    """On a rank: in the type of a model, cut by a sampler, and with Megatron's `main_grad`."""
+    """Runs on a rank: in the type of a model, cut by a sampler, and with Megatron's `main_grad`."""
     from kernels import launches
     from test_from_hidden import rounded
 
@@ -110,7 +111,7 @@ def test_from_hidden_states_within_the_rounding_of_the_type(kernels, dtype):
 
 
 def hidden_as_logits(layout: str) -> list[bytes]:
-    """On a rank: gradients of all inputs against float64, tokens left out, and many parts."""
+    """Runs on a rank: gradients of all inputs against float64, tokens left out, and many parts."""
     import torch
     import torch.distributed as dist
 
@@ -180,7 +181,7 @@ def test_from_hidden_states_in_parts_of_tokens(kernels, ranks, layout):
 
 
 def cut(cases: int) -> list[bytes]:
-    """On a rank: what a sampler left."""
+    """Runs on a rank: what a sampler left."""
     from test_sampling import against_float64
 
     return against_float64(cases)
@@ -191,7 +192,8 @@ def test_what_a_sampler_left(kernels):
 
 
 def odd_values() -> None:
-    """On a rank: NaN and infinities in one row stay there, and are what they are with torch."""
+    """Runs on a rank: NaN and infinities in one row stay there, and are what they are with
+    torch."""
     import torch
 
     from megatron_idempotent import token_logprobs
@@ -234,7 +236,8 @@ def test_nan_and_infinities_are_where_they_are_with_torch(kernels):
 
 
 def beyond_int32() -> None:
-    """On a rank: rows that begin beyond 2³¹ elements, in memory that is reserved and not filled."""
+    """Runs on a rank: rows that begin beyond 2³¹ elements, in memory that is reserved and not
+    filled."""
     import torch
 
     from megatron_idempotent import token_logprobs
@@ -265,7 +268,7 @@ def test_rows_lie_beyond_what_32_bits_address(kernels):
 
 
 def choice(environment: str | None) -> dict[str, str]:
-    """On a rank: which kernels run, or what is said."""
+    """Runs on a rank: which kernels run, or what is said."""
     import torch
 
     from megatron_idempotent.logprobs.request import backend_of
@@ -310,7 +313,7 @@ def test_the_argument_comes_before_the_environment_and_that_before_the_device(ke
 
 
 def zeros_and_padding(ownership: str) -> None:
-    """On a rank: what nobody differentiates is not read, and is written as zeros."""
+    """Runs on a rank: what nobody differentiates is not read, and is written as zeros."""
     import torch
 
     from megatron_idempotent import token_logprobs
@@ -355,7 +358,8 @@ def test_tokens_without_gradient_and_padding_are_zeros_and_not_read(kernels, own
 
 
 def columns_apart() -> None:
-    """On a rank: columns that are not next to each other, and whose gradients are, or are not."""
+    """Runs on a rank: columns that are not next to each other, and whose gradients are, or are
+    not."""
     import torch
 
     from megatron_idempotent import token_logprobs
@@ -381,7 +385,7 @@ def test_columns_need_not_follow_each_other(kernels):
 
 
 def small_probabilities() -> None:
-    """On a rank: of logits whose distances, and their quotients, are whole numbers."""
+    """Runs on a rank: of logits whose distances, and their quotients, are whole numbers."""
     import torch
 
     from megatron_idempotent import token_logprobs
@@ -404,7 +408,7 @@ def test_small_probabilities_lose_no_bits_to_a_large_exponent(kernels):
 
 
 def host_reads() -> list[list[str]]:
-    """On a rank: what the host would wait for a GPU for, with and without a mask."""
+    """Runs on a rank: what the host would wait for a GPU for, with and without a mask."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

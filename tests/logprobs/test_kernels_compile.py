@@ -14,7 +14,7 @@ MOST = (
 
 
 def checked(found) -> int:
-    """What kernels at the speed of memory need; returns how many there were."""
+    """Checks what kernels at the speed of memory need; returns how many there were."""
     count = 0
     for each in found:
         count += 1

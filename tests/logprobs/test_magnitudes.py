@@ -1,4 +1,4 @@
-"""Logits of any magnitude: exponentials of them as they are, or of how far behind another they are.
+"""Logits of any magnitude: exponentials of the logits, or of their distances from another one.
 
 Which of the two a token gets is told from its own logits, so its bits are its own.
 """
@@ -43,7 +43,7 @@ def _whole(columns: int):
 
 
 def any_magnitude() -> list[bytes]:
-    """On a rank that shares the vocabulary; what it found, as bytes."""
+    """Runs on a rank that shares the vocabulary; returns what it found, as bytes."""
     import torch
     import torch.distributed as dist
     from cases import Case, within_bounds
@@ -77,7 +77,7 @@ def test_logits_of_any_magnitude_are_within_what_rounding_allows(megatron_ranks,
 
 
 def alone_and_together(entropy: str) -> None:
-    """On a rank: a token's outputs and gradient, among others and as the only one."""
+    """Runs on a rank: a token's outputs and gradient, among others and as the only one."""
     import torch
 
     from megatron_idempotent import token_logprobs

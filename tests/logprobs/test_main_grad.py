@@ -10,7 +10,8 @@ H, V = 16, 600
 
 
 def as_by_hook(cut: bool, dtype: str) -> None:
-    """On one of two replicas: Megatron's DDP around a weight, two microbatches, fused and not."""
+    """Runs on one of two replicas: Megatron's DDP around a weight, two microbatches, fused and
+    not."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -91,7 +92,7 @@ def test_it_is_what_the_hook_would_have_added(megatron_ranks, cut, dtype):
 
 
 def on_its_own() -> None:
-    """On a rank: a plain tensor, with the attributes that Megatron gives it."""
+    """Runs on a rank: a plain tensor, with the attributes that Megatron gives it."""
     import torch
 
     from megatron_idempotent import token_logprobs

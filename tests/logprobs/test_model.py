@@ -14,7 +14,7 @@ RECOMPUTED = {
 
 
 def against_logits(options: dict[str, Any]) -> list[bytes]:
-    """On a rank: both ways, bare and in DDP; what was found, as bytes."""
+    """Runs on a rank: both ways, bare and in DDP; what was found, as bytes."""
     import models
 
     (chunk,) = models.build(**options).chunks
@@ -54,7 +54,7 @@ def test_stats_and_gradients_are_those_of_the_logits(megatron_ranks, options, ti
 
 
 def added_up(tied: bool) -> None:
-    """On a rank: the layer is to add its weight's gradient to main_grad, and DDP not twice."""
+    """Runs on a rank: the layer is to add its weight's gradient to main_grad, and DDP not twice."""
     import models
 
     (chunk,) = models.build(tied=tied).chunks
@@ -77,7 +77,7 @@ def test_the_weight_has_its_gradient_in_main_grad_where_megatron_wants_it(megatr
 
 
 def kept_ids() -> None:
-    """On a rank: ids for each token, which the hidden states have in another order."""
+    """Runs on a rank: ids for each token, which the hidden states have in another order."""
     import models
     import torch
 
@@ -100,7 +100,8 @@ def test_what_a_sampler_left_is_named_for_each_token(megatron_ranks):
 
 
 def largest() -> list[int]:
-    """On a rank: rows of the largest tensor with a column for each token that a forward makes."""
+    """Runs on a rank: rows of the largest tensor with a column for each token that a forward
+    makes."""
     import models
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -139,7 +140,8 @@ def test_the_logits_are_never_there_as_a_whole(megatron_ranks):
 
 
 def names_of_calls() -> list[str]:
-    """On a rank: what the output layer's hooks see, in a call that raises inside, and behind it."""
+    """Runs on a rank: what the output layer's hooks see, in a call that raises inside, and after
+    it."""
     import models
 
     (chunk,) = models.build().chunks
@@ -165,7 +167,7 @@ def test_the_output_layer_is_called_with_its_hooks_and_left_as_it_was(megatron_r
 
 
 def with_heads(options: dict[str, Any]) -> int:
-    """On a rank: MTP losses in the same forward; how often the output layer was called."""
+    """Runs on a rank: MTP losses in the same forward; how often the output layer was called."""
     import models
     import torch
 
@@ -207,7 +209,7 @@ def test_mtp_heads_have_their_loss_in_the_same_forward(megatron_ranks, options):
 
 
 def scaled() -> float | None:
-    """On a rank: muP's factor, and a model that does something else behind its output layer."""
+    """Runs on a rank: muP's factor, and a model that does something else after its output layer."""
     import models
 
     if not models.has_mup():
@@ -237,7 +239,7 @@ def test_mup_scales_and_what_is_no_scale_is_refused(megatron_ranks):
 
 
 def for_who_calls_the_model() -> None:
-    """On a rank: the processor, given to a model by its caller, with labels too."""
+    """Runs on a rank: the processor, given to a model by its caller, with labels too."""
     import models
     import torch
 

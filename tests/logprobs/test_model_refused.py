@@ -6,7 +6,7 @@ import pytest
 
 
 def layers() -> None:
-    """On a rank: output layers that do more, each refused before anything is computed."""
+    """Runs on a rank: output layers that do more, each refused before anything is computed."""
     import copy
 
     import models
@@ -68,7 +68,7 @@ def test_an_output_layer_that_does_more_is_refused_and_left_as_it_was(megatron_r
 
 
 def others() -> None:
-    """On a rank: no GPTModel, one whose forward keeps the processor to itself, inference."""
+    """Runs on a rank: no GPTModel, one whose forward keeps the processor to itself, inference."""
     import models
     import torch
     from megatron.core.inference.contexts import StaticInferenceContext
@@ -98,7 +98,8 @@ def test_models_that_would_give_something_else_are_refused(megatron_ranks):
 
 
 def without_patches() -> str:
-    """On a rank: what it says where nothing is applied; empty where the release needs nothing."""
+    """Runs on a rank: what it says where nothing is applied; empty where the release needs
+    nothing."""
     import models
     import torch
 

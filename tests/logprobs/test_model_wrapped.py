@@ -8,7 +8,7 @@ import pytest
 
 
 def gathered(align: bool) -> bytes:
-    """On a rank: a forward behind a step whose update is still to be gathered."""
+    """Runs on a rank: a forward after a step whose update is still to be gathered."""
     import models
     import torch
 
@@ -46,7 +46,7 @@ def test_the_weight_is_waited_for_before_it_is_read(megatron_ranks, align):
 
 
 def sharded() -> None:
-    """On a rank: FSDP2, by layer; its gradients are those of whole parameters."""
+    """Runs on a rank: FSDP2, by layer; its gradients are those of whole parameters."""
     import models
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -70,7 +70,7 @@ def test_a_sharded_weight_is_whole_for_the_call(megatron_ranks):
 
 
 def rounded() -> None:
-    """On a rank: a bfloat16 model in Float16Module and DDP, and frozen weights."""
+    """Runs on a rank: a bfloat16 model in Float16Module and DDP, and frozen weights."""
     import models
     import torch
 
@@ -102,7 +102,7 @@ def test_wrappers_that_make_tuples_of_it_return_stats(megatron_ranks):
 
 
 class _Loss:
-    """Of log-probs and entropies, over valid tokens."""
+    """Sums log-probs and entropies over valid tokens."""
 
     kind = "token"
     normalizers: ClassVar = {"entropy": "tokens"}
@@ -114,7 +114,7 @@ class _Loss:
 
 
 def stepped(options: dict[str, Any]) -> None:
-    """On a rank: a step in two pieces, out of hidden states and out of logits.
+    """Runs on a rank: a step in two pieces, out of hidden states and out of logits.
 
     Where ranks share experts the second piece is the first rank's alone.
     """
@@ -188,7 +188,8 @@ def test_a_step_of_stats_is_the_step_of_logits(megatron_ranks, ranks, options):
 
 
 def failing() -> list[str]:
-    """On one of two ranks that share an output layer: the first one's loss raises, then none."""
+    """Runs on one of two ranks that share an output layer: the first one's loss raises, then
+    none."""
     import models
     import torch
     import torch.distributed as dist

@@ -8,7 +8,7 @@ import pytest
 
 
 def refused() -> dict[str, str]:
-    """On a rank: what each wrong call is told."""
+    """Runs on a rank: what each wrong call is told."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Which rows are read together: all that are kept, in order, copied only where they lie apart."""
+"""Rows that are read together: all that are kept, in order, copied only where they lie apart."""
 
 from __future__ import annotations
 

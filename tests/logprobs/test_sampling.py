@@ -10,7 +10,7 @@ H = 8
 
 
 def _kept(logits: Any, temperature: Any, sampling: Any) -> Any:
-    """Which columns are, one token at a time, as the words of `Sampling` say it."""
+    """Returns which columns are kept, one token at a time, as the words of `Sampling` say it."""
     import torch
 
     kept = torch.zeros_like(logits, dtype=torch.bool)
@@ -147,7 +147,8 @@ def _close(value: Any, expected: Any, dtype: Any, name: str) -> None:
 
 
 def against_float64(cases: int) -> list[bytes]:
-    """On a rank that shares the vocabulary with all others; what it found, as bytes."""
+    """Runs on a rank that shares the vocabulary with all others; returns what it found, as
+    bytes."""
     import warnings
 
     import torch

@@ -1,4 +1,4 @@
-"""What a sampler's cut takes, what odd logits come to, and what is refused."""
+"""Costs of a sampler's cut, results for odd logits, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ V = 4096
 
 
 def collectives() -> list[tuple[list[int], list[str]]]:
-    """On one of two ranks: bytes that each collective of the forward takes, and the backward's."""
+    """Runs on one of two ranks: bytes that each collective of the forward takes, and the
+    backward's."""
     import torch
     import torch.distributed as dist
 
@@ -63,7 +64,8 @@ def test_one_collective_of_the_candidates_and_more_only_where_they_do_not_suffic
 
 
 def memory() -> dict[str, float]:
-    """On a rank: most memory held beside the logits, in their size, for forward and backward."""
+    """Runs on a rank: most memory held beside the logits, in their size, for forward and
+    backward."""
     import torch
 
     from megatron_idempotent import Sampling, token_logprobs
@@ -97,7 +99,7 @@ def test_memory_is_that_of_the_gradient_or_none(megatron_ranks):
 
 
 def odd() -> None:
-    """On one of two ranks: NaN stays in its row, and columns of -inf are not there."""
+    """Runs on one of two ranks: NaN stays in its row, and columns of -inf are not there."""
     import torch
     import torch.distributed as dist
 
@@ -136,7 +138,7 @@ def test_nan_stays_in_its_row_and_columns_of_minus_infinity_have_no_part(megatro
 
 
 def impossible() -> None:
-    """On a rank: targets that are not kept, or that no sampler could have taken."""
+    """Runs on a rank: targets that are not kept, or that no sampler could have taken."""
     import torch
 
     from megatron_idempotent import Sampling, token_logprobs
@@ -178,7 +180,7 @@ def test_targets_of_probability_zero_leave_the_rest_finite_and_have_no_gradient(
 
 
 def refused() -> None:
-    """On a rank: settings that cannot be meant."""
+    """Runs on a rank: settings that cannot be meant."""
     import torch
 
     from megatron_idempotent import Sampling, token_logprobs

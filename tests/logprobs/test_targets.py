@@ -11,7 +11,7 @@ IGNORED = -100
 
 
 def row_by_row(tokens: list[int], lengths: list[int]) -> list[int]:
-    """Of packed sequences, in plain Python."""
+    """Shifts the targets of packed sequences, in plain Python."""
     targets, start = [], 0
     for length in lengths:
         sequence = tokens[start : start + length]
@@ -21,7 +21,7 @@ def row_by_row(tokens: list[int], lengths: list[int]) -> list[int]:
 
 
 def shifted() -> None:
-    """On a rank: against the loop, sequences without tokens and tokens behind them included."""
+    """Runs on a rank: against the loop, sequences without tokens and tokens after them included."""
     import torch
 
     from megatron_idempotent import shift_targets
@@ -53,7 +53,7 @@ def test_the_next_token_of_the_same_sequence(megatron_ranks):
 
 
 def parts() -> None:
-    """On a rank: against Megatron's own, and of packed sequences one by one."""
+    """Runs on a rank: against Megatron's own, and of packed sequences one by one."""
     import inspect
 
     import torch
@@ -96,7 +96,7 @@ def test_parts_are_those_of_megatron(megatron_ranks, ranks):
 
 
 def refused() -> None:
-    """On a rank: what does not fit, or would wait for the device."""
+    """Runs on a rank: what does not fit, or would wait for the device."""
     import torch
 
     from megatron_idempotent import context_parallel_part, shift_targets
@@ -113,7 +113,7 @@ def refused() -> None:
         with pytest.raises(ValueError) as told:  # noqa: PT011  the text is looked at
             call(**arguments)
         assert text in str(told.value)
-    # A tensor without values: whoever asked for one would raise.
+    # A tensor without values: a caller that asked for one would raise.
     ends = torch.empty(3, dtype=torch.int32, device="meta")
     there = tokens.to("meta")
     assert shift_targets(there, mask=there, cu_seqlens=ends).shape == tokens.shape

@@ -35,7 +35,7 @@ def test_tensorboard_holds_every_metric_at_its_step(tmp_path):
     for step in range(1, 4):
         logger.log({"train/reward": 0.25 * step}, step=step)
     logger.close()
-    # What an interrupted run had written behind its checkpoint is hidden.
+    # What an interrupted run had written after its checkpoint is hidden.
     resumed = TensorBoardLogger(tmp_path, first_step=2)
     resumed.log({"train/reward": 0.9}, step=3)
     resumed.close()

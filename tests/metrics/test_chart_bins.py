@@ -1,4 +1,4 @@
-"""What a picture of a long run is drawn from, against sums by hand and by brute force."""
+"""Bins of a long run's picture, against sums by hand and by brute force."""
 
 import random
 

@@ -19,7 +19,8 @@ def written(timeline, tmp_path):
 
 
 def check_rules(trace):
-    """What the format asks of the events that are used, and what viewers need to name them."""
+    """Checks what the format asks of the events that are used, and what viewers need to name
+    them."""
     assert trace["displayTimeUnit"] in ("ms", "ns")
     threads, processes, slices = set(), set(), defaultdict(list)
     for event in trace["traceEvents"]:

@@ -4,7 +4,7 @@
 
 `mutants.json` holds the list. A mutant is a line of a file as it is and as it would be, and the
 tests that failed with it when the list was made. The copy lies in a temporary folder, so that an
-interrupted run leaves nothing behind in the checkout. Takes about half a minute per mutant and
+interrupted run leaves nothing in the checkout. Takes about half a minute per mutant and
 job; exit code 1 where a mutant survives, or no longer fits its file.
 """
 

@@ -46,7 +46,7 @@ def imported(path: Path, *, at_import: bool = False) -> Iterator[str]:
 
 
 def is_case(module: str) -> bool:
-    """Whether it is in a case file, and not in what reproductions share."""
+    """Returns whether it is in a case file, and not in what reproductions share."""
     return module.startswith(f"{NAME}.") and not module.removeprefix(f"{NAME}.").startswith("_")
 
 

@@ -1,4 +1,4 @@
-"""What gets installed, from a wheel, an sdist or a bare tree: one copy of everything."""
+"""Installs a wheel, an sdist or a bare tree: each brings one copy of everything."""
 
 from __future__ import annotations
 

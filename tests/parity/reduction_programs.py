@@ -21,12 +21,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 class Setting(NamedTuple):
-    """How DDP is set up, and around which model."""
+    """Settings of DDP, and the model that it wraps."""
 
     overlap: bool = True
     distributed: bool = True
     wired: bool = True
-    """Whether `config.no_sync_func` is set."""
+    """True if `config.no_sync_func` is set."""
     instances: int = 1
     net: str = "dense"
     """`dense`; `experts`, some parameters in buffers of their own; `twice`, a layer that is
@@ -57,10 +57,10 @@ class Program(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a program did on one rank."""
+    """Results of a program on one rank."""
 
     uses: list[tuple[bool, str]]
-    """Whether the gradients were right at each use that it came to, and a digest of their bits."""
+    """True at each use where the gradients were right, with a digest of their bits."""
     error: str | None
     """`Type: message` of what ended it early."""
 
@@ -80,7 +80,7 @@ STEPS: dict[str, list[tuple[int, ...]]] = {
     "as it comes": [(1, 2), (2, 1), (3,), (1, 1, 1)],
 }
 #: Where the reduction is asked for: by the schedule, at each call or at the last one of a step, or
-#: by hand behind a step, where `finalize_model_grads_func` is None.
+#: by hand after a step, where `finalize_model_grads_func` is None.
 REDUCTIONS = ("each", "last", "finalize", "finish", "start+finalize", "start+finish")
 #: Which calls the program holds inside of `no_sync` itself.
 HELD = ("none", "all", "all but the last")
@@ -141,7 +141,7 @@ def drawn(seed: int) -> Program:
 
 
 class Verdict(NamedTuple):
-    """What stock and patched made of a program, all ranks together."""
+    """Results of stock and patched for one program, all ranks together."""
 
     stock: str
     """`right`, or what was wrong first: `silently wrong`, or the error."""

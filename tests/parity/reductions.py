@@ -118,7 +118,7 @@ class Run:
         self.seen.append(self._looked_at())
 
     def check(self) -> None:
-        """What debug mode does before an optimizer's step."""
+        """Do what debug mode does before an optimizer's step."""
         from megatron_idempotent.window.replica_check import check_replicas
 
         check_replicas(self.bench.chunks)
@@ -150,7 +150,7 @@ class Run:
 
 
 class _Aborted(Exception):
-    """What ends a call early."""
+    """Ends a call early."""
 
 
 class _Net:
@@ -260,7 +260,7 @@ def _net(config: Any, kind: str) -> Any:
                     param.allreduce = False
 
         def set_input_tensor(self, _: Any) -> None:
-            """For the schedules."""
+            """Returns the forward-step function for the schedules."""
 
         def forward(self, rows: Any) -> Any:
             for layer in self.layers:
@@ -364,7 +364,7 @@ class _Gpt:
 
 
 def run(programs: list[Program], *, applied: str | None) -> list[Result]:
-    """On a rank: carry the programs out. All of one call share the process groups.
+    """Runs on a rank: carry the programs out. All of one call share the process groups.
 
     Programs behave alike on all ranks, their failures too.
 

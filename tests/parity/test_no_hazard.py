@@ -108,7 +108,7 @@ def _sizes(values: list[Any]) -> list[Any]:
 
 
 def windows(layout: Layout, applied: bool) -> tuple[list[str], list[Any]]:
-    """On a rank: collectives of a few windows and steps, and losses, gradients, parameters."""
+    """Runs on a rank: collectives of a few windows and steps, and losses, gradients, parameters."""
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
 
@@ -151,7 +151,7 @@ def test_windows_and_steps_are_stocks_to_the_bit_and_to_the_collective(layout, m
 
 
 def train(options: tuple[str, ...], applied: bool) -> tuple[list[str], list[float], bytes]:
-    """On a rank: one call of stock `train` over three iterations."""
+    """Runs on a rank: one call of stock `train` over three iterations."""
     import megatron_idempotent
     from megatron_idempotent.cpu import program
 

@@ -28,7 +28,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Layout:
-    """How a program is laid out over ranks."""
+    """Layout of a program over ranks."""
 
     name: str
     ranks: int = 2
@@ -47,7 +47,7 @@ INTERLEAVED = Layout("interleaved", options=OVERLAP, pp=2, vpp=2)
 
 
 class Failure(Exception):
-    """What a sandbox, a data loader or a logger raises in the middle of training."""
+    """A sandbox, a data loader or a logger raises this in the middle of training."""
 
 
 def once(call: Callable[..., Any], number: int, error: BaseException) -> Callable[..., Any]:
@@ -63,7 +63,7 @@ def once(call: Callable[..., Any], number: int, error: BaseException) -> Callabl
 
 
 def fail(running: Any, where: str, iteration: int) -> None:
-    """Let a program fail once on all ranks: in `iteration`, or right behind its step."""
+    """Let a program fail once on all ranks: in `iteration`, or right after its step."""
     from megatron.training import training
 
     error = KeyboardInterrupt() if where == "interrupt" else Failure(where)
@@ -96,7 +96,8 @@ def microbatches(first: int, size: int, rank: int) -> Iterator[Any]:
 
 
 def three_rollouts(layout: Layout, where: str, iteration: int) -> dict[str, Any]:
-    """On a rank: 3 rollouts of 2 iterations; what is left of them, and how often one failed."""
+    """Runs on a rank: 3 rollouts of 2 iterations; what is left of them, and how often one
+    failed."""
     from megatron.core import parallel_state
     from megatron.core.rerun_state_machine import RerunDataIterator
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Layout:
-    """How a program is laid out over ranks."""
+    """Layout of a program over ranks."""
 
     ranks: int
     options: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ SOME = [
 def train(
     layout: Layout, calls: tuple[int, ...], *, applied: bool
 ) -> tuple[list[float], bytes, int]:
-    """On a rank: losses seen on the last stage, the parameters' bytes, `args.iteration`."""
+    """Runs on a rank: losses seen on the last stage, the parameters' bytes, `args.iteration`."""
     import megatron_idempotent
     from megatron_idempotent.cpu import program
 
@@ -75,7 +75,7 @@ def train(
 
 
 def train_and_use(layout: Layout, folder: str) -> tuple[list[float], bytes, int]:
-    """On a rank: as `train`, three calls of two, each followed by what RL does between them.
+    """Runs on a rank: as `train`, three calls of two, each followed by what RL does between them.
 
     A forward in eval mode without gradients, as for sampling and log-probs, and a checkpoint.
     """
@@ -110,7 +110,7 @@ def train_and_use(layout: Layout, folder: str) -> tuple[list[float], bytes, int]
 
 
 def train_apply_revert(layout: Layout) -> str:
-    """On a rank: two calls that work, then what a third one says after `revert()`."""
+    """Runs on a rank: two calls that work, then what a third one says after `revert()`."""
     import megatron_idempotent
     from megatron_idempotent.cpu import program
 
@@ -182,7 +182,7 @@ def test_revert_brings_the_upstream_failure_back(layout, megatron_ranks):
 
 
 def train_with_a_custom_no_sync() -> None:
-    """On a rank: somebody's own `no_sync_func` in the config."""
+    """Runs on a rank: somebody's own `no_sync_func` in the config."""
     from contextlib import nullcontext
 
     import megatron_idempotent
@@ -200,7 +200,7 @@ def test_a_custom_no_sync_func_still_meets_upstreams_assertion(megatron_ranks):
 
 
 def train_interrupted(completed: int) -> tuple[bool, int]:
-    """On a rank: one call whose optimizer raises after `completed` iterations."""
+    """Runs on a rank: one call whose optimizer raises after `completed` iterations."""
     import megatron_idempotent
     from megatron_idempotent.cpu import program
 

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def train(layout, calls, layers, *, applied):
-    """On a rank: losses of the last stage, the parameters' bytes, and how many were trained."""
+    """Runs on a rank: losses of the last stage, the parameters' bytes, and how many were
+    trained."""
     sys.path.insert(0, STEP)
     from lora import Lora
 

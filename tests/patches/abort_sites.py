@@ -68,7 +68,7 @@ class Sites:
                 param.register_post_accumulate_grad_hook(
                     lambda _, n=name: self.hit(f"accumulated {n}")
                 )
-                # Behind DDP's own hook on the same node, which was there first.
+                # After DDP's own hook on the same node, which was there first.
                 node = param.expand_as(param).grad_fn.next_functions[0][0]
                 node.register_hook(lambda *_, n=name: self.hit(f"registered {n}"))
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):

@@ -12,7 +12,7 @@ DEADLINE_S = 20.0
 
 
 class Broken(Exception):
-    """What the failing rank raises."""
+    """The failing rank raises this."""
 
 
 def guard(model, **options):

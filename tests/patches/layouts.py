@@ -1,4 +1,4 @@
-"""Which layouts of a test run always, and which where everything is asked for."""
+"""Lists which layouts of a test run always, and which where everything is asked for."""
 
 from __future__ import annotations
 

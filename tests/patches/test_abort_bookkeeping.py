@@ -1,4 +1,4 @@
-"""What Megatron keeps beside its gradients, and `abort_window` resets without any patch."""
+"""Megatron's state beside its gradients, which `abort_window` resets without any patch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _aborted(model: Any) -> None:
 
 
 def timers() -> tuple[set[str], set[str]]:
-    """On a rank: timers running after an aborted window, and after the abort."""
+    """Runs on a rank: timers running after an aborted window, and after the abort."""
     from megatron.core.timers import Timers
 
     from megatron_idempotent.cpu import tiny
@@ -56,7 +56,7 @@ def test_timers_of_the_window_stop_and_those_of_the_caller_run_on(megatron_ranks
 
 
 def timers_in_megatron() -> tuple[set[str], set[str]]:
-    """On a rank: names of the timers in the installed Megatron's core, and those we stop."""
+    """Runs on a rank: names of the timers in the installed Megatron's core, and those we stop."""
     import pathlib
 
     import megatron.core
@@ -76,7 +76,7 @@ def test_every_timer_of_megatron_core_is_known(megatron_ranks):
 
 
 def counts_of_experts() -> list[tuple[float, float]]:
-    """On a rank: tokens counted and auxiliary losses logged, before and after the abort."""
+    """Runs on a rank: tokens counted and auxiliary losses logged, before and after the abort."""
     import sys
 
     from megatron_idempotent.cpu import tiny
@@ -123,7 +123,7 @@ def test_tokens_and_losses_of_experts_are_forgotten(megatron_ranks):
 
 
 def lists_of_a_window() -> list[int]:
-    """On a rank: lengths of what the next window would take for its own."""
+    """Runs on a rank: lengths of what the next window would take for its own."""
     import types
 
     from megatron_idempotent.cpu import tiny
@@ -142,7 +142,7 @@ def test_deferred_gradients_and_replayed_routings_are_dropped(megatron_ranks):
 
 
 def shared_experts() -> bool:
-    """On a rank: whether a window is right after one that ended between pieces of a layer."""
+    """Runs on a rank: whether a window is right after one that ended between pieces of a layer."""
     import torch
 
     from megatron_idempotent.cpu import tiny
@@ -176,7 +176,7 @@ def test_overlapped_shared_experts_start_over(megatron_ranks):
 
 
 def states() -> tuple[Any, ...]:
-    """On a rank: the process's state machine and recompute flag after an abort."""
+    """Runs on a rank: the process's state machine and recompute flag after an abort."""
     from megatron.core import rerun_state_machine
     from megatron.core.tensor_parallel import random
 

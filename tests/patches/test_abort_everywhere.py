@@ -32,7 +32,7 @@ def _make_first(model: Any) -> None:
 
 
 def abort_at_every_site(recovery: str, options: dict[str, Any]) -> tuple[set[str], int, list[str]]:
-    """On a rank: kinds of sites, number of aborts, and those after which a gradient was wrong.
+    """Runs on a rank: kinds of sites, number of aborts, and those after which a gradient was wrong.
 
     `recovery` is "patches", where the next window only zeroes the gradients as every window does;
     "abort_window", on stock Megatron; or "both".

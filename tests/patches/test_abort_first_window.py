@@ -1,4 +1,4 @@
-"""What bucket groups learn from their first window, where that one was not a whole one."""
+"""Bucket groups learn from their first window, also where that one was not a whole one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _twice(model: Any, *, interrupt: bool = False) -> Any:
 
 
 def complete_but_too_small(*, applied: bool) -> tuple[list[bool], bool]:
-    """On a rank: abort when each gradient has come once of twice; are the next windows right?
+    """Runs on a rank: abort when each gradient has come once of twice; are the next windows right?
 
     And whether the bucket groups have learned by then when to reduce.
     """
@@ -82,7 +82,7 @@ def _layer_left_out(model: Any) -> Any:
 
 
 def text_only_first(*, applied: bool) -> tuple[list[bool], bool]:
-    """On a rank: a first window that leaves parameters unused, then whole ones."""
+    """Runs on a rank: a first window that leaves parameters unused, then whole ones."""
     import torch
 
     model, other = _build(applied)
@@ -123,7 +123,7 @@ def test_stock_megatron_cannot_zero_after_a_text_only_first_batch(megatron_ranks
 
 
 def reductions_started_early(*, applied: bool) -> list[int]:
-    """On a rank: reductions started in the backward passes of three ordinary windows."""
+    """Runs on a rank: reductions started in the backward passes of three ordinary windows."""
     model, _ = _build(applied)
     (chunk,) = model.chunks
     started = []

@@ -11,7 +11,8 @@ pytestmark = pytest.mark.exhaustive
 
 
 def abort_at_every_stage(recovery: str, options: dict[str, Any]) -> dict[str, str]:
-    """On a rank: for each stage at which a step was aborted, whose gradients the next window has.
+    """Runs on a rank: for each stage at which a step was aborted, whose gradients the next window
+    has.
 
     "untouched" are those of a model that made no step, "stepped" of one that made the whole step.
     """
@@ -55,7 +56,7 @@ def abort_at_every_stage(recovery: str, options: dict[str, Any]) -> dict[str, st
 
 
 def _updated(model: Any) -> bool:
-    """What `abort_window` says: the inner optimizer's step count tells."""
+    """Returns what `abort_window` says: the inner optimizer's step count tells."""
     optimizers = getattr(model.optimizer, "chained_optimizers", [model.optimizer])
     return any(
         int(state["step"]) > 0
@@ -77,7 +78,7 @@ def _left(model: Any) -> int:
 
 
 def _finish(model: Any) -> None:
-    """What `abort_window` says to do behind an update, on all ranks."""
+    """Returns what `abort_window` says to do after an update, on all ranks."""
     for optimizer in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
         if hasattr(optimizer, "_copy_main_params_to_model_params"):
             optimizer._copy_main_params_to_model_params()

@@ -20,7 +20,7 @@ GLOBAL_LOSS = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_los
 def windows(
     recovery: str | None, overrides: dict[str, Any], *, abort: bool
 ) -> tuple[str, str] | None:
-    """On a rank: digests of the gradients and of all expert biases after a window.
+    """Runs on a rank: digests of the gradients and of all expert biases after a window.
 
     Before it another window is aborted in its second microbatch, or none. None where the release
     does not know the kind of loss.

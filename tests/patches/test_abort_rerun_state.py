@@ -1,4 +1,4 @@
-"""What the rerun state machine knows after a step that raised, Megatron's or a framework's own."""
+"""State of the rerun state machine after a step that raised, Megatron's or a framework's own."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def _machine() -> Any:
 
 
 def retried(mode: str, failures: int) -> tuple[int, Any, str, Any]:
-    """On a rank: a step that fails in its second microbatch, `failures` times, then a good one.
+    """Runs on a rank: a step that fails in its second microbatch, `failures` times, then a good
+    one.
 
     Iteration of the machine, microbatches read by the good step, its state, and the parameters.
     """
@@ -83,7 +84,7 @@ def retried(mode: str, failures: int) -> tuple[int, Any, str, Any]:
     for _ in range(failures):
         with pytest.raises(KeyboardInterrupt):
             step(bad)
-    while counted.read < 2 + 3:  # whoever did not fail skips what the failures have read
+    while counted.read < 2 + 3:  # a rank that did not fail skips what the failures have read
         next(counted)
     before = counted.read
     step(running._forward_step)
@@ -106,7 +107,8 @@ def test_the_step_after_one_that_raised_is_as_if_nothing_had_happened(megatron_r
 
 
 def failing_optimizer() -> tuple[str, int]:
-    """On a rank: the state behind a step whose optimizer raised, and what the next one reads."""
+    """Runs on a rank: the state after a step whose optimizer raised, and what the next one
+    reads."""
     import megatron_idempotent
 
     megatron_idempotent.apply()
@@ -131,7 +133,8 @@ def test_a_step_that_raises_in_its_optimizer_is_followed_by_a_whole_one(megatron
 
 
 def interrupted_rerun(state: str) -> tuple[str, bool, Any]:
-    """On a rank: a machine that was loaded from a checkpoint, or has asked for one, in a step."""
+    """Runs on a rank: a machine that was loaded from a checkpoint, or has asked for one, in a
+    step."""
     from megatron.core.rerun_state_machine import RerunState
 
     import megatron_idempotent
@@ -176,7 +179,7 @@ def _fail() -> None:
 
 
 def private_loops() -> dict[str, Any]:
-    """On a rank: how often loops of a framework's own run behind others that raised."""
+    """Runs on a rank: how often loops of a framework's own run after others that raised."""
     import megatron_idempotent
 
     megatron_idempotent.apply()
@@ -226,7 +229,7 @@ def _in_pieces() -> Any:
 
 
 def unlike_stock() -> dict[str, Any]:
-    """On a rank: loops that ask in other ways, stock and patched."""
+    """Runs on a rank: loops that ask in other ways, stock and patched."""
     import megatron_idempotent
 
     def asked_by_a_helper() -> int:
@@ -281,7 +284,8 @@ def test_loops_that_no_exception_has_left_run_as_often_as_on_stock(megatron_rank
 
 
 def kept_alive() -> tuple[bool, bool]:
-    """On a rank: whether a step's locals live behind it, and behind the step after a failed one."""
+    """Runs on a rank: whether a step's locals live after it, and after the step after a failed
+    one."""
     import gc
     import weakref
 

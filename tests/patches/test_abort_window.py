@@ -1,4 +1,4 @@
-"""What `abort_window` puts back where no patch is applied, and what it leaves alone."""
+"""State that `abort_window` puts back where no patch is applied, and state that it leaves alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def _abort(model: Any) -> None:
 
 
 def between_two_steps(times: int) -> list[str]:
-    """On a rank: digests of all values after a step and `times` aborts, and one window later."""
+    """Runs on a rank: digests of all values after a step and `times` aborts, and one window
+    later."""
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build(overlap_param_gather=True)
@@ -44,7 +45,7 @@ def test_between_two_steps_it_changes_no_value_however_often(megatron_ranks):
 
 
 def no_sync_held_by_a_traceback() -> bool:
-    """On a rank: whether synchronisation is off in a window while a dead one's exit comes."""
+    """Runs on a rank: whether synchronisation is off in a window while a dead one's exit comes."""
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build()
@@ -62,7 +63,8 @@ def test_a_no_sync_that_a_traceback_holds_is_left_for_good(megatron_ranks):
 
 
 def coalescing_held_by_a_traceback(at: str, after: str) -> tuple[float, int]:
-    """On a rank: a sum over the ranks after a reduction was interrupted as it was put together."""
+    """Runs on a rank: a sum over the ranks after a reduction was interrupted as it was put
+    together."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -110,7 +112,7 @@ def test_later_sums_are_not_added_to_an_interrupted_reduction(megatron_ranks, at
 
 
 def gathers_in_flight() -> tuple[int, int]:
-    """On a rank: gathers in flight after a forward was interrupted, and after the abort."""
+    """Runs on a rank: gathers in flight after a forward was interrupted, and after the abort."""
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build(overlap_param_gather=True)
@@ -141,7 +143,7 @@ def test_gathers_in_flight_end(megatron_ranks):
 
 
 def bad_input(which: str) -> None:
-    """On a rank: a call with something that is no chunk or no optimizer."""
+    """Runs on a rank: a call with something that is no chunk or no optimizer."""
     import torch
 
     import megatron_idempotent
@@ -177,7 +179,7 @@ def test_bad_input_is_refused_before_anything_is_changed(megatron_ranks, which, 
 
 
 def zeroed_under_a_reduction() -> float:
-    """On a rank: what a reduction leaves in the gradients that a peer starts late."""
+    """Runs on a rank: what a reduction leaves in the gradients that a peer starts late."""
     import time
 
     import torch.distributed as dist

@@ -47,7 +47,7 @@ def _moe(**options):
 
 
 def compared(splits, how, options) -> list[bool]:
-    """On a rank: per split, whether its gradient is that of one call; the first one twice."""
+    """Runs on a rank: per split, whether its gradient is that of one call; the first one twice."""
     import torch
 
     from megatron_idempotent import accumulation_window
@@ -124,7 +124,8 @@ def test_without_a_total_the_gradients_are_reduced_at_the_end(megatron_ranks, ho
 
 
 def per_token() -> list[bool]:
-    """On a rank: microbatches of unequal token counts, normalised by the tokens of the step."""
+    """Runs on a rank: microbatches of unequal token counts, normalised by the tokens of the
+    step."""
     import torch
 
     from megatron_idempotent import accumulation_window
@@ -164,7 +165,7 @@ def test_the_tokens_of_all_calls_are_the_denominator(megatron_ranks):
 
 
 def mtp_scales() -> list[float]:
-    """On a rank: the weights that MTP is given in three calls, and the one left behind."""
+    """Runs on a rank: the weights that MTP is given in three calls, and the one left over."""
     import copy
 
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
@@ -195,7 +196,8 @@ def test_mtp_is_weighed_by_the_step_and_its_scale_is_put_back(megatron_ranks):
 
 
 def learned_later() -> list[bool]:
-    """On a rank: guesses that are wrong by a power of two, set right at some point or never."""
+    """Runs on a rank: guesses that are wrong by a power of two, set right at some point or
+    never."""
     import torch
 
     from megatron_idempotent import accumulation_window
@@ -221,7 +223,7 @@ def test_a_total_may_become_known_at_any_time(megatron_ranks):
 
 
 def passed_through() -> tuple[bool, bool]:
-    """On a rank: forward-only calls and another model's calls in the middle of a step."""
+    """Runs on a rank: forward-only calls and another model's calls in the middle of a step."""
     import torch
 
     from megatron_idempotent import accumulation_window

@@ -1,4 +1,4 @@
-"""What accumulation_window() refuses, and what it leaves behind when the block raises."""
+"""Errors of accumulation_window(), and the state after a block that raises."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _run(model, num_microbatches):
 
 
 def said(case: str) -> str:
-    """On a rank: the error of one wrong use."""
+    """Runs on a rank: the error of one wrong use."""
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
 
@@ -142,7 +142,7 @@ def test_a_wrong_use_is_a_clear_error(megatron_ranks, case):
 
 
 def left_behind() -> list[bool]:
-    """On a rank: what is as before, behind a call that raises, and whether the next step is."""
+    """Runs on a rank: what is as before, after a call that raises, and whether the next step is."""
     import torch
 
     import megatron_idempotent
@@ -181,7 +181,8 @@ def test_a_window_that_raises_leaves_the_config_as_it_was(megatron_ranks):
 
 
 def told_of_an_absent_hazard() -> tuple[str, str, str] | None:
-    """On a rank: a patch whose hazard is not here, why, and what is said where it is a door."""
+    """Runs on a rank: a patch whose hazard is not here, why, and what is said where it is a
+    door."""
     import megatron_idempotent
     from megatron_idempotent.patching.catalog import outlines
     from megatron_idempotent.patching.needs import Need, check_applied, providers
@@ -212,7 +213,7 @@ def test_a_patch_is_asked_for_without_its_hazard_only_where_it_is_a_door(megatro
 
 
 def told_without_a_door() -> str:
-    """On a rank: what is said of a door that no patch provides."""
+    """Runs on a rank: what is said of a door that no patch provides."""
     from megatron_idempotent.patching.needs import Need, check_applied
 
     check_applied("f()", [Need("a-door", "it hurts")], [object()])

@@ -13,7 +13,8 @@ LAYER = "decoder.layers.1.mlp.linear_fc1.weight"
 
 
 def step_on(change: str, options: dict) -> str:
-    """On a rank: three steps; before the last, rank 1 changes one number. What the check says."""
+    """Runs on a rank: three steps; before the last, rank 1 changes one number. What the check
+    says."""
     import torch
 
     os.environ["MEGATRON_IDEMPOTENT_CHECK"] = "1"
@@ -61,7 +62,7 @@ def test_one_bit_in_one_number_is_named_with_parameter_and_rank(change, megatron
 
 
 def sums() -> None:
-    """On a rank: what the checksum sees."""
+    """Runs on a rank: what the checksum sees."""
     import torch
 
     from megatron_idempotent.window.replica_check import checksum
@@ -82,7 +83,7 @@ def test_the_checksum_sees_order_and_signs_of_zero(megatron_ranks):
 
 
 def status_without_the_switch() -> tuple[str, bool]:
-    """On a rank: the row of the check, and whether it stands around any function."""
+    """Runs on a rank: the row of the check, and whether it stands around any function."""
     os.environ.pop("MEGATRON_IDEMPOTENT_CHECK", None)
     import megatron_idempotent
     from megatron_idempotent.patching.install import state

@@ -20,7 +20,8 @@ def _saves_what_torch_has():
 
 
 def continued(folder: str) -> list[bool]:
-    """On a rank: three steps, saved after two; loaded into a model that never stepped, or did."""
+    """Runs on a rank: three steps, saved after two; loaded into a model that never stepped, or
+    did."""
     import torch
     from megatron.core import dist_checkpointing
 

@@ -1,4 +1,4 @@
-"""The output layer's deferred gradient behind aborts, and in a step of several calls."""
+"""The output layer's deferred gradient after aborts, and in a step of several calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_idempotent.cpu import RankError
 
 
 def behind_an_abort() -> list[tuple[int, int]]:
-    """On a rank: how much the two lists hold behind a window that raises, and a whole one."""
+    """Runs on a rank: how much the two lists hold after a window that raises, and a whole one."""
     from megatron_idempotent.patches import _deferred_embedding
     from megatron_idempotent.patches.deferred_embedding_leftovers import schedule
 
@@ -42,7 +42,7 @@ def behind_an_abort() -> list[tuple[int, int]]:
 
 
 def chained() -> bool:
-    """On a rank: calls of one microbatch in a window, and the step in one call."""
+    """Runs on a rank: calls of one microbatch in a window, and the step in one call."""
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron_idempotent.patches import _deferred_embedding
@@ -80,7 +80,7 @@ def test_a_chained_step_computes_the_deferred_gradient_to_the_bit(megatron_ranks
 
 
 def overlapped(options: dict) -> list[bool]:
-    """On a rank: windows whose gradients are those without deferring, and reduced once."""
+    """Runs on a rank: windows whose gradients are those without deferring, and reduced once."""
     import torch
     from megatron_idempotent.patches import _deferred_embedding
 
@@ -111,7 +111,7 @@ def test_overlapped_reductions_wait_for_the_deferred_gradient(
 
 
 def nobody_computes_it() -> list[str]:
-    """On a rank: what finishing says in and behind the first window; then a right window."""
+    """Runs on a rank: what finishing says in and after the first window; then a right window."""
     import torch
     from megatron_idempotent.patches import _deferred_embedding
 
@@ -146,7 +146,7 @@ def test_finishing_without_the_deferred_gradient_is_refused(megatron_ranks):
 
 
 def computed_by_the_caller(applied: bool) -> list[bytes]:
-    """On a rank: gradients of steps that the caller finalizes; with overlap, a first one's."""
+    """Runs on a rank: gradients of steps that the caller finalizes; with overlap, a first one's."""
     import inspect
 
     import torch
@@ -192,7 +192,7 @@ def test_a_deferred_gradient_that_the_caller_computes_is_no_false_alarm(megatron
 
 
 def carried(site: str) -> bool:
-    """On a rank: a window that one rank's failure aborted, and the one behind it."""
+    """Runs on a rank: a window that one rank's failure aborted, and the one after it."""
     import torch
     import torch.distributed as dist
     from guard_failures import failing, guard
@@ -221,7 +221,7 @@ def test_a_carried_failure_leaves_no_peer_waiting_for_the_deferred_gradient(site
 
 
 def frozen(applied: bool) -> None:
-    """On a rank: a window of a frozen output layer that is to defer."""
+    """Runs on a rank: a window of a frozen output layer that is to defer."""
     from megatron_idempotent.patches import _deferred_embedding
 
     import megatron_idempotent

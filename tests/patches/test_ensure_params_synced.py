@@ -48,7 +48,7 @@ def groups(model) -> list:
 
 
 def after_a_step(hooks: bool) -> tuple:
-    """On a rank: agreement before, the call, agreement after, and the call once more."""
+    """Runs on a rank: agreement before, the call, agreement after, and the call once more."""
     model = built()
     if not hooks:
         for chunk in model.chunks:
@@ -71,7 +71,7 @@ def test_a_step_is_gathered_once_and_a_second_call_is_free(hooks, megatron_ranks
 
 
 def free_states() -> dict[str, tuple[int, int]]:
-    """On a rank: the call in states where nothing is pending."""
+    """Runs on a rank: the call in states where nothing is pending."""
     found = {}
     model = built()
     model.forward_backward(1, data_seed=0, forward_only=True)
@@ -103,7 +103,7 @@ def test_where_nothing_is_pending_there_is_no_collective(megatron_ranks):
 
 
 def a_rank_alone() -> int:
-    """On a rank: only rank 0 calls, with nothing pending."""
+    """Runs on a rank: only rank 0 calls, with nothing pending."""
     import torch
 
     model = built()
@@ -118,7 +118,8 @@ def test_a_rank_may_call_it_alone_where_nothing_is_pending(megatron_ranks):
 
 
 def some_buckets_gathered() -> tuple:
-    """On a rank: a forward after the step was aborted with one gather done and one in flight."""
+    """Runs on a rank: a forward after the step was aborted with one gather done and one in
+    flight."""
     model = built()
     model.forward_backward(2, data_seed=0)
     model.step()
@@ -140,7 +141,7 @@ def test_gathers_in_flight_are_waited_for_and_only_the_rest_is_gathered(megatron
 
 
 def layout_agrees(layout: dict) -> tuple:
-    """On a rank: a step under this layout, then the call."""
+    """Runs on a rank: a step under this layout, then the call."""
     model = built(**layout)
     model.forward_backward(4, data_seed=0)
     model.step()
@@ -169,7 +170,7 @@ def test_the_result_is_that_of_a_run_without_overlap(layout, megatron_ranks):
 
 
 def swap_weights() -> bool:
-    """On a rank: save the actor, load a reference, its log-probs, restore the actor."""
+    """Runs on a rank: save the actor, load a reference, its log-probs, restore the actor."""
     import megatron_idempotent
 
     model = built()
@@ -193,7 +194,7 @@ def test_an_actor_swapped_with_its_reference_comes_back_whole(megatron_ranks):
 
 
 def without_the_patches() -> tuple:
-    """On a rank: the case in which upstream's own flag is wrong, with nobody to watch."""
+    """Runs on a rank: the case in which upstream's own flag is wrong, with nobody to watch."""
     model = built(applied=False)
     model.forward_backward(2, data_seed=0)
     model.forward_backward(1, data_seed=1, forward_only=True)
@@ -208,7 +209,7 @@ def test_without_the_patches_it_gathers_on_every_call(megatron_ranks):
 
 
 def an_unwrapped_module() -> None:
-    """On a rank."""
+    """Runs on a rank."""
     import megatron_idempotent
 
     model = built()
@@ -221,7 +222,7 @@ def test_a_module_without_ddp_is_refused(megatron_ranks):
 
 
 def gradients_share_the_memory() -> None:
-    """On a rank: as under MXFP8 with reuse_grad_buf_for_mxfp8_param_ag."""
+    """Runs on a rank: as under MXFP8 with reuse_grad_buf_for_mxfp8_param_ag."""
     import megatron_idempotent
 
     model = built()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Failure(Exception):
-    """What breaks in the middle of an evaluation."""
+    """Breaks in the middle of an evaluation."""
 
 
 def fail(*_: Any) -> Any:
@@ -27,7 +27,7 @@ def fail(*_: Any) -> Any:
 
 
 def started(*options: str) -> tuple[Any, Any]:
-    """On a rank: upstream's module `training` and a program under the patches."""
+    """Runs on a rank: upstream's module `training` and a program under the patches."""
     import megatron_idempotent
     from megatron_idempotent.cpu import program
 
@@ -61,7 +61,8 @@ def state(training: Any, running: Any) -> tuple[Any, ...]:
 
 
 def interrupted() -> tuple[bool, bool, int]:
-    """On a rank: after an exception; whether all is as before, and the next evaluation's losses."""
+    """Runs on a rank: after an exception; whether all is as before, and the next evaluation's
+    losses."""
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
     training, running = started()
@@ -80,7 +81,7 @@ def test_an_evaluation_that_raises_leaves_no_trace_and_the_next_one_runs(megatro
 
 
 def out_of_time() -> tuple[bool, bool]:
-    """On a rank: whether the time limit was reached, and whether all is as before."""
+    """Runs on a rank: whether the time limit was reached, and whether all is as before."""
     training, running = started()
     running.config.timers = training.get_timers()
     running.args.exit_duration_in_mins = 1e-9
@@ -94,7 +95,7 @@ def test_an_evaluation_at_the_time_limit_leaves_no_trace(megatron_ranks):
 
 
 def modes_of_the_caller(whole_model: bool) -> bool:
-    """On a rank: evaluation mode is the caller's, for the model or for one module of it."""
+    """Runs on a rank: evaluation mode is the caller's, for the model or for one module of it."""
     training, running = started()
     chunk = running.chunks[0]
     (chunk if whole_model else chunk.module.decoder).eval()
@@ -109,7 +110,7 @@ def test_what_the_caller_put_in_evaluation_mode_stays_in_it(whole_model, megatro
 
 
 def evaluation_inside_train() -> tuple[int, list[str], int]:
-    """On a rank: `train()` whose evaluation raises after iteration 1, then another one."""
+    """Runs on a rank: `train()` whose evaluation raises after iteration 1, then another one."""
     training, running = started()
     args, step = running.args, running._forward_step
     args.do_valid, args.eval_interval = True, 1
@@ -127,7 +128,7 @@ def test_train_goes_on_after_an_evaluation_that_raised(megatron_ranks):
 
 
 def losses_after_an_update(*options: str) -> list[float]:
-    """On a rank: evaluations behind a step whose parameters were not gathered yet."""
+    """Runs on a rank: evaluations after a step whose parameters were not gathered yet."""
     from megatron.core.rerun_state_machine import RerunDataIterator
 
     from megatron_idempotent.cpu.program import _batches

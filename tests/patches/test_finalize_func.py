@@ -8,7 +8,7 @@ import pytest
 
 
 def called(offloaded: bool) -> list[int]:
-    """On a rank: how often the caller's function ran, after each of three `train()` calls."""
+    """Runs on a rank: how often the caller's function ran, after each of three `train()` calls."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.training import get_args
 

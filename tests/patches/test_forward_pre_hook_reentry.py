@@ -17,7 +17,7 @@ def _patched_model(*, applied: bool = True):
 
 
 def disagreement(model) -> float:
-    """On a rank: largest difference of any parameter between the data-parallel ranks."""
+    """Runs on a rank: largest difference of any parameter between the data-parallel ranks."""
     import torch
 
     mine = model.parameters()
@@ -28,7 +28,7 @@ def disagreement(model) -> float:
 
 
 def disable_twice_with_an_update_pending() -> tuple[float, float, int]:
-    """On a rank: the second disable has no hook to remove, but a gather to do."""
+    """Runs on a rank: the second disable has no hook to remove, but a gather to do."""
     model = _patched_model()
     (chunk,) = model.chunks
     chunk.disable_forward_pre_hook()
@@ -47,7 +47,7 @@ def test_a_second_disable_still_synchronises_the_parameters(megatron_ranks):
 
 
 def disable_twice_without_sync() -> float:
-    """On a rank: `param_sync=False` gathers nothing, on the second call either."""
+    """Runs on a rank: `param_sync=False` gathers nothing, on the second call either."""
     model = _patched_model()
     (chunk,) = model.chunks
     chunk.disable_forward_pre_hook()
@@ -62,7 +62,7 @@ def test_a_second_disable_without_param_sync_gathers_nothing(megatron_ranks):
 
 
 def adapter_added(*, applied: bool) -> tuple[int, list[float]]:
-    """On a rank: a module joins the tree after DDP was wrapped around it, and one leaves."""
+    """Runs on a rank: a module joins the tree after DDP was wrapped around it, and one leaves."""
     import torch
 
     model = _patched_model(applied=applied)
@@ -78,7 +78,7 @@ def adapter_added(*, applied: bool) -> tuple[int, list[float]]:
 
 
 def plain_losses() -> list[float]:
-    """On a rank: the losses of a model whose hooks nobody touched."""
+    """Runs on a rank: the losses of a model whose hooks nobody touched."""
     return _patched_model(applied=False).forward_backward(2, data_seed=0)
 
 
@@ -86,7 +86,7 @@ def test_modules_added_or_removed_after_the_wrap_are_no_obstacle(megatron_ranks)
     expected = megatron_ranks(2, plain_losses)
     results = megatron_ranks(2, adapter_added, applied=True)
     assert [losses for _, losses in results] == expected
-    assert all(off == 0 for off, _ in results), "no hook of DDP's may be left behind"
+    assert all(off == 0 for off, _ in results), "no hook of DDP's may be left over"
 
 
 def test_stock_megatron_raises_for_a_module_added_after_the_wrap(megatron_ranks):
@@ -95,7 +95,7 @@ def test_stock_megatron_raises_for_a_module_added_after_the_wrap(megatron_ranks)
 
 
 def enabled_twice() -> tuple[int, int]:
-    """On a rank: number of pre-hooks in the tree after one and after two enables."""
+    """Runs on a rank: number of pre-hooks in the tree after one and after two enables."""
     model = _patched_model()
     (chunk,) = model.chunks
 

@@ -1,4 +1,5 @@
-"""Whose full-iteration CUDA graph is replayed, with a stand-in for the graph on real ranks."""
+"""Full-iteration CUDA graphs replay for their own model, with a stand-in for the graph on real
+ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ ID = "full-cuda-graph-replayed"
 
 
 class Bench:
-    """On a rank: a model, its schedule, and a new wrapper around it for each window."""
+    """Runs on a rank: a model, its schedule, and a new wrapper around it for each window."""
 
     def __init__(self, **layout):
         from megatron_idempotent.patches import full_cuda_graph_replayed as case

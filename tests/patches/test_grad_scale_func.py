@@ -14,7 +14,7 @@ def _build(**options):
 
 
 def wired() -> tuple[float, bool, bool, bool]:
-    """On a rank: the scale of one, a reference model, a copy and a pickle of the config."""
+    """Runs on a rank: the scale of one, a reference model, a copy and a pickle of the config."""
     import copy
     import pickle
 
@@ -42,7 +42,8 @@ def test_every_optimizer_wires_its_loss_scale_and_a_reference_model_keeps_none(m
 
 
 def rebuilt() -> tuple[float, float, bool]:
-    """On a rank: a second optimizer over the same chunks, then one whose config has its own."""
+    """Runs on a rank: a second optimizer over the same chunks, then one whose config has its
+    own."""
     import torch
     from megatron.core import optimizer
 
@@ -80,7 +81,7 @@ def test_a_rebuilt_optimizer_rebinds_and_somebody_elses_function_stays(megatron_
 
 
 def outlived() -> tuple[list[float], bool]:
-    """On a rank: a model whose optimizer is gone; its losses, and the gradient of a probe."""
+    """Runs on a rank: a model whose optimizer is gone; its losses, and the gradient of a probe."""
     import gc
 
     import torch
@@ -106,7 +107,7 @@ def test_a_model_whose_optimizer_is_gone_computes_what_one_without_any_does(mega
 
 
 def scaled_by_the_loss_function(applied: bool) -> list[float]:
-    """On a rank: gradient norms of three steps whose loss function calls `scale_loss`."""
+    """Runs on a rank: gradient norms of three steps whose loss function calls `scale_loss`."""
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
 
@@ -128,7 +129,8 @@ def test_a_loss_function_that_scales_by_itself_is_not_scaled_again(megatron_rank
 
 
 def norms_of_a_rebuilt_optimizer(left_by: str, dtype: str) -> tuple[float, float]:
-    """On a rank: the gradient norm of a second optimizer with another scale, and of a first one."""
+    """Runs on a rank: the gradient norm of a second optimizer with another scale, and of a first
+    one."""
     from megatron.core import optimizer
 
     second, first = (

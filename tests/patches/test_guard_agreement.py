@@ -1,4 +1,4 @@
-"""What the guard costs, what it finds before the reduction, and what it refuses."""
+"""Costs of the guard, what it finds before the reduction, and what it refuses."""
 
 from __future__ import annotations
 

@@ -111,7 +111,8 @@ def test_experts_and_two_replicas_of_two_stages_are_carried(megatron_ranks):
 
 
 def fail_in_one_of_two_calls() -> list[bool]:
-    """On a rank: steps of two calls that are finalized by hand; rank 1 fails in either of them."""
+    """Runs on a rank: steps of two calls that are finalized by hand; rank 1 fails in either of
+    them."""
     import torch
     import torch.distributed as dist
     from megatron.core.distributed import finalize_model_grads

@@ -1,4 +1,4 @@
-"""Muon's layer-wise optimizer: whoever reads a parameter reads what a run without overlap has."""
+"""Muon's layer-wise optimizer: every reader of a parameter gets what a run without overlap has."""
 
 from __future__ import annotations
 
@@ -165,12 +165,12 @@ PROGRAMS = [
 ]
 #: They ask what is pending, which nobody watches on stock.
 OF_THE_HELPER = [synced_before_the_step, export]
-#: On stock whoever runs these reads something else than a run without overlap has.
+#: On stock a program that runs these reads something else than a run without overlap has.
 WRONG_ON_STOCK = {"forward_before_the_step", "save", "hooks_off_with_an_update_pending"}
 
 
 def parameters_after(kind: dict, *, overlap: bool, applied: bool) -> dict[str, list[float]]:
-    """On a rank: the parameters that each of the programs leaves."""
+    """Runs on a rank: the parameters that each of the programs leaves."""
     import megatron_idempotent
 
     if applied:
@@ -200,7 +200,7 @@ def test_every_rank_reads_what_a_run_without_overlap_has(ranks, kind, megatron_r
 
 
 def known_to_others(kind: dict) -> tuple[bool, bool]:
-    """On a rank: agreement after a step and the call, with all patches but these two."""
+    """Runs on a rank: agreement after a step and the call, with all patches but these two."""
     from megatron_idempotent.patches import _scenarios
 
     import megatron_idempotent
@@ -210,7 +210,7 @@ def known_to_others(kind: dict) -> tuple[bool, bool]:
     model.forward_backward(2, data_seed=0)
     model.step()
     gathered = megatron_idempotent.ensure_params_synced(model.chunks)
-    _scenarios.expect_agreement(model, "behind the call")
+    _scenarios.expect_agreement(model, "after the call")
     return gathered > 0, megatron_idempotent.ensure_params_synced(model.chunks) > 0
 
 
@@ -220,7 +220,7 @@ def test_the_watch_on_another_optimizer_is_not_believed(ranks, kind, megatron_ra
 
 
 def erased_alone() -> list[float]:
-    """On a rank: one of the two patches; what it keeps back, a step has to make up for."""
+    """Runs on a rank: one of the two patches; what it keeps back, a step has to make up for."""
     import megatron_idempotent
 
     megatron_idempotent.apply(only=[ERASED])
@@ -231,7 +231,7 @@ def erased_alone() -> list[float]:
 
 
 def without_overlap() -> list[float]:
-    """On a rank: the same on stock."""
+    """Runs on a rank: the same on stock."""
     model = built(LISTS, overlap=False)
     model.forward_backward(2, data_seed=0)
     forward_before_the_step(model, overlap=False)
@@ -244,7 +244,7 @@ def test_keeping_a_gather_back_leaves_nothing_stale(megatron_ranks):
 
 
 def synced_before_any_gather() -> tuple[int, bool]:
-    """On a rank: bucket groups that the call gathers before the first step, the hooks off."""
+    """Runs on a rank: bucket groups that the call gathers before the first step, the hooks off."""
     import torch
 
     import megatron_idempotent
@@ -264,7 +264,7 @@ def test_gradients_of_the_first_window_of_all_outlive_the_call(megatron_ranks):
 
 
 def late(kind: dict) -> list[str]:
-    """On a rank: the warnings of two steps, with the patches applied behind the optimizer."""
+    """Runs on a rank: the warnings of two steps, with the patches applied after the optimizer."""
     import warnings
 
     import megatron_idempotent

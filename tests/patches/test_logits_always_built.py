@@ -24,7 +24,7 @@ def _model() -> tuple[Any, tuple[Any, ...]]:
 
 
 def handed_over() -> None:
-    """On a rank: the processor's arguments, and that its result is the forward's."""
+    """Runs on a rank: the processor's arguments, and that its result is the forward's."""
     import torch
 
     model, inputs = _model()
@@ -77,7 +77,7 @@ def test_the_processor_is_called_as_by_upstream(megatron_ranks):
 
 
 def put_back() -> None:
-    """On a rank: forwards that raise, and a processor that runs the model again."""
+    """Runs on a rank: forwards that raise, and a processor that runs the model again."""
     import torch
 
     model, inputs = _model()
@@ -116,7 +116,7 @@ def test_the_model_is_as_it_was_behind_a_processor_and_inside_of_one(megatron_ra
 
 
 def logged(folder: str) -> None:
-    """On a rank: with upstream's log of inputs and logits on, which has no logits then."""
+    """Runs on a rank: with upstream's log of inputs and logits on, which has no logits then."""
     model, inputs = _model()
     model.config.config_logger_dir = folder
     assert model(*inputs, output_processor=lambda **_: "mine") == "mine"
@@ -127,7 +127,8 @@ def test_upstreams_log_of_logits_is_no_obstacle(megatron_ranks, tmp_path):
 
 
 def inferring() -> bool:
-    """On a rank: a context for inference. Whether this release may drop hidden states for it."""
+    """Runs on a rank: a context for inference. Whether this release may drop hidden states for
+    it."""
     from megatron.core.inference.contexts import StaticInferenceContext
 
     model, inputs = _model()
@@ -145,7 +146,8 @@ def test_hidden_states_of_some_tokens_are_no_processors(megatron_ranks):
 
 
 def rewritten() -> bool:
-    """On a rank: somebody's own end of the forward. Whether this release has an end of its own."""
+    """Runs on a rank: somebody's own end of the forward. Whether this release has an end of its
+    own."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     if not hasattr(GPTModel, "_postprocess") or "logits-always-built" not in affected():

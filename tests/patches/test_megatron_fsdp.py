@@ -16,7 +16,7 @@ from megatron_idempotent.patching.source import locate, read_body
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _EXPERIMENTAL = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module"
-#: Where a window is interrupted: in a forward, or behind the gradient of one of the parameters.
+#: Where a window is interrupted: in a forward, or after the gradient of one of the parameters.
 SITES = ("forward", "output_layer", "layers.1", "layers.0", "embedding")
 
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Interrupted(Exception):
-    """What the tests raise."""
+    """The tests raise this."""
 
 
 def interrupt(model: Any, site: str, *, microbatch: int, seed: int) -> None:
@@ -63,7 +63,7 @@ def computed_with(module: Any, site: str) -> Any:
 
 
 def steps_with_failures(strategy: str, overlap: bool, *, site: str | None, helper: bool) -> Any:
-    """On a rank: gradients, norms and parameters of three steps, with failures before two."""
+    """Runs on a rank: gradients, norms and parameters of three steps, with failures before two."""
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
     from megatron_idempotent.window.abort import abort_window
@@ -122,7 +122,8 @@ def test_steps_after_failures_under_the_second_version(overlap, megatron_ranks):
 
 
 def window_in_two_calls(strategy: str, overlap: bool, total: int | None) -> tuple[Any, Any]:
-    """On a rank: the gradients of two microbatches in an accumulation window, and of each alone."""
+    """Runs on a rank: the gradients of two microbatches in an accumulation window, and of each
+    alone."""
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
     from megatron_idempotent.window.accumulation import accumulation_window
@@ -155,7 +156,7 @@ def test_a_window_in_two_calls_has_the_gradient_of_both(strategy, overlap, total
 
 
 def train_step_and_sync(strategy: str) -> list[str]:
-    """On a rank: what refuses a model in Megatron-FSDP says."""
+    """Runs on a rank: what refuses a model in Megatron-FSDP says."""
     from megatron_idempotent import TrainStep
     from megatron_idempotent.cpu import tiny
     from megatron_idempotent.window.params import ensure_params_synced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def direct_first() -> tuple[float, float, bool]:
-    """On a rank: a direct backward before any schedule, a window, and the scale left behind."""
+    """Runs on a rank: a direct backward before any schedule, a window, and the scale left over."""
     import torch
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
@@ -34,7 +34,7 @@ def test_a_direct_backward_before_the_first_window_changes_nothing_in_it(megatro
 
 
 def raised() -> float:
-    """On a rank: the scale behind a window that raises in its second microbatch."""
+    """Runs on a rank: the scale after a window that raises in its second microbatch."""
     import pytest
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 

@@ -1,4 +1,4 @@
-"""What Megatron above 0.19 adds, beside the patches: readiness of parameters, more groups."""
+"""Additions of Megatron above 0.19 beside the patches: readiness of parameters, more groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ needs_readiness = pytest.mark.skipif(
 
 
 def windows_read_in_between(overlap: bool) -> list[Any]:
-    """On a rank: parameters as a reader finds them at odd moments of three steps."""
+    """Runs on a rank: parameters as a reader finds them at odd moments of three steps."""
     import torch
     from megatron.core.utils import ensure_params_ready
 
@@ -39,7 +39,7 @@ def windows_read_in_between(overlap: bool) -> list[Any]:
         found.append(torch.cat([p.detach().flatten().clone() for p in parameters]))
 
     for seed in range(3):
-        read()  # behind a step: starts the gathers, and waits for them
+        read()  # after a step: starts the gathers, and waits for them
         # In the middle of a window: between two of its microbatches.
         model.on_microbatch = lambda index, loss: read() if loss is None else None
         model.forward_backward(2, data_seed=seed)
@@ -67,7 +67,7 @@ def test_a_reader_that_starts_gathers_sees_what_it_would_see_without_overlap(meg
 
 
 def read_with_hooks_off() -> bool:
-    """On a rank: a reader where the caller gathers, which must find nothing to start."""
+    """Runs on a rank: a reader where the caller gathers, which must find nothing to start."""
     import torch
     from megatron.core.utils import ensure_params_ready
 
@@ -93,7 +93,7 @@ def test_a_reader_changes_nothing_inside_of_reading(megatron_ranks):
 
 
 def cycles_with_gathered_weights() -> list[int]:
-    """On a rank: live groups behind each cycle whose weights are gathered when used."""
+    """Runs on a rank: live groups after each cycle whose weights are gathered when used."""
     from megatron.core import parallel_state
     from torch.distributed import distributed_c10d
 

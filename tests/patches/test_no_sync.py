@@ -22,7 +22,7 @@ def build(**options):
 
 
 def nesting() -> list[set[bool]]:
-    """On a rank: whether synchronisation is on, step by step through nested contexts."""
+    """Runs on a rank: whether synchronisation is on, step by step through nested contexts."""
     _, chunk = build()
     seen = [armed(chunk)]
     with chunk.no_sync():
@@ -39,7 +39,8 @@ def test_the_outermost_exit_turns_synchronisation_on(megatron_ranks):
 
 
 def dispatches_in_a_held_window() -> tuple[list[int], list[int]]:
-    """On a rank: microbatches in which reductions started, without and with an outer no_sync."""
+    """Runs on a rank: microbatches in which reductions started, without and with an outer
+    no_sync."""
     model, chunk = build()
     model.config.finalize_model_grads_func = None
     started: list[int] = []
@@ -72,7 +73,8 @@ def test_a_schedule_inside_of_no_sync_starts_no_reduction(megatron_ranks):
 
 
 def kept_exception(applied: bool) -> tuple[set[int], str, bool]:
-    """On a rank: microbatches that reduced while an old exception was freed in the second one."""
+    """Runs on a rank: microbatches that reduced while an old exception was freed in the second
+    one."""
     from megatron.core.pipeline_parallel import schedules
 
     import megatron_idempotent
@@ -154,7 +156,8 @@ def test_on_stock_an_exception_freed_in_a_later_window_ends_its_no_sync(megatron
 
 
 def dropped_and_copied() -> list[set[bool]]:
-    """On a rank: a context that is dropped, a config copied with no_sync in it, a decorator."""
+    """Runs on a rank: a context that is dropped, a config copied with no_sync in it, a
+    decorator."""
     model, chunk = build()
     seen = []
     context = chunk.no_sync()
@@ -182,7 +185,7 @@ def test_a_dropped_context_is_left_and_no_sync_stays_a_bound_method(megatron_ran
 
 
 def entered_twice() -> None:
-    """On a rank: one context object, entered again before its exit."""
+    """Runs on a rank: one context object, entered again before its exit."""
     _, chunk = build()
     context = chunk.no_sync()
     with context, pytest.raises(RuntimeError, match="entered twice"), context:
@@ -195,7 +198,8 @@ def test_entering_one_context_twice_raises(megatron_ranks):
 
 
 def after_forward_only() -> tuple[set[bool], bool]:
-    """On a rank of a pipeline: the flag after a forward-only pass, and the next window."""
+    """Runs on a rank of a pipeline; returns the flag after a forward-only pass, and the next
+    window."""
     import torch
 
     model, chunk = build(pp=2)

@@ -33,7 +33,7 @@ OPTIMIZERS = {
 
 
 def offload_between_iterations(layout: dict, times: int) -> list[float]:
-    """On a rank: windows, steps, and an offload and a restore behind each, `times` over."""
+    """Runs on a rank: windows, steps, and an offload and a restore after each, `times` over."""
     model = built(**layout)
     losses = []
     for seed in range(3):
@@ -56,7 +56,8 @@ def test_an_offload_behind_each_step_changes_no_loss(kind, megatron_ranks):
 
 
 def offload_with_gradients(layout: dict) -> list[str]:
-    """On a rank: what steps say whose gradients an offload has dropped; then an ordinary one."""
+    """Runs on a rank: what steps say whose gradients an offload has dropped; then an ordinary
+    one."""
     model = built(**layout)
     model.forward_backward(2, data_seed=0)
     for chunk in model.chunks:
@@ -84,7 +85,8 @@ def test_a_step_without_the_gradients_that_an_offload_dropped_is_refused(kind, m
 
 
 def gradients_that_nobody_steps_on(applied: bool) -> bytes:
-    """On a rank: offloads of gradients that are zeroed, skipped, used otherwise, or not wanted."""
+    """Runs on a rank: offloads of gradients that are zeroed, skipped, used otherwise, or not
+    wanted."""
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
 
@@ -139,7 +141,7 @@ def test_gradients_that_nobody_steps_on_may_go(megatron_ranks):
 
 
 def offload_under_a_reduction() -> None:
-    """On a rank: the last backward has dispatched its reductions; nobody has finished them."""
+    """Runs on a rank: the last backward has dispatched its reductions; nobody has finished them."""
     model = built()
     # The first window only counts which gradients come.
     model.forward_backward(2, data_seed=0)

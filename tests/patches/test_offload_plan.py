@@ -1,4 +1,4 @@
-"""From which windows activation offload takes its plan, on real ranks."""
+"""Windows from which activation offload takes its plan, on real ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Interrupted(Exception):
 
 
 def run(program: str, patched: bool, offload: bool, layout: dict) -> list[tuple[str, int]]:
-    """On a rank: gradients, and tensors offloaded, of each training window of the program.
+    """Runs on a rank: gradients, and tensors offloaded, of each training window of the program.
 
     T2: training with two microbatches. F2, E2: forward-only, in train and in eval mode. R2: that of
     a second model. N2: two calls without a schedule. A2: training that raises in its last loss.

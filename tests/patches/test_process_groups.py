@@ -1,4 +1,4 @@
-"""Process groups are destroyed, and made anew in place of poisoned ones."""
+"""Process groups are destroyed, and made again in place of broken ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters that are recomputed behind frozen weights get the gradients that they get without."""
+"""Adapters that are recomputed after frozen weights get the gradients that they get without."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 
 
 def adapted_gradients(recomputed, adapted, **options):
-    """On a rank: gradients of one window, the step's norm, and how many pieces had a backward."""
+    """Runs on a rank: gradients of one window, the step's norm, and how many pieces had a
+    backward."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "step"))
     from lora import Lora
     from megatron.core.tensor_parallel.random import CheckpointFunction

@@ -1,4 +1,4 @@
-"""What `finish_grad_sync` and `finalize_model_grads` do, window by window."""
+"""Effects of `finish_grad_sync` and `finalize_model_grads`, window by window."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def build(**options):
 
 
 def differ_between_overlap_on_and_off(counts: tuple[int, ...], options: dict) -> list[int]:
-    """On a rank: the windows whose gradients change with overlap_grad_reduce; none are expected."""
+    """Runs on a rank: the windows whose gradients change with overlap_grad_reduce; none are
+    expected."""
     import torch
 
     models = [build(overlap_grad_reduce=overlap, **options) for overlap in (False, True)]
@@ -57,7 +58,7 @@ def test_the_number_of_microbatches_may_change_from_window_to_window(
 
 
 def second_window(options: dict, finalize: bool) -> str:
-    """On a rank: what a second window without zeroing ends in."""
+    """Runs on a rank: what a second window without zeroing ends in."""
     model = build(**options)
     model.forward_backward(2, data_seed=0)
     if not finalize:
@@ -108,7 +109,7 @@ def test_a_second_window_without_zeroing_is_reduced_where_that_is_exact(
 
 
 def second_finish_of_a_sum(options: dict) -> str:
-    """On a rank: two backward passes, each reduced, where the reduction is a plain sum."""
+    """Runs on a rank: two backward passes, each reduced, where the reduction is a plain sum."""
     from megatron_idempotent.patches._scenarios import backward
 
     model = build(**options)
@@ -125,7 +126,7 @@ def second_finish_of_a_sum(options: dict) -> str:
 
 
 def after_a_refusal() -> tuple[bool, bool]:
-    """On a rank: whether the windows behind a refused one are right, in and after the first."""
+    """Runs on a rank: whether the windows after a refused one are right, in and after the first."""
     import torch
 
     model, fresh = build(), build()
@@ -145,7 +146,7 @@ def test_zeroing_after_a_refusal_makes_the_next_window_right(megatron_ranks):
 
 
 def unwired(counts: tuple[int, ...]) -> str:
-    """On a rank: windows of a program that does not set no_sync_func."""
+    """Runs on a rank: windows of a program that does not set no_sync_func."""
     model = build(distributed_optimizer=False)
     model.config.no_sync_func = None
     try:
@@ -171,7 +172,8 @@ def test_without_no_sync_a_changed_number_of_microbatches_raises(counts, expecte
 
 
 def finishes(overlap: bool) -> tuple[bool, bool]:
-    """On a rank: a second finish_grad_sync changes nothing, and parameters are gathered again."""
+    """Runs on a rank: a second finish_grad_sync changes nothing, and parameters are gathered
+    again."""
     import torch
 
     model = build(overlap_grad_reduce=overlap, overlap_param_gather=overlap)
@@ -191,7 +193,7 @@ def test_a_second_finish_grad_sync_does_nothing_to_gradients(overlap, megatron_r
 
 
 def finish_where_graphs_may_have_written() -> None:
-    """On a rank: a second finish_grad_sync in a program that replays CUDA graphs."""
+    """Runs on a rank: a second finish_grad_sync in a program that replays CUDA graphs."""
     model = build(overlap_grad_reduce=False)
     model.forward_backward(1, data_seed=0)
     model.chunks[0].config.enable_cuda_graph = True
@@ -204,7 +206,7 @@ def test_with_cuda_graphs_a_second_finish_is_never_taken_for_idle(megatron_ranks
 
 
 def held_back(overlap: bool) -> bytes:
-    """On a rank: the gradients of a window all of which is inside of no_sync."""
+    """Runs on a rank: the gradients of a window all of which is inside of no_sync."""
     from megatron_idempotent.patches._scenarios import backward
 
     options = {"distributed_optimizer": False, "ddp_overrides": {"bucket_size": None}}
@@ -225,7 +227,7 @@ def test_finish_grad_sync_reduces_what_no_sync_held_back(megatron_ranks):
 
 
 def skipped() -> str:
-    """On a rank: a window that rank 0 does not take part in; rank 1 does not wait for it."""
+    """Runs on a rank: a window that rank 0 does not take part in; rank 1 does not wait for it."""
     import torch
 
     model = build()
@@ -244,7 +246,7 @@ def test_finish_grad_sync_still_refuses_where_a_rank_has_run_nothing(megatron_ra
 
 
 def late_in_an_interleaved_pipeline() -> str:
-    """On a rank: the schedule's own no_sync contexts, and then one microbatch too many."""
+    """Runs on a rank: the schedule's own no_sync contexts, and then one microbatch too many."""
     model = build(pp=2, vpp=2, layers_per_stage=1, distributed_optimizer=False)
     for seed in range(3):
         model.forward_backward(4, data_seed=seed)

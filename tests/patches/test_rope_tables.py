@@ -1,10 +1,10 @@
-"""What rotary tables hold on to, and the call that frees them."""
+"""Objects that rotary tables keep alive, and the call that frees them."""
 
 from __future__ import annotations
 
 
 def delete_models(models: int) -> tuple[list[bool], list[bool], int]:
-    """On a rank: whether each one's embedding is alive, before and after the remedy."""
+    """Runs on a rank: whether each one's embedding is alive, before and after the remedy."""
     import gc
 
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -23,7 +23,7 @@ def test_clearing_the_cache_frees_the_tables_of_deleted_models(megatron_ranks):
 
 
 def lengths_seen() -> tuple[int, int]:
-    """On a rank: tables and bytes that the documented 40 lengths leave behind."""
+    """Runs on a rank: tables and bytes that the documented 40 lengths leave."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 

@@ -1,4 +1,4 @@
-"""Stages of a pipeline get seeds 100 apart, once, whoever adds the offset."""
+"""Stages of a pipeline get seeds 100 apart, once, whether Megatron or a caller adds the offset."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from megatron_idempotent.cpu import RankError
 
 
 def handed_on(seeds: tuple[int, ...], *, pp: int, applied: bool = True) -> tuple[int, int]:
-    """On a rank: pipeline rank, and the default generator's seed after seeding with seeds[rank]."""
+    """Runs on a rank: pipeline rank, and the default generator's seed after seeding with
+    seeds[rank]."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
@@ -48,7 +49,7 @@ def test_stock_megatron_seeds_all_stages_alike(megatron_ranks):
 
 
 def seeded_by_seed_all(*, applied: bool) -> tuple[int, int, float, float]:
-    """On a rank: what `seed_all` returns, torch's seed, and a draw of Python and of NumPy."""
+    """Runs on a rank: what `seed_all` returns, torch's seed, and a draw of Python and of NumPy."""
     import random
 
     import numpy
@@ -74,7 +75,7 @@ def test_seed_all_offsets_once_with_and_without_the_patch(megatron_ranks):
 
 
 def seed_all_with(seed: object) -> None:
-    """On a rank: `seed_all` without model parallelism."""
+    """Runs on a rank: `seed_all` without model parallelism."""
     import megatron_idempotent
 
     megatron_idempotent.seed_all(seed)

@@ -8,7 +8,7 @@ BATCHES = {"rampup_batch_size": None, "global_batch_size": 8, "micro_batch_size"
 
 
 def said() -> list[str]:
-    """On a rank: what each of a series of calls returns or raises."""
+    """Runs on a rank: what each of a series of calls returns or raises."""
     from megatron.core import parallel_state
 
     from megatron_idempotent import ensure_initialized

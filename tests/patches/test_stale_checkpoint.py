@@ -10,7 +10,8 @@ class Looked(Exception):
 
 
 def save_one_of_two(which: str) -> tuple[list[int], list[int]]:
-    """On a rank: two models with an update pending each; groups pending after saving one of them.
+    """Runs on a rank: two models with an update pending each; groups pending after saving one of
+    them.
 
     Returns the number of bucket groups whose update waits, before and after the save, per model.
     """

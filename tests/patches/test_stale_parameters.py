@@ -29,7 +29,7 @@ def agree(model) -> bool:
 
 
 def collectives_of_training(only: tuple[str, ...], layout: dict, iterations: int) -> list[str]:
-    """On a rank: every collective that an ordinary training issues, in order.
+    """Runs on a rank: every collective that an ordinary training issues, in order.
 
     With the hooks as `train()` has them: off in the first iteration, on from the second.
     """
@@ -82,7 +82,7 @@ def test_ordinary_training_issues_the_same_collectives_and_computes_the_same_bit
 
 
 def a_gather_in_flight_at_the_step(only: tuple[str, ...]) -> tuple[int, bool]:
-    """On a rank: as a forward leaves it that did not use every bucket."""
+    """Runs on a rank: as a forward leaves it that did not use every bucket."""
     model = built(only)
     model.forward_backward(2, data_seed=0)
     for chunk in model.chunks:
@@ -101,7 +101,7 @@ def test_a_step_waits_for_a_gather_of_what_it_writes(megatron_ranks):
 
 
 def a_gather_in_flight_when_the_gradients_are_finished(only: tuple[str, ...]) -> list[float]:
-    """On a rank: upstream declares the gathers outdated while one of them runs."""
+    """Runs on a rank: upstream declares the gathers outdated while one of them runs."""
     model = built(only)
     for chunk in model.chunks:
         chunk.start_param_sync()
@@ -119,7 +119,7 @@ def test_a_forward_after_gradients_finished_under_a_gather_runs(megatron_ranks):
 
 
 def steps_with_the_hooks_off(only: tuple[str, ...], overlap: bool) -> list:
-    """On a rank: the losses of a caller who disabled the hooks and steps by itself."""
+    """Runs on a rank: the losses of a caller who disabled the hooks and steps by itself."""
     model = built(only, overlap_param_gather=overlap)
     losses = []
     for seed in range(4):
@@ -138,7 +138,8 @@ def test_with_the_hooks_off_every_step_reaches_the_next_forward(megatron_ranks):
 
 
 def disabled_without_sync(updated: bool) -> int:
-    """On a rank: number of gathers that `disable_forward_pre_hook(param_sync=False)` dispatches."""
+    """Runs on a rank: number of gathers that `disable_forward_pre_hook(param_sync=False)`
+    dispatches."""
     model = built(["pending-gather-dropped"])
     if updated:
         model.forward_backward(2, data_seed=0)

@@ -40,7 +40,7 @@ class Aborted(Exception):
 
 
 def run_program(operations: list[tuple[str, int]], *, overlap: bool, **layout) -> list:
-    """On a rank: everything that the program read, in order.
+    """Runs on a rank: everything that the program read, in order.
 
     `overlap` switches overlap_param_gather; what concerns the gathers alone does nothing without.
     """
@@ -96,7 +96,7 @@ def run_program(operations: list[tuple[str, int]], *, overlap: bool, **layout) -
 
 
 def gathers(chunk, operation: str) -> None:
-    """What a program may do to the gathers of one chunk at any time."""
+    """Lists what a program may do to the gathers of one chunk at any time."""
     if operation == "disable_with_sync":
         chunk.disable_forward_pre_hook()
     elif operation == "disable_without_sync":
@@ -132,7 +132,7 @@ def with_fresh_gradients(operations: list[tuple[str, int]]) -> list[tuple[str, i
 
 
 def deviations(seeds: list[int], layout: dict) -> list[str]:
-    """On a rank: the programs whose reads differ from those without overlap_param_gather."""
+    """Runs on a rank: the programs whose reads differ from those without overlap_param_gather."""
     import torch
 
     import megatron_idempotent

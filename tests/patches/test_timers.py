@@ -8,11 +8,12 @@ import pytest
 
 
 class Failure(Exception):
-    """What breaks in the middle of a window or a step."""
+    """Breaks in the middle of a window or a step."""
 
 
 def timed(**layout: Any) -> tuple[Any, Any]:
-    """On a rank: a tiny model under the patches, and the timers of its config and its optimizer."""
+    """Runs on a rank: a tiny model under the patches, and the timers of its config and its
+    optimizer."""
     from megatron.core.timers import Timers
 
     import megatron_idempotent
@@ -41,7 +42,8 @@ def backward_fails(index: int, loss: Any) -> None:
 
 
 def window(forward: bool) -> tuple[list[str], float, float]:
-    """On a rank: a good window, then one that raises; what runs, and the time before and after."""
+    """Runs on a rank: a good window, then one that raises; what runs, and the time before and
+    after."""
     model, timers = timed()
     model.forward_backward(2, data_seed=0)
     before = timers("forward-backward")._elapsed
@@ -59,7 +61,7 @@ def test_a_broken_window_stops_its_timers_and_keeps_what_was_measured(forward, m
 
 
 def step() -> tuple[list[str], bool]:
-    """On a rank: an optimizer step that raises, and a good one."""
+    """Runs on a rank: an optimizer step that raises, and a good one."""
     model, timers = timed()
     model.forward_backward(2, data_seed=0)
     inner = getattr(model.optimizer, "chained_optimizers", [model.optimizer])[0]
@@ -76,7 +78,7 @@ def test_a_broken_optimizer_step_stops_its_timers(megatron_ranks):
 
 
 def finalize() -> list[str]:
-    """On a rank: `finalize_model_grads`, called by itself, that raises."""
+    """Runs on a rank: `finalize_model_grads`, called by itself, that raises."""
     from megatron.core import distributed
 
     model, timers = timed()
@@ -93,7 +95,7 @@ def test_a_broken_finalize_stops_its_timers(megatron_ranks):
 
 
 def timer_of_the_caller() -> list[str]:
-    """On a rank: a timer of the caller's own around a window that raises."""
+    """Runs on a rank: a timer of the caller's own around a window that raises."""
     model, timers = timed()
     timers("rollout", log_level=0).start()
     model.on_microbatch = fail
@@ -107,7 +109,7 @@ def test_a_timer_that_ran_before_the_window_goes_on(megatron_ranks):
 
 
 def a_frameworks_own_timers() -> int:
-    """On a rank: `config.timers` may be any callable."""
+    """Runs on a rank: `config.timers` may be any callable."""
 
     class Silent:
         def start(self, barrier: bool = False) -> None: ...

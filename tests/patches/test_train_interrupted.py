@@ -20,11 +20,11 @@ pytestmark = pytest.mark.skipif(
 
 
 class Failure(Exception):
-    """What breaks in the middle of training."""
+    """Breaks in the middle of training."""
 
 
 def started(*options: str) -> tuple[Any, Any]:
-    """On a rank: upstream's module `training` and a program under the patches."""
+    """Runs on a rank: upstream's module `training` and a program under the patches."""
     import megatron_idempotent
     from megatron_idempotent.cpu import program
 
@@ -46,12 +46,12 @@ def fails_from(call: Any, number: int) -> Any:
 
 
 def break_at(training: Any, running: Any, where: str, iteration: int) -> None:
-    """Let `train()` raise in or behind the step of `iteration`."""
+    """Let `train()` raise in or after the step of `iteration`."""
     if where == "forward":
         running._forward_step = fails_from(running._forward_step, iteration * MICROBATCHES + 1)
     elif where == "optimizer":
         running.optimizer.step = fails_from(running.optimizer.step, iteration)
-    elif where == "losses":  # behind the scheduler's step, inside train_step
+    elif where == "losses":  # after the scheduler's step, inside train_step
         step = running._forward_step
 
         def odd_shape(*args: Any) -> Any:
@@ -70,7 +70,7 @@ def break_at(training: Any, running: Any, where: str, iteration: int) -> None:
 
 
 def counts_after(where: str, skipped_step: int | None) -> dict[str, float]:
-    """On a rank: what is counted where iteration 2 of 4 was interrupted."""
+    """Runs on a rank: what is counted where iteration 2 of 4 was interrupted."""
     training, running = started()
     args = running.args
     step, steps = running.optimizer.step, iter(range(1 << 30))
@@ -117,7 +117,7 @@ def test_a_skipped_step_counts_as_an_iteration_but_not_for_the_scheduler(where, 
 
 
 def iterations_left_out() -> tuple[int, float]:
-    """On a rank: iterations 1 and 2 are left out on request, 3 is interrupted."""
+    """Runs on a rank: iterations 1 and 2 are left out on request, 3 is interrupted."""
     training, running = started()
     # Upstream counts these from 1 since 0.17; its own dummy step reads batches of another form.
     running.args.iterations_to_skip = [2, 3]
@@ -134,7 +134,7 @@ def test_iterations_left_out_on_request_are_counted(megatron_ranks):
 
 
 def exit_condition() -> tuple[object, int, int]:
-    """On a rank: the code that `train()` exits with, its iteration, and the next call's."""
+    """Runs on a rank: the code that `train()` exits with, its iteration, and the next call's."""
     _, running = started(*OVERLAP)
     running.args.exit_interval = 2
     with pytest.raises(SystemExit) as exit_:
@@ -150,7 +150,7 @@ def test_an_exit_condition_raises_systemexit_and_the_next_call_goes_on(megatron_
 
 
 def collector(on_before: bool, interrupted: bool) -> bool:
-    """On a rank: whether garbage collection is on after `train()`."""
+    """Runs on a rank: whether garbage collection is on after `train()`."""
     training, running = started("--manual-gc")
     if not on_before:
         gc.disable()
@@ -170,7 +170,8 @@ def test_garbage_collection_is_what_it_was(on_before, interrupted, megatron_rank
 
 
 def own_step_survives() -> bool:
-    """On a rank: a call that returns, over an optimizer whose `step` the caller has replaced."""
+    """Runs on a rank: a call that returns, over an optimizer whose `step` the caller has
+    replaced."""
     _, running = started()
     # Not as an option, which makes the optimizer capturable; and never capture: there is no CUDA.
     running.args.optimizer_cuda_graph, running.args.cuda_graph_warmup_steps = True, 100
@@ -189,7 +190,8 @@ def test_an_optimizer_step_of_the_callers_own_survives(megatron_ranks):
 
 
 def first_step_skipped(*options: str) -> bytes:
-    """On a rank: the first of three steps is skipped, weights are compared in every iteration."""
+    """Runs on a rank: the first of three steps is skipped, weights are compared in every
+    iteration."""
     _, running = started("--check-weight-hash-across-dp-replicas-interval", "1", *options)
     step, steps = running.optimizer.step, iter(range(1 << 30))
 
@@ -209,7 +211,7 @@ def test_a_skipped_first_step_under_overlap_changes_no_bit(megatron_ranks):
 
 
 def all_steps_skipped() -> tuple[bool, bytes]:
-    """On a rank: the second of three calls skips all its steps."""
+    """Runs on a rank: the second of three calls skips all its steps."""
     _, running = started(*OVERLAP)
     step = running.optimizer.step
     running.train(2)

@@ -1,4 +1,4 @@
-"""What windows report: losses as the loss function said them, routing decisions once."""
+"""Reports of windows: losses as the loss function said them, routing decisions once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MICROBATCHES = 4
 
 
 def window(loss_func: Callable[[Any], Any], **options: Any) -> tuple[list[Any], bytes]:
-    """On a rank: a window's reports under the patches, and the gradients' bytes."""
+    """Runs on a rank: a window's reports under the patches, and the gradients' bytes."""
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -44,7 +44,7 @@ def window(loss_func: Callable[[Any], Any], **options: Any) -> tuple[list[Any], 
 
 
 def reported(alias: bool, with_tokens: bool) -> tuple[list[float], list[float], bytes]:
-    """On a rank: losses, what was reported of them, and the gradients."""
+    """Runs on a rank: losses, what was reported of them, and the gradients."""
     import torch
 
     losses = []
@@ -69,7 +69,8 @@ def test_an_aliased_report_is_the_loss_and_the_gradients_stay(with_tokens, megat
 
 
 def reports_of_its_own() -> bool:
-    """On a rank: reports that do not share memory with the loss come back as they were given."""
+    """Runs on a rank: reports that do not share memory with the loss come back as they were
+    given."""
     given = []
 
     def loss_func(loss_BT: Any) -> Any:
@@ -86,7 +87,7 @@ def test_a_report_without_an_alias_is_the_very_same_object(megatron_ranks):
 
 
 def log_probs() -> list[tuple[int, ...]]:
-    """On a rank: data that is no loss, as a forward-only pass collects it."""
+    """Runs on a rank: data that is no loss, as a forward-only pass collects it."""
 
     def collect(loss_BT: Any, non_loss_data: bool = False) -> Any:
         assert non_loss_data
@@ -101,7 +102,7 @@ def test_data_that_is_no_loss_passes_through(megatron_ranks):
 
 
 def trace_two_models(folder: str) -> tuple[int, int]:
-    """On a rank: hooks per router after registering model a, b and a again."""
+    """Runs on a rank: hooks per router after registering model a, b and a again."""
     from megatron.core.transformer.moe import router_trace
 
     import megatron_idempotent

@@ -15,7 +15,7 @@ OPTIMIZERS = {
 
 
 def run_windows(looks: int, windows: int, **layout) -> list:
-    """On a rank: what each step returned, then the loss scale and the parameters."""
+    """Runs on a rank: what each step returned, then the loss scale and the parameters."""
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
 
@@ -33,7 +33,7 @@ def run_windows(looks: int, windows: int, **layout) -> list:
 
 
 def differences(layout: dict, windows: int) -> tuple[list, bool]:
-    """On a rank: whether two looks at the gradients before each step change anything."""
+    """Runs on a rank: whether two looks at the gradients before each step change anything."""
     import torch
 
     *plain, want = run_windows(0, windows, **layout)
@@ -70,7 +70,8 @@ def test_a_dynamic_loss_scale_counts_each_window_once(megatron_ranks):
 
 
 def copies_under_a_growing_scale() -> tuple[float, float]:
-    """On a rank: the norm after one and two `prepare_grads`, the scale having doubled between."""
+    """Runs on a rank: the norm after one and two `prepare_grads`, the scale having doubled
+    between."""
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
 
@@ -95,7 +96,7 @@ def test_copies_are_unscaled_by_the_scale_that_the_loss_had(megatron_ranks):
 
 
 def step_twice(loss_scale: float) -> tuple[list[float], float]:
-    """On a rank: two steps on one window's gradients."""
+    """Runs on a rank: two steps on one window's gradients."""
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
 
@@ -112,7 +113,8 @@ def test_a_second_step_on_the_same_gradients_does_not_depend_on_the_loss_scale(m
 
 
 def next_window() -> list[float]:
-    """On a rank: the second window's norm, its gradients prepared once, and without the patch."""
+    """Runs on a rank: the second window's norm, its gradients prepared once, and without the
+    patch."""
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
 
@@ -133,7 +135,8 @@ def test_the_next_window_is_unscaled_anew(megatron_ranks):
 
 
 def clipped_by_the_caller() -> tuple[float, float]:
-    """On a rank: the norm of the update's gradients after prepare, clip and a step; 0.5 is it."""
+    """Runs on a rank: the norm of the update's gradients after prepare, clip and a step; 0.5 is
+    it."""
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
 

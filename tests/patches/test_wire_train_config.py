@@ -8,7 +8,7 @@ from megatron_idempotent.cpu import RankError
 
 
 def step_losses(*, ours: bool, **layout) -> tuple[list[float], bytes]:
-    """On a rank: two windows and steps on a model wired by us, or by the test bench."""
+    """Runs on a rank: two windows and steps on a model wired by us, or by the test bench."""
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
 
@@ -39,7 +39,7 @@ def test_a_wired_model_trains_as_one_that_a_framework_wired(layout, megatron_ran
 
 
 def functions_after_wiring() -> tuple[bool, bool, bool, bool]:
-    """On a rank: a reference model's scale, then scale, no_sync and gathers of a VPP model."""
+    """Runs on a rank: a reference model's scale, then scale, no_sync and gathers of a VPP model."""
     import megatron_idempotent
     from megatron_idempotent.cpu import tiny
 
@@ -61,7 +61,7 @@ def test_chunks_of_one_rank_share_lists_and_a_reference_model_has_no_scale(megat
 
 
 def wire(kind: str) -> None:
-    """On a rank: wire what cannot be wired."""
+    """Runs on a rank: wire what cannot be wired."""
     import torch
 
     import megatron_idempotent
@@ -79,7 +79,7 @@ def test_what_is_not_wrapped_in_ddp_is_refused(kind, message, megatron_ranks):
 
 
 def imported_before() -> list[str]:
-    """On a rank: rows of an `apply()` that came after all of the package was imported."""
+    """Runs on a rank: rows of an `apply()` that came after all of the package was imported."""
     import importlib
     import pkgutil
 

@@ -1,4 +1,4 @@
-"""What others do to `model_parallel_cuda_manual_seed`; each returns what stands there then."""
+"""Replaces `model_parallel_cuda_manual_seed` as others do; each returns what stands there then."""
 
 from __future__ import annotations
 

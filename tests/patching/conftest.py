@@ -1,4 +1,4 @@
-"""What the engine's tests share: processes to fork from, copies of Megatron, a toy to patch."""
+"""Shared by the engine's tests: processes to fork from, copies of Megatron, a toy to patch."""
 
 from __future__ import annotations
 

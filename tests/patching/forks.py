@@ -36,7 +36,7 @@ class Forks:
             env=environ,
         )
         self.first = self._answer()
-        """What the warm process saw when it imported Megatron with the patches waiting."""
+        """Returns what the warm process saw when it imported Megatron with the patches waiting."""
 
     def run(
         self, scenario: str, *, imported: bool = False, timeout_s: float = 120, **arguments: Any
@@ -104,7 +104,7 @@ def _in_child(scenario: str, arguments: dict[str, Any], imported: bool, timeout_
 
 
 def _first_import() -> Any:
-    """In this fresh interpreter: apply, import Megatron, look, revert, look again."""
+    """Runs in this fresh interpreter: apply, import Megatron, look, revert, look again."""
     import megatron_idempotent
 
     before = {row.id: row.status for row in megatron_idempotent.apply()}

@@ -1,4 +1,4 @@
-"""What happens to Megatron in processes of their own, once it is imported; see `forks`."""
+"""Scenarios on an imported Megatron, each in a process of its own; see `forks`."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def reloaded() -> dict[str, Any]:
         "after reload": status,
         "reloaded is stock": reloaded_is_stock,
         "again": again,
-        "patched anew": second is not first and not stock("seed"),
+        "patched again": second is not first and not stock("seed"),
     }
     megatron_idempotent.revert()
     result["stock again"] = stock("seed")

@@ -1,4 +1,4 @@
-"""What happens in processes of their own; see `forks`. Each returns something JSON can carry."""
+"""Scenarios in processes of their own; see `forks`. Each returns something JSON can carry."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def live() -> dict[str, Any]:
 
 
 def stock(name: str) -> bool:
-    """Whether upstream's own function stands there."""
+    """Returns whether upstream's own function stands there."""
     return live()[name].__code__.co_filename.endswith(
         ("random.py", "optimizer/__init__.py", "distributed_data_parallel.py")
     )
@@ -105,7 +105,7 @@ def copy_is_imported(path: str, **arguments: Any) -> dict[str, Any]:
 
 
 def fresh_modules() -> dict[str, Any]:
-    """What importing the package and `apply()` pull in."""
+    """Returns the modules that importing the package and `apply()` pull in."""
     before = set(sys.modules)
     import megatron_idempotent
 

@@ -103,7 +103,7 @@ def test_reviewed_hashes_and_fragments_are_well_formed():
 
 @functools.cache
 def parsed(module: str) -> tuple[dict[str, ast.AST], dict[str, tuple[str, str]]]:
-    """What a module of this project defines, and what it imports from where, by name; not run."""
+    """Reads what a module of this project defines and imports, by name, without running it."""
     ours = module.startswith("megatron_idempotent.")
     spec = importlib.util.find_spec(module) if ours else None
     if spec is None or spec.origin is None:
@@ -151,7 +151,7 @@ def under(module: str, name: str, package: str = "") -> Iterator[tuple[str, str,
 
 
 def can_raise(module: str, name: str) -> bool:
-    """Whether this project's code under a function has a `raise` of an error of its own."""
+    """Returns whether this project's code under a function has a `raise` of an error of its own."""
     return any(
         isinstance(node, ast.Raise) and node.exc is not None
         for _, _, body in under(module, name)
@@ -173,7 +173,7 @@ def test_a_patch_that_can_raise_names_a_right_program_beside_the_hazard():
 
 
 def test_a_helper_that_can_raise_is_called_by_a_right_program_beside_a_hazard():
-    """Of those that act on a Megatron program; losses, packing and FP8 only take arguments."""
+    """Lists those that act on a Megatron program; losses, packing and FP8 only take arguments."""
     acting = {
         name: f"{megatron_idempotent.__name__}.{place}"
         for name, place in megatron_idempotent._LAZY.items()

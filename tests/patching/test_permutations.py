@@ -60,7 +60,7 @@ def test_a_reloaded_module_is_said_to_be_unpatched_and_patched_again_by_apply(wa
         "after reload": "conflict",
         "reloaded is stock": True,
         "again": "applied",
-        "patched anew": True,
+        "patched again": True,
         "stock again": True,
         "early bound is stock": True,
     }

@@ -140,7 +140,7 @@ OTHER = {
     "another object": ("log(count)", "other.hook = None"),
     "gone": ("        config.hook = [step.hook for step in steps]\n", ""),
     "twice": ("    for step", "    config.hook = None\n    for step"),
-    "a name bound anew": ("    for step", "    config = copy(config)\n    for step"),
+    "a name bound again": ("    for step", "    config = copy(config)\n    for step"),
     "an import of the name": ("    for step", "    from a import timers\n    for step"),
     "a text": ("    for step", "    timers('run').stop()\n    for step"),
     "in a function": ("    for step", "    def later():\n        config.hook = 1\n    for step"),
@@ -232,7 +232,7 @@ def test_hashes_are_the_same_on_every_python():
 
 
 def changed(old: str, new: str) -> Change:
-    """What is said of UPSTREAM with one text in another's place."""
+    """Returns what is said of UPSTREAM with one text in another's place."""
     assert old in UPSTREAM
     found = change(body_of(UPSTREAM.replace(old, new)), {READ: "1.0 to 1.4"})
     assert found is not None

@@ -28,7 +28,7 @@ def test_alone_it_finds_what_was_replaced(toys):
 
 
 def alike() -> str:
-    """On every rank: apply, verify."""
+    """Runs on every rank: apply, verify."""
     import megatron_idempotent
 
     megatron_idempotent.apply()

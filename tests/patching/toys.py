@@ -89,7 +89,7 @@ class Toys:
         return apply(exclude=others, **arguments)
 
     def status(self, patch_id: str) -> str:
-        """How it stands with one patch."""
+        """Returns the status of one patch."""
         return report()[patch_id].status
 
     def close(self) -> None:

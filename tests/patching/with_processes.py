@@ -1,4 +1,4 @@
-"""What happens with several threads or processes; see `forks`."""
+"""Scenarios with several threads or processes; see `forks`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def spawned() -> list[Any]:
 
 
 def order_in_spawned_child() -> list[Any]:
-    """Whether patches came along, and whether `apply()` works here."""
+    """Returns whether patches came along, and whether `apply()` works here."""
     import megatron_idempotent
 
     came = {row.reason for row in megatron_idempotent.report()}

@@ -85,7 +85,7 @@ def queue(cluster):
 
 @pytest.fixture(scope="session")
 def one_actor(cluster):
-    """The actor that the engines of most tests are in, ended behind the tests."""
+    """Yields the actor that the engines of most tests are in, and ends it after the tests."""
     from one_actor import OneActor
 
     yield

@@ -1,4 +1,4 @@
-"""What an engine in a Ray actor does beside the contract: its faults, and the way in between."""
+"""An engine in a Ray actor beside the contract: its faults, and the way in between."""
 
 from __future__ import annotations
 

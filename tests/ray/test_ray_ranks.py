@@ -1,4 +1,4 @@
-"""What ranks in Ray actors do beside the contract: where they run, and what they run in."""
+"""Ranks in Ray actors beside the contract: where they run, and what they run in."""
 
 from __future__ import annotations
 

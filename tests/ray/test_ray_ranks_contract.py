@@ -10,7 +10,7 @@ from megatron_idempotent.workers.ray import RayRanks
 
 @pytest.fixture(scope="module")
 def make_ranks(cluster):
-    """On this machine's cluster, and watched closely."""
+    """Runs on this machine's cluster, and is watched closely."""
     return lambda spec, size: RayRanks(spec, size, watch_s=0.1)
 
 

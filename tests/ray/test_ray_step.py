@@ -10,7 +10,7 @@ import pytest
 
 
 class Policy:
-    """What a framework makes an actor of: a rank with its model and its step."""
+    """A framework makes an actor of this: a rank with its model and its step."""
 
     def __init__(self, rank: int, world_size: int, port: int, step_class: Any) -> None:
         from megatron_idempotent import cpu

@@ -1,4 +1,4 @@
-"""What goes to an actor and back, and in what order: without a cluster."""
+"""Messages to an actor and back, and their order: without a cluster."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_call_can_be_given_up_while_it_runs_and_before_it_begins():
 
 
 class Store:
-    """Where Ray would keep buckets."""
+    """Stands where Ray would keep buckets."""
 
     def __init__(self, room=99) -> None:
         self.kept = []
@@ -230,7 +230,7 @@ def test_what_a_sender_frees_behind_the_next_bucket_has_been_copied():
 
 
 class CopyingStore:
-    """As Ray's does, it keeps what it was given at that moment."""
+    """Keeps what it was given at that moment, as Ray's does."""
 
     def put(self, packed):
         return pickle.loads(pickle.dumps(packed))

@@ -45,7 +45,7 @@ class Leg:
     cut: str = ""
     at_s: float = 0.0
     fresh: bool = True
-    """Whether a new controller goes on behind it, from the newest checkpoint."""
+    """True if a new controller goes on after it, from the newest checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,12 +53,12 @@ class Story:
     scenario: Scenario
     legs: tuple[Leg, ...]
     evaluate: str = ""
-    """When versions are evaluated: "" never, "all", or "due" for every third."""
+    """Versions that are evaluated: "" none, "all", or "due" for every third."""
     evaluation_s: float = 1.0
     drain_s: float = 30.0
     abort_s: float = 20.0
     lost_in_export: tuple[float, ...] = ()
-    """Times behind which the ranks are lost in the next export of weights."""
+    """Times after which the ranks are lost in the next export of weights."""
 
 
 def some_story(chance: random.Random) -> Story:
@@ -221,7 +221,7 @@ class Teller:
             if leg.fresh or self.ends[-1] in ("Stalled", "StepFailed"):
                 controller = await self._fresh(weights, resume=True)
         else:
-            raise AssertionError(f"not at its end behind {len(legs)} runs: {self.ends}")
+            raise AssertionError(f"not at its end after {len(legs)} runs: {self.ends}")
         for each in faults:
             each.cancel()
         await asyncio.gather(*faults, return_exceptions=True)

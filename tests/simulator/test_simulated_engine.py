@@ -204,7 +204,7 @@ async def test_entries_stand_for_many_tokens_and_keep_their_versions() -> None:
     await asyncio.sleep(249)
     await switch(one, 1)
     sample = await first
-    # What was begun before the switch and ended behind it is the new version's.
+    # What was begun before the switch and ended after it is the new version's.
     assert sample.versions == (0,) * 2 + (1,) * 8
     assert (len(sample.tokens), now()) == (10, 1002.0)
 
@@ -349,7 +349,7 @@ async def test_a_commit_that_began_before_the_engine_died_fails_though_it_is_bac
     await asyncio.sleep(0.1)
     one.die()
     one.come_back()
-    with pytest.raises(EngineDead, match="started anew"):
+    with pytest.raises(EngineDead, match="started again"):
         await committing
     health = await one.health()
     assert (health.status, health.version) == ("SERVING", 0)

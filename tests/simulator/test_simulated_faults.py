@@ -1,4 +1,4 @@
-"""What goes wrong while the controller runs; each run comes to its end, and loses nothing."""
+"""Faults while the controller runs; each run comes to its end, and loses nothing."""
 
 from __future__ import annotations
 

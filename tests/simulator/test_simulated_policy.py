@@ -90,7 +90,7 @@ def test_calls_out_of_order_are_refused() -> None:
         with pytest.raises(BrokenRule, match="while step a is open"):
             await one.begin("b")
         await one.finish("a")
-        with pytest.raises(BrokenRule, match="behind its finish"):
+        with pytest.raises(BrokenRule, match="after its finish"):
             await one.begin("a")
 
     run(scenario())

@@ -33,7 +33,7 @@ class Failed(RuntimeError):
 
 
 def sites(run: Callable[[], Any]) -> set[Site]:
-    """Where calls are made from Megatron or this library."""
+    """Files from which calls count: Megatron's and this library's."""
     found: set[Site] = set()
 
     def profile(frame: Any, event: str, argument: Any) -> None:
@@ -84,5 +84,6 @@ def _site(frame: Any, event: str, argument: Any) -> Site | None:
 
 
 def _spreads(frame: Any) -> bool:
-    """Whether the call is `f(*list)`: CPython 3.12 frees the list twice if a profiler raises."""
+    """Returns whether the call is `f(*list)`: CPython 3.12 frees the list twice if a profiler
+    raises."""
     return opname[frame.f_code.co_code[frame.f_lasti]] == "CALL_FUNCTION_EX"

@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 
 class Counting:
-    """How often the collectives that FSDP2 makes have been called, by name."""
+    """Counts how often the collectives that FSDP2 makes have been called, by name."""
 
     def __init__(self, model: Model) -> None:
         self.counts = {"gather": 0, "scatter": 0}
@@ -75,7 +75,7 @@ class Counting:
 
 
 class Tripped(RuntimeError):
-    """What a `Trip` raises."""
+    """A `Trip` raises this."""
 
 
 class Trip:
@@ -262,7 +262,7 @@ def parameters(model):
 
 
 def state(model, optimizer, scheduler):
-    """What the next step depends on: parameters, moments, rates, buffers, random state."""
+    """Returns what the next step depends on: parameters, moments, rates, buffers, random state."""
     moments = [
         value.to_local() if hasattr(value, "to_local") else value
         for state in optimizer.state.values()
@@ -278,5 +278,5 @@ def state(model, optimizer, scheduler):
 
 
 def same(got, want):
-    """Whether two states have the same bits."""
+    """Returns whether two states have the same bits."""
     return len(got) == len(want) and all(map(torch.equal, got, want))

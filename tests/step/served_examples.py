@@ -20,7 +20,7 @@ TESTS = Path(__file__).parents[1]
 
 
 async def _run(file: str, *, instead: dict[str, str] | None = None, **given: Any) -> dict[str, Any]:
-    """Run the examples of a file, with some of their texts replaced; what they leave behind."""
+    """Run the examples of a file, some of their texts replaced; returns their variables."""
     names = {**names_of(file), **given}
     await _run_in(names, file, instead or {})
     return names
@@ -56,7 +56,7 @@ def _helpers(*folders: str) -> None:
 
 
 def on_one_rank(folder: Path) -> None:
-    """With engines in memory and over HTTP, a fleet of toys, and weights of a few bytes."""
+    """Runs with engines in memory and over HTTP, a fleet of toys, and weights of a few bytes."""
     _helpers("engines", "sync", "controller")
     tiny = importlib.import_module("tiny")
     checkpoint = tiny.make_checkpoint(folder / CHECKPOINT, vocabulary=128)
@@ -217,7 +217,7 @@ SERVED = {
 
 
 def on_two_ranks(folder: Path) -> set[str]:
-    """With the checkpoint that `on_one_rank` wrote in the folder, sharded over both."""
+    """Runs with the checkpoint that `on_one_rank` wrote in the folder, sharded over both."""
     import torch
 
     _helpers("hf")

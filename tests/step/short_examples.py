@@ -55,7 +55,7 @@ class Short(NamedTuple):
     code: str | None
     """None where no code follows in backticks."""
     value: str | None
-    """What the docstring says that it is."""
+    """Returns what the docstring says that it is."""
     owner: str | None
     """The class that it documents, or in whose method it is."""
 
@@ -100,7 +100,7 @@ def tree_of(code: str) -> ast.Module:
 
 
 def resolved(node: ast.expr, names: dict[str, Any]) -> Any:
-    """What a dotted name is there; None where it is only the example's."""
+    """Returns the object of a dotted name there; None where it is only the example's."""
     first, *rest = ast.unparse(node).split(".")
     try:
         return functools.reduce(getattr, rest, names[first])
@@ -128,7 +128,7 @@ def binds(function: Any, call: ast.Call, *, before: int = 0) -> bool:
 
 
 class Checked(NamedTuple):
-    """What was held against what."""
+    """Names what was held against what."""
 
     bound: int
     attributes: int
@@ -232,7 +232,7 @@ def _make(example: Short, tree: ast.Module, names: dict[str, Any]) -> bool:
 
 @functools.cache
 def names_of(file: str) -> dict[str, Any]:
-    """What a file's examples may name: its module's names, and all that is public."""
+    """Returns what a file's examples may name: its module's names, and all that is public."""
     package = megatron_idempotent
     place = re.sub(r"(/__init__)?\.py(:\w+)?$", "", file).replace("/", ".")
     module = importlib.import_module(f"{package.__name__}.{place}")

@@ -175,7 +175,7 @@ def parameters(model):
 
 
 def state(model, scheduler):
-    """What the next step depends on: parameters, moments, rates, schedule, random state.
+    """Returns what the next step depends on: parameters, moments, rates, schedule, random state.
 
     Parameters are as they are, so that the next forward still has to gather them.
     """

@@ -75,7 +75,7 @@ def stopped(
 
     On all ranks alike, at the sites that all of them have, or on `only_rank`; at a slice of them,
     or at so many, one in the middle of each of as many parts. Returns how often each outcome was
-    seen, the first site behind which a step is not the one of a run in which nothing was ever
+    seen, the first site after which a step is not the one of a run in which nothing was ever
     stopped, and how many sites are done if this process cannot do the rest.
     """
     clean = Steps(engine, last, **{**options, "deadline_s": 20.0})

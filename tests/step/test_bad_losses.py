@@ -7,7 +7,8 @@ from engines import ENGINES
 
 
 def losses_that_are_none(engine: str) -> None:
-    """On a rank: rank 0's loss is a vector, has no graph, is no tensor, or takes a row's name."""
+    """Runs on a rank: rank 0's loss is a vector, has no graph, is no tensor, or takes a row's
+    name."""
     import torch
     from engines import bench_on
     from split_bench import ROWS, TokenLoss, data, raised_by, split_step

@@ -1,10 +1,10 @@
-"""What a batch holds besides tensors: lists are cut with the rows, packs are refused."""
+"""Contents of a batch besides tensors: lists are cut with the rows, packs are refused."""
 
 from __future__ import annotations
 
 
 def lists() -> None:
-    """On a rank: rank 0's rows come with images and names, and rank 1 has no data."""
+    """Runs on a rank: rank 0's rows come with images and names, and rank 1 has no data."""
     import torch
     from fsdp_bench import build, step_of
     from split_bench import ROWS, TokenLoss, data
@@ -52,7 +52,7 @@ def test_lists_are_cut_with_the_rows(megatron_ranks):
 
 
 def what_has_no_rows() -> list[str]:
-    """On a rank: what each is told that has no rows, or counts wrongly; the step goes on."""
+    """Runs on a rank: what each is told that has no rows, or counts wrongly; the step goes on."""
     import numpy
     import torch
     from split_bench import TokenLoss, build, data, forward, raised_by

@@ -8,7 +8,8 @@ import pytest
 
 
 def differently(engine: str, options: dict[str, Any]) -> list[dict[str, str]]:
-    """On a rank: what is heard where rank 1 begins otherwise, in `finish` and in a last batch."""
+    """Runs on a rank: what is heard where rank 1 begins otherwise, in `finish` and in a last
+    batch."""
     import torch
     from engines import bench_on
     from split_bench import SequenceLoss, TokenLoss, data, raised_by, split_step

@@ -9,7 +9,7 @@ from engines import ENGINES
 
 
 def by_reference() -> bytes:
-    """On a rank: both classes, as names."""
+    """Runs on a rank: both classes, as names."""
     import cloudpickle
     from engines import class_of
 
@@ -17,7 +17,8 @@ def by_reference() -> bytes:
 
 
 def all_by_value() -> tuple[bytes, bytes]:
-    """On a rank that has used the package and is in a step: all of it, with its code."""
+    """Runs on a rank that has used the package and is in a step; returns all of it, with its
+    code."""
     import importlib
     import os
     import pkgutil
@@ -95,14 +96,14 @@ def _launches_kernels(module: Any) -> bool:
 
 
 def loaded(every: bytes) -> int:
-    """On a rank that has done nothing yet."""
+    """Runs on a rank that has done nothing yet."""
     import cloudpickle
 
     return len(cloudpickle.loads(every))
 
 
 def used(engine: str, names: bytes, code: bytes) -> None:
-    """On ranks that have done nothing yet: what arrived does what the package here does."""
+    """Runs on ranks that have done nothing yet: what arrived does what the package here does."""
     import cloudpickle
     import torch
     from engines import bench_on, class_of

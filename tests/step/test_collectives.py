@@ -14,7 +14,8 @@ Call = tuple[str, str, tuple[tuple[int, str], ...]]
 
 
 def recorded(run: Any) -> tuple[Counter[Call], Counter[Call]]:
-    """What reaches the process groups while `run` runs: the model's, and the host's agreements.
+    """Records what reaches the process groups while `run` runs: the model's, and the host's
+    agreements.
 
     Messages between pipeline stages too. Seen by torch's dispatcher, so that it does not matter
     under which name or in which form a collective was called.
@@ -59,7 +60,8 @@ def reductions(calls: Counter[Call]) -> Counter[tuple[int, ...]]:
 
 
 def compared(options: dict[str, Any]) -> list[Any]:
-    """On a rank, for each way to cut the step: what differs, and the host's agreements."""
+    """Runs on a rank; returns for each way to cut the step what differs, and the host's
+    agreements."""
     from split_bench import DEADLINE_S, TokenLoss, build, data, forward, one_shot, split_step
 
     from megatron_idempotent import TrainStep

@@ -1,4 +1,4 @@
-"""Which ranks wait for each other inside of a model, by its config."""
+"""Finds which ranks wait for each other inside of a model, by its config."""
 
 from __future__ import annotations
 

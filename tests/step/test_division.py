@@ -1,4 +1,4 @@
-"""What gradients are divided by: losses of tokens and of sequences, and the auxiliary ones.
+"""Divisors of gradients: losses of tokens and of sequences, and the auxiliary ones.
 
 Two ranks, and microbatches, rows and positions by powers of two, so that every division is exact
 and equal means equal to the bit.
@@ -57,7 +57,7 @@ def _plain_gradient(options: dict[str, Any]) -> Any:
 
 
 def compared(what: str, options: dict[str, Any]) -> bool:
-    """On a rank: whether two ways to the same gradient give the same bits."""
+    """Runs on a rank: whether two ways to the same gradient give the same bits."""
     import torch
 
     if what == "plain":

@@ -99,7 +99,7 @@ def _examples(file: str, *, package: Path = PACKAGE) -> list[Any]:
 
 
 def _run(file: str, **given: Any) -> dict[str, Any]:
-    """Run the examples of a file; what they leave behind."""
+    """Run the examples of a file; returns their variables."""
     names = {**names_of(file), **given}
     for example in _examples(file):
         example.namespace = names
@@ -108,7 +108,7 @@ def _run(file: str, **given: Any) -> dict[str, Any]:
 
 
 def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
-    """What is given to the examples that need no ranks, by file."""
+    """Names given to the examples that need no ranks, by file."""
     import megatron.core
     import torch
 
@@ -169,7 +169,7 @@ def _patches() -> Any:
 
 
 def run_here(tmp_path: Path) -> set[str]:
-    """On a rank, where patches and globals that an example leaves end with it."""
+    """Runs on a rank, where patches and globals that an example sets end with it."""
     given = here(tmp_path)
     for file, names in given.items():
         _run(file, **names)
@@ -177,11 +177,11 @@ def run_here(tmp_path: Path) -> set[str]:
 
 
 class BadSample(Exception):
-    """What a loss raises."""
+    """A loss raises this."""
 
 
 def run_on_ranks() -> set[str]:
-    """On ranks: with a tiny model of Megatron's, and one on FSDP2."""
+    """Runs on ranks, with a tiny model of Megatron's, and one on FSDP2."""
     import fsdp_bench
     import torch
     from megatron.core import parallel_state
@@ -321,7 +321,7 @@ WRONG = {
 
 
 def bind_wrong(folder: Path) -> list[str]:
-    """What is told of wrong examples in a file of the folder."""
+    """Returns what is told of wrong examples in a file of the folder."""
     told, file = [], "cpu/pool.py"
     (folder / file).parent.mkdir()
     for example in WRONG:
@@ -334,8 +334,8 @@ def bind_wrong(folder: Path) -> list[str]:
 
 
 def bind_the_rest(folder: Path) -> tuple[dict[str, int], list[str]]:
-    """On a rank: how many calls in each file that is not run fit what they call, -1 for a file that
-    imports what is not installed; and what is told of wrong ones."""
+    """Runs on a rank: how many calls in each file that is not run fit what they call, -1 for a file
+    that     imports what is not installed; and what is told of wrong ones."""
     found = {}
     for file in BOUND:
         try:

@@ -9,11 +9,11 @@ import pytest
 
 
 class Broken(Exception):
-    """What the failing rank raises."""
+    """The failing rank raises this."""
 
 
 def in_the_loss(options: dict[str, Any], last: bool) -> list[str]:
-    """On a rank: the loss raises on the last rank; what each call of the step came to."""
+    """Runs on a rank: the loss raises on the last rank; what each call of the step came to."""
     import torch
     from split_bench import ROWS, TokenLoss, build, data, forward, parameters, raised_by, split_step
 
@@ -75,7 +75,8 @@ def test_where_others_wait_all_raise_at_the_same_batch(megatron_ranks, options, 
 
 
 def in_a_layer(options: dict[str, Any]) -> str:
-    """On a rank: a layer raises on rank 1, where the other waits for it; what that comes to."""
+    """Runs on a rank: a layer raises on rank 1, where the other waits for it; what that comes
+    to."""
     import torch
     from split_bench import ROWS, TokenLoss, build, data, forward, raised_by
 
@@ -100,7 +101,7 @@ def test_a_layer_that_raises_where_others_wait_inside_poisons_the_session(megatr
 
 
 def a_bad_batch() -> None:
-    """On a rank: a batch that one stage cannot take, one that differs, and then a good one.
+    """Runs on a rank: a batch that one stage cannot take, one that differs, and then a good one.
 
     Only the second replica has them; the first goes on without a word.
     """
@@ -134,7 +135,7 @@ def test_a_batch_that_one_stage_cannot_take_is_taken_by_none(megatron_ranks):
 
 
 def in_the_update(undo: bool) -> list[str]:
-    """On a rank: the inner optimizer raises behind its update, on all ranks."""
+    """Runs on a rank: the inner optimizer raises after its update, on all ranks."""
     import torch
     from split_bench import ROWS, TokenLoss, build, data, forward, parameters, raised_by, split_step
 
@@ -178,7 +179,8 @@ def test_without_a_copy_a_checkpoint_is_asked_for(megatron_ranks):
 
 
 def absent() -> float:
-    """On a rank: the other one never comes to the end of the step; seconds until that is told."""
+    """Runs on a rank: the other one never comes to the end of the step; seconds until that is
+    told."""
     import torch
     from split_bench import ROWS, TokenLoss, build, data, forward, raised_by
 

@@ -132,7 +132,7 @@ def _gradients(model: Any) -> list[Any]:
 
 
 def compared(options: dict[str, Any], adapted: dict[str, Any]) -> dict[str, list[bool]]:
-    """On a rank: two steps in pieces, and behind aborted ones, against two one-shot ones."""
+    """Runs on a rank: two steps in pieces, and after aborted ones, against two one-shot ones."""
     import torch
     from split_bench import data, one_shot, raised_by, split_step
 
@@ -180,7 +180,7 @@ def test_pieces_and_aborted_steps_are_the_step_at_once(megatron_ranks, layout):
 
 
 def told(options: dict[str, Any], adapted: dict[str, Any]) -> Any:
-    """On a rank: what the result of a step says, and the same for ranks without data."""
+    """Runs on a rank: what the result of a step says, and the same for ranks without data."""
     from dataclasses import asdict
 
     from split_bench import ROWS, TokenLoss, data
@@ -217,7 +217,7 @@ BOTH, ONE, OTHER = ("first", "second"), ("first",), ("second",)
 
 
 def in_turn(overlap: bool, turns: list[tuple[str, ...]]) -> list[bytes]:
-    """On a rank: parameters after steps that train some of the adapters each."""
+    """Runs on a rank: parameters after steps that train some of the adapters each."""
     from lora import Lora, use
     from split_bench import DEADLINE_S, TokenLoss, build, data, forward, parameters, split_step
 
@@ -250,7 +250,7 @@ def test_adapters_may_take_turns_where_reductions_are_held_back(megatron_ranks):
 
 
 def head_gradients(instead: bool, options: dict[str, Any]) -> list[Any]:
-    """On a rank: gradients by log-probs of a frozen head, from hidden states or logits."""
+    """Runs on a rank: gradients by log-probs of a frozen head, from hidden states or logits."""
     from lora import Lora
 
     import megatron_idempotent
@@ -297,8 +297,8 @@ def test_logprobs_of_a_frozen_head_train_the_adapters(megatron_ranks, options):
 
 
 def stepped_on(options: dict[str, Any], adapted: dict[str, Any], clip: float) -> Any:
-    """On a rank: the norm that a step tells; and of the gradients that this rank has stepped on,
-    as Adam's first moments tell, the sum of squares and the number.
+    """Runs on a rank: the norm that a step tells; and of the gradients that this rank has stepped
+    on,     as Adam's first moments tell, the sum of squares and the number.
     """
     from lora import Lora
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
@@ -346,7 +346,8 @@ def test_the_norm_is_that_of_what_is_trained_and_clips_it(megatron_ranks, layout
 
 
 def exchanged(dtype: str) -> list[bool]:
-    """On a rank: whether adapters that were put into the same memory are those of what follows.
+    """Runs on a rank: whether adapters that were put into the same memory are those of what
+    follows.
 
     That is, of a forward, and of a step whose rate is 0.
     """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def between_parameters() -> None:
-    """On a rank: one parameter of a group changes its state, and the next one raises instead."""
+    """Runs on a rank: one parameter of a group changes its state, and the next one raises
+    instead."""
     from fsdp_bench import Tripped, build, same, state, step_of
     from split_bench import TokenLoss, data, raised_by, split_step
     from torch import distributed
@@ -42,7 +43,7 @@ def test_parameters_of_a_group_that_differ_are_put_back(megatron_ranks):
 
 
 def before_the_norm() -> tuple[str, bool]:
-    """On a rank: one rank raises where the other sums norms, in the group of an equal mesh."""
+    """Runs on a rank: one rank raises where the other sums norms, in the group of an equal mesh."""
     import time
 
     import torch

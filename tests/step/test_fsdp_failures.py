@@ -19,8 +19,8 @@ def _last_index(values, value):
 
 
 def steps_with_failures(layout, last, every=True):
-    """On a rank: as many steps as a step has places, or some; all ranks leave each step at one of
-    the places, abort it and run it again.
+    """Runs on a rank: as many steps as a step has places, or some; all ranks leave each step at one
+    of     the places, abort it and run it again.
 
     Returns the names of all places, and those after which something was different from a run
     without failures.
@@ -77,7 +77,7 @@ def test_all_ranks_leave_at_places_of_each_kind(megatron_ranks):
 
 
 def with_our_reset(*args, **kwargs):
-    """On a rank: the same as before torch 2.13, which brings a reset of its own."""
+    """Runs on a rank: the same as before torch 2.13, which brings a reset of its own."""
     from torch.distributed.fsdp import FSDPModule
 
     if hasattr(FSDPModule, "reset_iter_state"):
@@ -113,7 +113,7 @@ def check_places(answers):
 
 
 def on_one_rank(where, last):
-    """On a rank: rank 0 fails outside of the model, in the second of three microbatches."""
+    """Runs on a rank: rank 0 fails outside of the model, in the second of three microbatches."""
     import gc
     import weakref
 
@@ -180,7 +180,7 @@ def test_one_rank_fails_outside_of_the_model(megatron_ranks, where, last):
 
 
 def inside_the_model_of_one_rank(interrupt):
-    """On a rank: rank 0 leaves a layer, and the other waits for it in a collective."""
+    """Runs on a rank: rank 0 leaves a layer, and the other waits for it in a collective."""
     import time
 
     import torch
@@ -213,7 +213,7 @@ def test_one_rank_fails_inside_of_the_model(megatron_ranks, interrupt):
 
 
 def in_the_update(undo, ranks):
-    """On a rank: some ranks fail after the optimizer's update; what becomes of it."""
+    """Runs on a rank: some ranks fail after the optimizer's update; what becomes of it."""
     import torch
     from fsdp_bench import Trip, Tripped, build, same, state, step_of
     from split_bench import TokenLoss, data, split_step

@@ -1,4 +1,4 @@
-"""What `FSDPTrainStep` relies on in torch's FSDP2 is looked for by name, and refused without."""
+"""Internals of torch's FSDP2 that `FSDPTrainStep` relies on: found by name, or refused."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 
 
 def both(kind, tied):
-    """On a rank: two steps of each engine on one GPT; names of what differs."""
+    """Runs on a rank: two steps of each engine on one GPT; names of what differs."""
     import split_bench
     import torch
     from fsdp_bench import DEADLINE_S

@@ -10,7 +10,7 @@ import pytest
 
 
 def reading(last):
-    """On a rank: log-probs, export and a failed evaluation after every piece."""
+    """Runs on a rank: log-probs, export and a failed evaluation after every piece."""
     import torch
     from fsdp_bench import Trip, Tripped, build, parameters, same, state, step_of
     from split_bench import TokenLoss, data, split_step
@@ -74,7 +74,8 @@ def test_reading_disturbs_nothing(megatron_ranks, last):
 
 
 def evaluated_outside():
-    """On a rank: a program evaluates without reading() before the update, and is not one behind."""
+    """Runs on a rank: a program evaluates without reading() before the update; its parameters are
+    up to date."""
     import torch
     from fsdp_bench import build, same, state, step_of
     from split_bench import TokenLoss, data, split_step
@@ -107,7 +108,7 @@ def test_an_evaluation_before_the_update_leaves_no_old_parameters(megatron_ranks
 
 
 def accumulated():
-    """On a rank: gradients are dropped, as a reset of FSDP2 may one day do, and put back."""
+    """Runs on a rank: gradients are dropped, as a reset of FSDP2 may one day do, and put back."""
     import torch
     from fsdp_bench import build
 
@@ -132,7 +133,7 @@ def test_accumulated_gradients_are_put_back(megatron_ranks):
 
 
 def forwards_that_are_refused():
-    """On a rank: a forward for training, and another step, while one is open."""
+    """Runs on a rank: a forward for training, and another step, while one is open."""
     import torch
     from fsdp_bench import build, same, state, step_of
     from split_bench import ROWS, TokenLoss, data, split_step
@@ -162,7 +163,8 @@ def test_an_open_step_refuses_other_training(megatron_ranks):
 
 
 def bad_arguments():
-    """On a rank: what the constructor says no to, and weights that were swapped under a step."""
+    """Runs on a rank: what the constructor says no to, and weights that were swapped under a
+    step."""
     import torch
     from fsdp_bench import Model, build, step_of
     from split_bench import ROWS, TokenLoss, data

@@ -18,7 +18,8 @@ RANKS = {
 
 
 def compared(layout, kind, sizes):
-    """On a rank: by number of pieces and `last`, two steps in pieces against two one-shot ones.
+    """Runs on a rank: by number of pieces and `last`, two steps in pieces against two one-shot
+    ones.
 
     Equal bits, of gradients and of all that the next step depends on; norms, metrics, and counts
     of collectives, of both.

@@ -10,7 +10,7 @@ class _Failed(Exception):
 
 
 def scaled(layout):
-    """On a rank: three steps with a scaler, with an overflow and two failures between."""
+    """Runs on a rank: three steps with a scaler, with an overflow and two failures between."""
     import torch
     from fsdp_bench import CLIP, Trip, build, replica_of, step_of
     from fsdp_bench import parameters as whole
@@ -72,7 +72,7 @@ def test_a_scaled_step_is_the_step_and_an_overflow_is_none(megatron_ranks, layou
 
 
 def scaler_that_is_off():
-    """On a rank: a scaler that is not enabled changes nothing, and can be aborted with."""
+    """Runs on a rank: a scaler that is not enabled changes nothing, and can be aborted with."""
     import torch
     from fsdp_bench import build, same, state, step_of
     from split_bench import TokenLoss, data, split_step

@@ -1,4 +1,4 @@
-"""What a split step on FSDP2 makes of uneven data, and of what a program has set or left."""
+"""A split step on FSDP2 with uneven data, and with state that a program has set or left."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 
 
 def uneven(last):
-    """On a rank: rank 1 gets less than rank 0, or nothing; as if it had masked rows instead."""
+    """Runs on a rank: rank 1 gets less than rank 0, or nothing; as if it had masked rows
+    instead."""
     import torch
     from fsdp_bench import build, same, state, step_of
     from split_bench import ROWS, TokenLoss, cut, data
@@ -52,7 +53,7 @@ def test_ranks_with_less_data_send_zeros(megatron_ranks, last):
 
 
 def early_finish():
-    """On a rank: rank 1 is done two batches before rank 0."""
+    """Runs on a rank: rank 1 is done two batches before rank 0."""
     import torch
     from fsdp_bench import build, parameters, step_of
     from split_bench import ROWS, TokenLoss, cut, data
@@ -75,7 +76,7 @@ def test_a_rank_that_finishes_early_goes_on_with_the_others(megatron_ranks):
 
 
 def nothing_valid():
-    """On a rank: a step of masked rows only, and one without any."""
+    """Runs on a rank: a step of masked rows only, and one without any."""
     import torch
     from fsdp_bench import build, same, state, step_of
     from split_bench import ROWS, TokenLoss, data, split_step
@@ -100,7 +101,8 @@ def test_a_step_without_valid_rows_is_skipped(megatron_ranks):
 
 
 def settings_of_the_program():
-    """On a rank: what the program had set on the model is so again after a step, and an abort."""
+    """Runs on a rank: what the program had set on the model is so again after a step, and an
+    abort."""
     import torch
     from fsdp_bench import build, step_of
     from split_bench import ROWS, TokenLoss, data, split_step
@@ -137,7 +139,7 @@ def test_settings_of_the_program_are_put_back(megatron_ranks):
 
 
 def leftovers(layout):
-    """On a rank: a step after a loop that was left in the middle of an accumulation."""
+    """Runs on a rank: a step after a loop that was left in the middle of an accumulation."""
     import torch
     from fsdp_bench import Trip, Tripped, build, same, state, step_of
     from split_bench import TokenLoss, data, split_step
@@ -168,7 +170,7 @@ def test_begin_drops_what_a_loop_has_left(megatron_ranks, layout):
 
 
 def different_batches():
-    """On a rank: the two ranks of replica 0 are given different numbers of rows."""
+    """Runs on a rank: the two ranks of replica 0 are given different numbers of rows."""
     import torch
     from fsdp_bench import build, step_of
     from split_bench import ROWS, TokenLoss, data

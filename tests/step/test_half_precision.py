@@ -34,7 +34,7 @@ def _split_norm(batch: Any, pieces: list[int], last: bool, **options: Any) -> An
 
 
 def fixed_scale() -> None:
-    """On a rank: the norm of steps in pieces against that of a plain step with a mean loss."""
+    """Runs on a rank: the norm of steps in pieces against that of a plain step with a mean loss."""
     from split_bench import TokenLoss, build, data, one_shot
 
     for scale, pieces, last in ((4096.0, [16], False), (2.0**14, [4, 12], True)):
@@ -51,7 +51,8 @@ def test_sums_do_not_overflow_where_means_do_not(megatron_ranks):
 
 
 def lengths_differ(layout: dict[str, Any]) -> None:
-    """On a rank: replicas with rows of 32 and of 8 tokens, and one without any, against float32."""
+    """Runs on a rank: replicas with rows of 32 and of 8 tokens, and one without any, against
+    float32."""
     from split_bench import ROWS, build, data
 
     _, _, replica = build(**layout)
@@ -81,7 +82,8 @@ def test_ranks_agree_on_what_they_divide_by(megatron_ranks, layout):
 
 
 def weighs_by_itself() -> None:
-    """On a rank: a config's own scale of the MoE losses, under losses divided by 2^6 and by 2^9."""
+    """Runs on a rank: a config's own scale of the MoE losses, under losses divided by 2^6 and by
+    2^9."""
     from split_bench import TokenLoss, build, data, forward, split_step
 
     from megatron_idempotent import TrainStep
@@ -103,7 +105,7 @@ def test_auxiliary_losses_with_a_scale_of_their_own_are_divided_too(megatron_ran
 
 
 def reasons() -> dict[str, str]:
-    """On a rank: what steps are told that overflow under each kind of loss scale."""
+    """Runs on a rank: what steps are told that overflow under each kind of loss scale."""
     from megatron.core.optimizer import OptimizerConfig
     from split_bench import data
 

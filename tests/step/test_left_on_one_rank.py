@@ -11,11 +11,11 @@ from engines import ENGINES
 
 
 class Broken(Exception):
-    """What the interrupted rank raises."""
+    """The interrupted rank raises this."""
 
 
 def _on_the_way(step: Any) -> None:
-    """Behind the agreement on the last batch, and before it is run."""
+    """Interrupts after the agreement on the last batch, and before it is run."""
 
     def run(*_: Any) -> None:
         raise Broken
@@ -53,7 +53,7 @@ def _starting(model: Any, when: str, name: str) -> None:
 def left(
     places: list[str], last: bool = True, go_on: bool = True
 ) -> tuple[list[tuple[str, bool]], list[bool]]:
-    """On a rank: one rank leaves a step at each place; what this one is told, and whether the
+    """Runs on a rank: one rank leaves a step at each place; what this one is told, and whether the
     session has ended.
 
     To go on, the step is made again, in new process groups if the session has ended: then also
@@ -134,7 +134,7 @@ def test_the_session_goes_on_where_nothing_was_started(megatron_ranks):
 
 
 def _raise_behind(owner: Any, name: str, said: str) -> None:
-    """Have a function of ours raise once, behind what it does, where ranks said that."""
+    """Have a function of ours raise once, after what it does, where ranks said that."""
     stock = getattr(owner, name)
 
     def raising(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ def _raise_behind(owner: Any, name: str, said: str) -> None:
 
 
 def behind_the_vote(engine: str) -> None:
-    """On a rank: all ranks have said that they have updated, and one is interrupted then."""
+    """Runs on a rank: all ranks have said that they have updated, and one is interrupted then."""
     import torch
     from engines import bench_on
     from split_bench import ROWS, TokenLoss, data, raised_by, split_step
@@ -181,7 +181,7 @@ def test_what_all_ranks_have_done_is_not_dropped_by_one(megatron_ranks, engine):
 
 
 def in_doubt() -> list[str]:
-    """On a rank: one is interrupted as it hears that all have updated, and goes back alone."""
+    """Runs on a rank: one is interrupted as it hears that all have updated, and goes back alone."""
     import torch
     from split_bench import ROWS, TokenLoss, build, data, forward, raised_by, split_step
 

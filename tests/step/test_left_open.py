@@ -18,7 +18,7 @@ def _fork_ends(found: set[Any]) -> Any:
 
 
 def fork_of_random_states(interrupted: str, held_by: str) -> None:
-    """On a rank: the attention's dropout is interrupted as its fork of random states ends."""
+    """Runs on a rank: the attention's dropout is interrupted as its fork of random states ends."""
     import gc
 
     import call_sites
@@ -30,7 +30,7 @@ def fork_of_random_states(interrupted: str, held_by: str) -> None:
     for number in range(3):
         clean.whole(number)
     expected = clean.digest()
-    steps = Steps("megatron", False, **options)  # seeds anew
+    steps = Steps("megatron", False, **options)  # seeds again
     steps.whole(0)
     steps.whole(1)
 
@@ -67,7 +67,8 @@ def test_random_states(megatron_ranks, interrupted, held_by):
 
 
 def fork_in_a_window() -> None:
-    """On a rank: `abort_window` handles the interrupt, and its traceback is freed early or late."""
+    """Runs on a rank: `abort_window` handles the interrupt, and its traceback is freed early or
+    late."""
     import gc
 
     import call_sites
@@ -113,7 +114,7 @@ def test_random_states_of_a_window(megatron_ranks):
 
 
 def fork_in_a_fork() -> None:
-    """On a rank: which random states are in use after an inner fork was never left."""
+    """Runs on a rank: which random states are in use after an inner fork was never left."""
     from megatron.core import tensor_parallel
     from split_bench import ROWS, TokenLoss, build, data
 

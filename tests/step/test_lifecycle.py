@@ -17,7 +17,7 @@ def _raised(error, call, *args, **kwargs):
 
 
 def calls_out_of_order(engine: str) -> None:
-    """On a rank: every call that has no open step, or has one already."""
+    """Runs on a rank: every call that has no open step, or has one already."""
     from engines import bench_on
     from split_bench import ROWS, TokenLoss, data
 
@@ -54,7 +54,8 @@ def test_calls_out_of_order_are_errors_that_name_the_open_step(megatron_ranks, e
 
 
 def calls_sent_again(engine: str) -> None:
-    """On a rank: the same ids again, and the numbers of a run in which nothing was repeated."""
+    """Runs on a rank: the same ids again, and the numbers of a run in which nothing was
+    repeated."""
     import torch
     from engines import bench_on
     from split_bench import ROWS, TokenLoss, cut, data
@@ -99,7 +100,7 @@ def test_what_is_sent_again_changes_nothing(megatron_ranks, engine):
 
 
 def _refused(model) -> list[str]:
-    """What a step is told that asks for what it cannot do."""
+    """Returns what a step is told that asks for what it cannot do."""
     from megatron_idempotent import TrainStep
 
     told = []
@@ -116,7 +117,7 @@ def _refused(model) -> list[str]:
 
 
 def bad_arguments() -> list[str]:
-    """On a rank: what each is told; the step goes on as if they had not been."""
+    """Runs on a rank: what each is told; the step goes on as if they had not been."""
     import torch
     from split_bench import ROWS, TokenLoss, build, cut, data, forward, split_step
 
@@ -187,7 +188,8 @@ def test_bad_arguments_are_named_and_harm_nothing(megatron_ranks):
 
 
 def without_what_it_needs() -> None:
-    """On a rank: no patches, no finalize function, no optimizer, a schedule called directly."""
+    """Runs on a rank: no patches, no finalize function, no optimizer, a schedule called
+    directly."""
     import torch
     from split_bench import ROWS, TokenLoss, build, cut, data, forward, one_shot
 

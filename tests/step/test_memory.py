@@ -17,7 +17,7 @@ HELD = 30_000 + 3 * 2 * 4096
 
 
 def compared(options: dict[str, Any]) -> dict[str, Any]:
-    """On a rank: what each way to cut a step allocates beyond the one-shot step."""
+    """Runs on a rank: what each way to cut a step allocates beyond the one-shot step."""
     from split_bench import DEADLINE_S, TokenLoss, build, data, forward, one_shot, split_step
 
     from megatron_idempotent import TrainStep

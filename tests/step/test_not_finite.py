@@ -37,7 +37,7 @@ def _loss(what: str, bad: bool) -> Any:
 
 
 def _reads(run: Any) -> tuple[Any, int]:
-    """What `run` returns, and how often it waits for a value from the device."""
+    """Returns what `run` returns, and how often it waits for a value from the device."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counting(TorchDispatchMode):
@@ -52,7 +52,7 @@ def _reads(run: Any) -> tuple[Any, int]:
 
 
 def not_finite(engine: str, options: dict[str, Any], what: str, last: bool) -> None:
-    """On a rank: refused, and the step taken back; skipped; updated with, for who wants it."""
+    """Runs on a rank: refused, and the step taken back; skipped; updated with, for who wants it."""
     import torch
     from engines import bench_on
     from split_bench import TokenLoss, data, raised_by, split_step

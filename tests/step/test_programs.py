@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 def ran(engine: str, options: dict[str, Any], program: list[Any]) -> None:
-    """On a rank: see `programs.run`."""
+    """Runs on a rank: see `programs.run`."""
     import programs
 
     programs.run(engine, options, program)

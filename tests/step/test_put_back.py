@@ -1,4 +1,4 @@
-"""What `begin` sets up and `abort` puts back, besides gradients and parameters."""
+"""State that `begin` sets up and `abort` puts back, besides gradients and parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _begun(options: dict[str, Any], **more: Any):
 
 
 def loss_scale() -> None:
-    """On a rank: an overflow has lowered the scale when the scheduler raises."""
+    """Runs on a rank: an overflow has lowered the scale when the scheduler raises."""
     import torch
     from split_bench import TokenLoss, raised_by, split_step
 
@@ -64,7 +64,7 @@ def test_the_loss_scale_of_an_aborted_step_never_was(megatron_ranks):
 
 
 def rates() -> None:
-    """On a rank: the scheduler raises behind its step, and behind the update."""
+    """Runs on a rank: the scheduler raises after its step, and after the update."""
     import torch
     from split_bench import TokenLoss, parameters, raised_by, split_step
 
@@ -97,7 +97,7 @@ def test_the_rates_of_an_aborted_step_never_were(megatron_ranks):
 
 
 def modes_and_logs() -> None:
-    """On a rank: eval mode, MoE logs and router counts are those from before the step."""
+    """Runs on a rank: eval mode, MoE logs and router counts are those from before the step."""
     import torch
 
     from megatron_idempotent.step.megatron_run import _logged
@@ -145,7 +145,8 @@ def test_modes_logs_and_counts_are_put_back(megatron_ranks):
 
 
 def inference_leftovers() -> None:
-    """On a rank: a key-value cache that generation left in a module is gone when a step begins."""
+    """Runs on a rank: a key-value cache that generation left in a module is gone when a step
+    begins."""
     model, _, step, begin, _ = _begun({})
     layer = model.chunks[0].module.decoder.layers[0]
     layer.inference_params = object()
@@ -163,7 +164,8 @@ def test_inference_caches_are_dropped(megatron_ranks):
 
 
 def unwired() -> None:
-    """On a rank: without `grad_scale_func` or `no_sync_func` the gradient norms are the same."""
+    """Runs on a rank: without `grad_scale_func` or `no_sync_func` the gradient norms are the
+    same."""
     from split_bench import TokenLoss, data, split_step
 
     options = {"dtype": "bf16", "loss_scale": 256.0}
@@ -187,7 +189,7 @@ def test_a_step_scales_and_holds_back_where_nobody_wired_it(megatron_ranks):
 
 
 def checked_gradients(overlap: bool) -> str:
-    """On a rank: a NaN on one rank, with Megatron's check for it; what this rank is told."""
+    """Runs on a rank: a NaN on one rank, with Megatron's check for it; what this rank is told."""
     import torch
     from split_bench import TokenLoss, raised_by, split_step
 

@@ -1,4 +1,4 @@
-"""What a step reports: each metric over its own normalizer, whatever the pieces."""
+"""Reports of a step: each metric over its own normalizer, whatever the pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _step(**options):
 
 
 def reported(options: dict[str, Any]) -> None:
-    """On a rank: metrics against float64 sums over all ranks' rows, taken from the masks."""
+    """Runs on a rank: metrics against float64 sums over all ranks' rows, taken from the masks."""
     import torch
     from split_bench import ROWS, TokenLoss, data, split_step
 
@@ -59,7 +59,7 @@ def reported(options: dict[str, Any]) -> None:
     everywhere: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everywhere, first)
     assert all(other == first for other in everywhere)
-    # One row per microbatch, whoever joins what ranks report; each says whose it is.
+    # One row per microbatch, whichever rank joins what ranks report; each says whose it is.
     assert tuple(row for other in everywhere for row in other.own_rows) == rows
     assert [row["replica"] for row in rows] == [each for each in range(number) for _ in range(4)]
     assert len({row["rank"] for row in rows}) == number
@@ -75,7 +75,7 @@ def test_metrics_are_those_of_the_whole_step_on_all_ranks(megatron_ranks, option
 
 
 def rates() -> None:
-    """On a rank: what a step used of the schedule, and that the schedule moved after it."""
+    """Runs on a rank: what a step used of the schedule, and that the schedule moved after it."""
     from split_bench import ROWS, TokenLoss, data, split_step
 
     model, scheduler, replica, step = _step()
@@ -95,7 +95,8 @@ def test_rates_are_those_of_the_step_and_not_of_the_next_one(megatron_ranks):
 
 
 def nothing_valid() -> None:
-    """On a rank: a step of masked rows, one of no rows, and none at all, and then a good one."""
+    """Runs on a rank: a step of masked rows, one of no rows, and none at all, and then a good
+    one."""
     import torch
     from split_bench import ROWS, TokenLoss, data, parameters, split_step
 
@@ -127,7 +128,8 @@ def test_a_step_with_nothing_valid_is_skipped_and_harms_none(megatron_ranks):
 
 
 def overflowed() -> None:
-    """On a rank: an infinite loss on one rank under dynamic scaling, between two good steps."""
+    """Runs on a rank: an infinite loss on one rank under dynamic scaling, between two good
+    steps."""
     import torch
     from split_bench import ROWS, TokenLoss, data, parameters, split_step
 

@@ -14,7 +14,8 @@ Sizes = tuple[tuple[list[int], bool], ...]
 
 
 def compared(sizes: Sizes, options: dict[str, Any]) -> dict[str, list[bool]]:
-    """On a rank: two steps in pieces against two one-shot ones; equal gradients, norms, weights."""
+    """Runs on a rank: two steps in pieces against two one-shot ones; equal gradients, norms,
+    weights."""
     import torch
     from split_bench import (
         DEADLINE_S,

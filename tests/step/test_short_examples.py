@@ -17,7 +17,8 @@ def examples() -> list[Short]:
 
 
 def told(of: Iterable[Short]) -> list[tuple[str, Checked | str | None]]:
-    """What was held of each, or what is wrong with it; None where its module cannot be imported."""
+    """Returns what was held of each, or what is wrong with it; None where its module is not
+    importable."""
     found: list[tuple[str, Checked | str | None]] = []
     for example in of:
         try:
@@ -32,7 +33,7 @@ def told(of: Iterable[Short]) -> list[tuple[str, Checked | str | None]]:
 
 
 def check_all(folder: Path) -> list[tuple[str, Checked | str | None]]:
-    """On a rank, in a folder for what an example writes."""
+    """Runs on a rank, in a folder for what an example writes."""
     os.chdir(folder)
     return told(examples())
 
@@ -63,7 +64,7 @@ WRONG = {
 
 
 def check_wrong() -> list[tuple[str, Checked | str | None]]:
-    """On a rank: what is told of examples that are wrong."""
+    """Runs on a rank: what is told of examples that are wrong."""
     wrong = [Short("sync/records.py", 18, code, None, "SyncSettings") for code in WRONG]
     # Engines have a method of that name too, which takes that much.
     of_its_class = Short(

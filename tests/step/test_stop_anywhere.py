@@ -36,7 +36,7 @@ PARTS = 12
 
 
 def stopped(*args: Any) -> Any:
-    """On a rank: see `stopping.stopped`."""
+    """Runs on a rank: see `stopping.stopped`."""
     import stopping
 
     return stopping.stopped(*args)

@@ -1,10 +1,10 @@
-"""What ranks tell each other over the host."""
+"""Messages that ranks exchange over the host."""
 
 from __future__ import annotations
 
 
 def told(lengths: list[int]) -> list[tuple[str, int]]:
-    """On a rank: what is heard of ranks that each bring so many rows of metrics."""
+    """Runs on a rank: what is heard of ranks that each bring so many rows of metrics."""
     import torch.distributed as dist
 
     from megatron_idempotent.step.messages import RankStatus, all_gather_status

@@ -1,4 +1,4 @@
-"""An engine in memory that can be made to fail at every call, before, in the middle and behind it.
+"""An engine in memory that fails on request at every call: before it, within it and after it.
 
 It keeps the rules of the protocol and nothing else: weights are written tensor by tensor, so that a
 commit that ends half-way leaves a mixture, and serving one is noticed.
@@ -109,7 +109,7 @@ class MemoryEngine:
         self._before: tuple[int | None, dict[str, torch.Tensor]] | None = None
 
     async def _call(self, method: str, when: str) -> None:
-        """What goes wrong at this point of a call, if anything."""
+        """Returns the fault at this point of a call, if there is one."""
         if self.dead:
             raise EngineDead(f"engine {self.name} does not answer")
         due = self.faults.get(method, [])

@@ -147,7 +147,7 @@ def test_a_controller_that_is_told_to_stop_is_continued_bit_for_bit(
     whole, megatron_rank_pool, tmp_path, monkeypatch, capsys
 ):
     def here(job, prompts):
-        """As the command runs it, on ranks that need not import everything again."""
+        """Runs as the command does, on ranks that need not import everything again."""
         (job.out / PLAN).write_text(f"finish 2 terminate-{os.getpid()}")
         return run_controller(job, prompts, pool=megatron_rank_pool)
 

@@ -37,7 +37,7 @@ def job_for(out, *overrides):
 
 
 def run_and_note_chunks(job):
-    """On a rank: a whole run; the rows of each chunk, in order."""
+    """Runs on a rank: a whole run; the rows of each chunk, in order."""
     from megatron_idempotent import TrainStep
     from megatron_idempotent.trainer.launch import run_rank
 
@@ -75,8 +75,8 @@ def test_a_run_does_not_depend_on_the_number_of_chunks(megatron_ranks, tmp_path)
 
 
 def train_with_failures(job, failing):
-    """On a rank: batches in which rank 1 meets an impossible token in `failing` chunks, then one
-    without; what was raised, and metrics and weights of the good one."""
+    """Runs on a rank: batches in which rank 1 meets an impossible token in `failing` chunks, then
+    one     without; what was raised, and metrics and weights of the good one."""
     import torch
     import torch.distributed as dist
 

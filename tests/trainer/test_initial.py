@@ -40,7 +40,7 @@ def test_the_random_checkpoint_is_what_the_settings_and_the_seed_say(tmp_path):
     assert (config.num_attention_heads, config.num_key_value_heads) == (6, 3)
     assert (config.vocab_size, config.max_position_embeddings) == (16, 21)
     assert config.rope_parameters["rope_theta"] == 77
-    # Behind the first, a frequency of 77^(-2/8), the head being 8 wide.
+    # After the first, a frequency of 77^(-2/8), the head being 8 wide.
     assert float(one.model.rotary_emb.inv_freq[1]) == pytest.approx(77**-0.25)
     weights = dict(one.named_parameters())
     assert all(torch.equal(weights[name], value) for name, value in again.named_parameters())

@@ -28,8 +28,8 @@ needs_megatron_training = pytest.mark.skipif(
 
 
 def train_once(job, behaviour):
-    """On a rank: metrics and weights behind one batch, whose old log-probs are `behaviour`, or,
-    without one, those of the weights that training starts from."""
+    """Runs on a rank: metrics and weights after one batch, whose old log-probs are `behaviour`,
+    or,     without one, those of the weights that training starts from."""
     import torch
     import torch.distributed as dist
 

@@ -55,7 +55,7 @@ def digest(job, rollouts):
 
 
 def compare_sampling_with_training(job):
-    """On a rank: one update, then the engine's log-probs against the training forward's."""
+    """Runs on a rank: one update, then the engine's log-probs against the training forward's."""
     import torch
 
     import megatron_idempotent
@@ -131,7 +131,7 @@ def test_the_engine_gives_the_log_probabilities_of_the_training_forward(megatron
     ranks = megatron_ranks(2, compare_sampling_with_training, job, timeout_s=TIMEOUT_S)
     for seen in ranks:
         # Both paths compute the same float32 sums in another order. A logit is a sum of 32 products
-        # behind two layers of such sums: some 200 roundings of 2^-24 relative to the largest logit,
+        # after two layers of such sums: some 200 roundings of 2^-24 relative to the largest logit,
         # divided by the temperature, twice (the logit, and the logarithm of the sum over V).
         bound = 2 * 200 * 2.0**-24 * max(seen["largest logit"], 1.0) / 0.7
         assert seen["largest gap"] < bound
@@ -182,7 +182,7 @@ def test_the_command_writes_logs_curves_and_a_table_and_resumes_by_name(
         assert (out / name).stat().st_size > 0
     assert list((out / "tensorboard").glob("events.*"))
 
-    # Resumed with nothing but its name: prompts and settings are those that it left behind.
+    # Resumed with nothing but its name: prompts and settings are those that it left.
     checkpoint = ["--set", "run.checkpoint_every=1"]
     assert main([*checkpoint, "--resume", "--out", str(out), "--rollouts", "2", "--quiet"]) == 0
     assert [row["step"] for row in read_metrics(out / METRICS_FILE)] == [0, 1, 2]
@@ -208,7 +208,7 @@ def damaged(file):
 
 
 def run_and_note_versions(job):
-    """On a rank: a whole run; each update, and behind it the versions of what is sampled."""
+    """Runs on a rank: a whole run; each update, and after it the versions of what is sampled."""
     from megatron_idempotent.trainer.engines import Engines
 
     noted, publish, generate = [], Engines.publish, Engines.generate
@@ -248,7 +248,8 @@ def whole(run):
 
 @pytest.fixture(scope="module")
 def resumed(run):
-    """The same run in two parts: the metrics behind the first, and what `run` gives of both."""
+    """Does the same run in two parts; returns the metrics after the first, and what `run` gives of
+    both."""
     half, noted = run("half", "run.rollouts=2")
     return len(reproducible(half)), noted, *run("half", "run.rollouts=3", resume=True)
 

@@ -1,4 +1,4 @@
-"""From text to ids: one token per word of the data, or what a checkpoint brings."""
+"""Tokenizers: one token per word of the data, or what a checkpoint brings."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a checkpoint has, by its headers."""
+"""Contents of a checkpoint, by its headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a process group is met, and what it leaves alone."""
+"""Addresses at which a process group is met, and state that it leaves alone."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_a_finished_folder_is_a_complete_checkpoint(
     assert index["metadata"]["total_size"] == sum(bucket.nbytes for bucket in buckets)
     for bucket in buckets:
         for name, tensor in bucket.tensors.items():
-            kept = load_file(folder / index["weight_map"][name])  # behind close()
+            kept = load_file(folder / index["weight_map"][name])  # after close()
             assert torch.equal(kept[name], tensor)
 
 

@@ -1,4 +1,4 @@
-"""What only a process group can do: wait for, and lose, the other end."""
+"""Abilities of a process group alone: wait for, and lose, the other end."""
 
 from __future__ import annotations
 

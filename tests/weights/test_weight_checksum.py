@@ -1,4 +1,4 @@
-"""What the checksum tells apart, and what it does not depend on."""
+"""Differences that the checksum tells apart, and those that it ignores."""
 
 from __future__ import annotations
 

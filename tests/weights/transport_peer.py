@@ -31,7 +31,8 @@ _SENDERS = {
 
 
 def described(bucket: Bucket) -> dict[str, Any]:
-    """What a test compares: every tensor's type, shape, bytes, and whether it owns its memory."""
+    """Returns what a test compares: every tensor's type, shape, bytes, and whether it owns its
+    memory."""
     return {
         "index": bucket.index,
         "checksums": dict(bucket.checksums),
@@ -95,7 +96,7 @@ class Peer:
 
 def fork(orders: socket.socket) -> None:
     """Fork a process for each order, and tell its id; return in those, and once the orders end."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whoever ends is no zombie
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a process that ends is no zombie
     while True:
         order, streams, _, _ = socket.recv_fds(orders, 1, 3)
         if not order:

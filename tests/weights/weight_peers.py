@@ -26,7 +26,7 @@ _DEADLINE_S = 120.0
 
 
 class PeerError(Exception):
-    """What a call raised in the other process: its type's name, and its message."""
+    """Describes what a call raised in the other process: its type's name, and its message."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")

@@ -1,4 +1,4 @@
-"""What every kind of `RankGroup` must do. Subclass `RankContract` and give it a `make_ranks`.
+"""The contract of every kind of `RankGroup`. Subclass `RankContract` and give it a `make_ranks`.
 
     @pytest.fixture(scope="module")
     def make_ranks():

@@ -16,7 +16,7 @@ FAILING_FACTORY = "contract_worker:fail_on_rank_1"
 
 
 def make(argument: Any) -> Worker:
-    """What `WorkerSpec(factory=FACTORY, argument=…)` asks for."""
+    """A worker as `WorkerSpec(factory=FACTORY, argument=…)` asks for."""
     return Worker(argument)
 
 
@@ -55,7 +55,7 @@ class Worker:
         return list(self.seen)
 
     def echo(self, *values: Any) -> tuple[Any, ...]:
-        """What it got."""
+        """Returns what it got."""
         return values
 
     def add_up(self, value: float) -> float:
@@ -107,11 +107,11 @@ class Worker:
         raise SystemExit(3)
 
     def a_lambda(self) -> Any:
-        """What cannot be pickled."""
+        """Cannot be pickled."""
         return lambda: None
 
     def unreadable(self) -> Any:
-        """What cannot be unpickled."""
+        """Cannot be unpickled."""
         return Unreadable()
 
     def seeded(self, seed: int, elements: int) -> torch.Tensor:

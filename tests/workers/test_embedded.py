@@ -22,12 +22,12 @@ from megatron_idempotent.workers import EmbeddedRanks, RanksLost, embedded
 
 @pytest.fixture(scope="class")
 def make_ranks(megatron_rank_pool) -> MakeRanks:
-    """On the launcher that all tests share."""
+    """Runs on the launcher that all tests share."""
     return lambda spec, size: EmbeddedRanks(spec, size, pool=megatron_rank_pool)
 
 
 class TestEmbedded(RankContract):
-    """Two ranks, forked anew behind each loss."""
+    """Two ranks, forked again after each loss."""
 
 
 class TestEmbeddedFactory(FactoryContract):

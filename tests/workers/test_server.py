@@ -1,4 +1,4 @@
-"""Who is let in, and what a connection survives. Both ends are real sockets; no ranks."""
+"""Admission of connections, and faults that they survive. Both ends are real sockets; no ranks."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="class")
 def started() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Those of a class, which are ended behind it."""
+    """Starts the ranks of a class, and ends them after it."""
     processes: list[subprocess.Popen[bytes]] = []
     yield processes
     for process in processes:
@@ -137,7 +137,7 @@ def test_a_run_outlives_controllers_and_ranks_and_ends_as_the_last_controller(
         "sum [3.0, 3.0]",
         "sum [5.0, 5.0]",
     ]
-    assert "(exitcode: 3)" in log  # behind the goodbye: the ranks ended as their controller
+    assert "(exitcode: 3)" in log  # after the goodbye: the ranks ended as their controller
     assert not (tmp_path / "controller.json").exists()
     left = json.loads((tmp_path / "controller-exit.json").read_text())
     assert left["code"] == (0 if restarts == 3 else 3)
@@ -169,7 +169,8 @@ def test_a_controller_with_nothing_left_to_do_ends_the_ranks_well(rank_0) -> Non
 
 
 def run_without_work(directory: str) -> int:
-    """On a rank, as torchrun starts it: the exit code where the controller ends at once."""
+    """Runs on a rank, as torchrun starts it; returns the exit code where the controller ends at
+    once."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

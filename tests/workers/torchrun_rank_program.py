@@ -1,4 +1,5 @@
-"""What torchrun runs in the tests: `… SPEC_FACTORY ARGUMENT_JSON DIRECTORY [COMMAND…]`."""
+"""A program that torchrun runs in the tests: `… SPEC_FACTORY ARGUMENT_JSON DIRECTORY
+[COMMAND…]`."""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ class CallResult:
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBucket:
     """A bucket as arrays of bytes, which Ray passes on without a copy of its own; pickled tensors
-    are copied three times. Example: `unpack(pack(bucket))`."""
+    are copied three times. Example: `unpack(pack(bucket))`.
+    """
 
     index: int
     tensors: tuple[tuple[TensorInfo, Any], ...]

@@ -243,7 +243,7 @@ class SglangEngine:
             # Comes back once all have ended; it stops the HTTP side only, hence the second one.
             await self._api.done("POST", "/pause_generation", {"mode": "abort"})
         await self._api.done("POST", "/pause_generation", {"mode": "retract"})
-        # That one comes back before the scheduler has read it; this is answered behind it.
+        # That one comes back before the scheduler has read it; this is answered after it.
         await self._api.done("GET", "/server_info")
         self._paused = True
 

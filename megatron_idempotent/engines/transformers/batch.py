@@ -307,7 +307,7 @@ class DecodeBatch:
         which = torch.tensor(sequence_of_row, device=device)
         computed: list[tuple[Any, Any]] = []
         if longest:
-            # Padded on the right, where causal attention needs no mask: what is behind a
+            # Padded on the right, where causal attention needs no mask: what is after a
             # sequence's length is never read.
             tokens_UP = torch.tensor(
                 [[*sequence, *([0] * (longest - len(sequence)))] for sequence in sequences],

@@ -154,7 +154,7 @@ class Scheduler:
         finally:
             self._waiting.pop(slot.order, None)
             if slot.answer.cancelled() and self._task is None:
-                self._sweep()  # else the task does it behind its forward
+                self._sweep()  # else the task does it after its forward
 
     async def pause(self, mode: PauseMode) -> None:
         """Shut the gate; on return no token is drawn. Cancelled, it still shuts.
@@ -277,7 +277,7 @@ class Scheduler:
                 slot.fail(
                     EngineError(
                         f"{self._name}: the logits of request {slot.request.id!r} are not finite "
-                        f"behind {len(slot.tokens)} tokens, with weights of version {self.version}"
+                        f"after {len(slot.tokens)} tokens, with weights of version {self.version}"
                     )
                 )
             else:

@@ -306,7 +306,7 @@ class WeightVersions:
             except Exception as error:
                 raise EngineError(
                     f"{self._name} could not take back update {update_id}: "
-                    f"{type(error).__name__}: {error}; it stays DIRTY: stage all weights anew"
+                    f"{type(error).__name__}: {error}; it stays DIRTY: stage all weights again"
                 ) from error
             self._put_back(self._torn)
         if self._staged is not None and self._staged[0].id == update_id:

@@ -118,7 +118,7 @@ class IncomingUpdate:
         except queue.Empty:
             self._fail(
                 UpdateDamaged(
-                    f"update {self.update.id}: no bucket in {self._silence_s:g} s behind "
+                    f"update {self.update.id}: no bucket in {self._silence_s:g} s after "
                     f"{self.received}; is the trainer still there? Send the update again"
                 )
             )

@@ -60,14 +60,14 @@ LOUD = bool(os.environ.get("FUZZ_LOUD"))
 
 
 class Seen(NamedTuple):
-    """What one run showed."""
+    """Results of one run."""
 
     statuses: dict[str, str]
     """Status and reason of the patches around the function; empty in a stock run."""
     events: list[list[Event]]
-    """Of each program."""
+    """Events of each program."""
     died: str = ""
-    """How a process ended, if not well."""
+    """Tells how a process ended, if not well."""
 
 
 class Result(NamedTuple):
@@ -78,7 +78,7 @@ class Result(NamedTuple):
     refused: dict[str, str]
     """Why, for the patches that were not applied."""
     harm: str
-    """How stock and patched differ where stock works; empty where they don't."""
+    """Returns how stock and patched differ where stock works; empty where they don't."""
     worked: int
     """Calls that work on stock, where any patch was applied."""
 
@@ -142,7 +142,7 @@ def _child(pipe: Pipe, work: Callable[[], None]) -> int:
 
 
 def _limited(work: Callable[[], None]) -> None:
-    """In a process group of its own, which ends with it."""
+    """Runs in a process group of its own, which ends with it."""
     os.setpgrp()
     if LOUD:
         faulthandler.dump_traceback_later(CPU_S)
@@ -200,7 +200,7 @@ def put(function: str, source: str, folder: Path) -> None:
     text, start, stop = _extent(function)
     lines = text.splitlines(keepends=True)
     path = folder / Path(str(module.__file__)).name
-    # What stands behind it stays where it is.
+    # What stands after it stays where it is.
     source += "\n" * (stop - start - source.count("\n"))
     _move_down(module, start, source.count("\n") - (stop - start))
     path.write_text("".join([*lines[:start], source, *lines[stop:]]))

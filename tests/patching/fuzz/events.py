@@ -24,9 +24,9 @@ class Event(NamedTuple):
     raised: str
     """Type and message; empty where it returned or left the process by `sys.exit`."""
     seen: dict[str, Any]
-    """What it returned, and what it changed."""
+    """Returned value of the call, and what it changed."""
     before: dict[str, Any]
-    """What a patch may put back, as it was before the call."""
+    """State that a patch may put back, as it was before the call."""
     after: dict[str, Any]
 
 
@@ -60,7 +60,8 @@ def call(name: str, function: Callable[[], Any], state: State, undone: State = n
 
 
 def compare(stock: Sequence[Event], patched: Sequence[Event], died: str) -> tuple[str, int]:
-    """How they differ in a call that works on stock, and how many calls of the program that are.
+    """Returns how they differ in a call that works on stock, and the program's number of such
+    calls.
 
     Args:
         died: how a patched process ended, if not well.
@@ -122,20 +123,21 @@ def digest(tensor: Any) -> str:
 
 
 class Pipe:
-    """From a child that may die at any time to its parent, who takes what came last."""
+    """Carries events from a child that may die at any time to its parent, which takes the last
+    ones."""
 
     def __init__(self) -> None:
         self.receive, self.send = os.pipe()
 
     def say(self, what: Any) -> None:
-        """In the child."""
+        """Send from the child."""
         payload = pickle.dumps(what)
         message = len(payload).to_bytes(8, "little") + payload
         while message:
             message = message[os.write(self.send, message) :]
 
     def last(self, otherwise: Any) -> Any:
-        """In the parent, once the child has ended or closed its end."""
+        """Read in the parent, once the child has ended or closed its end."""
         os.close(self.send)
         with os.fdopen(self.receive, "rb") as file:
             stream = io.BytesIO(file.read())
