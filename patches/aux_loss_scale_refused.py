@@ -73,9 +73,6 @@ PATCH = Patch(
         Target(
             address=f"{_MODULE}:MoEAuxLossAutoScaler.set_loss_scale",
             wrapper=set_loss_scale,
-            reviewed={
-                "722aec10fd74": "0.12.0 to 0.19.2",
-            },
         ),
     ),
     upstream=(

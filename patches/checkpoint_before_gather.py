@@ -120,19 +120,7 @@ PATCH = Patch(
         Target(
             address="megatron.core.dist_checkpointing.serialization:save",
             wrapper=save,
-            reviewed={
-                "b6ded1e26371": "0.12.0 to 0.12.3",
-                "c981c1a3738e": "0.13.0 to 0.16.1",
-                "fe589f4dd691": "0.17.0",
-                "3928b337ed74": "0.17.1 to 0.18.2",
-                "97d6004455f6": "0.19.0 to 0.19.2",
-                "e6f39f14a7f9": "dev, August 2026",
-            },
             relies_on=("sharded_state_dict",),
-            parts={
-                "0d18bac1ee4c": "0.12.0 to 0.16.1",
-                "b8576600a680": "0.17.0 to 0.19.2",
-            },
         ),
         gather.step_target(step),
         gather.gather_target(),

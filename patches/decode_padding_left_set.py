@@ -111,7 +111,6 @@ PATCH = Patch(
         Target(
             address="megatron.core.inference.utils:set_decode_expert_padding",
             wrapper=set_padding,
-            reviewed={"7220677263ce": "0.15.0 to 0.19.2"},
         ),
         *schedules.targets(schedule),
     ),

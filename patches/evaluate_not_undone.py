@@ -80,13 +80,6 @@ PATCH = Patch(
             "model_module.train()",
             "config.timers = None",
             function="evaluate",
-            parts={
-                "dfe2bf52ee41": "0.12.0 to 0.13.1",
-                "3066d11ed931": "0.14.0 to 0.16.1",
-                "0355b231e161": "0.17.0 to 0.19.2",
-                "e1a49514e082": "main, August 2026",
-                "fbcf983b7089": "dev, August 2026",
-            },
         ),
     ),
     upstream=training.UPSTREAM,

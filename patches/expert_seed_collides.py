@@ -56,7 +56,6 @@ PATCH = Patch(
         Target(
             address=f"{_MODULE}:CudaRNGStatesTracker.add",
             wrapper=add,
-            reviewed={"f19c50212cad": "0.12.0 to 0.19.2"},
         ),
     ),
     upstream=(

@@ -87,11 +87,6 @@ PATCH = Patch(
         training.target(
             train,
             "config.finalize_model_grads_func = finalize_model_grads",
-            parts={
-                "9912bafde830": "0.12.0 to 0.18.2",
-                "20070e0b730d": "0.19.0 to 0.19.2",
-                "e4298c5a5095": "slime's image and miles' fork, August 2026",
-            },
         ),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/training/training.py",

@@ -81,12 +81,10 @@ PATCH = Patch(
         Target(
             address=f"{_DDP}.disable_forward_pre_hook",
             wrapper=disable,
-            reviewed={"448baf244730": "0.11.0 to 0.18.2", "a0017a4969dd": "0.19.0 to 0.19.2"},
         ),
         Target(
             address=f"{_DDP}.enable_forward_pre_hook",
             wrapper=enable,
-            reviewed={"fea102deaf61": "0.9.0 to 0.19.2"},
         ),
     ),
     upstream="https://github.com/THUDM/slime/pull/1857",

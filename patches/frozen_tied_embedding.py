@@ -99,7 +99,6 @@ PATCH = Patch(
         Target(
             address="megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
             wrapper=add_up,
-            reviewed={"8146cbc0b4d4": "0.12.0 to 0.12.3"},
         ),
     ),
     # 0.13 asks whether there is a gradient; from 0.14 on a function of its own does.

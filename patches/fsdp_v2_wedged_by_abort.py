@@ -92,7 +92,6 @@ PATCH = Patch(
         Target(
             address=f"{_MODULE}:FsdpModule.pre_forward",
             wrapper=pre_forward,
-            reviewed={"f62d2edc5f7a": "main, August 2026"},
         ),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/6359",

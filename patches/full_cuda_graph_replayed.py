@@ -221,13 +221,6 @@ PATCH = Patch(
         Target(
             address="megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__",
             wrapper=replay,
-            reviewed={
-                "72fd39273bb0": "0.14.0 to 0.15.3",
-                "3c812b84e86e": "0.16.0 to 0.17.1",
-                "0795b9816db7": "0.18.0 to 0.18.2",
-                "3985440fb533": "0.19.0 to 0.19.2",
-                "f8affaed4acd": "dev, August 2026",
-            },
         ),
     ),
     default=False,

@@ -60,10 +60,6 @@ PATCH = Patch(
         training.target(
             train,
             "gc.disable()",
-            parts={
-                "08a0ca5eb3b3": "0.12.0 to 0.17.1",
-                "424674aab99a": "0.18.0 to 0.19.2",
-            },
         ),
     ),
     fixed_when=lambda bodies: any(body.contains("gc.enable()") for body in bodies.values()),

@@ -134,7 +134,6 @@ PATCH = Patch(
         Target(
             address=f"{optimizers.MODULE}:MegatronOptimizer.scale_loss",
             wrapper=scale_loss,
-            reviewed={"e81a3bf003ba": "0.12.0 to 0.19.2"},
         ),
         *optimizers.step_targets(step),
     ),

@@ -74,19 +74,7 @@ PATCH = Patch(
         Target(
             address=f"{_MODULE}:model_parallel_cuda_manual_seed",
             wrapper=seed,
-            reviewed={
-                "b7c06ebf7e2d": "0.12.0 to 0.12.3",
-                "94c91c478955": "0.13.0 to 0.13.1",
-                "b16672bfa8f0": "0.14.0 to 0.18.2",
-                "91eac8238d16": "0.19.0 to 0.19.2",
-            },
             relies_on=("_CUDA_RNG_STATE_TRACKER.reset()", "initialize_rng_tracker"),
-            parts={
-                "3f1666cfb54a": "0.12.0 to 0.13.1",
-                "872ff707980e": "0.14.0 to 0.18.2",
-                "d4ee0597091a": "0.19.0 to 0.19.2",
-                "f62bff49c879": "main, August 2026",
-            },
         ),
     ),
     upstream=(

@@ -84,16 +84,10 @@ PATCH = Patch(
         Target(
             address=f"{_FUNCTION}.forward",
             wrapper=clear_on_error,
-            reviewed={"378ca806ee23": "0.12.0 to 0.15.3", "29ab16d8ede9": "0.16.0 to 0.19.2"},
         ),
         Target(
             address=f"{_FUNCTION}.backward",
             wrapper=clear_on_error,
-            reviewed={
-                "b0f7ffbdecdd": "0.12.0 to 0.15.3",
-                "5f705f18f07b": "0.16.0 to 0.19.2",
-                "972fb5507478": "main, August 2026",
-            },
         ),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/random.py",

@@ -214,16 +214,6 @@ PATCH = Patch(
             address="megatron.core.models.gpt.gpt_model:GPTModel.forward",
             wrapper=forward,
             # Read with what they call: `_postprocess` from 0.13 on, and the MTP block.
-            reviewed={
-                "30e226094fa1": "0.12.0 to 0.12.3",
-                "ea09fe9b03e3": "0.13.0 to 0.14.0",
-                "115f1fe01b29": "0.15.0 to 0.15.3",
-                "feff6abb0bea": "0.16.0 to 0.16.1",
-                "96d818591b9c": "dev, December 2025",
-                "50f008705494": "0.17.0 to 0.17.1",
-                "023d9db89203": "miles' fork, August 2026",
-                "46005bc84d11": "slime's patch, August 2026",
-            },
         ),
     ),
     fixed_when=lambda bodies: any(b.contains("output_processor") for b in bodies.values()),

@@ -71,7 +71,6 @@ PATCH = Patch(
         Target(
             address=f"{_nemo_rl.POLICY}.use_reference_model",
             wrapper=use_reference_model,
-            reviewed={"f290f28a7256": "main, August 2026"},
             relies_on=("self._apply_state_dict_to_model", "self.reference_state_dict", "yield"),
         ),
     ),

@@ -58,7 +58,6 @@ PATCH = Patch(
         Target(
             address=f"{_nemo_rl.POLICY}._iter_params_with_optional_kv_scales",
             wrapper=export,
-            reviewed={"de459b344504": "main, August 2026"},
             relies_on=("self.megatron_bridge.export_hf_weights", "[self.model]"),
         ),
     ),

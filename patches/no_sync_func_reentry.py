@@ -84,11 +84,6 @@ PATCH = Patch(
             train,
             "config.no_sync_func is None",
             "config.no_sync_func = [model_chunk.no_sync for model_chunk in model]",
-            parts={
-                "7de7e7bd9151": "0.12.0 to 0.13.1",
-                "455a43b67efe": "0.14.0 to 0.19.2",
-                "168df37610c1": "main, August 2026",
-            },
         ),
     ),
     fixed_when=lambda bodies: not any(b.contains("config.no_sync_func") for b in bodies.values()),

@@ -201,29 +201,21 @@ PATCH = Patch(
             address="megatron.core.distributed.distributed_data_parallel:"
             "DistributedDataParallel.offload_grad_buffers",
             wrapper=offload,
-            reviewed={"72b609a42926": "0.16.0 to 0.19.2"},
         ),
         Target(
             address="megatron.core.distributed.param_and_grad_buffer:"
             "_ParamAndGradBuffer.offload_to_cpu",
             wrapper=offload_buffer,
-            reviewed={"b6cd38da33a5": "0.16.0 to 0.19.2"},
         ),
         buffer_reset_target(reset),
         optimizers.step_target("ChainedOptimizer", step),
         Target(
             address=f"{optimizers.MODULE}:MixedPrecisionOptimizer.step_with_ready_grads",
             wrapper=step,
-            reviewed={
-                "252b2ecc67d9": "0.16.0 to 0.18.2",
-                "4c9ed53e229d": "0.19.0 to 0.19.2",
-                "2c7e68be9eb8": "dev, August 2026",
-            },
         ),
         Target(
             address=f"{optimizers.MODULE}:FP32Optimizer.step_with_ready_grads",
             wrapper=step,
-            reviewed={"9c2e497380ae": "0.16.0 to 0.19.2", "ce86b2c5a4af": "dev, August 2026"},
         ),
     ),
     upstream=UPSTREAM,

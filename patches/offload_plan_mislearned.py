@@ -176,16 +176,10 @@ PATCH = Patch(
         Target(
             address=f"{_MODULE}:PipelineOffloadManager.init_model_chunk_offload_handler",
             wrapper=begin_forward,
-            reviewed={
-                "120d311a23a2": "0.16.0 to 0.17.1",
-                "56568c0ed22a": "0.18.0 to 0.18.2",
-                "682b9a45262d": "0.19.0 to 0.19.2",
-            },
         ),
         Target(
             address=f"{_MODULE}:PipelineOffloadManager.pop_forward_chunk",
             wrapper=next_chunk,
-            reviewed={"15ded160d099": "0.16.0 to 0.19.2"},
         ),
         *schedules.targets(schedule),
     ),

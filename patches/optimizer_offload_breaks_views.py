@@ -85,7 +85,6 @@ PATCH = Patch(
         Target(
             address="megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu",
             wrapper=offload,
-            reviewed={"a01f4c7f312d": "0.16.0 to 0.19.2"},
         ),
     ),
     default=False,

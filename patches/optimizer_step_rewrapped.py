@@ -69,10 +69,6 @@ PATCH = Patch(
         training.target(
             train,
             "del optimizer.step",
-            parts={
-                "4e13268f6551": "0.17.0 to 0.17.1",
-                "89c6dbf11e96": "0.18.0 to 0.19.2",
-            },
         ),
     ),
     upstream=training.UPSTREAM,

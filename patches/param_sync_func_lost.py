@@ -72,7 +72,6 @@ PATCH = Patch(
             "config.param_sync_func = None",
             "config.param_sync_func = param_sync_func",
             "config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]",
-            parts={"e52e06bf3a8f": "0.12.0 to 0.19.2"},
         ),
     ),
     fixed_when=lambda bodies: (

@@ -103,7 +103,6 @@ PATCH = Patch(
             address="megatron.core.distributed.distributed_data_parallel:"
             "DistributedDataParallel.disable_forward_pre_hook",
             wrapper=disable,
-            reviewed={"448baf244730": "0.12.0 to 0.18.2", "a0017a4969dd": "0.19.0 to 0.19.2"},
         ),
         forward_target(forward),
         gather.step_target(gather.updating),

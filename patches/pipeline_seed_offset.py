@@ -167,24 +167,12 @@ PATCH = Patch(
         Target(
             address="megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed",
             wrapper=seed_all_stages,
-            reviewed={
-                "b7c06ebf7e2d": "0.12.0 to 0.12.3",
-                "94c91c478955": "0.13.0 to 0.13.1",
-                "b16672bfa8f0": "0.14.0 to 0.18.2",
-                "91eac8238d16": "0.19.0 to 0.19.2",
-            },
             relies_on=(
                 "offset = seed + 2718",
                 "data_parallel_seed = seed",
                 "_CUDA_RNG_STATE_TRACKER.reset()",
                 "initialize_rng_tracker",
             ),
-            parts={
-                "066c86a30b5d": "0.12.0 to 0.13.1",
-                "a7ea75bf0442": "0.14.0 to 0.18.2",
-                "f6b8cb004afc": "0.19.0 to 0.19.2",
-                "7e43cc9062b2": "main, August 2026",
-            },
         ),
     ),
     fixed_when=lambda bodies: any(

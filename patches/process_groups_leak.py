@@ -88,18 +88,6 @@ PATCH = Patch(
         Target(
             address=_ADDRESS,
             wrapper=destroy,
-            reviewed={
-                "0b312b4fc791": "0.12.0 to 0.12.3",
-                "e9bfb03d765a": "0.13.0 to 0.13.1",
-                "79c807485aa7": "0.14.0",
-                "6f2b69b543da": "0.15.0 to 0.15.3",
-                "b37e48adfe1f": "0.16.0 to 0.16.1",
-                "953f7dac8315": "0.17.0 to 0.17.1",
-                "2362c9e29979": "0.18.0 to 0.18.2",
-                "670fe30b8899": "0.19.0 to 0.19.2",
-                "b9594e55d9c1": "dev, July 2026",
-                "90700f9eaba9": "dev, August 2026",
-            },
         ),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/parallel_state.py",

@@ -148,10 +148,6 @@ PATCH = Patch(
         Target(
             address="megatron.core.tensor_parallel.random:checkpoint",
             wrapper=checkpoint,
-            reviewed={
-                "84033cb79253": "0.12.0 to 0.17.1",
-                "90ab5587c58b": "0.18.0 to 0.19.2",
-            },
         ),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/random.py",

@@ -106,11 +106,6 @@ PATCH = Patch(
         Target(
             address=f"{schedules.MODULE}:forward_step",
             wrapper=forward,
-            reviewed={
-                "6f4a9e3cb4c6": "0.12.0 to 0.12.3",
-                "fcfee3b5cd82": "0.13.0 to 0.13.1",
-                "8f9a80932287": "0.14.0 to 0.19.2",
-            },
         ),
     ),
     upstream=schedules.UPSTREAM,

@@ -114,20 +114,10 @@ PATCH = Patch(
         Target(
             address=f"{_MACHINE}.should_run_forward_backward",
             wrapper=should_run_forward_backward,
-            reviewed={
-                "d04e9eda9bf5": "0.12.0 to 0.15.3",
-                "58a3d62572fb": "0.16.0 to 0.19.2",
-            },
         ),
         Target(
             address=f"{_MACHINE}.state_dict",
             wrapper=state_dict,
-            reviewed={
-                "88cee098ab05": "0.12.0 to 0.13.1",
-                "b4257e65ee8c": "0.14.0 to 0.15.3",
-                "57990fceb3c1": "0.16.0 to 0.17.1",
-                "0d53f9e855d6": "0.18.0 to 0.19.2",
-            },
         ),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/rerun_state_machine.py",

@@ -65,18 +65,10 @@ PATCH = Patch(
         Target(
             address=f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.get_emb",
             wrapper=table,
-            reviewed={
-                "431348bf0720": "0.16.0 to 0.19.2",
-                "7ac8c88b4a63": "dev, December 2025",
-            },
         ),
         Target(
             address=f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.get_emb",
             wrapper=table,
-            reviewed={
-                "e51a59a2b97c": "0.16.0 to 0.19.2",
-                "72d9e472a7e8": "dev, December 2025",
-            },
         ),
     ),
     upstream=(

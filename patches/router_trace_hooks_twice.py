@@ -68,7 +68,6 @@ PATCH = Patch(
         Target(
             address="megatron.core.transformer.moe.router_trace:RouterTracer.register_hooks",
             wrapper=register,
-            reviewed={"43fb6e798f83": "0.19.0 to 0.19.2"},
         ),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/router_trace.py",

@@ -81,7 +81,6 @@ PATCH = Patch(
                 "megatron.core.transformer.moe.shared_experts:SharedExpertMLP.pre_forward_comm"
             ),
             wrapper=pre_forward_comm,
-            reviewed={"e7de38f4f7be": "0.12.0 to 0.17.1", "e2a4ddd911e2": "0.18.0 to 0.19.2"},
         ),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/shared_experts.py",

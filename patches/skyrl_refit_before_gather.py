@@ -56,7 +56,6 @@ PATCH = Patch(
         Target(
             address=f"{_skyrl.WORKERS}.megatron_worker:MegatronWeightExtractor.extract_weights",
             wrapper=extract_weights,
-            reviewed={"35e433c48991": "main, August 2026"},
             relies_on=("self.bridge.export_hf_weights", "self.actor_module"),
         ),
     ),

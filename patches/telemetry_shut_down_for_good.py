@@ -79,7 +79,6 @@ PATCH = Patch(
         Target(
             address=f"{MODULE}:_end_otel_job_spans",
             wrapper=end_job_spans,
-            reviewed={"063dab3eb452": "main, August 2026"},
         ),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/6438",

@@ -72,19 +72,11 @@ PATCH = Patch(
         training.target(
             train,
             f"timers('{_TIMER}', log_level=0).start(barrier=True)",
-            parts={
-                "e3d9cb789f57": "0.12.0 to 0.17.1",
-                "0ce68305337a": "0.18.0 to 0.19.2",
-            },
         ),
         training.target(
             train_step,
             "timers('optimizer', log_level=1)",
             function="train_step",
-            parts={
-                "d152354f0554": "0.12.0 to 0.19.2",
-                "c9cf177e4fa4": "main, August 2026",
-            },
         ),
     ),
     # The loop stops and restarts the timer around evaluation; only a stop after it is a repair.

@@ -137,16 +137,11 @@ PATCH = Patch(
             "iteration = args.iteration",
             "args.curr_iteration = iteration",
             "return iteration, num_floating_point_operations_so_far",
-            parts={
-                "003b8d43b4a6": "0.12.0 to 0.16.1",
-                "bd3c226fa8a2": "0.17.0 to 0.19.2",
-            },
         ),
         training.target(
             train_step,
             "skipped_iter = 0",
             function="train_step",
-            parts={"d3e75da00aa0": "0.12.0 to 0.19.2"},
         ),
     ),
     fixed_when=lambda bodies: any(

@@ -162,28 +162,14 @@ PATCH = Patch(
         Target(
             address=f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads",
             wrapper=prepare_grads,
-            reviewed={"02661fd7ab08": "0.12.0 to 0.19.2", "1e70f063fa5b": "dev, August 2026"},
         ),
         Target(
             address=f"{_OPTIMIZER}:MegatronOptimizer.clip_grad_norm",
             wrapper=clip_grad_norm,
-            reviewed={
-                "e66ebb81474f": "0.12.0 to 0.12.3",
-                "a2b51be3ffce": "0.13.0 to 0.17.1",
-                "2e479292e424": "0.18.0 to 0.18.2",
-                "48a93cf04f80": "0.19.0 to 0.19.2",
-            },
         ),
         Target(
             address=f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
             wrapper=step_with_ready_grads,
-            reviewed={
-                "e1a6609bdde7": "0.12.0 to 0.12.3",
-                "f395aee227a4": "0.13.0 to 0.13.1",
-                "252b2ecc67d9": "0.14.0 to 0.18.2",
-                "4c9ed53e229d": "0.19.0 to 0.19.2",
-                "2c7e68be9eb8": "dev, August 2026",
-            },
         ),
     ),
     upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py",

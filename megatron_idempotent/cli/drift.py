@@ -17,6 +17,7 @@ from typing import Literal
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import MEGATRON, in_range, judge, review
 from megatron_idempotent.patching.record import Patch, Target
+from megatron_idempotent.patching.settings import check_ids
 from megatron_idempotent.patching.source import Body, locate
 from megatron_idempotent.patching.statements import change
 from megatron_idempotent.patching.table import render
@@ -200,16 +201,37 @@ absent: not in this tree              -: the release is older than the hazard
 *: upstream has mended the hazard by then, so apply() refuses it whatever the body says"""
 
 
-def drift(paths: Sequence[str], *, as_json: bool, with_diff: bool) -> int:
+def drift(
+    paths: Sequence[str],
+    *,
+    as_json: bool,
+    with_diff: bool,
+    accepted: Sequence[str] | None = None,
+    label: str | None = None,
+) -> int:
     """Print a row per patch and a column per tree; 1 where a body drifted, else 0.
 
     Args:
         paths: wheels, folders of wheels and source trees; none for the installed Megatron.
+        as_json: print the rows as JSON, with diffs.
+        with_diff: show how drifted bodies differ.
+        accepted: write down that a person has read what is new in these patches, and print what
+            was written; None to compare only.
+        label: what the commit is called that was read; None for releases.
 
     Raises:
-        ValueError: a path that holds nothing that a patch is for, or none and no Megatron.
+        ValueError: a path that holds nothing that a patch is for, or none and no Megatron; and what
+            `accept` refuses.
+        UnknownPatchError: `accepted` names what no case file has.
     """
-    rows = compare(open_trees([Path(path) for path in paths] or [_installed()]))
+    trees = open_trees([Path(path) for path in paths] or [_installed()])
+    if accepted is not None:
+        from .accept import accept
+
+        told = accept(trees, check_ids(accepted, "--accept", patches()), label=label)
+        print("\n".join(told) or "nothing is new in these patches")
+        return 0
+    rows = compare(trees)
     drifted = [row for row in rows if row.standing == "drifted"]
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))

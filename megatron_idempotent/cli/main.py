@@ -94,8 +94,14 @@ def _run(argv: list[str]) -> int:
         if arguments.command == "drift":
             from .drift import drift
 
-            return drift(arguments.paths, as_json=arguments.json, with_diff=arguments.diff)
-
+            accepted = arguments.accept
+            return drift(
+                arguments.paths,
+                as_json=arguments.json,
+                with_diff=arguments.diff,
+                accepted=None if accepted is None else [as_id(each) for each in accepted],
+                label=arguments.label,
+            )
         return prove(
             [as_id(each) for each in arguments.ids] or None,
             as_json=arguments.json,
@@ -147,6 +153,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     drift.add_argument("--diff", action="store_true", help="show how drifted bodies differ")
     drift.add_argument("--json", action="store_true", help="print the rows as JSON, with diffs")
+    drift.add_argument(
+        "--accept",
+        nargs="*",
+        metavar="ID",
+        help="write down that a person has read what is new in these patches, in a checkout of "
+        "this project; without an ID, take the release into the labels of what it left unchanged",
+    )
+    drift.add_argument(
+        "--as", dest="label", metavar="LABEL", help="of --accept: what a commit is called"
+    )
 
     commands.add_parser("train", help="the reference RL trainer (see `train --help`)")
     commands.add_parser("ping", help="where an asynchronous run stands (see `ping --help`)")

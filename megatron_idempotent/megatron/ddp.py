@@ -26,56 +26,10 @@ UPSTREAM = f"{_SOURCE}/distributed_data_parallel.py"
 GROUP_UPSTREAM = f"{_SOURCE}/param_and_grad_buffer.py"
 
 
-# Body hash → releases, read by a person for every case file that uses the method.
-_REVIEWED = {
-    f"{_DDP}.zero_grad_buffer": {
-        "a666aac37d3c": "0.12.0 to 0.14.0",
-        "5348085597d7": "0.15.0 to 0.19.2",
-    },
-    f"{_DDP}.finish_grad_sync": {
-        "26146eb75257": "0.12.0 to 0.15.3",
-        "b07f0803428b": "0.16.0 to 0.19.2",
-    },
-    f"{_DDP}.no_sync": {"fdadfb70f932": "0.12.0 to 0.19.2"},
-    f"{_DDP}.start_grad_sync": {"f747be74da26": "0.12.0 to 0.19.2"},
-    f"{_GROUP}.reset": {
-        "76f39759ca41": "0.12.0 to 0.15.3",
-        "6f1f705b5010": "0.16.0 to 0.17.1",
-        "0766e41a2e4b": "0.18.0 to 0.19.2",
-    },
-    f"{_GROUP}.start_param_sync": {
-        "379c45877429": "0.12.0 to 0.13.1",
-        "65c8e6f0a8e9": "0.14.0 to 0.16.1",
-        "0e5de2e77998": "0.17.0 to 0.17.1",
-        "8ee3dc7a52ac": "0.18.0 to 0.18.2",
-        "72d1f77a07b6": "0.19.0 to 0.19.2",
-        "10cbef4e096a": "dev, August 2026",
-        "fba2a8ca7467": "main, April 2026",
-    },
-    f"{_GROUP}.start_grad_sync": {
-        "3d7ad4d330bb": "0.12.0 to 0.13.1",
-        "7a5f365cd18a": "0.14.0 to 0.15.3",
-        "a0a7f10665a6": "0.16.0 to 0.16.1",
-        "2b952730294d": "dev, December 2025",
-        "59a4f934d0de": "0.17.0 to 0.17.1",
-        "f2194610280b": "0.18.0 to 0.18.2",
-        "2afeb4906c63": "0.19.0 to 0.19.2",
-        "d94fb2df3991": "dev, August 2026",
-        "ba2aa95d8628": "main, July 2026",
-    },
-    f"{_GROUP}.finish_grad_sync": {
-        "78f3e5ea757c": "0.12.0 to 0.15.3",
-        "815288b6ec87": "0.16.0 to 0.16.1",
-        "af8733cc2ec7": "0.17.0 to 0.17.1",
-        "814eaa9d6db1": "0.18.0 to 0.19.2",
-    },
-}
-
-
 def ddp_target(method: str, wrapper: Callable[..., Any]) -> Target:
     """A method of `DistributedDataParallel`."""
     address = f"{_DDP}.{method}"
-    return Target(address=address, wrapper=wrapper, reviewed=_REVIEWED[address])
+    return Target(address=address, wrapper=wrapper)
 
 
 def forward_target(wrapper: Callable[..., Any]) -> Target:
@@ -83,14 +37,13 @@ def forward_target(wrapper: Callable[..., Any]) -> Target:
     return Target(
         address="megatron.core.distributed.data_parallel_base:_BaseDataParallel.forward",
         wrapper=wrapper,
-        reviewed={"b6c5ca5dd168": "0.12.0 to 0.19.2"},
     )
 
 
 def group_target(method: str, wrapper: Callable[..., Any]) -> Target:
     """A method of the bucket group, which holds what one collective reduces or gathers."""
     address = f"{_GROUP}.{method}"
-    return Target(address=address, wrapper=wrapper, reviewed=_REVIEWED[address])
+    return Target(address=address, wrapper=wrapper)
 
 
 def buffer_reset_target(wrapper: Callable[..., Any]) -> Target:
@@ -98,10 +51,6 @@ def buffer_reset_target(wrapper: Callable[..., Any]) -> Target:
     return Target(
         address="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.reset",
         wrapper=wrapper,
-        reviewed={
-            "34bd543142d1": "0.16.0 to 0.16.1",
-            "bb35cfe41b7d": "0.17.0 to 0.19.2",
-        },
     )
 
 
@@ -110,17 +59,6 @@ def finalize_target(wrapper: Callable[..., Any]) -> Target:
     return Target(
         address="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
         wrapper=wrapper,
-        reviewed={
-            "9981a336e264": "0.12.0 to 0.12.3",
-            "06cef69bcde5": "0.13.0 to 0.13.1",
-            "d757b1093f7b": "0.14.0",
-            "666715c91e86": "0.15.0 to 0.15.3",
-            "0f37fa247958": "0.16.0 to 0.17.1",
-            "57647ed5aefd": "0.18.0 to 0.18.2",
-            "fc3f2fe46639": "0.19.0 to 0.19.2",
-            "fed622e30b26": "main, August 2026",
-            "8f6314b8c7f0": "miles' fork, August 2026",
-        },
     )
 
 

@@ -19,19 +19,18 @@ UPSTREAM = (
 
 def zero_target(wrapper: Callable[..., Any]) -> Target:
     """The method that begins a step."""
-    return _target("zero_grad_buffer", wrapper, "350de9b58f70")
+    return _target("zero_grad_buffer", wrapper)
 
 
 def no_sync_target(wrapper: Callable[..., Any]) -> Target:
     """The context in which no backward reduces, but where gradients are sharded."""
-    return _target("no_sync", wrapper, "fb29a8f27b4b")
+    return _target("no_sync", wrapper)
 
 
-def _target(method: str, wrapper: Callable[..., Any], body: str) -> Target:
+def _target(method: str, wrapper: Callable[..., Any]) -> Target:
     return Target(
         address=f"{_MODULE}:MegatronFSDP.{method}",
         wrapper=wrapper,
-        reviewed={body: "0.14.0 to 0.19.2"},
     )
 
 

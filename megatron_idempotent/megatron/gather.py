@@ -33,13 +33,6 @@ def step_target(wrapper: Callable[..., Any]) -> Target:
     return Target(
         address=_STEP,
         wrapper=wrapper,
-        reviewed={
-            "b268595d385a": "0.12.0 to 0.13.1",
-            "1e900fca72c8": "0.14.0 to 0.17.1",
-            "80817c9c0ce2": "dev, February 2026",
-            "d2e6958051c3": "dev, July 2026",
-            "cbc8aa632e4d": "0.18.0 to 0.19.2",
-        },
     )
 
 
@@ -203,7 +196,6 @@ def layer_wise_step_target(wrapper: Callable[..., Any]) -> Target:
     return Target(
         address=f"{_OPTIMIZER}:ChainedOptimizer.step_with_ready_grads",
         wrapper=wrapper,
-        reviewed={"0a192e06e8f3": "0.17.0 to 0.17.1", "8255106bc090": "0.18.0 to 0.19.2"},
     )
 
 
@@ -212,13 +204,6 @@ def chunks_target() -> Target:
     return Target(
         address=f"{_LAYER_WISE}:LayerWiseDistributedOptimizer.set_bucket_layerwise_params_list",
         wrapper=remember_chunks,
-        reviewed={
-            "db6d20368be6": "0.17.0 to 0.17.1",
-            "86d5a2f4bf49": "main, April 2026",
-            "b40214db7eb1": "0.18.0 to 0.18.2",
-            "15796a7c7ddc": "0.19.0 to 0.19.2",
-            "10c0be459ae3": "main, July 2026, and dev, August 2026",
-        },
     )
 
 

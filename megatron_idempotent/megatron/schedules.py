@@ -23,58 +23,17 @@ UPSTREAM = (
     "schedules.py"
 )
 
-# Body hash → releases, read by a person for every case file that wraps the function at its entry
-# and exit. All three take keyword arguments only.
-_REVIEWED = {
-    "forward_backward_no_pipelining": {
-        "59d4677d2564": "0.12.0 to 0.12.3",
-        "97e76df08320": "0.13.0 to 0.13.1",
-        "304e44b5a6db": "0.14.0",
-        "4646d8d8b1d5": "0.15.0 to 0.15.3",
-        "3193b6797f6a": "0.16.0 to 0.16.1",
-        "63af6e40baba": "dev, December 2025",
-        "33a368e7fcb9": "0.17.0 to 0.17.1",
-        "73806e7d90c1": "0.18.0 to 0.18.2",
-        "e9dd386913fc": "0.19.0 to 0.19.2",
-        "49f4bdf661cc": "main, August 2026",
-        "e5a729969a7d": "dev, August 2026",
-    },
-    "forward_backward_pipelining_with_interleaving": {
-        "567d062c7124": "0.12.0 to 0.12.3",
-        "8da5ef4fc1c7": "0.13.0 to 0.13.1",
-        "ae6de63d9fe2": "0.14.0",
-        "02a17a90d7d7": "0.15.0 to 0.15.3",
-        "aa08a25ca39f": "0.16.0 to 0.16.1",
-        "18e9c500a3bd": "dev, December 2025",
-        "baa41967b1ae": "0.17.0 to 0.17.1",
-        "67b949acf7eb": "0.18.0 to 0.18.2",
-        "b66fcdb04fdb": "0.19.0 to 0.19.2",
-        "10092ac41d56": "main, August 2026",
-        "8f77b97ef758": "miles' fork, August 2026",
-        "36a1d9e3c568": "dev, August 2026",
-    },
-    "forward_backward_pipelining_without_interleaving": {
-        "5ac75944be80": "0.12.0 to 0.12.3",
-        "0d04afe48007": "0.13.0 to 0.13.1",
-        "a30efefdeb61": "0.14.0",
-        "e1e00fe6677c": "0.15.0 to 0.15.3",
-        "0284f5009a48": "0.16.0 to 0.16.1",
-        "ac54f47a43a7": "dev, December 2025",
-        "9fe519775707": "0.17.0 to 0.17.1",
-        "3b88e42dc5d4": "0.18.0 to 0.18.2",
-        "a6ed1053b864": "0.19.0 to 0.19.2",
-        "c6c498d1d00a": "main, August 2026",
-        "4b0842a5f14a": "dev, August 2026",
-    },
-}
+
+_ALL = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
 
 
 def targets(wrapper: Callable[..., Any], *names: str) -> tuple[Target, ...]:
     """The schedules called `names`, all three by default, under one wrapper."""
-    return tuple(
-        Target(address=f"{MODULE}:{name}", wrapper=wrapper, reviewed=_REVIEWED[name])
-        for name in names or _REVIEWED
-    )
+    return tuple(Target(address=f"{MODULE}:{name}", wrapper=wrapper) for name in names or _ALL)
 
 
 def chunks(model: Any) -> list[Any]:
@@ -109,10 +68,7 @@ def around(schedule: Callable[..., Any], model: Any) -> Callable[..., Any]:
 
 
 #: Those that defer.
-SCHEDULES = (
-    "forward_backward_pipelining_with_interleaving",
-    "forward_backward_pipelining_without_interleaving",
-)
+SCHEDULES = _ALL[1:]
 
 
 def drain_target(wrapper: Callable[..., Any]) -> Target:
@@ -120,7 +76,6 @@ def drain_target(wrapper: Callable[..., Any]) -> Target:
     return Target(
         address="megatron.core.utils:drain_embedding_wgrad_compute",
         wrapper=wrapper,
-        reviewed={"f9fd584dcfd3": "0.12.0 to 0.13.1", "af081b2e07d0": "0.14.0 to 0.19.2"},
     )
 
 

@@ -198,7 +198,7 @@ def review(target: Target, body: Body) -> tuple[bool, str]:
     if not target.relies_on:
         return False, (
             f"{target.qualname} has body {body.hash}, reviewed are "
-            f"{', '.join(target.reviewed)}: name the patch in only= to accept it"
+            f"{', '.join(target.reviewed) or 'none'}: name the patch in only= to accept it"
         )
     why = _drifted(target, body)
     if why is not None:

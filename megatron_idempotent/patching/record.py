@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .base import NOTHING, Record
 from .catalog import Place, specifier
 from .report import COVERED, PROBLEMS
+from .reviewed import bodies_of, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -146,15 +147,17 @@ class Target(Place):
     """Plain module-level function `wrapper(original, *args, **kwargs)`."""
 
     reviewed: Mapping[str, str] = NOTHING
-    """Body hash → the releases on which a person read that body. Any of them may be wrapped."""
+    """Body hash → the releases on which a person read that body; by default what `reviewed.txt`
+    says of the address. Any of them may be wrapped."""
 
     relies_on: tuple[str, ...] = ()
     """Source fragments that a body nobody reviewed must contain for the wrap to be right. What else
     it does with the same attributes, texts and names is its part: see `parts`."""
 
     parts: Mapping[str, str] = NOTHING
-    """Hash of a part (`patching.contract`) → the releases on which a person read it. Where this is
-    empty, as for frameworks that nobody reads release by release, the fragments alone decide."""
+    """Hash of a part (`patching.contract`) → the releases on which a person read it; by default
+    what `reviewed.txt` says of the patch. Where this is empty, as for frameworks that nobody reads
+    release by release, the fragments alone decide."""
 
     early_users: tuple[str, ...] = ()
     """Modules that call the function while they are imported, as a decorator's maker is. One that
@@ -163,11 +166,8 @@ class Target(Place):
     def __post_init__(self) -> None:
         if not _is_address(self.address):
             raise ValueError(f"target address {self.address!r} is not 'module:qualname'")
-        if not self.reviewed and not self.relies_on:
-            raise ValueError(
-                f"target {self.address} has neither reviewed bodies nor relies_on, so nothing "
-                "would notice that upstream changed: give one of them"
-            )
+        if not self.reviewed:
+            self.__dict__["reviewed"] = bodies_of(self.address)
         if self.parts and not self.relies_on:
             raise ValueError(f"target {self.address} has parts of nothing: give relies_on too")
 
@@ -281,6 +281,9 @@ class Patch(Hazard):
         super().__post_init__()
         if not self.targets:
             raise ValueError(f"patch {self.id} has no target")
+        for target in self.targets:
+            if target.relies_on and not target.parts:
+                target.__dict__["parts"] = parts_of(target.address, self.id)
         unknown = [name for name in self.groups if name not in GROUPS]
         if unknown:
             raise ValueError(f"patch {self.id} is of no group {unknown}: known are {[*GROUPS]}")

@@ -21,23 +21,6 @@ RANDOM = "megatron.core.tensor_parallel.random"
 PATCH = "pipeline-seed-offset"
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """A checkout with the files of the installed Megatron that patches wrap."""
-    root = tmp_path / "checkout"
-    modules = {INFO} | {t.module for patch in patches().values() for t in patch.targets}
-    for module in modules:
-        source = locate(module)
-        if source is None:
-            continue  # wheels before 0.17 lack megatron.training
-        stem = root / module.replace(".", "/")
-        package = source.name == "__init__.py"
-        copy = stem / "__init__.py" if package else stem.with_suffix(".py")
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, copy)
-    return root
-
-
 def rows(capsys: pytest.CaptureFixture[str], *paths: Path) -> tuple[int, list[dict]]:
     code = main(["drift", "--json", *map(str, paths)])
     return code, json.loads(capsys.readouterr().out)

@@ -12,6 +12,8 @@ import pytest
 from megatron_idempotent import PatchError, UnknownPatchError, apply, report, revert
 from megatron_idempotent.patching import Helper, Patch, Reproduction, Target, api, settings
 from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.patching.decide import review
+from megatron_idempotent.patching.source import parse_body
 
 SEED = "pipeline-seed-offset"
 SWITCH = "MEGATRON_IDEMPOTENT"
@@ -241,9 +243,11 @@ def test_an_address_that_is_none_is_refused(address):
         Target(address=address, wrapper=print, relies_on=("x",))
 
 
-def test_a_target_that_would_not_notice_drift_is_refused():
-    with pytest.raises(ValueError, match="neither reviewed bodies nor relies_on"):
-        Target(address="a:b", wrapper=print)
+def test_a_body_of_a_function_that_nobody_has_read_is_refused():
+    body = parse_body("def b():\n    return 1\n", "b")
+    known, reason = review(Target(address="a:b", wrapper=print), body)
+    assert not known
+    assert f"b has body {body.hash}, reviewed are none" in reason
 
 
 @pytest.mark.parametrize(

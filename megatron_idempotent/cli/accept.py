@@ -1,0 +1,166 @@
+"""`drift PATH --accept ID`: writes down that a person has read what drifted.
+
+A new release of Megatron touches `patching/reviewed.txt`, and `accepted.txt` with the hashes of the
+statements that were read; case files change only where a wrapper does. Bodies that stayed as they
+were get the new release into their label without being asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.patching.contract import unmet
+from megatron_idempotent.patching.decide import MEGATRON, part_of, review
+from megatron_idempotent.patching.record import Patch, Target
+from megatron_idempotent.patching.reviewed import FILE, Reviewed
+from megatron_idempotent.patching.source import Body
+from megatron_idempotent.patching.statements import ACCEPTED, accepted_lines
+from megatron_idempotent.patching.trees import SourceTree
+from megatron_idempotent.patching.versions import Installed, numbers
+
+_CHECKOUT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | None) -> list[str]:
+    """Write what the trees have into `reviewed.txt` and `accepted.txt`.
+
+    Args:
+        trees: the releases, or one commit, that were read.
+        ids: the patches whose new bodies were read. All that wrap a new body have to be named.
+        label: what a commit is called, such as "main, November 2026"; None for releases.
+
+    Returns:
+        A sentence for each line that is new.
+
+    Raises:
+        ValueError: the package is installed and not a checkout; a commit without a label; a body
+            that another patch wraps too, which is not named; an unknown patch. No file is changed.
+    """
+    if not _CHECKOUT.is_file():
+        raise ValueError(
+            f"{FILE} belongs to an installed package, which the next install would replace: accept "
+            "in a checkout of this project"
+        )
+    known = Reviewed(_lines(FILE))
+    statements = {line[:12]: line for line in _lines(ACCEPTED)}
+    told: list[str] = []
+    for tree in trees:
+        bodies = {
+            target.address: tree.body(target.module, target.qualname)
+            for patch in patches().values()
+            for target in patch.targets
+        }
+        for patch in patches().values():
+            version = tree.versions.get(patch.distribution)
+            if version is None:
+                continue
+            if patch.id in ids:
+                for target in patch.targets:
+                    told += _accept(known, patch, target, bodies[target.address], ids, label, tree)
+            if label is None and _is_release(version):
+                for target in patch.targets:
+                    _extend(known, patch, target, bodies[target.address], version)
+        read = _read(known)
+        found = [body for body in bodies.values() if body is not None and body.hash in read]
+        statements |= {line[:12]: line for line in accepted_lines(found)}
+    read = _read(known)
+    _replace(FILE, known.lines())
+    _replace(ACCEPTED, [line for name, line in sorted(statements.items()) if name in read])
+    return told
+
+
+def _accept(
+    known: Reviewed,
+    patch: Patch,
+    target: Target,
+    body: Body | None,
+    ids: Collection[str],
+    label: str | None,
+    tree: SourceTree,
+) -> list[str]:
+    if body is None or body.hash in known.bodies.get(target.address, {}):
+        return []
+    parts = known.parts.get((target.address, patch.id), {})
+    part = _part(target, body)
+    # Frameworks change around what a patch relies on with every commit: the fragments decide there.
+    decided = patch.distribution != MEGATRON and review(target, body)[0]
+    if part in parts or (not parts and decided):
+        return []
+    called = _called(patch.distribution, label, tree)
+    if part is not None:
+        known.parts.setdefault((target.address, patch.id), {})[part] = called
+        return [f"{patch.id}: part {part} of {target.address}, {called}"]
+    others = [
+        each.id
+        for each in patches().values()
+        if each.id not in ids and any(t.address == target.address for t in each.targets)
+    ]
+    if others:
+        raise ValueError(
+            f"{target.address} is wrapped by {', '.join(others)} too: read body {body.hash} for "
+            "these as well, and name them"
+        )
+    known.bodies.setdefault(target.address, {})[body.hash] = called
+    return [f"{patch.id}: body {body.hash} of {target.address}, {called}"]
+
+
+def _part(target: Target, body: Body) -> str | None:
+    """The hash of what the patch relies on; None where the whole body has to be read."""
+    if not target.relies_on or not all(body.contains(each) for each in target.relies_on):
+        return None
+    return None if unmet(target.wrapper, body) is not None else part_of(target, body).hash
+
+
+def _called(distribution: str, label: str | None, tree: SourceTree) -> str:
+    version = tree.versions[distribution]
+    if label is None and not _is_release(version):
+        raise ValueError(
+            f"{tree.path} holds {distribution} {version.text}, which is no release: say which "
+            'commit it is, such as --as "main, November 2026"'
+        )
+    return label or version.text
+
+
+def _is_release(version: Installed) -> bool:
+    return bool(version.release) and version.text == ".".join(map(str, version.release))
+
+
+def _extend(
+    known: Reviewed, patch: Patch, target: Target, body: Body | None, version: Installed
+) -> None:
+    """Take a release into the labels of what it shares with the one before."""
+    if body is None:
+        return
+    labels = known.bodies.get(target.address, {})
+    if body.hash in labels:
+        labels[body.hash] = _until(labels[body.hash], version)
+    parts = known.parts.get((target.address, patch.id), {})
+    part = _part(target, body) if parts else None
+    if part in parts:
+        parts[part] = _until(parts[part], version)
+
+
+def _until(label: str, version: Installed) -> str:
+    first, _, last = label.partition(" to ")
+    newest = numbers(last or first)
+    if not newest or newest >= numbers(version.text):  # a commit's label, or an older release
+        return label
+    return f"{first} to {version.text}"
+
+
+def _read(known: Reviewed) -> set[str]:
+    return {name for hashes in known.bodies.values() for name in hashes}
+
+
+def _lines(path: str | os.PathLike[str]) -> list[str]:
+    return Path(path).read_text(encoding="ascii").splitlines()
+
+
+def _replace(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
+    # Beside it and renamed: an interrupted write must not leave half of the reviews.
+    beside = Path(f"{os.fspath(path)}.new")
+    beside.write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
+    beside.replace(path)

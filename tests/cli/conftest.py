@@ -1,0 +1,29 @@
+"""A copy of the files that patches wrap, for tests of `drift`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.patching.source import locate
+from megatron_idempotent.patching.trees import INFO
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A checkout with the files of the installed Megatron that patches wrap."""
+    root = tmp_path / "checkout"
+    modules = {INFO} | {t.module for patch in patches().values() for t in patch.targets}
+    for module in modules:
+        source = locate(module)
+        if source is None:
+            continue  # wheels before 0.17 lack megatron.training
+        stem = root / module.replace(".", "/")
+        package = source.name == "__init__.py"
+        copy = stem / "__init__.py" if package else stem.with_suffix(".py")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, copy)
+    return root
