@@ -1,4 +1,8 @@
-"""The ranks of a policy as Ray actors: one for each rank, in a placement group."""
+"""Ranks of a policy on a Ray cluster: Ray places and starts them, and they dial the controller.
+
+Calls travel over the same connection as those of embedded and torchrun's ranks, so a rank that dies
+is noticed at once, and a tensor is not copied through an object store.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,18 @@ import asyncio
 import dataclasses
 import datetime
 import os
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import ray_cluster
-from .protocol import RanksLost, RankTraceback, WorkerSpec, check_per_rank
-from .ray_cluster import ActorSession, carried, import_ray, received
-from .serve import describe, make_worker, run_method
+from . import ray_cluster, wire
+from .protocol import RanksLost, WorkerSpec
+from .ray_cluster import import_ray
+from .serve import RankConnection
+from .server import Server
+from .socket_ranks import Connection, SocketRanks
+
+#: For killed actors to be gone.
+_END_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +58,12 @@ class Meeting:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RemoteResult:
-    """The result of a call, in parts, or its error. Example: `answer.error is None`."""
+class Dial:
+    """The controller that a rank dials. Example: `dial.address`."""
 
-    parts: Sequence[Any] = ()
-    error: RankTraceback | None = None
+    address: str
+    token: bytes
+    generation: bytes
 
 
 def places(seats: Sequence[NodePlacement], *, shows_own_gpus: bool) -> list[Membership]:
@@ -89,9 +98,7 @@ class RankActor:
     def __init__(self, environment: Mapping[str, str]) -> None:
         """`environment` is set before torch is imported."""
         os.environ.update(environment)
-        self._rank = 0
         self._store: Any = None
-        self._worker: Any = None
 
     def seat(self) -> NodePlacement:
         """Returns the place where it runs."""
@@ -104,28 +111,27 @@ class RankActor:
         self._store = _store(address, 0, size, timeout_s, listens=True)
         return int(self._store.port)
 
-    def join(self, place: Membership, meeting: Meeting) -> RemoteResult:
-        """Set the variables that torchrun would, and make the default process group."""
-        self._rank = place.rank
-        return self._answered(lambda: self._join(place, meeting))
+    def serve(
+        self,
+        place: Membership,
+        meeting: Meeting,
+        dial: Dial,
+        factory: str,
+        argument: Sequence[bytes],
+    ) -> None:
+        """Dial the controller, and answer its calls until it says goodbye.
 
-    def make(self, factory: str, argument: Sequence[Any]) -> RemoteResult:
-        """Make the worker."""
-        return self._answered(lambda: self._make(factory, argument))
-
-    def call(self, method: str, shared: Sequence[Any], own: Sequence[Any]) -> RemoteResult:
-        """Run a method of the worker.
-
-        Args:
-            method: its name.
-            shared: parts of a tuple of arguments, the same for all ranks.
-            own: parts of a tuple with one more, or with none.
+        Errors: those of `RankConnection`.
         """
-        return self._answered(
-            lambda: run_method(self._worker, method, (*received(shared), *received(own)))
-        )
+        # Copied: what is in Ray's memory is shared, and cannot be written.
+        own = [bytearray(part) for part in argument]
+        spec = WorkerSpec(factory=factory, argument=wire.load(own))
+        hello = wire.Hello(generation=dial.generation, rank=place.rank, pid=os.getpid())
+        connection = RankConnection(dial.address, dial.token, hello)
+        connection.serve(spec, lambda: self._join(place, meeting))
 
     def _join(self, place: Membership, meeting: Meeting) -> None:
+        """Set the variables that torchrun would, and make the default process group."""
         os.environ.update(
             RANK=str(place.rank),
             WORLD_SIZE=str(place.size),
@@ -152,15 +158,6 @@ class RankActor:
             timeout=datetime.timedelta(seconds=meeting.timeout_s),
         )
 
-    def _make(self, factory: str, argument: Sequence[Any]) -> None:
-        self._worker = make_worker(WorkerSpec(factory=factory, argument=received(argument)))
-
-    def _answered(self, do: Callable[[], Any]) -> RemoteResult:
-        try:
-            return RemoteResult(parts=carried(do()))
-        except BaseException as error:  # noqa: BLE001 - told to the controller, who decides
-            return RemoteResult(error=describe(self._rank, error))
-
 
 def _store(address: str, port: int, size: int, timeout_s: float, *, listens: bool) -> Any:
     import torch.distributed as dist
@@ -176,18 +173,12 @@ def _store(address: str, port: int, size: int, timeout_s: float, *, listens: boo
     )
 
 
-_PLAIN = (str, int, float, bool, type(None))
-_INLINE = 1 << 16
-"""Arguments of so many bytes go with the call."""
-
-
-class RayRanks:
+class RayRanks(SocketRanks):
     """A `RankGroup` on a Ray cluster that this process is connected to.
 
-    Each call's arguments are pickled once and unpickled by each rank, so a rank may change its own;
-    Ray by itself would hand out arrays that cannot be written. The package, and the module of the
-    factory, must be importable on every node. Patches do not travel: the factory calls
-    `megatron_idempotent.apply()`.
+    Ranks dial this process, so every node must reach the address that Ray knows its node by. The
+    package, and the module of the factory, must be importable on every node. Patches do not travel:
+    the factory calls `megatron_idempotent.apply()`.
 
     Example:
         ray.init(address="auto")
@@ -208,7 +199,7 @@ class RayRanks:
         backend: str | None = None,
         environment: Mapping[str, str] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
-        watch_s: float = 1.0,
+        call_timeout_s: float | None = None,
         start_timeout_s: float = 300.0,
         collective_timeout_s: float = 600.0,
     ) -> None:
@@ -223,16 +214,14 @@ class RayRanks:
             backend: of the process group; "nccl" on GPUs and "gloo" without them, if not given.
             environment: variables that each rank sets before it imports torch.
             runtime_env: as Ray takes it, for instance with the `py_modules` that nodes lack.
-            watch_s: between two looks whether idle ranks live.
+            call_timeout_s: for calls that give no `timeout_s`; None for no limit.
             start_timeout_s: for a placement group, for the actors, and for their workers, each.
             collective_timeout_s: of the process group.
         """
-        if size < 1:
-            raise ValueError(f"RayRanks() got size={size}: 1 or more")
+        super().__init__(size, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s)
         if ":" not in spec.factory:
             raise ValueError(f"RayRanks() got factory {spec.factory!r}: `package.module:callable`")
         self._spec = spec
-        self._size = size
         self._bundle = {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}
         self._bundle = {kind: number for kind, number in self._bundle.items() if number}
         if not self._bundle:
@@ -244,30 +233,18 @@ class RayRanks:
         self._backend = backend or ("nccl" if num_gpus else "gloo")
         self._environment = dict(environment or {})
         self._runtime_env = dict(runtime_env or {})
-        self._start_timeout_s = start_timeout_s
         self._collective_timeout_s = collective_timeout_s
-        self._watch_s = watch_s
         self._ray: Any = None
         self._place: Any = None
-        self._life: ActorSession | None = None
-        self._why_none = "they were not started"
-        self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._actors: _Actors | None = None
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._size
+    async def _launch(self) -> list[Connection]:
+        """Place and start the actors; a placement group that there is is used again.
 
-    async def start(self) -> None:
-        """See `RankGroup.start`. A placement group that it has is used again.
-
-        Errors: beside those, `ModuleNotFoundError` without Ray and `RuntimeError` without a
-            cluster.
+        Errors: `RanksLost`; `ModuleNotFoundError` without Ray and `RuntimeError` without a cluster.
         """
-        self._ray = ray_cluster.import_ray()
+        self._ray = import_ray()
         ray_cluster.check_connected(self._ray, "RayRanks")
-        await self._end("they are being started again")
         if self._place is None:
             self._place = await ray_cluster.place(
                 self._ray,
@@ -275,81 +252,69 @@ class RayRanks:
                 strategy=self._strategy,
                 timeout_s=self._start_timeout_s,
             )
-        life = ActorSession(self._ray, *self._make_actors())
+        token, generation = wire.new_token(), wire.new_generation()
+        server = Server(self._size, token, expected=generation)
+        actors = self._actors = _Actors(self._ray, self._make_actors())
         try:
-            await self._bring_up(life)
-        except BaseException as error:
-            life.end(f"they could not be started: {type(error).__name__}")
-            self._why_none = life.lost
+            here = await asyncio.to_thread(self._ray.util.get_node_ip_address)
+            dial = Dial(address=server.listen(f"tcp:{here}:0"), token=token, generation=generation)
+            await self._seat(actors, dial)
+            return await self._arrived(actors, server)
+        except BaseException:
+            await actors.end()
             raise
-        self._life = life
-        self._keep(life.watch(self._watch_s))
+        finally:
+            await server.close()
 
-    async def call(
-        self,
-        method: str,
-        *args: Any,
-        per_rank: Sequence[Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> list[Any]:
-        """See `RankGroup.call`.
-
-        `timeout_s` counts from when the call has its turn. One that is cancelled before is never
-        sent; after that it runs to its end.
-        Errors: in addition, `ValueError` where `per_rank` has not one argument for each rank, and
-            what pickling the arguments raises.
-        """
-        check_per_rank(method, per_rank, self._size)
-        if self._life is None:
-            raise RanksLost(f"there are no ranks: {self._why_none}; start() makes new ones")
-        sent = asyncio.Event()
-        task = self._keep(self._in_turn(self._life, sent, method, args, per_rank, timeout_s))
+    async def _seat(self, actors: _Actors, dial: Dial) -> None:
+        """Give every actor its rank, and have it dial."""
+        limit_s = self._start_timeout_s
         try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if not sent.is_set():
-                task.cancel()
-            raise
+            seats = await actors.all_of(
+                "seat", [each.seat.remote() for each in actors.all], limit_s
+            )
+        except RanksLost as error:
+            has = await ray_cluster.resources(self._ray)
+            raise RanksLost(f"{error}. The cluster has {has}") from error
+        ranks = places(seats, shows_own_gpus="GPU" in self._bundle)
+        actors.reorder([each.actor for each in ranks])
+        address = seats[ranks[0].actor].address
+        opening = actors.all[0].open_store.remote(address, self._size, limit_s)
+        (port,) = await actors.all_of("open_store", [opening], limit_s)
+        meeting = Meeting(
+            address=address, port=port, backend=self._backend, timeout_s=self._collective_timeout_s
+        )
+        pickled = await asyncio.to_thread(_pickled, self._spec.argument)
+        argument = self._ray.put(pickled)  # once: as an argument it would be copied for each rank
+        actors.serving = [
+            ray_cluster.future(
+                actor.serve.remote(each, meeting, dial, self._spec.factory, argument)
+            )
+            for actor, each in zip(actors.all, ranks, strict=True)
+        ]
 
-    async def close(self) -> None:
-        """See `RankGroup.close`. Gives the placement group back."""
-        await self._end("they were closed")
-        if self._place is not None:
-            place, self._place = self._place, None
-            await asyncio.to_thread(ray_cluster.remove, self._ray, place)
+    async def _arrived(self, actors: _Actors, server: Server) -> list[Connection]:
+        arriving = asyncio.ensure_future(server.complete(self._start_timeout_s))
+        taken = False
+        try:
+            waiting: set[asyncio.Future[Any]] = {arriving, *actors.serving}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if arriving.done() and arriving.exception() is None:
+                taken = True
+                return arriving.result()
+        finally:
+            arriving.cancel()
+            await asyncio.wait([arriving])
+            if not taken and not arriving.cancelled() and arriving.exception() is None:
+                server.drop(arriving.result())  # all came in the moment of a cancellation
+        for rank in range(self._size):
+            if why := actors.end_of(rank):
+                raise RanksLost(f"the ranks could not be started: rank {rank}: {why}")
+        raise RanksLost(
+            f"the ranks could not be started in {self._start_timeout_s:g} s: {server.missing()}"
+        )
 
-    async def _in_turn(
-        self,
-        life: ActorSession,
-        sent: asyncio.Event,
-        method: str,
-        args: tuple[Any, ...],
-        per_rank: Sequence[Any] | None,
-        timeout_s: float | None,
-    ) -> list[Any]:
-        async with self._turn:
-            life.check()
-            if per_rank is None and all(type(each) in _PLAIN for each in args):
-                shared, own = self._carried(args, None)
-            else:  # what the arguments are like shows only when they are pickled
-                shared, own = await asyncio.to_thread(self._carried, args, per_rank)
-            life.check()
-            sent.set()
-            refs = [
-                actor.call.remote(method, shared, each)
-                for actor, each in zip(life.actors, own, strict=True)
-            ]
-            return await life.results(method, refs, timeout_s)
-
-    def _carried(self, args: Any, per_rank: Sequence[Any] | None) -> tuple[Any, list[Any]]:
-        shared = ray_cluster.carried(args)
-        if sum(len(part) for part in shared) > _INLINE:
-            shared = self._ray.put(shared)  # once: as an argument it would be copied for each rank
-        if per_rank is None:
-            return shared, [ray_cluster.carried(())] * self._size
-        return shared, [ray_cluster.carried((each,)) for each in per_rank]
-
-    def _make_actors(self) -> tuple[list[Any], list[str]]:
+    def _make_actors(self) -> list[Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         custom = {k: number for k, number in self._bundle.items() if k not in ("CPU", "GPU")}
@@ -362,60 +327,72 @@ class RayRanks:
         if self._runtime_env:
             options["runtime_env"] = self._runtime_env
         actor_class = self._ray.remote(RankActor)
-        start = uuid.uuid4().hex
-        names = [f"megatron-idempotent-{start}-{index}" for index in range(self._size)]
-        actors = [
+        return [
             actor_class.options(
-                name=name,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=self._place, placement_group_bundle_index=index
                 ),
                 **options,
             ).remote(self._environment)
-            for index, name in enumerate(names)
+            for index in range(self._size)
         ]
-        return actors, names
 
-    async def _bring_up(self, life: ActorSession) -> None:
-        limit_s = self._start_timeout_s
-        try:
-            seats = await life.gather("seat", [a.seat.remote() for a in life.actors], limit_s)
-        except RanksLost as error:
-            has = await ray_cluster.resources(self._ray)
-            raise RanksLost(f"{error}. The cluster has {has}") from error
-        ranks = places(seats, shows_own_gpus="GPU" in self._bundle)
-        life.reorder([each.actor for each in ranks])
-        address = seats[ranks[0].actor].address
-        opening = life.actors[0].open_store.remote(address, self._size, limit_s)
-        (port,) = await life.gather("open_store", [opening], limit_s)
-        meeting = Meeting(
-            address=address, port=port, backend=self._backend, timeout_s=self._collective_timeout_s
-        )
-        joining = [
-            actor.join.remote(each, meeting) for actor, each in zip(life.actors, ranks, strict=True)
-        ]
-        await life.results("start", joining, limit_s, errors_first=True)
-        argument = await asyncio.to_thread(
-            lambda: self._ray.put(ray_cluster.carried(self._spec.argument))
-        )
-        making = [actor.make.remote(self._spec.factory, argument) for actor in life.actors]
-        await life.results("start", making, limit_s, errors_first=True)
+    async def _ended(self, rank: int | None) -> str:
+        actors, self._actors = self._actors, None
+        if actors is None:
+            return ""
+        await actors.end()
+        return "" if rank is None else actors.end_of(rank)
 
-    async def _end(self, why: str) -> None:
-        """End the ranks that there are, and wait for what waits for them."""
-        life, self._life, self._why_none = self._life, None, why
-        if life is not None:
-            life.end(why)
-        if self._tasks:
-            await asyncio.wait(set(self._tasks))
+    async def _release(self) -> None:
+        """Give the placement group back."""
+        if self._place is not None:
+            place, self._place = self._place, None
+            await asyncio.to_thread(ray_cluster.remove, self._ray, place)
 
-    def _keep(self, doing: Any) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = asyncio.ensure_future(doing)
-        self._tasks.add(task)
-        task.add_done_callback(self._let_go)
-        return task
 
-    def _let_go(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # looked at: its caller may have been cancelled
+class _Actors:
+    """The actors of one start."""
+
+    def __init__(self, ray: Any, actors: Sequence[Any]) -> None:
+        self._ray = ray
+        self.all = list(actors)
+        self.serving: list[asyncio.Future[Any]] = []
+        """By rank: done once the rank has ended."""
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Number the ranks: the first is the actor of the first index."""
+        self.all = [self.all[index] for index in order]
+
+    async def all_of(self, method: str, refs: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Fetches the references' values. Errors: `RanksLost`."""
+        waiting = [ray_cluster.future(ref) for ref in refs]
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        for index, each in enumerate(waiting):
+            if each.done() and each.exception() is not None:
+                raise RanksLost(f"actor {index} was lost in {method}(): {_why(each)}")
+        silent = [index for index, each in enumerate(waiting) if not each.done()]
+        if silent:
+            raise RanksLost(f"{method}() was not answered within {timeout_s} s by actors {silent}")
+        return [each.result() for each in waiting]
+
+    async def end(self) -> None:
+        """Kill all, and wait until Ray says that they are gone, though not for ever."""
+        ray_cluster.kill(self._ray, self.all)
+        if self.serving and self._ray.is_initialized():
+            await asyncio.wait(self.serving, timeout=_END_S)
+
+    def end_of(self, rank: int) -> str:
+        """Ray's account of a rank's end; empty where it has none, or the rank said goodbye."""
+        if rank >= len(self.serving) or not self.serving[rank].done():
+            return ""
+        return _why(self.serving[rank]) if self.serving[rank].exception() is not None else ""
+
+
+def _why(done: asyncio.Future[Any]) -> str:
+    error = done.exception()
+    return "" if error is None else f"{type(error).__name__}: {ray_cluster.in_short(error)}"
+
+
+def _pickled(value: Any) -> list[bytes]:
+    return [bytes(part) for part in wire.dump(value)]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 
 import numpy
 import pytest
+from contract_worker import Unreadable
 
 from megatron_idempotent.workers.protocol import RanksLost, WorkerSpec
 from megatron_idempotent.workers.ray import NodePlacement, RayRanks, places
@@ -29,9 +32,7 @@ def run(scenario):
     asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
-def test_a_rank_has_the_surroundings_that_torchrun_gives_and_memory_of_its_own(
-    cluster, monkeypatch
-):
+def test_a_rank_has_the_surroundings_that_torchrun_gives_and_memory_of_its_own(cluster):
     async def scenario():
         ranks = RayRanks(SPEC, 2, environment={"OF_THE_RUN": "yes"})
         try:
@@ -44,15 +45,11 @@ def test_a_rank_has_the_surroundings_that_torchrun_gives_and_memory_of_its_own(
                 assert (each["OF_THE_RUN"], each["cpu"], each["main"]) == ("yes", True, True)
             assert told[0]["MASTER_ADDR"] == told[1]["MASTER_ADDR"]
             assert int(told[0]["MASTER_PORT"]) == int(told[1]["MASTER_PORT"]) > 0
-            # Large enough to come through Ray's store, which is shared by both.
+            # Large enough to travel beside the pickle.
             array = numpy.arange(1 << 18)
             for doubled in await ranks.call("double", array):
                 assert (doubled == 2 * array).all()
                 doubled += 1
-            with monkeypatch.context() as left:
-                left.setattr(cluster, "is_initialized", lambda: False)
-                with pytest.raises(RanksLost, match="left the Ray cluster"):
-                    await ranks.call("tell")
         finally:
             await ranks.close()
 
@@ -84,8 +81,37 @@ def test_a_start_that_is_cancelled_leaves_nothing_behind(cluster):
         assert starting.cancelled()
         await ranks.close()
         assert not reserved(cluster)
-        while cluster.util.list_named_actors():
-            await asyncio.sleep(0.01)
+        while any(each["State"] != "DEAD" for each in cluster.state.actors().values()):
+            await asyncio.sleep(0.05)
+
+    run(scenario)
+
+
+def test_an_argument_that_ranks_cannot_read_is_an_error_and_leaves_no_actor(cluster):
+    async def scenario():
+        ranks = RayRanks(
+            WorkerSpec(factory="ray_cases:make_surroundings", argument=Unreadable()), 2
+        )
+        with pytest.raises(RanksLost, match=r"could not be started.*this cannot be read"):
+            await ranks.start()
+        await ranks.close()
+        assert not reserved(cluster)
+
+    run(scenario)
+
+
+def test_a_killed_rank_is_told_with_what_ray_knows_of_its_end(cluster):
+    async def scenario():
+        spec = WorkerSpec(factory="ray_cases:make_surroundings", argument=[])
+        ranks = RayRanks(spec, 1)
+        try:
+            await ranks.start()
+            (pid,) = await ranks.call("process")
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(RanksLost, match=r"rank 0 was lost .*ActorDiedError"):
+                await ranks.call("process")
+        finally:
+            await ranks.close()
 
     run(scenario)
 
@@ -123,7 +149,7 @@ def test_without_a_cluster_it_says_how_to_join_one(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"size": 0}, "size=0"),
+        ({"size": 0}, "size is 0"),
         ({"size": 1, "num_cpus": 0}, "num_cpus=0"),
         ({"size": 1, "spec": WorkerSpec(factory="no_colon")}, "no_colon"),
     ],

@@ -10,8 +10,8 @@ from megatron_idempotent.workers.ray import RayRanks
 
 @pytest.fixture(scope="module")
 def make_ranks(cluster):
-    """Runs on this machine's cluster, and is watched closely."""
-    return lambda spec, size: RayRanks(spec, size, watch_s=0.1)
+    """Makes ranks on this machine's cluster."""
+    return lambda spec, size: RayRanks(spec, size)
 
 
 class TestRayRanks(RankContract):
