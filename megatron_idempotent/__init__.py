@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megatron_idempotent.logprobs.model import logprobs_processor, model_logprobs
     from megatron_idempotent.logprobs.request import Sampling
     from megatron_idempotent.logprobs.targets import context_parallel_part, shift_targets
+    from megatron_idempotent.megatron.replica_check import ReplicaMismatchError
     from megatron_idempotent.patching.scoped import patched
     from megatron_idempotent.patching.verify import verify
     from megatron_idempotent.ranks.agreement import SessionPoisoned, WindowAborted, agree
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from megatron_idempotent.window.guard import guarded_window
     from megatron_idempotent.window.params import ensure_params_synced
     from megatron_idempotent.window.rebuild import rebuild_process_groups
-    from megatron_idempotent.window.replica_check import ReplicaMismatchError
     from megatron_idempotent.window.setup import ensure_initialized, seed_all, wire_train_config
 
 __version__ = "0.1.0"
@@ -100,7 +100,7 @@ _LAZY = {
     "FSDPTrainStep": "step.fsdp",
     "Fp8Export": "fp8.export",
     "Pack": "fp8.packing",
-    "ReplicaMismatchError": "window.replica_check",
+    "ReplicaMismatchError": "megatron.replica_check",
     "Sampling": "logprobs.request",
     "SessionPoisoned": "ranks.agreement",
     "StepLoss": "step.records",

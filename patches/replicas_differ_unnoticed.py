@@ -49,7 +49,7 @@ def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Compare, then step."""
-    from megatron_idempotent.window.replica_check import check_replicas
+    from megatron_idempotent.megatron.replica_check import check_replicas
 
     chunks = getattr(self, _CHUNKS, ())
     check_replicas(chunks)

@@ -119,7 +119,7 @@ class Run:
 
     def check(self) -> None:
         """Do what debug mode does before an optimizer's step."""
-        from megatron_idempotent.window.replica_check import check_replicas
+        from megatron_idempotent.megatron.replica_check import check_replicas
 
         check_replicas(self.bench.chunks)
 

@@ -65,7 +65,7 @@ def sums() -> None:
     """Runs on a rank: what the checksum sees."""
     import torch
 
-    from megatron_idempotent.window.replica_check import checksum
+    from megatron_idempotent.megatron.replica_check import checksum
 
     values = torch.arange(3_000_000, dtype=torch.float32)
     swapped = values.clone()
