@@ -1,4 +1,4 @@
-"""The data between samples and loss: records, chunks, and the protocols of the loop's parts.
+"""The data between samples and loss: batches, how they are packed, and how they are cut.
 
 Shapes: B sequences, T positions; position t of the targets is predicted from tokens 0..t.
 
@@ -9,55 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
-
-from megatron_idempotent.trainer.task.prompts import Prompt
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingSample:
-    """One response. `tokens` holds at most `max_response_tokens` ids, the end token included.
-
-    `logprobs` has one entry per token: its natural log-probability under the tempered
-    distribution that it was drawn from; `versions` says with which weights. `finished` says that
-    the last token is an end token.
-    Example: `TrainingSample(tokens=(5, 4, 3, 1), logprobs=(-3.1, -3.0, -3.2, -3.1),
-    versions=(2, 2, 2, 2),
-    text="c b a", finished=True)`.
-    """
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-    text: str
-    finished: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PromptGroup:
-    """All samples of one prompt, in the order of their sample index.
-
-    Example: `PromptGroup(prompt=prompt, prompt_tokens=(7, 3, 4, 5, 2), samples=(a, b))`.
-    """
-
-    prompt: Prompt
-    prompt_tokens: tuple[int, ...]
-    samples: tuple[TrainingSample, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ScoredGroup:
-    """A group with one reward and one advantage per sample.
-
-    Example: `ScoredGroup(group=group, rewards=(1.0, 0.0), advantages=(1.0, -1.0))`.
-    """
-
-    group: PromptGroup
-    rewards: tuple[float, ...]
-    advantages: tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,16 +90,6 @@ Row = tuple[tuple[int, ...], Response, float]
 """The prompt's tokens, a response to it, and its advantage."""
 
 
-def pack(groups: Sequence[ScoredGroup], *, positions: int, pad_id: int) -> Batch:
-    """One sequence per sample of the groups: see `pack_rows`."""
-    rows: list[Row] = [
-        (group.group.prompt_tokens, sample, advantage)
-        for group in groups
-        for sample, advantage in zip(group.group.samples, group.advantages, strict=True)
-    ]
-    return pack_rows(rows, positions=positions, pad_id=pad_id)
-
-
 def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int) -> Batch:
     """One sequence per row: prompt, response, padding; inputs and targets shifted by one.
 
@@ -207,31 +151,3 @@ class StepMetrics:
     learning_rate: float
     response_tokens: int
     optimizer_steps: int
-
-
-class ResponseSampler(Protocol):
-    """Makes responses."""
-
-    def sample(
-        self, prompts: Sequence[Prompt], *, samples: int, stream: int
-    ) -> tuple[PromptGroup, ...]:
-        """One group per prompt, in their order, with `samples` responses each.
-
-        `stream` names the random numbers: the same stream, prompt and weights give the same text.
-        """
-        ...
-
-
-class TrainedPolicy(Protocol):
-    """Learns from a batch."""
-
-    def weights(self) -> AbstractContextManager[torch.nn.Module]:
-        """Collective: the decoder for one block, with all of its parameters up to date.
-
-        It is in eval mode and records no gradient there, and is back in its own mode afterwards.
-        """
-        ...
-
-    def train(self, batch: Batch, *, index: int) -> StepMetrics:
-        """Collective: the optimizer steps of rollout `index`."""
-        ...

@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from megatron_idempotent.engines import EnginePool, Request, RolloutEngine, Sample
 from megatron_idempotent.sync import SyncReport, SyncSettings, WeightSync, follow
-from megatron_idempotent.trainer.task.prompts import Prompt
-from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 from megatron_idempotent.weights import WeightSource
 from megatron_idempotent.weights.transports import (
     CudaIpcSender,
@@ -23,10 +21,8 @@ from megatron_idempotent.weights.transports import (
     SharedMemorySender,
 )
 
-from . import batch
 from .config import Config
 from .policy import MegatronPolicy
-from .rewards import RequestMaker
 
 if TYPE_CHECKING:
     from megatron_idempotent.engines.ray import RayEngine
@@ -218,62 +214,6 @@ _MAKERS: dict[str, Callable[[Config, Path, Path], Sequence[RolloutEngine]]] = {
     "vllm": _vllm,
     "sglang": _sglang,
 }
-
-Generate = Callable[[Sequence[Request]], Sequence[Sample]]
-"""Samples of many requests, in their order. May be collective: then all ranks call it together."""
-
-
-class EngineSampler:
-    """Draws responses, one request for each; a request's seed belongs to it alone.
-
-    A sample is a function of (seed, stream, row of the prompt, index of the sample) and the
-    weights: not of the number of ranks, nor, up to the rounding of its logits, of its batch.
-    Example: `groups = sampler.sample(prompts, samples=16, stream=0)`.
-    """
-
-    def __init__(
-        self,
-        generate: Generate,
-        tokenizer: TextTokenizer,
-        *,
-        temperature: float,
-        max_response_tokens: int,
-        seed: int,
-    ) -> None:
-        self._generate = generate
-        self._tokenizer = tokenizer
-        self._requests = RequestMaker(
-            tokenizer, temperature=temperature, max_response_tokens=max_response_tokens, seed=seed
-        )
-
-    def sample(
-        self, prompts: Sequence[Prompt], *, samples: int, stream: int
-    ) -> tuple[batch.PromptGroup, ...]:
-        """One group of `samples` responses per prompt, in the order of the prompts."""
-        requests = [
-            request
-            for prompt in prompts
-            for request in self._requests.make(prompt, stream=stream, samples=samples)
-        ]
-        answers = self._generate(requests)
-        responses = [self._response(answer) for answer in answers]
-        return tuple(
-            batch.PromptGroup(
-                prompt=prompt,
-                prompt_tokens=requests[place * samples].prompt,
-                samples=tuple(responses[place * samples : (place + 1) * samples]),
-            )
-            for place, prompt in enumerate(prompts)
-        )
-
-    def _response(self, answer: Sample) -> batch.TrainingSample:
-        return batch.TrainingSample(
-            tokens=answer.tokens,
-            logprobs=answer.logprobs,
-            versions=answer.versions,
-            text=self._tokenizer.decode(answer.tokens),
-            finished=answer.finish_reason == "stop",
-        )
 
 
 def _ray_engines(config: Config, checkpoint: Path, names: Sequence[str]) -> list[RayEngine]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import os
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron_idempotent.metrics.loggers import METRICS_FILE, read_metrics
 from megatron_idempotent.trainer.task.prompts import SHIPPED_FILE
@@ -187,3 +190,25 @@ def run_to_resume(out: str) -> Path:
     if not path.is_dir():
         raise OutputError(f"{path}: no such directory; nothing to resume there")
     return path
+
+
+@contextlib.contextmanager
+def output_to(path: Path) -> Iterator[IO[str]]:
+    """Send what this process prints to a file; yields the terminal it would have printed to.
+
+    By descriptor, because Megatron's libraries print from C++ too.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(1), os.dup(2)]
+    with path.open("ab", buffering=0) as log, os.fdopen(os.dup(2), "w") as terminal:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        try:
+            yield terminal
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, descriptor in enumerate(kept, start=1):
+                os.dup2(descriptor, number)
+                os.close(descriptor)

@@ -86,8 +86,8 @@ class RequestMaker:
         )
 
 
-# Evaluation draws from streams that no group uses: a group's stream is its id.
-_EVALUATION_STREAM = 1 << 40
+#: Evaluation draws from streams that no rollout and no group uses.
+EVALUATION_STREAM = 1 << 40
 
 
 class Scorer:
@@ -101,10 +101,11 @@ class Scorer:
         self, group_id: int, prompt: Prompt, samples: Sequence[Sample]
     ) -> Sequence[float]:
         """A reward per sample. In a thread: a verifier may take its time."""
-        return await asyncio.to_thread(self._rewards, prompt, samples)
+        return await asyncio.to_thread(self.rewards, prompt, samples)
 
-    def _rewards(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
-        return [
+    def rewards(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[float, ...]:
+        """A reward per sample, by the verifier."""
+        return tuple(
             float(
                 self._reward(
                     self._tokenizer.decode(sample.tokens),
@@ -113,7 +114,36 @@ class Scorer:
                 )
             )
             for sample in samples
-        ]
+        )
+
+
+def group_sums(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Sums over samples, and over groups, from which means over any number of ranks are made."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    return {
+        "reward": sum(rewards),
+        "solved": float(sum(reward == 1.0 for reward in rewards)),
+        "samples": float(len(rewards)),
+        "tied": float(sum(len(set(group.rewards)) == 1 for group in groups)),
+        "groups": float(len(groups)),
+    }
+
+
+def group_means(sums: Mapping[str, float]) -> dict[str, float]:
+    """Means over the samples, or groups. Groups without a spread of rewards teach nothing."""
+    return {
+        "reward": sums["reward"] / sums["samples"],
+        "solved_fraction": sums["solved"] / sums["samples"],
+        "tied_group_fraction": sums["tied"] / sums["groups"],
+    }
+
+
+def evaluation_means(sums: Mapping[str, float]) -> dict[str, float]:
+    """The same, over held-out prompts."""
+    return {
+        HELD_OUT: sums["reward"] / sums["samples"],
+        "evaluation/solved_fraction": sums["solved"] / sums["samples"],
+    }
 
 
 class Evaluation:
@@ -141,22 +171,19 @@ class Evaluation:
         """Metrics of a version; none where it is not due."""
         if not self.due(version):
             return {}
-        rewards = await asyncio.gather(*(self._one(prompt, version) for prompt in self._prompts))
-        return {
-            HELD_OUT: sum(rewards) / len(rewards),
-            "evaluation/solved_fraction": sum(each == 1.0 for each in rewards) / len(rewards),
-        }
+        drawn = (self._one(prompt, version) for prompt in self._prompts)
+        return evaluation_means(group_sums(await asyncio.gather(*drawn)))
 
     def due(self, version: int) -> bool:
         """Returns whether a version is evaluated."""
         return version in (0, self._last) or (self._every > 0 and version % self._every == 0)
 
-    async def _one(self, prompt: Prompt, version: int) -> float:
-        stream = _EVALUATION_STREAM + version
+    async def _one(self, prompt: Prompt, version: int) -> RolloutGroup:
+        stream = EVALUATION_STREAM + version
         (request,) = self._requests.make(prompt, stream=stream, samples=1)
         sample = await self._fleet.sample(request)
-        (reward,) = await self._scorer(0, prompt, [sample])
-        return reward
+        rewards = await self._scorer(prompt.row, prompt, [sample])
+        return RolloutGroup(id=prompt.row, prompt=prompt, samples=(sample,), rewards=tuple(rewards))
 
 
 class GrpoRecipe:
@@ -202,14 +229,11 @@ class GrpoRecipe:
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> Mapping[str, float]:
         """Means over the samples, or groups, of one optimizer step."""
-        rewards = [reward for group in groups for reward in group.rewards]
-        samples = len(rewards)
+        sums = group_sums(groups)
+        samples = sums["samples"]
         return {
             **_correction_metrics([self._corrections.pop(each.id, {}) for each in groups]),
-            "reward": sum(rewards) / samples,
-            "solved_fraction": sum(reward == 1.0 for reward in rewards) / samples,
-            "tied_group_fraction": sum(len(set(each.rewards)) == 1 for each in groups)
-            / len(groups),
+            **group_means(sums),
             "response_length": sum(group.tokens for group in groups) / samples,
             "failed_samples": float(sum(group.failed for group in groups)),
             "mixed_version_fraction": sum(

@@ -13,7 +13,7 @@ from megatron_idempotent.metrics.loggers import METRICS_FILE, read_metrics
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.trainer import launch
 from megatron_idempotent.trainer.config import load_config
-from megatron_idempotent.trainer.loop import MemoryLedger, MemoryReading, Stopwatch
+from megatron_idempotent.trainer.measure import MemoryLedger, MemoryReading, Stopwatch
 from megatron_idempotent.trainer.output import prepare
 
 SMALL = (

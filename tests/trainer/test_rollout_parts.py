@@ -7,9 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_idempotent.trainer.batch import PromptGroup, ScoredGroup, TrainingSample, chunks, pack  # noqa: E402 - after the skip  # noqa: E402
+from megatron_idempotent.engines import Sample  # noqa: E402 - after the skip
+from megatron_idempotent.trainer.batch import chunks, pack_rows  # noqa: E402
 from megatron_idempotent.trainer.rewards import group_advantages  # noqa: E402
-from megatron_idempotent.trainer.task.prompts import Prompt  # noqa: E402
 from megatron_idempotent.trainer.task.reward import position_reward  # noqa: E402
 
 
@@ -53,24 +53,26 @@ def test_a_group_of_equal_rewards_has_no_advantages():
     assert group_advantages([0.3] * 3, normalize_std=True) == (0.0, 0.0, 0.0)
 
 
-def scored_groups():
-    prompt = Prompt(row=0, text="copy a", answer="a", split="train")
-    first = TrainingSample(
-        tokens=(5, 1), logprobs=(-0.5, -0.25), versions=(0, 0), text="a", finished=True
+def sample(*tokens, logprobs):
+    return Sample(
+        request_id="0/0/0",
+        tokens=tokens,
+        logprobs=logprobs,
+        versions=(0,) * len(tokens),
+        finish_reason="stop",
     )
-    second = TrainingSample(
-        tokens=(6, 6, 6),
-        logprobs=(-1.0, -2.0, -3.0),
-        versions=(0,) * 3,
-        text="b b b",
-        finished=False,
-    )
-    group = PromptGroup(prompt=prompt, prompt_tokens=(3, 4, 2), samples=(first, second))
-    return [ScoredGroup(group=group, rewards=(1.0, 0.0), advantages=(1.0, -1.0))]
+
+
+def rows():
+    prompt = (3, 4, 2)
+    return [
+        (prompt, sample(5, 1, logprobs=(-0.5, -0.25)), 1.0),
+        (prompt, sample(6, 6, 6, logprobs=(-1.0, -2.0, -3.0)), -1.0),
+    ]
 
 
 def test_packing_shifts_targets_by_one_and_masks_the_response():
-    batch = pack(scored_groups(), positions=6, pad_id=0)
+    batch = pack_rows(rows(), positions=6, pad_id=0)
     assert batch.tokens_BT.tolist() == [[3, 4, 2, 5, 1, 0], [3, 4, 2, 6, 6, 6]]
     assert batch.targets_BT.tolist() == [[4, 2, 5, 1, 0, 0], [4, 2, 6, 6, 6, 0]]
     assert batch.loss_mask_BT.tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0]]
@@ -83,11 +85,11 @@ def test_packing_shifts_targets_by_one_and_masks_the_response():
 
 def test_packing_into_too_few_positions_is_an_error():
     with pytest.raises(ValueError, match="a sequence of 6 tokens, room for 5"):
-        pack(scored_groups(), positions=4, pad_id=0)
+        pack_rows(rows(), positions=4, pad_id=0)
 
 
 def test_chunks_use_every_sequence_once_in_a_seeded_order():
-    batch = pack(scored_groups() * 6, positions=5, pad_id=0)
+    batch = pack_rows(rows() * 6, positions=5, pad_id=0)
     marked = batch.rows(torch.arange(12))
     marked.advantages_B.copy_(torch.arange(12.0))
 
@@ -105,10 +107,6 @@ def test_chunks_use_every_sequence_once_in_a_seeded_order():
 def test_log_probabilities_survive_the_way_into_the_batch():
     value = math.log(1 / 3)
     stored = torch.tensor(value).item()  # what the sampler hands over: a float32
-    sample = TrainingSample(tokens=(1,), logprobs=(stored,), versions=(0,), text="", finished=True)
-    prompt = Prompt(row=0, text="a", answer="a", split="train")
-    group = PromptGroup(prompt=prompt, prompt_tokens=(3,), samples=(sample,))
-    batch = pack(
-        [ScoredGroup(group=group, rewards=(0.0,), advantages=(0.0,))], positions=1, pad_id=0
-    )
+    row = ((3,), sample(1, logprobs=(stored,)), 0.0)
+    batch = pack_rows([row], positions=1, pad_id=0)
     assert batch.old_logprobs_BT[0, 0].item() == stored

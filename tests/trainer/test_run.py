@@ -59,11 +59,12 @@ def compare_sampling_with_training(job):
     import torch
 
     import megatron_idempotent
-    from megatron_idempotent.trainer.batch import ScoredGroup, pack
+    from megatron_idempotent.trainer.batch import pack_rows
     from megatron_idempotent.trainer.checkpoint import weights_digest
-    from megatron_idempotent.trainer.engines import EngineSampler, make_engines
+    from megatron_idempotent.trainer.engines import make_engines
     from megatron_idempotent.trainer.loss import decoder_logits
     from megatron_idempotent.trainer.policy import MegatronPolicy, ensure_checkpoint
+    from megatron_idempotent.trainer.rewards import RequestMaker
     from megatron_idempotent.trainer.task.prompts import Prompt
     from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 
@@ -80,26 +81,30 @@ def compare_sampling_with_training(job):
     )
     policy = MegatronPolicy(config, checkpoint, positions=positions)
     engines = make_engines(config, policy, checkpoint, job.out)
-    sampler = EngineSampler(
-        engines.generate, tokenizer, temperature=temperature, max_response_tokens=5, seed=1
-    )
+    maker = RequestMaker(tokenizer, temperature=temperature, max_response_tokens=5, seed=1)
+
+    def drawn(prompts, stream):
+        requests = [maker.make(each, stream=stream, samples=4) for each in prompts]
+        found = iter(engines.generate([request for each in requests for request in each]))
+        return [[next(found) for _ in each] for each in requests]
 
     def as_batch(groups):
-        scored = [
-            ScoredGroup(group=group, rewards=(0.0,) * 4, advantages=(1.0, -1.0, 0.5, -0.5))
-            for group in groups
+        rows = [
+            (tokenizer.encode_prompt(prompt.text), sample, advantage)
+            for prompt, samples in zip(prompts, groups, strict=True)
+            for sample, advantage in zip(samples, (1.0, -1.0, 0.5, -0.5), strict=True)
         ]
-        return pack(scored, positions=positions, pad_id=tokenizer.pad_id)
+        return pack_rows(rows, positions=positions, pad_id=tokenizer.pad_id)
 
     def publish(version):
         with policy.weights():
             engines.publish(version)
 
     publish(0)
-    policy.train(as_batch(sampler.sample(prompts, samples=4, stream=0)), index=0)
+    policy.train(as_batch(drawn(prompts, 0)), index=0)
     publish(1)
-    groups = sampler.sample(prompts, samples=4, stream=1)
-    alone = sampler.sample(prompts[2:3], samples=4, stream=1)
+    groups = drawn(prompts, 1)
+    alone = drawn(prompts[2:3], 1)
     engines.close()
     batch = as_batch(groups)
     with policy.weights() as module, torch.no_grad():
@@ -114,9 +119,9 @@ def compare_sampling_with_training(job):
         "largest gap": float((trained_BT - batch.old_logprobs_BT)[response_BT].abs().max()),
         "largest logit": float(logits_BTV.abs().max()),
         "spread": float(batch.old_logprobs_BT[response_BT].std()),
-        "same alone": [s.tokens for s in alone[0].samples] == [s.tokens for s in groups[2].samples],
-        "order": [group.prompt.row for group in groups],
-        "versions": sorted({v for g in groups for s in g.samples for v in s.versions}),
+        "same alone": [s.tokens for s in alone[0]] == [s.tokens for s in groups[2]],
+        "order": [int(group[0].request_id.split("/")[1]) for group in groups],
+        "versions": sorted({v for g in groups for s in g for v in s.versions}),
     }
 
 

@@ -141,7 +141,7 @@ def test_a_verifier_sees_the_words_of_each_response_and_whether_it_ended():
         )
         for each, reason in ((tokens, "stop"), (tokens[:1], "length"))
     ]
-    assert asyncio.run(Scorer(reward, tokenizer)(0, PROMPTS[0], samples)) == [1.0, 1.0]
+    assert asyncio.run(Scorer(reward, tokenizer)(0, PROMPTS[0], samples)) == (1.0, 1.0)
     assert seen == [("a", "a", True), ("a", "a", False)]
 
 
