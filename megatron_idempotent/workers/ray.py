@@ -358,7 +358,7 @@ class _Actors:
         self._ray = ray
         self.all = list(actors)
         self.serving: list[asyncio.Future[Any]] = []
-        """By rank: done once the rank has ended."""
+        """A future per rank, done once the rank has ended."""
 
     def reorder(self, order: Sequence[int]) -> None:
         """Number the ranks: the first is the actor of the first index."""
