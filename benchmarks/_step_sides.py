@@ -90,9 +90,10 @@ class Sides:
 
             return self._forward(chunk, microbatch), loss_func
 
+        data = [self.pieces(self.microbatches) for _ in self.model.chunks]
         self._schedule(
             forward_step_func=forward_step,
-            data_iterator=self.pieces(self.microbatches),
+            data_iterator=data if len(data) > 1 else data[0],
             model=self.model.chunks,
             num_microbatches=self.microbatches,
             seq_length=self._length,
@@ -113,6 +114,17 @@ class Sides:
             )
             for index, piece in enumerate(self.pieces(chunks)):
                 self.step.microbatch(step_id, piece, last=last and index == chunks - 1)
+            self.step.finish(step_id)
+
+        return step
+
+    def ready(self, *, last: bool) -> Callable[[], None]:
+        """The same step as one call with a list of its microbatches."""
+
+        def step() -> None:
+            step_id = self.step.begin(self._loss, global_batch_size=self.microbatches * self.rows)
+            found = list(self.pieces(self.microbatches))
+            self.step.microbatch(step_id, microbatches=found, last=last)
             self.step.finish(step_id)
 
         return step

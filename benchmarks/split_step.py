@@ -5,8 +5,9 @@
                                     [--device cuda]
 
 On CPU ranks, in one run per layout, by programs that take turns on one model and the same data:
-a step of Megatron's alone, and split ones with and without `last=True`. Medians of each round's
-ratios, of wall time and of the rank's CPU time, which a busy machine leaves more repeatable.
+a step of Megatron's alone, split ones with and without `last=True`, and ones that are given a list
+of their microbatches. Medians of each round's ratios, of wall time and of the rank's CPU time,
+which a busy machine leaves more repeatable.
 
 On two pipeline stages each chunk fills and drains the pipeline, so that eight chunks cost what
 those bubbles do: (microbatches + 8 x (stages - 1)) / (microbatches + stages - 1) slots of a forward
@@ -39,12 +40,15 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "one rank": (1, 8, {}),
     "two replicas": (2, 8, {"overlap_param_gather": True}),
     "two stages": (2, 16, {"pp": 2, "layers_per_stage": 1}),
+    "interleaved": (2, 16, {"pp": 2, "vpp": 2, "layers_per_stage": 1}),
 }
 PAIRS = [
     ("one", "plain"),
     ("one, last", "plain"),
     ("eight", "one"),
     ("eight, last", "one, last"),
+    ("list", "plain"),
+    ("list, last", "plain"),
 ]
 #: On a GPU, by the wall: a step in one piece, and in eight, over a plain one.
 AIMS = {"(one, last)/(plain)": 1.02, "(eight, last)/(plain)": 1.05}
@@ -64,6 +68,8 @@ def _sides(hidden: int, microbatches: int, rows: int, **options: Any) -> Any:
         "one, last": sides.split(1, last=True),
         "eight": sides.split(CHUNKS, last=False),
         "eight, last": sides.split(CHUNKS, last=True),
+        "list": sides.ready(last=False),
+        "list, last": sides.ready(last=True),
     }
 
 

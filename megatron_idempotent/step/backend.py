@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from .records import Batch, StepLoss, StepResult
+from .pieces import Piece
+from .records import StepLoss, StepResult
 from .totals import Row, Totals
 
 
@@ -62,7 +63,7 @@ class Backend(Protocol):
     def open(self) -> None:
         """Zero gradients, switch to training, and remember what `restore` puts back."""
 
-    def accept(self, lists: Sequence[Sequence[Batch]]) -> None:
+    def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
         """Raise `ValueError` where microbatches cannot be run so; nothing has happened yet."""
 
     def lockstep_group(self) -> tuple[bool, Any]:
@@ -78,7 +79,7 @@ class Backend(Protocol):
         """
 
     def run(
-        self, microbatches: Sequence[Batch], loss: StepLoss, *, reduce: bool, ghosts: bool
+        self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
     ) -> list[Row]:
         """Forward and backward, with the loss not normalised; each microbatch's metrics.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from .fsdp_run import (
     Watch,
 )
 from .lifecycle import SplitStep
+from .pieces import Piece
 from .records import TOKENS, Batch, NonFinite, Options, StepLoss, checked_options, skipped_for
 from .snapshot import (
     GroupSnapshot,
@@ -126,7 +127,7 @@ class FSDPBackend:
         self._model.set_is_last_backward(True)
         self._model.train()
 
-    def accept(self, lists: Sequence[Sequence[Batch]]) -> None:
+    def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
         """Microbatches of any shape are run."""
 
     def lockstep_group(self) -> tuple[bool, Any]:
@@ -136,7 +137,7 @@ class FSDPBackend:
         """Nothing: gradients are not narrow."""
 
     def run(
-        self, microbatches: Sequence[Batch], loss: StepLoss, *, reduce: bool, ghosts: bool
+        self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
     ) -> list[Row]:
         self._released = self._released or reduce
         call = FSDPCall(self.shards, self._watch, self._forward, self._scaler)
@@ -152,10 +153,10 @@ class FSDPBackend:
                 stack.callback(ModuleSnapshot([self._model]).restore_buffers)
             if not self._model.training:  # an evaluation may have left it so
                 self._model.train()
-            for number, microbatch in enumerate(microbatches, start=1):
-                last = reduce and number == len(microbatches)
+            for number, piece in enumerate(pieces, start=1):
+                last = reduce and number == len(pieces)
                 self._model.set_requires_gradient_sync(last)
-                row = call.run(microbatch, None if ghosts else loss)
+                row = call.run(piece.batch, None if ghosts else loss)
                 if call.stopped:
                     break
                 if row is not None:
@@ -343,6 +344,8 @@ class FSDPTrainStep(SplitStep):
         *,
         forward: Forward = tokens_forward,
         shared: Collection[str] = (),
+        shape: Callable[[Any], tuple[int, int]] | None = None,
+        counts: Callable[[Any], Any] | None = None,
         non_finite: NonFinite = "refuse",
         clip_grad: float | None = 1.0,
         grad_scaler: Any = None,
@@ -353,7 +356,7 @@ class FSDPTrainStep(SplitStep):
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad must be positive or None, got {clip_grad!r}")
         _check_scheduler(scheduler)
-        options = checked_options(deadline_s, non_finite, shared)
+        options = checked_options(deadline_s, non_finite, shared, shape, counts)
         backend = FSDPBackend(
             self._shards,
             optimizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -41,7 +42,7 @@ class SplitStep:
         loss: StepLoss,
         *,
         global_batch_size: int,
-        micro_batch_size: int,
+        micro_batch_size: int | None = None,
         rank_batch_size: int | None = None,
         step_id: str | None = None,
     ) -> str:
@@ -53,7 +54,7 @@ class SplitStep:
             loss: see `StepLoss`; the same on all ranks.
             global_batch_size: what the scheduler advances by, in sequences; the same on all ranks.
             micro_batch_size: rows of a microbatch; the last one of a batch may have fewer. Replicas
-                may have different ones.
+                may have different ones. None where all microbatches come ready.
             rank_batch_size: rows that this rank will get in the step, where that is known: the
                 batch that completes them is the last one, see `microbatch`.
             step_id: a name of the caller's, the same on all ranks; None for the step's number.
@@ -111,12 +112,16 @@ class SplitStep:
     def microbatch(
         self,
         step_id: str,
-        batch: Batch | None,
+        batch: Batch | None = None,
         *,
+        microbatches: Sequence[Any] | None = None,
         last: bool = False,
         microbatch_id: str | None = None,
     ) -> Receipt:
-        """Forward and backward of some rows of the step; nothing is updated.
+        """Forward and backward of some rows of the step, or of microbatches that exist already.
+
+        Nothing is updated. A batch is cut into microbatches of `micro_batch_size` rows;
+        `microbatches` are run as they are, of any shape, in one call of the schedule.
 
         The ranks of one replica (tensor, context and pipeline parallel) are given the same batch.
         Where replicas meet inside of the model (expert parallelism, FSDP2) all ranks take part at
@@ -127,6 +132,11 @@ class SplitStep:
                 where not all is valid. Tensors have B as their first dimension, lists and tuples B
                 items; scalars, and what the step was made to share, are the same for all rows. B
                 may be 0.
+            microbatches: in place of a batch, a list of anything that `forward` and the loss take:
+                mappings, TensorDicts, dataclasses, packs, nested tensors. Their shape is that of
+                `input_ids`, or what the step's `shape` says. Valid are what the masks say in rows
+                and packs, `counts` in a microbatch (valid sequences and tokens), or what the step's
+                `counts` says. An interleaved pipeline takes multiples of its stages.
             last: it is this rank's last batch of the step. Where all ranks say so, its backward
                 overlaps the reductions, as the last microbatch of a one-shot step does. All ranks
                 agree on it first, so a rank waits there for the slowest one.
@@ -137,7 +147,8 @@ class SplitStep:
 
         Raises:
             RuntimeError: no such step is open, it has failed, or has had its last batch.
-            ValueError: not a batch, or one with a `Pack`. The step is as it was.
+            ValueError: not a batch, or one with a `Pack`; a microbatch whose shape or counts are
+                unknown, or whose `cu_seqlens` do not fit. The step is as it was.
             WindowAborted: a rank failed, and all who wait for it know. Where the message says so
                 the step is as it was; else it has failed.
             SessionPoisoned: a failure that cannot be carried, or a rank that did not come.
@@ -153,7 +164,7 @@ class SplitStep:
                 f"microbatch(): step {step_id!r} has had its last batch; finish() it"
             )
         name = microbatch_id if microbatch_id is not None else f"#{len(step.receipts)}"
-        return step.add(batch, last, name)
+        return step.add(batch, microbatches, last, name)
 
     def finish(self, step_id: str) -> StepResult:
         """Reduce once, divide by what is valid on all ranks, update, advance the scheduler.

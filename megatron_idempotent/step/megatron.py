@@ -28,6 +28,7 @@ from .backend import Update
 from .lifecycle import SplitStep
 from .megatron_run import Forward, MegatronSnapshot, Runner, forget_inference
 from .megatron_update import CheckedUpdate
+from .pieces import Piece
 from .records import TOKENS, Batch, NonFinite, Options, StepLoss, checked_options
 from .snapshot import evaluating, lr_and_weight_decay
 from .totals import Row, Totals
@@ -116,7 +117,7 @@ class MegatronBackend:
         if self._optimizer is not None:
             self._optimizer.zero_grad()
 
-    def accept(self, lists: Sequence[Sequence[Batch]]) -> None:
+    def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
         self._runner.accept(lists)
 
     def lockstep_group(self) -> tuple[bool, Any]:
@@ -129,10 +130,10 @@ class MegatronBackend:
         self._shift = self._runner.shift = shift
 
     def run(
-        self, microbatches: Sequence[Batch], loss: StepLoss, *, reduce: bool, ghosts: bool
+        self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
     ) -> list[Row]:
         self._released = self._released or reduce
-        return self._runner.run(microbatches, loss, reduce=reduce, ghosts=ghosts)
+        return self._runner.run(pieces, loss, reduce=reduce, ghosts=ghosts)
 
     def check_ready(self) -> None:
         if self._optimizer is None:
@@ -347,6 +348,9 @@ class TrainStep(SplitStep):
             `gpt_forward` passes, such as images.
         shared: names in batches that are the same for all rows, whatever they hold: each microbatch
             is given them whole.
+        shape: gives rows and positions of a ready microbatch; None for those of its `input_ids`.
+        counts: gives valid sequences and tokens of a ready microbatch, as two numbers or a tensor
+            [2]; None to count them by its masks.
         non_finite: what `finish()` does where a loss or the norm of the gradients is NaN or
             infinite. "refuse" raises `WindowAborted` on all ranks, before anything is updated;
             "skip" drops the gradients, and the result says why; "update" updates all the same, as
@@ -379,11 +383,13 @@ class TrainStep(SplitStep):
         *,
         forward: Forward = gpt_forward,
         shared: Collection[str] = (),
+        shape: Callable[[Any], tuple[int, int]] | None = None,
+        counts: Callable[[Any], Any] | None = None,
         non_finite: NonFinite = "refuse",
         deadline_s: float = DEADLINE_S,
         undo: bool = False,
     ) -> None:
-        options = checked_options(deadline_s, non_finite, shared)
+        options = checked_options(deadline_s, non_finite, shared, shape, counts)
         backend = MegatronBackend(
             model_chunks, optimizer, scheduler, forward, options=options, undo=undo
         )

@@ -37,7 +37,8 @@ from megatron_idempotent.window.guard_layers import across_replicas
 from megatron_idempotent.window.missed_collectives import MissedCollectives
 
 from .messages import LocalFailure
-from .records import TOKENS, Batch, StepLoss
+from .pieces import Piece
+from .records import Batch, StepLoss
 from .snapshot import (
     AttributeSnapshot,
     FunctionSnapshot,
@@ -219,7 +220,7 @@ class Runner:
         """True if DDP sums gradients over ranks, instead of averaging them."""
         return bool(self.configs[0].calculate_per_token_loss)
 
-    def accept(self, lists: Sequence[Sequence[Batch]]) -> None:
+    def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
         stages = int(parallel_state.get_pipeline_model_parallel_world_size())
         for microbatches in lists:
             if len(self.chunks) > 1 and len(microbatches) % stages:
@@ -245,33 +246,38 @@ class Runner:
         return True, shared_group("replica", self.replica, self.deadline_s)
 
     def run(
-        self, microbatches: Sequence[Batch], loss: StepLoss, *, reduce: bool, ghosts: bool
+        self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
     ) -> list[Row]:
         rows: list[Row] = []
-        tokens_BT = microbatches[0][TOKENS]
-        size, positions = tokens_BT.shape[:2]
-        iterators = [iter(microbatches) for _ in self.chunks]
-        arguments = {
-            "forward_step_func": self._forward_step(loss, rows, ghosts),
+        iterators = [iter(pieces) for _ in self.chunks]
+        arguments: dict[str, Any] = {
             "data_iterator": iterators if len(iterators) > 1 else iterators[0],
             "model": self.chunks,
-            "num_microbatches": len(microbatches),
-            "seq_length": positions,
-            "micro_batch_size": size,
+            "num_microbatches": len(pieces),
+            "seq_length": pieces[0].shape[1],
+            "micro_batch_size": pieces[0].shape[0],
             "forward_only": False,
         }
-        weight = 0.0 if ghosts else self._auxiliary_weight(loss, size, positions)
+        now = _Now(arguments, weigh=lambda piece: self._weight(loss, piece, ghosts))
+        arguments["forward_step_func"] = self._forward_step(loss, rows, ghosts, now)
+        weights = {now.weigh(piece) for piece in pieces}
         with ExitStack() as stack:
             if ghosts:
                 # Routing counts and logs of microbatches that nobody has are not kept.
                 kept = MegatronSnapshot(self.chunks, None, None)
                 stack.callback(kept.restore)
             self._hold(stack, reduce)
-            stack.enter_context(dividing_by(1, auxiliary_weight=weight * 2.0**-self.shift))
+            weight = weights.pop() if len(weights) == 1 else now.weight
+            stack.enter_context(dividing_by(1, auxiliary_weight=weight))
+            if weights:
+                _scale_with_their_forward(stack)
+            if len({piece.shape for piece in pieces}) > 1:
+                for config in self.configs:
+                    set_for(stack, config, "variable_seq_lengths", True)
             for chunk in self.chunks:
                 if not chunk.training:  # an evaluation may have left it so
                     chunk.train()
-            self._call(arguments, reduce)
+            self._call(arguments, now, reduce)
         return rows
 
     def _hold(self, stack: ExitStack, reduce: bool) -> None:
@@ -299,7 +305,7 @@ class Runner:
                     if own is not None:
                         set_for(stack, config, name, _times(2.0**-self.shift, own))
 
-    def _call(self, arguments: dict[str, Any], reduce: bool) -> None:
+    def _call(self, arguments: dict[str, Any], now: _Now, reduce: bool) -> None:
         schedule = get_forward_backward_func()
         coupled, group = self.lockstep_group()
         if not coupled and not reduce:
@@ -314,7 +320,9 @@ class Runner:
         tell: Callable[[str | None], dict[int, str]] = _nobody
         if coupled:
             tell = functools.partial(exchange, deadline_s=self.deadline_s, group=group)
-        call = GuardedCall(arguments, tell, check=False)
+        call = GuardedCall(
+            arguments, tell, check=False, skip=lambda pieces: now.begin(next(pieces))
+        )
         with collective_timeout(self.groups(), self.deadline_s):
             call.run(schedule)
         if call.failures:
@@ -332,11 +340,15 @@ class Runner:
             self._groups = known, [*live_groups(), dist.group.WORLD]
         return self._groups[1]
 
-    def _forward_step(self, loss: StepLoss, rows: list[Row], ghosts: bool) -> Callable[..., Any]:
+    def _forward_step(
+        self, loss: StepLoss, rows: list[Row], ghosts: bool, now: _Now
+    ) -> Callable[..., Any]:
         one = torch.ones((), dtype=torch.int, device=self.device)
 
-        def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Any]:
-            microbatch = next(data_iterator)
+        def forward_step(data_iterator: Iterator[Piece], model: Any) -> tuple[Any, Any]:
+            piece = next(data_iterator)
+            now.begin(piece)
+            microbatch = piece.batch
             output = self._forward(model, microbatch)
 
             def loss_func(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -354,19 +366,78 @@ class Runner:
 
         return forward_step
 
-    def _auxiliary_weight(self, loss: StepLoss, size: int, positions: int) -> float:
+    def _weight(self, loss: StepLoss, piece: Piece, ghosts: bool) -> float:
         """Returns the weight that makes a microbatch's auxiliary losses count by its share.
 
         They are means over a microbatch. With calculate_per_token_loss Megatron multiplies them
         with the tokens itself, and all else is divided by the step's normalizer at the end.
         """
+        if ghosts:
+            return 0.0
         of_tokens = loss.kind == "token"
+        share = float(piece.positions if of_tokens else piece.sequences)
         if self.per_token:
-            return 1.0 if of_tokens else 1.0 / positions
-        return float(size * positions if of_tokens else size)
+            share /= piece.positions
+        return share * 2.0**-self.shift
 
     def _note_finalize(self, model: Any, num_tokens: Any = None, **options: Any) -> None:
         self.finalize_options = options
+
+
+class _Now:
+    """The microbatch that a call runs forward now, for what has to know its size."""
+
+    def __init__(self, arguments: dict[str, Any], *, weigh: Callable[[Piece], float]) -> None:
+        self._arguments = arguments
+        self.weigh = weigh
+        self._piece: Piece | None = None
+
+    def begin(self, piece: Piece) -> None:
+        """Its forward begins."""
+        self._piece = piece
+        # Read where this rank's forward fails and zeros go to the next stage in its place.
+        self._arguments.update(micro_batch_size=piece.shape[0], seq_length=piece.shape[1])
+
+    def weight(self) -> float:
+        """The weight of its auxiliary losses."""
+        return 0.0 if self._piece is None else self.weigh(self._piece)
+
+
+def _scale_with_their_forward(stack: ExitStack) -> None:
+    """Have each backward scale auxiliary losses as the forward of its microbatch did.
+
+    Upstream sets the scale in each forward, and reads it in each backward. In a pipeline that is
+    another microbatch's, which is the same as long as all count alike.
+    """
+    forward, backward = schedules.forward_step, schedules.backward_step
+    kept: dict[int, list[tuple[Any, Any]]] = {}
+
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        # A copy: newer releases write each scale into the tensor of the one before.
+        kept[id(_first_tensor(result[0]))] = [
+            (scaler, torch.clone(scaler.main_loss_backward_scale))
+            for scaler in moe.scalers()
+            if isinstance(scaler.main_loss_backward_scale, Tensor)
+        ]
+        return result
+
+    @functools.wraps(backward)
+    def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        for scaler, scale in kept.pop(id(_first_tensor(output_tensor)), ()):
+            if scaler.main_loss_backward_scale.shape == scale.shape:
+                scaler.main_loss_backward_scale.copy_(scale)
+            else:
+                scaler.main_loss_backward_scale = scale
+        return backward(input_tensor, output_tensor, *args, **kwargs)
+
+    set_for(stack, schedules, "forward_step", functools.wraps(forward)(forward_step))
+    set_for(stack, schedules, "backward_step", backward_step)
+
+
+def _first_tensor(output: Any) -> Any:
+    # The schedule frees its memory, and keeps the object.
+    return output[0] if isinstance(output, list) else output
 
 
 def _times(factor: float, scale: Callable[[], Any]) -> Callable[[], Any]:

@@ -17,6 +17,10 @@ from megatron_idempotent.ranks.agreement import WindowAborted, control_group, de
 
 Doing = Literal["chunk", "last", "finish", "updated", "abort"]
 
+ListShape = tuple[int, int, int, int]
+"""Microbatches of one call: how many, their largest rows and positions, and a checksum of their
+shapes where these differ, else 0."""
+
 # Bytes of each rank in the first gather; those of a rank with dozens of metrics' rows are more.
 _ROOM = 4096
 _LENGTH = 8
@@ -43,10 +47,10 @@ class RankStatus:
     """The arguments that must be equal on all ranks that begin a step, by name."""
     replica: int = 0
     """Data-parallel rank; ranks of one replica are given the same batches."""
-    lists: tuple[tuple[int, int, int], ...] = ()
-    """The batch as microbatches, rows of each, and positions of each; one entry per call."""
-    specs: tuple[Mapping[str, Any], ...] = ()
-    """The shapes and types of a microbatch of each entry, for ranks that have none."""
+    lists: tuple[ListShape, ...] = ()
+    """The batch as microbatches, one entry per call."""
+    specs: tuple[tuple[Any, tuple[int, int]], ...] = ()
+    """A microbatch of each entry without its values, and its shape, for ranks that have none."""
     shift: int | None = None
     """Losses are divided by 2 ** shift on this rank, or should be; None without a batch."""
     counts: tuple[float, float] = (0.0, 0.0)

@@ -5,7 +5,10 @@ Legend: B rows of the batch, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import copy
+import dataclasses
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +17,8 @@ from torch.utils import _pytree
 
 from megatron_idempotent.fp8.packing import Pack
 
-from .messages import RankStatus
+from .messages import ListShape, RankStatus
+from .pieces import Piece
 from .records import SAMPLE_MASK, TOKEN_MASK, TOKENS, Batch
 
 # No rows can be taken out of these, so they are the same for all of them.
@@ -70,7 +74,8 @@ def _refuse_packs(batch: Batch) -> None:
                 raise ValueError(
                     f"microbatch() got {name!r} with a Pack of {len(each.lengths)} sequences and "
                     f"{sum(each.lengths)} tokens, which would count as one sequence of "
-                    f"{each.tokens} tokens: packs are not supported yet, send one sequence a row"
+                    f"{each.tokens} tokens, and cannot be cut into rows: send a list of packs as "
+                    "microbatches=[…], or one sequence a row"
                 )
 
 
@@ -93,16 +98,38 @@ def _told_value(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
-def split(batch: Batch, rows: int, size: int, shared: Collection[str] = ()) -> list[list[Batch]]:
+def split(batch: Batch, rows: int, size: int, shared: Collection[str] = ()) -> list[list[Piece]]:
     """Microbatches of `size` rows, in order; what is left over is a smaller one of its own.
 
     In lists of equal sizes, because the messages of a pipeline have one shape per schedule call.
     """
     whole = rows - rows % size
-    lists = [[_slice(batch, start, start + size, shared) for start in range(0, whole, size)]]
+    cuts = [[(start, start + size) for start in range(0, whole, size)]]
     if whole < rows:
-        lists.append([_slice(batch, whole, rows, shared)])
-    return [microbatches for microbatches in lists if microbatches]
+        cuts.append([(whole, rows)])
+    positions = int(batch[TOKENS].shape[1])
+    return [
+        [
+            Piece(
+                batch=_slice(batch, start, end, shared),
+                shape=(end - start, positions),
+                sequences=end - start,
+            )
+            for start, end in each
+        ]
+        for each in cuts
+        if each
+    ]
+
+
+def list_shape(pieces: Sequence[Piece]) -> ListShape:
+    """Describe the microbatches of one call: how many, their largest shape, and all shapes."""
+    rows = max(piece.shape[0] for piece in pieces)
+    positions = max(piece.shape[1] for piece in pieces)
+    shapes = [piece.shape for piece in pieces]
+    # In short: a list may have hundreds, and what ranks exchange should fit into one gather.
+    told = 0 if len(set(shapes)) == 1 else zlib.crc32(repr(shapes).encode())
+    return len(pieces), rows, positions, told
 
 
 def _slice(batch: Batch, start: int, end: int, shared: Collection[str]) -> Batch:
@@ -114,54 +141,69 @@ def _slice(batch: Batch, start: int, end: int, shared: Collection[str]) -> Batch
     }
 
 
-def valid_counts(batch: Batch) -> Tensor:
-    """Valid sequences and valid tokens, float64 [2], on the batch's device.
-
-    tokens = sum of token_mask[:, 1:] x sample_mask: the first token of a sequence is never
-    predicted. Without a token mask, sequences x positions; without a sample mask all are valid.
-    """
-    tokens_BT = batch[TOKENS]
-    sample_mask_B = batch.get(SAMPLE_MASK)
-    if sample_mask_B is None:
-        sample_mask_B = torch.ones(tokens_BT.shape[0], device=tokens_BT.device)
-    sample_mask_B = sample_mask_B.double()
-    token_mask_BT = batch.get(TOKEN_MASK)
-    tokens_B: Tensor | int = tokens_BT.shape[1]
-    if token_mask_BT is not None:
-        tokens_B = token_mask_BT[:, 1:].sum(1, dtype=torch.float64)
-    return torch.stack((sample_mask_B, sample_mask_B * tokens_B)).sum(1)
-
-
-def spec(microbatch: Batch) -> Batch:
+def spec(microbatch: Any) -> Any:
     """Describe a microbatch so that another rank can make its `ghost`.
 
-    Tensors, however deep in lists, tuples and dicts, are replaced by (shape, dtype); all else is
-    sent along.
+    Tensors, however deep in mappings, dataclasses, lists and tuples, are replaced by a description;
+    all else is sent along.
     """
-    described: Batch = _pytree.tree_map_only(
-        Tensor, lambda tensor: (torch.Size(tensor.shape), tensor.dtype), dict(microbatch)
-    )
+    if isinstance(microbatch, Tensor):
+        lengths = [len(each) for each in microbatch.unbind()] if microbatch.is_nested else None
+        shape = microbatch.shape if lengths is None else microbatch.values().shape
+        return _TENSOR, tuple(shape), microbatch.dtype, lengths
+    if hasattr(microbatch, "keys") and hasattr(microbatch, "items"):  # a TensorDict is no Mapping
+        return {name: spec(value) for name, value in microbatch.items()}
+    if dataclasses.is_dataclass(microbatch) and not isinstance(microbatch, type):
+        found = copy.copy(microbatch)
+        for field in dataclasses.fields(found):
+            object.__setattr__(found, field.name, spec(getattr(found, field.name)))
+        return found
+    described: Any = _pytree.tree_map_only(Tensor, spec, microbatch)
     return described
 
 
-def ghost(example: Batch, device: Any) -> Batch:
+def ghost(example: Any, device: Any) -> Any:
     """Make a microbatch of zeros that looks like a peer's `spec`; nothing in it is valid."""
-    batch: dict[str, Any] = _pytree.tree_map(
-        lambda leaf: torch.zeros(leaf[0], dtype=leaf[1], device=device) if _is_spec(leaf) else leaf,
+    if _is_tensor(example):
+        return _zeros(example, device)
+    if isinstance(example, Mapping):
+        batch = {name: ghost(value, device) for name, value in example.items()}
+        if isinstance(batch.get(TOKENS), Tensor):
+            batch[SAMPLE_MASK] = torch.zeros(batch[TOKENS].shape[0], device=device)
+        return batch
+    if dataclasses.is_dataclass(example) and not isinstance(example, type):
+        found = copy.copy(example)
+        for field in dataclasses.fields(found):
+            object.__setattr__(found, field.name, ghost(getattr(found, field.name), device))
+        return found
+    return _pytree.tree_map(
+        lambda each: _zeros(each, device) if _is_tensor(each) else each,
         example,
-        is_leaf=_is_spec,
+        is_leaf=_is_tensor,
     )
-    batch[SAMPLE_MASK] = torch.zeros(batch[TOKENS].shape[0], device=device)
-    return batch
 
 
-def _is_spec(value: Any) -> bool:
-    return type(value) is tuple and len(value) == 2 and isinstance(value[0], torch.Size)
+#: Begins the description of a tensor: its shape, type, and the lengths of a nested one's rows. No
+#: class, because plain pickle does not find one that has itself arrived pickled by value.
+_TENSOR = "megatron_idempotent tensor"
+
+
+def _is_tensor(value: Any) -> bool:
+    return type(value) is tuple and len(value) == 4 and value[0] == _TENSOR
+
+
+def _zeros(described: tuple[Any, ...], device: Any) -> Tensor:
+    _, shape, dtype, lengths = described
+    values = torch.zeros(shape, dtype=dtype, device=device)
+    if lengths is None:
+        return values
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0)
+    return torch.nested.nested_tensor_from_jagged(values, ends)
 
 
 def calls(
-    lists: Sequence[Sequence[Batch]], said: Sequence[RankStatus], device: object
-) -> Iterator[tuple[list[Batch], bool]]:
+    lists: Sequence[Sequence[Piece]], said: Sequence[RankStatus], device: object
+) -> Iterator[tuple[list[Piece], bool]]:
     """The calls that this rank makes, and whether their microbatches are dummies.
 
     Ranks that share a model's collectives make calls of the same sizes in the same order: up to
@@ -169,8 +211,8 @@ def calls(
     out sends dummy microbatches through its model, shaped like those of the fullest rank.
     """
     if not said:
-        for microbatches in lists:
-            yield list(microbatches), False
+        for pieces in lists:
+            yield list(pieces), False
         return
     for place in range(max(len(say.lists) for say in said)):
         numbers = [say.lists[place][0] if place < len(say.lists) else 0 for say in said]
@@ -181,8 +223,14 @@ def calls(
             if done < len(mine):
                 yield list(mine[done:number]), False
             else:
-                example = fullest.specs[place]
-                yield [ghost(example, device) for _ in range(number - done)], True
+                example, shape = fullest.specs[place]
+                yield (
+                    [
+                        Piece(batch=ghost(example, device), shape=shape, sequences=0)
+                        for _ in range(number - done)
+                    ],
+                    True,
+                )
             done = number
 
 
@@ -201,5 +249,8 @@ def differing_replicas(said: Sequence[RankStatus]) -> str | None:
 
 
 def _told_share(say: RankStatus) -> str:
-    shapes = ", ".join(f"{n} microbatches of {rows} x {t}" for n, rows, t in say.lists)
+    shapes = ", ".join(
+        f"{n} microbatches of {'' if not told else 'up to '}{rows} x {t}"
+        for n, rows, t, told in say.lists
+    )
     return f"{say.doing}({shapes or 'nothing'})"

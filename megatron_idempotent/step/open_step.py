@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from megatron_idempotent.ranks.agreement import (
     SessionPoisoned,
     WindowAborted,
@@ -25,8 +27,9 @@ from .messages import (
     failures,
     stop,
 )
-from .microbatches import calls, differing_replicas, rows_of, spec, split, valid_counts
-from .records import TOKENS, Batch, Options, Receipt, StepLoss, StepResult
+from .microbatches import calls, differing_replicas, list_shape, rows_of, spec, split
+from .pieces import Piece, ready_pieces, valid_counts
+from .records import Batch, Options, Receipt, StepLoss, StepResult
 from .totals import Row, Totals, as_numbers
 
 
@@ -70,7 +73,7 @@ class Turns:
     def _meet(
         self,
         doing: Doing,
-        lists: list[list[Batch]],
+        lists: list[list[Piece]],
         bad: ValueError | None,
         group: Any,
         *,
@@ -86,8 +89,8 @@ class Turns:
             replica=self._backend.replica,
             begun=self._begun,
             shift=self._shift_for(lists),
-            lists=tuple((len(each), *each[0][TOKENS].shape[:2]) for each in lists),
-            specs=tuple(spec(each[0]) for each in lists) if uneven else (),
+            lists=tuple(map(list_shape, lists)),
+            specs=tuple((spec(each[0].batch), each[0].shape) for each in lists) if uneven else (),
         )
         self.owes = True
         said = self._hear(say, group)
@@ -104,7 +107,7 @@ class Turns:
         self._agree_on_shift([each.shift for each in said])
         return said
 
-    def _shift_for(self, lists: Sequence[Sequence[Batch]]) -> int | None:
+    def _shift_for(self, lists: Sequence[Sequence[Piece]]) -> int | None:
         """Return the exponent of the least power of two not below what a replica's sum is over.
 
         Divided by that, gradients are no larger than those of a mean. It is chosen once in a step,
@@ -112,14 +115,17 @@ class Turns:
         """
         if self._shift is not None or not lists or not self._backend.narrow:
             return self._shift
-        tokens_BT = lists[0][0][TOKENS]
-        rows = max(
+        pieces = [piece for each in lists for piece in each]
+        here = sum(piece.sequences for piece in pieces)
+        sequences = max(
             -(-self.begun_with["global_batch_size"] // self._backend.replicas),
             self.begun_with["rank_batch_size"] or 0,
-            sum(len(each[TOKENS]) for microbatches in lists for each in microbatches),
+            here,
         )
-        number = rows * tokens_BT.shape[1] if self._loss.kind == "token" else rows
-        return int(number - 1).bit_length()
+        number = sequences
+        if self._loss.kind == "token":  # about as many tokens in each as in those of this batch
+            number *= -(-sum(piece.positions for piece in pieces) // max(here, 1))
+        return int(max(number, 1) - 1).bit_length()
 
     def _agree_on_shift(self, shifts: Iterable[int | None]) -> None:
         """Take the largest: gradients of all ranks that hear of it are added up."""
@@ -155,7 +161,7 @@ class Turns:
         self.failure = self.failure or failure
         self.known = self.known or known
 
-    def _run(self, lists: list[list[Batch]], said: list[RankStatus], release: bool) -> int:
+    def _run(self, lists: list[list[Piece]], said: list[RankStatus], release: bool) -> int:
         """Forward and backward; how many microbatches were this rank's own."""
         self.owes = bool(said) or release
         try:
@@ -176,16 +182,16 @@ class Turns:
         self.owes = False
         return number
 
-    def _run_calls(self, lists: list[list[Batch]], said: list[RankStatus], release: bool) -> int:
+    def _run_calls(self, lists: list[list[Piece]], said: list[RankStatus], release: bool) -> int:
         self._agree_on_shift([self._shift_for(lists)])
         plan = list(calls(lists, said, self._backend.device))
         number = 0
-        for index, (microbatches, ghosts) in enumerate(plan):
+        for index, (pieces, ghosts) in enumerate(plan):
             reduce = release and index == len(plan) - 1
-            rows = self._backend.run(microbatches, self._loss, reduce=reduce, ghosts=ghosts)
+            rows = self._backend.run(pieces, self._loss, reduce=reduce, ghosts=ghosts)
             if not ghosts:
                 self._rows += rows
-                number += len(microbatches)
+                number += len(pieces)
         return number
 
 
@@ -197,7 +203,7 @@ class OpenStep(Turns):
         self.receipts: dict[str, Receipt] = {}
         self.last = False
         # On the device until the end, so that counting never waits for it.
-        self._counts: list[Any] = []
+        self._counts: list[torch.Tensor] = []
         self._batch_rows = 0
         self._microbatches = 0
         self._updating = False
@@ -207,21 +213,23 @@ class OpenStep(Turns):
         self._done: tuple[Totals, Update | str] | None = None
         self._votes: list[RankStatus] | None = None
 
-    def add(self, batch: Batch | None, last: bool, name: str) -> Receipt:
+    def add(
+        self, batch: Batch | None, ready: Sequence[Any] | None, last: bool, name: str
+    ) -> Receipt:
         """Run a batch, after ranks that would wait for each other agree on what it is."""
         coupled, group = self._backend.lockstep_group()
-        rows, lists, bad = 0, [], None
+        rows = 0
+        lists: list[list[Piece]] = []
+        counts: list[torch.Tensor] = []
+        bad: ValueError | None = None
         try:
-            rows = 0 if batch is None else rows_of(batch, self._options.shared)
+            rows, lists, counts = self._cut(batch, ready)
             last = self._is_last(rows) or last
-            if batch is not None and rows:
-                size = self.begun_with["micro_batch_size"]
-                lists = split(batch, rows, size, self._options.shared)
-                self._backend.accept(lists)
+            self._backend.accept(lists)
         except ValueError as error:
             if not coupled:
                 raise
-            rows, lists, bad = 0, [], error
+            rows, lists, counts, bad = 0, [], [], error
         said: list[RankStatus] = []
         release = False
         with self._failing(unless=WindowAborted):
@@ -237,13 +245,38 @@ class OpenStep(Turns):
                 release = all(say.doing == "last" and say.lists for say in everybody)
         with self._failing():
             number = self._run(lists, said, release)
-            if batch is not None and rows:
-                self._counts.append(valid_counts(batch))
+            self._counts += counts
             self._batch_rows += rows
             self._microbatches += number
             self.last = last
             self.receipts[name] = Receipt(microbatch_id=name, rows=rows, microbatches=number)
         return self.receipts[name]
+
+    def _cut(
+        self, batch: Batch | None, ready: Sequence[Any] | None
+    ) -> tuple[int, list[list[Piece]], list[torch.Tensor]]:
+        """Sequences, the microbatches of each call, and what is valid in them."""
+        if ready is not None:
+            if batch is not None:
+                raise ValueError(
+                    "microbatch() got a batch and microbatches: pass rows to be cut, or a list of "
+                    "microbatches that are run as they are"
+                )
+            pieces = ready_pieces(ready, self._options)
+            sequences = sum(piece.sequences for piece in pieces)
+            counts = [piece.counts for piece in pieces if piece.counts is not None]
+            return sequences, [pieces] if pieces else [], counts
+        rows = 0 if batch is None else rows_of(batch, self._options.shared)
+        if batch is None or not rows:
+            return 0, [], []
+        size = self.begun_with["micro_batch_size"]
+        if size is None:
+            raise ValueError(
+                f"microbatch() got {rows} rows, and begin() no micro_batch_size to cut them by: "
+                "begin with one, or pass microbatches=[…]"
+            )
+        lists = split(batch, rows, size, self._options.shared)
+        return rows, lists, [valid_counts(batch)]
 
     def _is_last(self, rows: int) -> bool:
         whole = self.begun_with["rank_batch_size"]
@@ -334,7 +367,12 @@ class OpenStep(Turns):
             self._backend.join()
             self._backend.check_gradients()
             if self._counts:
-                sequences, tokens = sum(self._counts).tolist()
+                # What was given as numbers is on the host, all else on the device.
+                device = self._backend.device
+                valid = torch.zeros(2, dtype=torch.float64, device=device)
+                for each in self._counts:
+                    valid += each.to(device, non_blocking=True)
+                sequences, tokens = valid.tolist()
                 local = sequences, tokens
             rows = as_numbers(self._rows)
         except Exception as caught:  # noqa: BLE001  told to all ranks, and raised on all

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -25,6 +25,9 @@ Batch = Mapping[str, Any]
 TOKENS, SAMPLE_MASK, TOKEN_MASK = "input_ids", "sample_mask", "token_mask"
 """Names in a batch of what makes its rows, and of what in them counts."""
 
+COUNTS = "counts"
+"""Name in a ready microbatch of its valid sequences and tokens, where the caller has counted."""
+
 RESERVED = ("loss", "lr", "wd", "global_valid_seqs", "global_valid_toks", "rank", "replica")
 """Names that the step puts into each row by itself, so that a loss may not report them."""
 
@@ -37,6 +40,10 @@ class Options:
     non_finite: NonFinite
     shared: frozenset[str]
     """Names in batches that all rows share."""
+    shape: Callable[[Any], tuple[int, int]] | None = None
+    """Gives rows and positions of a ready microbatch; None to look at its `input_ids`."""
+    counts: Callable[[Any], Any] | None = None
+    """Gives valid sequences and tokens of a ready microbatch; None to count them."""
 
 
 class StepLoss(Protocol):
@@ -160,7 +167,7 @@ def check_begin(begun_with: Mapping[str, Any], step_id: str | None) -> None:
     _check_loss(begun_with["loss"])
     for name in ("global_batch_size", "micro_batch_size", "rank_batch_size"):
         value = begun_with[name]
-        if value is None and name == "rank_batch_size":
+        if value is None and name != "global_batch_size":
             continue
         if type(value) is not int or value < 1:
             raise ValueError(f"begin() takes a positive int as {name}, got {value!r}")
@@ -168,13 +175,19 @@ def check_begin(begun_with: Mapping[str, Any], step_id: str | None) -> None:
         raise ValueError(f"begin() takes a str as step_id, got {step_id!r}")
 
 
-def checked_options(deadline_s: Any, non_finite: Any, shared: Any) -> Options:
+def checked_options(
+    deadline_s: Any, non_finite: Any, shared: Any, shape: Any = None, counts: Any = None
+) -> Options:
     """Put the options together.
 
     Raises:
-        ValueError: a deadline that is no positive number, an unknown `non_finite`, or `shared` that
-            is no collection of names, or names what is counted.
+        ValueError: a deadline that is no positive number, an unknown `non_finite`, `shared` that
+            is no collection of names, or names what is counted, or a `shape` or `counts` that
+            cannot be called.
     """
+    for name, function in (("shape", shape), ("counts", counts)):
+        if function is not None and not callable(function):
+            raise ValueError(f"{name} takes a function of a ready microbatch, got {function!r}")
     if non_finite not in get_args(NonFinite):
         known = ", ".join(map(repr, get_args(NonFinite)))
         raise ValueError(f"non_finite must be one of {known}, got {non_finite!r}")
@@ -187,7 +200,11 @@ def checked_options(deadline_s: Any, non_finite: Any, shared: Any) -> Options:
             f"shared names {sorted(counted)}, by whose rows a step counts: leave them out"
         )
     return Options(
-        deadline_s=_checked_deadline(deadline_s), non_finite=non_finite, shared=frozenset(shared)
+        deadline_s=_checked_deadline(deadline_s),
+        non_finite=non_finite,
+        shared=frozenset(shared),
+        shape=shape,
+        counts=counts,
     )
 
 

@@ -87,12 +87,14 @@ def set_for(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 
 @contextmanager
-def dividing_by(divisor: int, *, auxiliary_weight: float = 1.0) -> Iterator[None]:
+def dividing_by(
+    divisor: int, *, auxiliary_weight: float | Callable[[], float] = 1.0
+) -> Iterator[None]:
     """Replace the number of microbatches where the schedules divide by it.
 
     They look the function up when they call it; nothing else in it reads the number. The losses
     of MoE, MTP and experimental attention are multiplied with `auxiliary_weight` besides, unless
-    the config has scale functions of their own.
+    the config has scale functions of their own; a function is asked in each forward.
     """
     late = hasattr(schedules, "forward_step_calc_loss")  # 0.14 on; before, forward_step divides
     name = "forward_step_calc_loss" if late else "forward_step"
@@ -110,7 +112,8 @@ def dividing_by(divisor: int, *, auxiliary_weight: float = 1.0) -> Iterator[None
             its = args[config] if len(args) > config else kwargs["config"]
             # Inside of this function it scales the auxiliary losses only; the loss itself is
             # scaled when its backward starts.
-            set_for(stack, its, "grad_scale_func", _times(auxiliary_weight, its.grad_scale_func))
+            weight = auxiliary_weight() if callable(auxiliary_weight) else auxiliary_weight
+            set_for(stack, its, "grad_scale_func", _times(weight, its.grad_scale_func))
             return original(*args, **kwargs)
 
     setattr(schedules, name, with_divisor)

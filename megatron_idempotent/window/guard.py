@@ -102,7 +102,8 @@ class GuardedCall:
     """One call on this rank. `error` is what failed here, `failures` what did by global rank.
 
     `exchange` gets this rank's failure or None, at the end of the window, and returns all ranks'.
-    `check` has gradients looked at for NaN before, where finalizing would do so.
+    `check` has gradients looked at for NaN before, where finalizing would do so. `skip` is given
+    the data iterator of each forward that is left out after a failure.
     """
 
     def __init__(
@@ -111,11 +112,13 @@ class GuardedCall:
         exchange: Callable[[str | None], dict[int, str]],
         *,
         check: bool = True,
+        skip: Callable[[Any], None] | None = None,
     ) -> None:
         model = arguments["model"]
         self._arguments = arguments
         self._exchange = exchange
         self._check = check
+        self._skip = skip
         self._forward_only = arguments.get("forward_only", False)
         self.chunks = model if isinstance(model, list) else [model]
         self.config = get_model_config(self.chunks[0])
@@ -194,7 +197,10 @@ class GuardedCall:
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         step, model, input_tensor = args[0], args[2], args[4]
-        if not self._skipping:
+        if self._skipping:
+            if self._skip is not None:
+                self._skip(args[1])
+        else:
             try:
                 result = original(self._with_watched_loss(step), *args[1:], **kwargs)
             except Exception as error:  # noqa: BLE001  raised on all ranks at the window's end

@@ -81,7 +81,10 @@ def test_a_start_that_is_cancelled_leaves_nothing_behind(cluster):
         assert starting.cancelled()
         await ranks.close()
         assert not reserved(cluster)
-        while any(each["State"] != "DEAD" for each in cluster.state.actors().values()):
+        while any(
+            each["ActorClassName"] == "RankActor" and each["State"] != "DEAD"
+            for each in cluster.state.actors().values()
+        ):
             await asyncio.sleep(0.05)
 
     run(scenario)

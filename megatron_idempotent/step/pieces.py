@@ -1,0 +1,250 @@
+"""One microbatch as a step runs it: what the model is given, its shape, and what counts in it.
+
+Legend: B rows, T positions of a row, n sequences of a pack, T of a pack all of its tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_idempotent.fp8.packing import Pack
+
+from .records import COUNTS, SAMPLE_MASK, TOKEN_MASK, TOKENS, Options
+
+Shape = tuple[int, int]
+"""Rows and positions of a microbatch: what a schedule calls micro_batch_size and seq_length."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """One microbatch. Example: `Piece(batch=batch, shape=(4, 512), sequences=4)`."""
+
+    batch: Any
+    """What `forward` and the loss are given."""
+    shape: Shape
+    sequences: int
+    """Sequences in it, masked ones included: its rows, or those of its packs."""
+    counts: Tensor | None = None
+    """Valid sequences and tokens, float64 [2]; None where they are counted for a whole batch."""
+
+    @property
+    def positions(self) -> int:
+        """Positions of all rows."""
+        return self.shape[0] * self.shape[1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Segments:
+    """The sequences of a pack, on the host. Example: `Segments(starts=(0, 8), lengths=(5, 3))`."""
+
+    starts: tuple[int, ...]
+    """Place of each sequence's first token."""
+    lengths: tuple[int, ...]
+    """Tokens of each, padding left out; 0 for an empty one."""
+
+
+def ready_pieces(microbatches: Sequence[Any], options: Options) -> list[Piece]:
+    """Look at microbatches that a caller has made; all of them are run as they are.
+
+    Raises:
+        ValueError: no sequence of microbatches, or one whose shape or counts are not known; the
+            message has its index.
+    """
+    if isinstance(microbatches, (str, bytes, Mapping)) or not isinstance(microbatches, Sequence):
+        raise ValueError(
+            f"microbatch() got a {type(microbatches).__name__} as microbatches: pass a list of them"
+        )
+    found = []
+    for index, batch in enumerate(microbatches):
+        try:
+            found.append(_piece(batch, options))
+        except ValueError as error:
+            raise ValueError(f"microbatch() got microbatches[{index}], {error}") from None
+    return found
+
+
+def _piece(batch: Any, options: Options) -> Piece:
+    shape = _shape(batch, options.shape)
+    segments = segments_of(batch)
+    sequences = shape[0] if segments is None else sum(length > 0 for length in segments.lengths)
+    if options.counts is not None:
+        counts = _given(options.counts(batch))
+    elif (given := _get(batch, COUNTS)) is not None:
+        counts = _given(given)
+    elif segments is not None:
+        counts = packed_counts(batch, segments)
+    elif isinstance(_get(batch, TOKENS), Tensor):
+        counts = valid_counts(batch)
+    else:
+        raise ValueError(
+            f"a {type(batch).__name__} that does not say how many valid sequences and tokens it "
+            f"has: put {COUNTS!r} into it, or make the step with counts="
+        )
+    return Piece(batch=batch, shape=shape, sequences=sequences, counts=counts)
+
+
+def _shape(batch: Any, ask: Callable[[Any], Shape] | None) -> Shape:
+    if ask is not None:
+        found = ask(batch)
+        whole = isinstance(found, (tuple, list)) and len(found) == 2
+        if not whole or any(type(each) is not int or each < 1 for each in found):
+            raise ValueError(f"for which shape= returned {found!r}: give (rows, positions)")
+        return found[0], found[1]
+    tokens = _get(batch, TOKENS)
+    if not isinstance(tokens, Tensor) or not tokens.dim():
+        raise ValueError(
+            f"a {type(batch).__name__} whose {TOKENS!r} is "
+            f"{'not there' if tokens is None else type(tokens).__name__}: give it that tensor, "
+            "[rows, positions] or [positions], or make the step with shape="
+        )
+    if tokens.is_nested:
+        lengths = [len(each) for each in tokens.unbind()]
+        return len(lengths), max(lengths, default=0)
+    if tokens.dim() == 1:
+        return 1, int(tokens.shape[0])
+    return int(tokens.shape[0]), int(tokens.shape[1])
+
+
+def _get(batch: Any, name: str) -> Any:
+    """An item of a mapping or a TensorDict, or an attribute; None where there is none."""
+    get = getattr(batch, "get", None)
+    if callable(get):
+        return get(name, None)  # a TensorDict raises without a default
+    return getattr(batch, name, None)
+
+
+def _given(counts: Any) -> Tensor:
+    if isinstance(counts, Tensor):
+        if tuple(counts.shape) != (2,):
+            raise ValueError(
+                f"whose counts have shape {tuple(counts.shape)}: [2], valid sequences and tokens"
+            )
+        return counts.detach().to(torch.float64)
+    pair = isinstance(counts, (tuple, list)) and len(counts) == 2
+    if not pair or any(not isinstance(each, (int, float)) or each < 0 for each in counts):
+        raise ValueError(f"whose counts are {counts!r}: give (valid sequences, valid tokens)")
+    return torch.tensor(counts, dtype=torch.float64)
+
+
+def valid_counts(batch: Any) -> Tensor:
+    """Valid sequences and valid tokens of rows, float64 [2], on the batch's device.
+
+    tokens = sum of token_mask[:, 1:] x sample_mask: the first token of a sequence is never
+    predicted. Without a token mask, sequences x positions; without a sample mask all are valid.
+    """
+    tokens_BT = _get(batch, TOKENS)
+    rows = tokens_BT.shape[0]
+    sample_mask_B = _get(batch, SAMPLE_MASK)
+    if sample_mask_B is None:
+        sample_mask_B = torch.ones(rows, device=tokens_BT.device)
+    sample_mask_B = sample_mask_B.double()
+    token_mask_BT = _get(batch, TOKEN_MASK)
+    tokens_B: Tensor | int
+    if token_mask_BT is not None:
+        tokens_B = token_mask_BT[:, 1:].sum(1, dtype=torch.float64)
+    elif tokens_BT.is_nested:
+        lengths = [len(each) for each in tokens_BT.unbind()]
+        tokens_B = torch.tensor(lengths, dtype=torch.float64, device=sample_mask_B.device)
+    else:
+        tokens_B = tokens_BT.shape[1]
+    return torch.stack((sample_mask_B, sample_mask_B * tokens_B)).sum(1)
+
+
+def segments_of(batch: Any) -> Segments | None:
+    """The sequences of a microbatch that holds a pack; None where its sequences are rows.
+
+    A pack is a `Pack`, Megatron's `PackedSeqParams`, or a tensor `cu_seqlens`, with
+    `cu_seqlens_padded` where sequences are padded. A tensor on a device is read by the host.
+
+    Raises:
+        ValueError: borders that do not begin at 0, do not rise, or do not end at T.
+    """
+    for value in _values(batch):
+        if isinstance(value, Pack):
+            return Segments(
+                starts=tuple(value.cu_seqlens[: len(value.lengths)].tolist()),
+                lengths=value.lengths,
+            )
+        if getattr(value, "cu_seqlens_q", None) is not None:
+            padded = getattr(value, "cu_seqlens_q_padded", None)
+            return _checked(value.cu_seqlens_q, padded, batch)
+    borders = _get(batch, "cu_seqlens")
+    if borders is None:
+        return None
+    return _checked(borders, _get(batch, "cu_seqlens_padded"), batch)
+
+
+def _values(batch: Any) -> list[Any]:
+    if callable(getattr(batch, "values", None)):
+        return list(batch.values())
+    if dataclasses.is_dataclass(batch):
+        return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    return []
+
+
+def _checked(borders: Any, padded: Any, batch: Any) -> Segments:
+    ends = [int(each) for each in torch.as_tensor(borders).reshape(-1).tolist()]
+    places = ends
+    if padded is not None:
+        places = [int(each) for each in torch.as_tensor(padded).reshape(-1).tolist()]
+    for name, found in (("cu_seqlens", ends), ("cu_seqlens_padded", places)):
+        if not found or found[0] != 0:
+            raise ValueError(f"whose {name} begin with {found[:1]}: they begin with 0")
+        for index, (start, end) in enumerate(pairwise(found)):
+            if end < start:
+                raise ValueError(f"whose {name} fall from {start} to {end} in sequence {index}")
+    lengths = [end - start for start, end in pairwise(ends)]
+    rooms = [end - start for start, end in pairwise(places)]
+    if len(rooms) != len(lengths):
+        raise ValueError(
+            f"whose cu_seqlens have {len(lengths)} sequences, and cu_seqlens_padded {len(rooms)}"
+        )
+    for index, (length, room) in enumerate(zip(lengths, rooms, strict=True)):
+        if length > room:
+            raise ValueError(f"whose sequence {index} has {length} tokens and {room} places")
+    tokens = _get(batch, TOKENS)
+    if isinstance(tokens, Tensor) and not tokens.is_nested and places[-1] != tokens.numel():
+        raise ValueError(
+            f"whose cu_seqlens end at {places[-1]}, and which has {tokens.numel()} tokens"
+        )
+    return Segments(starts=tuple(places[:-1]), lengths=tuple(lengths))
+
+
+def packed_counts(batch: Any, segments: Segments) -> Tensor:
+    """Valid sequences and tokens of a pack, float64 [2]: those of the same sequences as rows.
+
+    `sample_mask` is [n], one for each sequence; `token_mask` has the pack's tokens, and the first
+    of each sequence does not count. An empty sequence is none.
+    """
+    sample_mask_n, token_mask_T = _get(batch, SAMPLE_MASK), _get(batch, TOKEN_MASK)
+    masks = [each for each in (sample_mask_n, token_mask_T) if isinstance(each, Tensor)]
+    device = masks[0].device if masks else torch.device("cpu")
+    lengths_n = torch.tensor(segments.lengths, device=device)
+    there_n = (lengths_n > 0).double()
+    if sample_mask_n is not None:
+        if sample_mask_n.numel() != len(segments.lengths):
+            raise ValueError(
+                f"whose {SAMPLE_MASK!r} has {sample_mask_n.numel()} entries for "
+                f"{len(segments.lengths)} sequences: one for each"
+            )
+        there_n = there_n * sample_mask_n.reshape(-1).double()
+    if token_mask_T is None:
+        tokens_n = (lengths_n - 1).clamp(min=0).double()
+    else:
+        sums_T = torch.nn.functional.pad(token_mask_T.reshape(-1).double(), (1, 0)).cumsum(0)
+        starts_n = torch.tensor(segments.starts, device=device)
+        last = len(sums_T) - 1
+        ends = [sum(each) for each in zip(segments.starts, segments.lengths, strict=True)]
+        if max(ends, default=0) > last:
+            raise ValueError(
+                f"whose {TOKEN_MASK!r} has {last} entries, and whose sequences end at {max(ends)}"
+            )
+        first_n = (starts_n + 1).clamp(max=last)
+        tokens_n = (sums_T[starts_n + lengths_n] - sums_T[first_n]) * (lengths_n > 0)
+    return torch.stack((there_n, there_n * tokens_n)).sum(1)
