@@ -39,8 +39,13 @@ if TYPE_CHECKING:
     from megatron_idempotent.patching.verify import verify
     from megatron_idempotent.ranks.agreement import SessionPoisoned, WindowAborted, agree
     from megatron_idempotent.step.fsdp import FSDPTrainStep
+    from megatron_idempotent.step.loss import (
+        POLICY_GRADIENT_NORMALIZERS,
+        StepCounts,
+        StepLoss,
+    )
     from megatron_idempotent.step.megatron import TrainStep
-    from megatron_idempotent.step.records import StepLoss, StepResult
+    from megatron_idempotent.step.results import Receipt, StepResult
     from megatron_idempotent.window.abort import abort_window
     from megatron_idempotent.window.accumulation import accumulation_window
     from megatron_idempotent.window.guard import guarded_window
@@ -51,15 +56,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "POLICY_GRADIENT_NORMALIZERS",
     "FSDPTrainStep",
     "Fp8Export",
     "Pack",
     "PatchError",
+    "Receipt",
     "ReplicaMismatchError",
     "Report",
     "Row",
     "Sampling",
     "SessionPoisoned",
+    "StepCounts",
     "StepLoss",
     "StepResult",
     "TokenAlignment",
@@ -100,11 +108,14 @@ _LAZY = {
     "FSDPTrainStep": "step.fsdp",
     "Fp8Export": "fp8.export",
     "Pack": "fp8.packing",
+    "POLICY_GRADIENT_NORMALIZERS": "step.loss",
+    "Receipt": "step.results",
     "ReplicaMismatchError": "megatron.replica_check",
     "Sampling": "logprobs.request",
     "SessionPoisoned": "ranks.agreement",
-    "StepLoss": "step.records",
-    "StepResult": "step.records",
+    "StepCounts": "step.loss",
+    "StepLoss": "step.loss",
+    "StepResult": "step.results",
     "TokenAlignment": "fp8.packing",
     "TokenStats": "logprobs.api",
     "TrainStep": "step.megatron",

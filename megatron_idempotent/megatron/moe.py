@@ -32,6 +32,25 @@ def forget_tokens(chunk: Any) -> None:
             module.qb_beta_count.zero_()
 
 
+_COEFFICIENTS = (
+    ("num_moe_experts", "moe_aux_loss_coeff"),
+    ("num_moe_experts", "moe_z_loss_coeff"),
+    ("mtp_num_layers", "mtp_loss_scaling_factor"),
+    ("experimental_attention_variant", "dsa_indexer_loss_coeff"),
+)
+
+
+def auxiliary_losses(config: Any) -> list[str]:
+    """Names of the config's coefficients of losses that layers add to the gradient themselves."""
+    found = []
+    for part, name in _COEFFICIENTS:
+        value = getattr(config, name, None)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if getattr(config, part, None) and any(values):
+            found.append(name)
+    return found
+
+
 _TRANSFORMER = "megatron.core.transformer"
 _SCALERS = (
     (f"{_TRANSFORMER}.moe.moe_utils", "MoEAuxLossAutoScaler"),

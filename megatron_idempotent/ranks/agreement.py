@@ -43,18 +43,26 @@ class WindowAborted(RuntimeError):
     """One or more ranks failed and all ranks stopped; nothing is left over, the next window works.
 
     `failures` maps global ranks to what happened there. On those ranks the original error is the
-    `__cause__`.
+    `__cause__`, and the message begins with it: `rank` is the global rank of this process, None
+    without process groups.
     """
 
-    def __init__(self, failures: Mapping[int, str], consequence: str) -> None:
+    def __init__(
+        self, failures: Mapping[int, str], consequence: str, rank: int | None = None
+    ) -> None:
         self.failures = dict(failures)
         self.consequence = consequence
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+        if rank is None and dist.is_initialized():
+            rank = dist.get_rank()
+        self.rank = rank
+        # Among hundreds of ranks, and errors of many lines, a reader looks for his own first.
+        ordered = sorted(self.failures.items(), key=lambda each: (each[0] != rank, each[0]))
+        told = "; ".join(f"rank {number}: {text}" for number, text in ordered)
         super().__init__(f"{told}. {consequence}")
 
-    def __reduce__(self) -> tuple[type[WindowAborted], tuple[dict[int, str], str]]:
+    def __reduce__(self) -> tuple[type[WindowAborted], tuple[dict[int, str], str, int | None]]:
         # The default rebuilds from the message.
-        return type(self), (self.failures, self.consequence)
+        return type(self), (self.failures, self.consequence, self.rank)
 
 
 class SessionPoisoned(RuntimeError):

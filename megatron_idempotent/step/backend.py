@@ -1,4 +1,4 @@
-"""The protocol of a training engine on which a step can be split, and the results of its update."""
+"""The protocol of a training engine on which a step can be split."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
+from .loss import StepLoss
+from .outputs import Reported
 from .pieces import Piece
-from .records import StepLoss, StepResult
-from .totals import Row, Totals
+from .totals import Totals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +59,9 @@ class Backend(Protocol):
     def partially_updated(self) -> bool:
         """True if parameters may be half updated, without a copy to go back to."""
 
+    def accept_loss(self, loss: StepLoss) -> None:
+        """Raise `ValueError` where the model has losses that this one does not weigh."""
+
     def open(self) -> None:
         """Zero gradients, switch to training, and remember what `restore` puts back."""
 
@@ -80,16 +82,19 @@ class Backend(Protocol):
 
     def run(
         self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
-    ) -> list[Row]:
-        """Forward and backward, with the loss not normalised; each microbatch's metrics.
+    ) -> list[Reported]:
+        """Forward and backward, with the loss not normalised; what it returned for each microbatch.
 
         With `reduce`, reductions start as they would in the last microbatch of a one-shot step.
         Nothing of `ghosts` may reach a gradient. Raises `LocalFailure` for a failure on this rank
         after which it did all that other ranks wait for, and `WindowAborted` for one that all know.
         """
 
-    def check_ready(self) -> None:
-        """Raise `RuntimeError` where gradients could not be finalized; starts no collective."""
+    def check_ready(self, increment: int | None) -> None:
+        """Raise `RuntimeError` where gradients could not be finalized; starts no collective.
+
+        Raise `ValueError` where the scheduler needs a batch size to advance by, and got none.
+        """
 
     def join(self, *, wait: bool = True) -> None:
         """Take part in what peers start in a forward, if this rank had none; wait for its end."""
@@ -97,13 +102,19 @@ class Backend(Protocol):
     def check_gradients(self) -> None:
         """Raise where a gradient would be refused in the reduction."""
 
-    def update(self, totals: Totals, local: float, increment: int, timeout_s: float) -> Update:
+    def update(
+        self, totals: Totals, local: float, increment: int | None, timeout_s: float
+    ) -> Update:
         """Reduce and finalize once, divide, step the optimizer and the scheduler.
 
-        `local` is this replica's part of the normalizer. All ranks take part; none waits longer
-        than `timeout_s` in a collective, where that can be had. Raises `RuntimeError` on all ranks
-        where the norm is not finite and that is to be refused; nothing is updated then.
+        `local` is this replica's part of the normalizer, if that is counted. All ranks take part;
+        none waits longer than `timeout_s` in a collective, where that can be had. Raises
+        `RuntimeError` on all ranks where the norm is not finite and that is to be refused; nothing
+        is updated then.
         """
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the update; `restore` puts back what it was."""
 
     def rates(self) -> tuple[float, float] | None:
         """Learning rate and weight decay as they are now; None where nothing is trained here."""
@@ -116,37 +127,6 @@ class Backend(Protocol):
 
     def restore(self) -> None:
         """Drop the gradients, and put back what `open` found; nothing where that was refused."""
-
-
-def result_of(
-    step_id: str,
-    totals: Totals,
-    update: Update | str,
-    rates: tuple[float, float],
-    *,
-    own_microbatches: int,
-) -> StepResult:
-    """The result of a step with this update, or of one without, for the reason that is given.
-
-    `rates` are the learning rate and weight decay that it has used, or would have.
-    """
-    lr, weight_decay = rates
-    skipped = update if isinstance(update, str) else update.skipped
-    return StepResult(
-        step_id=step_id,
-        updated=skipped is None,
-        skipped=skipped,
-        grad_norm=None if isinstance(update, str) else update.grad_norm,
-        global_valid_sequences=totals.sequences,
-        global_valid_tokens=totals.tokens,
-        microbatches=totals.microbatches,
-        auxiliary_loss_scale=1.0 / max(own_microbatches, 1),
-        lr=lr,
-        weight_decay=weight_decay,
-        metrics=totals.metrics(),
-        rows=totals.rows(lr=lr, wd=weight_decay),
-        reported_by=dist.get_rank() if dist.is_initialized() else 0,
-    )
 
 
 def no_way_back(step_id: str, what: str) -> RuntimeError:

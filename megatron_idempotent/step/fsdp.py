@@ -27,8 +27,18 @@ from .fsdp_run import (
     Watch,
 )
 from .lifecycle import SplitStep
+from .loss import StepLoss
+from .outputs import Reported
 from .pieces import Piece
-from .records import TOKENS, Batch, NonFinite, Options, StepLoss, checked_options, skipped_for
+from .records import (
+    TOKENS,
+    Batch,
+    NonFinite,
+    NothingValid,
+    Options,
+    checked_options,
+    skipped_for,
+)
 from .snapshot import (
     GroupSnapshot,
     ModuleSnapshot,
@@ -36,8 +46,9 @@ from .snapshot import (
     TorchSnapshot,
     evaluating,
     lr_and_weight_decay,
+    set_learning_rate,
 )
-from .totals import Row, Totals
+from .totals import Totals
 
 
 class FSDPBackend:
@@ -127,6 +138,9 @@ class FSDPBackend:
         self._model.set_is_last_backward(True)
         self._model.train()
 
+    def accept_loss(self, loss: StepLoss) -> None:
+        """Models here add no loss of their own that the step could weigh."""
+
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
         """Microbatches of any shape are run."""
 
@@ -138,10 +152,10 @@ class FSDPBackend:
 
     def run(
         self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
-    ) -> list[Row]:
+    ) -> list[Reported]:
         self._released = self._released or reduce
         call = FSDPCall(self.shards, self._watch, self._forward, self._scaler)
-        rows = []
+        found = []
         with ExitStack() as stack:
             # Half, so that a rank whose peer has left the model still meets it below.
             stack.enter_context(
@@ -156,15 +170,15 @@ class FSDPBackend:
             for number, piece in enumerate(pieces, start=1):
                 last = reduce and number == len(pieces)
                 self._model.set_requires_gradient_sync(last)
-                row = call.run(piece.batch, None if ghosts else loss)
+                here = call.run(piece, None if ghosts else loss)
                 if call.stopped:
                     break
-                if row is not None:
-                    rows.append(row)
+                if here is not None:
+                    found.append(here)
         call.settle(self._deadline_s)
-        return rows
+        return found
 
-    def check_ready(self) -> None:
+    def check_ready(self, increment: int | None) -> None:
         strangers = stranger_shapes(self.shards, self._optimizer)
         if strangers:
             raise RuntimeError(
@@ -179,7 +193,9 @@ class FSDPBackend:
     def check_gradients(self) -> None:
         """FSDP2 refuses no gradient; `update` looks at the norm, which is the same on all ranks."""
 
-    def update(self, totals: Totals, local: float, increment: int, timeout_s: float) -> Update:
+    def update(
+        self, totals: Totals, local: float, increment: int | None, timeout_s: float
+    ) -> Update:
         with collective_timeout(self.shards.process_groups(), timeout_s):
             if not self._released:
                 self.shards.reduce()
@@ -231,6 +247,9 @@ class FSDPBackend:
         if self._clip_grad is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
         return grad_norm, None
+
+    def set_lr(self, lr: float) -> None:
+        set_learning_rate(self._optimizer, lr)
 
     def rates(self) -> tuple[float, float] | None:
         return lr_and_weight_decay(self._optimizer)
@@ -316,6 +335,7 @@ class FSDPTrainStep(SplitStep):
         shared: names in batches that are the same for all rows, see `TrainStep`.
         non_finite: what `finish()` does where a loss or the norm of the gradients is NaN or
             infinite, and no scaler lowers its scale for it, see `TrainStep`.
+        nothing_valid: what it does where nothing is valid on any rank, see `TrainStep`.
         clip_grad: largest norm of the gradient; None to leave it as it is.
         grad_scaler: a `torch.amp.GradScaler` for half precision: a step whose gradients overflow
             is skipped, and its scale is lowered.
@@ -347,6 +367,7 @@ class FSDPTrainStep(SplitStep):
         shape: Callable[[Any], tuple[int, int]] | None = None,
         counts: Callable[[Any], Any] | None = None,
         non_finite: NonFinite = "refuse",
+        nothing_valid: NothingValid = "skip",
         clip_grad: float | None = 1.0,
         grad_scaler: Any = None,
         deadline_s: float = DEADLINE_S,
@@ -356,7 +377,7 @@ class FSDPTrainStep(SplitStep):
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad must be positive or None, got {clip_grad!r}")
         _check_scheduler(scheduler)
-        options = checked_options(deadline_s, non_finite, shared, shape, counts)
+        options = checked_options(deadline_s, non_finite, shared, shape, counts, nothing_valid)
         backend = FSDPBackend(
             self._shards,
             optimizer,

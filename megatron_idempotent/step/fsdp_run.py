@@ -35,9 +35,11 @@ from megatron_idempotent.ranks.agreement import (
 )
 
 from .fsdp_internals import groups_of, mark_sharded, reset
+from .loss import StepLoss
 from .microbatches import ghost, spec
-from .records import Batch, StepLoss
-from .totals import Row, row_of
+from .outputs import Reported, has_graph, reported
+from .pieces import Piece
+from .records import Batch
 
 
 class Shards:
@@ -306,15 +308,15 @@ class FSDPCall:
         """True if this rank has left the model in the middle and can run nothing more."""
         return self._place is not _THROUGH
 
-    def run(self, microbatch: Batch, loss: StepLoss | None) -> Row | None:
-        """One forward and backward, of zeros without a loss; the metrics, if there are any."""
+    def run(self, piece: Piece, loss: StepLoss | None) -> Reported | None:
+        """One forward and backward, of zeros without a loss; and what the loss has returned."""
         self._number += 1
         self._watch.start()
         try:
-            backward, row = self._forward_and_loss(microbatch, loss)
+            backward, found = self._forward_and_loss(piece, loss)
             if not self.stopped:
                 backward()
-            return row
+            return found
         except Exception as error:  # noqa: BLE001  told to all ranks, and raised on all
             self._stop(error, "backward")
             return None
@@ -346,9 +348,10 @@ class FSDPCall:
         ) from self._error
 
     def _forward_and_loss(
-        self, microbatch: Batch, loss: StepLoss | None
-    ) -> tuple[Callable[[], None], Row | None]:
-        """The backward that is to follow, and the metrics."""
+        self, piece: Piece, loss: StepLoss | None
+    ) -> tuple[Callable[[], None], Reported | None]:
+        """The backward that is to follow, and what the loss returned."""
+        microbatch = piece.batch
         try:
             output = self._forward(self._shards.model, microbatch)
         except Exception as error:  # noqa: BLE001  told to all ranks, and raised on all
@@ -357,10 +360,12 @@ class FSDPCall:
             return functools.partial(_send, zeros_for(output)), None
         try:
             total, metrics = loss(output, microbatch)
-            row = row_of(total, metrics)
+            found = reported(loss, total, metrics, piece)
+            if not isinstance(total, torch.Tensor) or not has_graph(total):
+                return functools.partial(_send, zeros_for(output)), found
             total = total.reshape(())
             scaled = total if self._scaler is None else self._scaler.scale(total)
-            return scaled.backward, row
+            return scaled.backward, found
         except Exception as error:  # noqa: BLE001  told to all ranks, and raised on all
             self._carry(error, "loss")
             return functools.partial(_send, zeros_for(output)), None

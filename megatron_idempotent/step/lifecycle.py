@@ -10,8 +10,10 @@ import torch.distributed as dist
 from megatron_idempotent.ranks.agreement import control_group, refuse_if_poisoned
 
 from .backend import Backend, no_way_back
+from .loss import Divisor, StepLoss, check_begin, check_divisor
 from .open_step import OpenStep
-from .records import Batch, Options, Receipt, StepLoss, StepResult, check_begin
+from .records import Batch, Options, check_lr, check_size
+from .results import Receipt, StepResult
 
 _REMEMBERED = 8
 
@@ -41,9 +43,10 @@ class SplitStep:
         self,
         loss: StepLoss,
         *,
-        global_batch_size: int,
+        global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
         rank_batch_size: int | None = None,
+        divisor: Divisor | None = None,
         step_id: str | None = None,
     ) -> str:
         """Open a step: gradients are zero, the model trains.
@@ -53,10 +56,13 @@ class SplitStep:
         Args:
             loss: see `StepLoss`; the same on all ranks.
             global_batch_size: what the scheduler advances by, in sequences; the same on all ranks.
+                None where `finish()` is told.
             micro_batch_size: rows of a microbatch; the last one of a batch may have fewer. Replicas
                 may have different ones. None where all microbatches come ready.
             rank_batch_size: rows that this rank will get in the step, where that is known: the
                 batch that completes them is the last one, see `microbatch`.
+            divisor: what gradients are divided by, in place of what the loss's kind counts; the
+                same on all ranks. A function of `StepCounts` is asked in `finish()`, on all ranks.
             step_id: a name of the caller's, the same on all ranks; None for the step's number.
 
         Returns:
@@ -66,7 +72,9 @@ class SplitStep:
         Raises:
             RuntimeError: a step is open, or this id was aborted, or the parameters are half
                 updated.
-            ValueError: a size that is not a positive integer, or a loss that does not say its kind.
+            ValueError: a size that is not a positive integer, a loss that does not say its kind, or
+                one of groups, or already divided, that does not weigh the model's MoE, MTP or
+                other auxiliary losses (`auxiliary_weight`).
             SessionPoisoned: ranks of an earlier step went apart.
 
         Ranks that begin with different arguments are told so (`WindowAborted`) where they next
@@ -81,8 +89,10 @@ class SplitStep:
             "global_batch_size": global_batch_size,
             "micro_batch_size": micro_batch_size,
             "rank_batch_size": rank_batch_size,
+            "divisor": divisor,
         }
         check_begin(begun_with, step_id)
+        self._backend.accept_loss(loss)
         if step_id is not None and self._is_repeated(step_id, begun_with):
             return step_id
         refuse_if_poisoned()
@@ -143,7 +153,9 @@ class SplitStep:
             microbatch_id: a batch that is sent again under the same id is not run again.
 
         Returns:
-            What was run; for a batch that was sent again, what was run the first time.
+            What was run, and on the ranks that have the loss what it returned: its `outputs` for
+            each sequence at once, and sums (`Receipt.metrics()`) for callers that want them before
+            `finish()`. For a batch that was sent again, what was returned the first time.
 
         Raises:
             RuntimeError: no such step is open, it has failed, or has had its last batch.
@@ -163,18 +175,33 @@ class SplitStep:
             raise RuntimeError(
                 f"microbatch(): step {step_id!r} has had its last batch; finish() it"
             )
-        name = microbatch_id if microbatch_id is not None else f"#{len(step.receipts)}"
-        return step.add(batch, microbatches, last, name)
+        return step.add(batch, microbatches, last, microbatch_id)
 
-    def finish(self, step_id: str) -> StepResult:
+    def finish(
+        self,
+        step_id: str,
+        *,
+        global_batch_size: int | None = None,
+        divisor: Divisor | None = None,
+        lr: float | None = None,
+    ) -> StepResult:
         """Reduce once, divide by what is valid on all ranks, update, advance the scheduler.
 
-        All ranks take part, those without data too. A step in which nothing is valid is skipped.
+        All ranks take part, those without data too, and give the same arguments. A step in which
+        nothing is valid is skipped, or updates, as the step's `nothing_valid` says.
+
+        Args:
+            global_batch_size: as in `begin()`, where it was not known yet.
+            divisor: as in `begin()`, where it was not known yet.
+            lr: the learning rate of this update, times each parameter group's `lr_mult`. It stays
+                until a scheduler or a later step sets another.
 
         Returns:
             What was done; with the id of one of the last steps, the same result again.
 
         Raises:
+            ValueError: an argument that differs from what `begin()` was given, or the batch size
+                that the scheduler needs is missing. The step is as it was.
             RuntimeError: no such step is open, it has failed, or gradients cannot be finalized,
                 which is found before any collective.
             WindowAborted: a rank failed or aborted, ranks began the step differently, or a loss or
@@ -185,11 +212,16 @@ class SplitStep:
         if isinstance(ended := self._ended.get(step_id), StepResult):
             return ended
         step = self._current(step_id, "finish")
+        check_size("finish", "global_batch_size", global_batch_size)
+        check_divisor("finish", divisor)
+        check_lr(lr)
+        increment = _given(step, "global_batch_size", global_batch_size)
+        divisor = _given(step, "divisor", divisor)
         if not step.committed:
             self._refuse_failed(step, "finish")
-            self._backend.check_ready()
+            self._backend.check_ready(increment)
         try:
-            result = step.finish()
+            result = step.finish(increment, lr, divisor)
         finally:
             self._partially_updated = self._partially_updated or step.partially_updated
         self._backend.close()
@@ -266,3 +298,15 @@ class SplitStep:
         self._ended[step_id] = how
         while len(self._ended) > _REMEMBERED:
             del self._ended[next(iter(self._ended))]
+
+
+def _given(step: OpenStep, name: str, value: Any) -> Any:
+    """Return what `begin()` or `finish()` was given; both may be, if they are equal."""
+    begun = step.begun_with[name]
+    if value is None or begun is None:
+        return begun if value is None else value
+    if value != begun:
+        raise ValueError(
+            f"finish() got {name}={value!r}, and begin() {begun!r}: give it once, or the same"
+        )
+    return value

@@ -26,12 +26,14 @@ from megatron_idempotent.window.missed_collectives import gather_params
 
 from .backend import Update
 from .lifecycle import SplitStep
+from .loss import StepLoss
 from .megatron_run import Forward, MegatronSnapshot, Runner, forget_inference
 from .megatron_update import CheckedUpdate
+from .outputs import Reported
 from .pieces import Piece
-from .records import TOKENS, Batch, NonFinite, Options, StepLoss, checked_options
-from .snapshot import evaluating, lr_and_weight_decay
-from .totals import Row, Totals
+from .records import TOKENS, Batch, NonFinite, NothingValid, Options, checked_options
+from .snapshot import evaluating, lr_and_weight_decay, set_learning_rate
+from .totals import Totals
 
 
 class MegatronBackend:
@@ -117,6 +119,9 @@ class MegatronBackend:
         if self._optimizer is not None:
             self._optimizer.zero_grad()
 
+    def accept_loss(self, loss: StepLoss) -> None:
+        self._runner.accept_loss(loss)
+
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
         self._runner.accept(lists)
 
@@ -131,13 +136,18 @@ class MegatronBackend:
 
     def run(
         self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
-    ) -> list[Row]:
+    ) -> list[Reported]:
         self._released = self._released or reduce
         return self._runner.run(pieces, loss, reduce=reduce, ghosts=ghosts)
 
-    def check_ready(self) -> None:
+    def check_ready(self, increment: int | None) -> None:
         if self._optimizer is None:
             raise RuntimeError("finish(): TrainStep() was made without an optimizer")
+        if increment is None and self._scheduler is not None:
+            raise ValueError(
+                "finish() got no global_batch_size, nor did begin(), and the scheduler advances by "
+                "it: give it to either"
+            )
         if any(config.finalize_model_grads_func is None for config in self._runner.configs):
             raise RuntimeError(
                 "finish(): config.finalize_model_grads_func is None, so gradients would never be "
@@ -160,7 +170,9 @@ class MegatronBackend:
                         check_for_nan_or_inf=options.check_for_nan_in_grad, check_for_large=large
                     )
 
-    def update(self, totals: Totals, local: float, increment: int, timeout_s: float) -> Update:
+    def update(
+        self, totals: Totals, local: float, increment: int | None, timeout_s: float
+    ) -> Update:
         with collective_timeout(self._runner.groups(), timeout_s):
             self._finalize(totals, local)
             grad_norm, skipped = self._step.run()
@@ -173,12 +185,19 @@ class MegatronBackend:
             if chunk.ddp_config.overlap_grad_reduce and not self._released:
                 start_held(chunk)  # else finalizing dispatches by itself
         finalize = self._runner.configs[0].finalize_model_grads_func
-        finalize(self.chunks, self._num_tokens(local), **self._runner.finalize_options)
-        if not self._runner.per_token:
-            size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        counted = self._runner.per_token and totals.is_counted
+        tokens = self._num_tokens(local) if counted else None
+        finalize(self.chunks, tokens, **self._runner.finalize_options)
+        if not counted:
+            # Unless it sums, DDP has divided by the number of ranks; the losses by 2 ** shift.
+            size = 1
+            if not self._runner.per_token:
+                size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
             for chunk in self.chunks:
-                # DDP has divided by the number of ranks, and the losses by 2 ** shift.
                 chunk.scale_gradients(size * 2.0**self._runner.shift / totals.normalizer)
+
+    def set_lr(self, lr: float) -> None:
+        set_learning_rate(self._optimizer, lr)
 
     def rates(self) -> tuple[float, float] | None:
         return lr_and_weight_decay(self._optimizer)
@@ -214,8 +233,6 @@ class MegatronBackend:
 
         Context parallel ranks are given the same rows, so that one of them counts.
         """
-        if not self._runner.per_token:
-            return None
         counted = local if parallel_state.get_context_parallel_rank() == 0 else 0.0
         # As the schedules count; a sum of masks that are no zeros and ones needs more.
         kind = torch.int if counted == int(counted) else torch.float64
@@ -356,6 +373,9 @@ class TrainStep(SplitStep):
             "skip" drops the gradients, and the result says why; "update" updates all the same, as
             Megatron does, and looks at nothing. An overflow under a loss scale is skipped in any
             case. The norm is looked at where the optimizer computes it, see docs/train-step.md.
+        nothing_valid: what `finish()` does where nothing is valid on any rank. "skip" leaves
+            parameters, optimizer state and scheduler as they are; "update" divides gradients,
+            which are zero, by 1, so that momentum and weight decay move parameters.
         deadline_s: how long a rank waits for the others where ranks agree, and for their
             parameters, in seconds.
         undo: copy parameters and optimizer state to the host before each update, so that one that
@@ -386,10 +406,11 @@ class TrainStep(SplitStep):
         shape: Callable[[Any], tuple[int, int]] | None = None,
         counts: Callable[[Any], Any] | None = None,
         non_finite: NonFinite = "refuse",
+        nothing_valid: NothingValid = "skip",
         deadline_s: float = DEADLINE_S,
         undo: bool = False,
     ) -> None:
-        options = checked_options(deadline_s, non_finite, shared, shape, counts)
+        options = checked_options(deadline_s, non_finite, shared, shape, counts, nothing_valid)
         backend = MegatronBackend(
             model_chunks, optimizer, scheduler, forward, options=options, undo=undo
         )

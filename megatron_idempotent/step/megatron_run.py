@@ -36,9 +36,11 @@ from megatron_idempotent.window.guard import GuardedCall, no_gradient
 from megatron_idempotent.window.guard_layers import across_replicas
 from megatron_idempotent.window.missed_collectives import MissedCollectives
 
+from .loss import StepLoss, auxiliary_weight, needs_weight
 from .messages import LocalFailure
+from .outputs import Reported, has_graph, reported
 from .pieces import Piece
-from .records import Batch, StepLoss
+from .records import Batch
 from .snapshot import (
     AttributeSnapshot,
     FunctionSnapshot,
@@ -47,7 +49,6 @@ from .snapshot import (
     StateUndo,
     TorchSnapshot,
 )
-from .totals import Row, row_of
 
 _MOE = "megatron.core.transformer.moe"
 # What a step sets aside while it runs. Each is back when a call ends, in whatever way; but that a
@@ -220,6 +221,15 @@ class Runner:
         """True if DDP sums gradients over ranks, instead of averaging them."""
         return bool(self.configs[0].calculate_per_token_loss)
 
+    def accept_loss(self, loss: StepLoss) -> None:
+        found = moe.auxiliary_losses(self.configs[0])
+        if found and needs_weight(loss):
+            raise ValueError(
+                f"begin() got a loss of kind {loss.kind!r} for a model with {', '.join(found)}, "
+                "whose losses are means over a microbatch: give the loss an `auxiliary_weight`, "
+                "which says what each of these means counts as against the divisor"
+            )
+
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
         stages = int(parallel_state.get_pipeline_model_parallel_world_size())
         for microbatches in lists:
@@ -247,8 +257,8 @@ class Runner:
 
     def run(
         self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
-    ) -> list[Row]:
-        rows: list[Row] = []
+    ) -> list[Reported]:
+        found: list[Reported] = []
         iterators = [iter(pieces) for _ in self.chunks]
         arguments: dict[str, Any] = {
             "data_iterator": iterators if len(iterators) > 1 else iterators[0],
@@ -259,7 +269,7 @@ class Runner:
             "forward_only": False,
         }
         now = _Now(arguments, weigh=lambda piece: self._weight(loss, piece, ghosts))
-        arguments["forward_step_func"] = self._forward_step(loss, rows, ghosts, now)
+        arguments["forward_step_func"] = self._forward_step(loss, found, ghosts, now)
         weights = {now.weigh(piece) for piece in pieces}
         with ExitStack() as stack:
             if ghosts:
@@ -278,7 +288,7 @@ class Runner:
                 if not chunk.training:  # an evaluation may have left it so
                     chunk.train()
             self._call(arguments, now, reduce)
-        return rows
+        return found
 
     def _hold(self, stack: ExitStack, reduce: bool) -> None:
         set_for(stack, self, "running", True)
@@ -341,7 +351,7 @@ class Runner:
         return self._groups[1]
 
     def _forward_step(
-        self, loss: StepLoss, rows: list[Row], ghosts: bool, now: _Now
+        self, loss: StepLoss, found: list[Reported], ghosts: bool, now: _Now
     ) -> Callable[..., Any]:
         one = torch.ones((), dtype=torch.int, device=self.device)
 
@@ -355,7 +365,11 @@ class Runner:
                 if ghosts:
                     return no_gradient(output), one, {}
                 total, metrics = loss(output, microbatch)
-                rows.append(row_of(total, metrics))  # now: the schedule works on it in place
+                # Now, because the schedule works on it in place.
+                found.append(reported(loss, total, metrics, piece))
+                if not isinstance(total, Tensor) or not has_graph(total):
+                    # Nothing is valid, but other ranks wait in the backward.
+                    return no_gradient(output), one, {}
                 # A token count of one, because dividing by what is valid comes at the end.
                 total = total.reshape(())
                 if self.shift:
@@ -374,8 +388,7 @@ class Runner:
         """
         if ghosts:
             return 0.0
-        of_tokens = loss.kind == "token"
-        share = float(piece.positions if of_tokens else piece.sequences)
+        share = auxiliary_weight(loss, piece)
         if self.per_token:
             share /= piece.positions
         return share * 2.0**-self.shift

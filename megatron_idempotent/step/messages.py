@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_idempotent.ranks.agreement import WindowAborted, control_group, describe, poison
 
-Doing = Literal["chunk", "last", "finish", "updated", "abort"]
+Doing = Literal["chunk", "last", "finish", "divide", "updated", "abort"]
 
 ListShape = tuple[int, int, int, int]
 """Microbatches of one call: how many, their largest rows and positions, and a checksum of their
@@ -55,6 +55,8 @@ class RankStatus:
     """Losses are divided by 2 ** shift on this rank, or should be; None without a batch."""
     counts: tuple[float, float] = (0.0, 0.0)
     """Valid sequences and tokens, on one rank of each replica."""
+    groups: tuple[int, ...] = ()
+    """Ids of groups with valid sequences, on that rank too."""
     rows: tuple[Mapping[str, float], ...] = ()
     """Un-normalised metrics of each microbatch, on that rank too."""
     rates: tuple[float, float] | None = None

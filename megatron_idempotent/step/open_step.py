@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,197 +14,30 @@ from megatron_idempotent.ranks.agreement import (
     is_poisoned,
     poison,
 )
-from megatron_idempotent.window.open_contexts import close_contexts
 
-from .backend import Backend, Update, result_of
-from .messages import (
-    Doing,
-    LocalFailure,
-    RankStatus,
-    all_gather_status,
-    begun_alike,
-    failures,
-    stop,
-)
-from .microbatches import calls, differing_replicas, list_shape, rows_of, spec, split
-from .pieces import Piece, ready_pieces, valid_counts
-from .records import Batch, Options, Receipt, StepLoss, StepResult
-from .totals import Row, Totals, as_numbers
+from .backend import Update
+from .groups import distinct
+from .loss import StepCounts, divided_by
+from .messages import Doing, RankStatus, failures, stop
+from .outputs import Reported, as_numbers
+from .records import Batch
+from .results import Receipt, StepResult, result_of
+from .rounds import Rounds, told_divisor
+from .share import Share, share_of
+from .totals import Totals
 
 
-class Turns:
-    """Agreements and calls of one step. `failure` is what stops it, `known` to all or not yet."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        step_id: str,
-        begun_with: Mapping[str, Any],
-        options: Options,
-        updates: int,
-    ) -> None:
-        self.step_id = step_id
-        self.begun_with = begun_with
-        self.failure: str | None = None
-        self.known = False
-        self.owes = False
-        """True if peers may be in a batch that this rank has agreed to run with them.
-
-        It is set before the agreement, because an interrupt may come right after it.
-        """
-        self._backend = backend
-        self._options = options
-        self._deadline_s = options.deadline_s
-        self._updates = updates
-        self._loss: StepLoss = begun_with["loss"]
-        self._rows: list[Row] = []
-        # What ranks have to have in common. The normalizers of metrics are told in `finish` alone,
-        # which tells of metrics anyway.
-        alike = {
-            "kind": self._loss.kind,
-            "global_batch_size": begun_with["global_batch_size"],
-            "non_finite": options.non_finite,
-            **backend.must_agree,
-        }
-        self._begun = {name: repr(value) for name, value in alike.items()}
-        self._shift: int | None = None
-
-    def _meet(
-        self,
-        doing: Doing,
-        lists: list[list[Piece]],
-        bad: ValueError | None,
-        group: Any,
-        *,
-        uneven: bool = False,
-    ) -> list[RankStatus]:
-        """Tell the group what this rank is about to run, and hear whether anybody cannot.
-
-        If ranks may have an `uneven` number of microbatches, also what theirs look like.
-        """
-        say = self._say(
-            doing,
-            failure=None if bad is None else describe(bad),
-            replica=self._backend.replica,
-            begun=self._begun,
-            shift=self._shift_for(lists),
-            lists=tuple(map(list_shape, lists)),
-            specs=tuple((spec(each[0].batch), each[0].shape) for each in lists) if uneven else (),
-        )
-        self.owes = True
-        said = self._hear(say, group)
-        found = failures(said, group)
-        differing = differing_replicas(said)
-        if differing and not found:
-            found = {0: differing}
-        self.owes = not found
-        elsewhere = any(each.doing == "abort" or each.step_id != self.step_id for each in said)
-        if elsewhere or not begun_alike(said):
-            self._fail("; ".join(found.values()), known=group is None)
-            stop(found, "No rank has run this batch; abort() the step.", bad)
-        stop(found, "No rank has run this batch; the step is as it was.", bad)
-        self._agree_on_shift([each.shift for each in said])
-        return said
-
-    def _shift_for(self, lists: Sequence[Sequence[Piece]]) -> int | None:
-        """Return the exponent of the least power of two not below what a replica's sum is over.
-
-        Divided by that, gradients are no larger than those of a mean. It is chosen once in a step,
-        with the first batch, because gradients of all batches are added up.
-        """
-        if self._shift is not None or not lists or not self._backend.narrow:
-            return self._shift
-        pieces = [piece for each in lists for piece in each]
-        here = sum(piece.sequences for piece in pieces)
-        sequences = max(
-            -(-self.begun_with["global_batch_size"] // self._backend.replicas),
-            self.begun_with["rank_batch_size"] or 0,
-            here,
-        )
-        number = sequences
-        if self._loss.kind == "token":  # about as many tokens in each as in those of this batch
-            number *= -(-sum(piece.positions for piece in pieces) // max(here, 1))
-        return int(max(number, 1) - 1).bit_length()
-
-    def _agree_on_shift(self, shifts: Iterable[int | None]) -> None:
-        """Take the largest: gradients of all ranks that hear of it are added up."""
-        largest = max((shift for shift in shifts if shift is not None), default=None)
-        if largest is not None and largest != self._shift:
-            self._shift = largest
-            self._backend.divide_losses(largest)
-
-    def _say(self, doing: Doing, **more: Any) -> RankStatus:
-        return RankStatus(doing=doing, step_id=self.step_id, updates=self._updates, **more)
-
-    def _hear(self, say: RankStatus, group: Any = None) -> list[RankStatus]:
-        try:
-            return all_gather_status(say, self._deadline_s, group)
-        except BaseException:
-            # Nobody listens any more, or all know; unless it had not begun.
-            self.known = self.known or (group is None and is_poisoned())
-            raise
-
-    @contextmanager
-    def _failing(self, *, unless: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
-        """The step has failed where the block raises, whatever it is."""
-        try:
-            yield
-        except unless:
-            raise  # all who would wait for this rank have stopped as well
-        except BaseException as error:
-            close_contexts(error)
-            self._fail(describe(error))
-            raise
-
-    def _fail(self, failure: str, *, known: bool = False) -> None:
-        self.failure = self.failure or failure
-        self.known = self.known or known
-
-    def _run(self, lists: list[list[Piece]], said: list[RankStatus], release: bool) -> int:
-        """Forward and backward; how many microbatches were this rank's own."""
-        self.owes = bool(said) or release
-        try:
-            number = self._run_calls(lists, said, release)
-        except LocalFailure as carried:
-            self.owes = False
-            raise carried.error from None
-        except (WindowAborted, SessionPoisoned):
-            self.owes = False
-            raise
-        except BaseException as error:
-            if self.owes:
-                # The others have begun, and wait for this rank.
-                poisoned = poison(f"a batch was left by {describe(error)}")
-                if isinstance(error, Exception):
-                    raise poisoned from error
-            raise
-        self.owes = False
-        return number
-
-    def _run_calls(self, lists: list[list[Piece]], said: list[RankStatus], release: bool) -> int:
-        self._agree_on_shift([self._shift_for(lists)])
-        plan = list(calls(lists, said, self._backend.device))
-        number = 0
-        for index, (pieces, ghosts) in enumerate(plan):
-            reduce = release and index == len(plan) - 1
-            rows = self._backend.run(pieces, self._loss, reduce=reduce, ghosts=ghosts)
-            if not ghosts:
-                self._rows += rows
-                number += len(pieces)
-        return number
-
-
-class OpenStep(Turns):
+class OpenStep(Rounds):
     """A step that has begun and not ended."""
 
-    def __init__(self, *as_turns: Any) -> None:
-        super().__init__(*as_turns)
+    def __init__(self, *as_rounds: Any) -> None:
+        super().__init__(*as_rounds)
         self.receipts: dict[str, Receipt] = {}
         self.last = False
         # On the device until the end, so that counting never waits for it.
         self._counts: list[torch.Tensor] = []
-        self._batch_rows = 0
-        self._microbatches = 0
+        self._groups: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._batches = self._microbatches = 0
         self._updating = False
         # Learning rate and weight decay of the step, on all ranks alike.
         self._rates = 0.0, 0.0
@@ -214,22 +46,24 @@ class OpenStep(Turns):
         self._votes: list[RankStatus] | None = None
 
     def add(
-        self, batch: Batch | None, ready: Sequence[Any] | None, last: bool, name: str
+        self,
+        batch: Batch | None,
+        ready: Sequence[Any] | None,
+        last: bool,
+        microbatch_id: str | None,
     ) -> Receipt:
         """Run a batch, after ranks that would wait for each other agree on what it is."""
         coupled, group = self._backend.lockstep_group()
-        rows = 0
-        lists: list[list[Piece]] = []
-        counts: list[torch.Tensor] = []
+        share = Share()
         bad: ValueError | None = None
         try:
-            rows, lists, counts = self._cut(batch, ready)
-            last = self._is_last(rows) or last
-            self._backend.accept(lists)
+            share = share_of(batch, ready, self.begun_with, self._options)
+            last = self._is_last(share.sequences) or last
+            self._backend.accept(share.lists)
         except ValueError as error:
             if not coupled:
                 raise
-            rows, lists, counts, bad = 0, [], [], error
+            share, bad = Share(), error
         said: list[RankStatus] = []
         release = False
         with self._failing(unless=WindowAborted):
@@ -238,45 +72,37 @@ class OpenStep(Turns):
                 self._backend.join(wait=False)
             if coupled:
                 doing: Doing = "last" if last else "chunk"
-                said = self._meet(doing, lists, bad, group, uneven=group is None)
+                said = self._meet(doing, share.lists, bad, group, uneven=group is None)
                 release = last and group is None and all(say.doing == "last" for say in said)
             if last and (group is not None or not coupled):
-                everybody = self._meet("last", lists, None, None)
+                everybody = self._meet("last", share.lists, None, None)
                 release = all(say.doing == "last" and say.lists for say in everybody)
         with self._failing():
-            number = self._run(lists, said, release)
-            self._counts += counts
-            self._batch_rows += rows
+            number, found = self._run(share.lists, said, release)
+            self._counts += share.counts
+            self._groups += share.groups
+            self._batch_rows += share.sequences
             self._microbatches += number
             self.last = last
-            self.receipts[name] = Receipt(microbatch_id=name, rows=rows, microbatches=number)
-        return self.receipts[name]
+            return self._receipt(microbatch_id, share, number, found)
 
-    def _cut(
-        self, batch: Batch | None, ready: Sequence[Any] | None
-    ) -> tuple[int, list[list[Piece]], list[torch.Tensor]]:
-        """Sequences, the microbatches of each call, and what is valid in them."""
-        if ready is not None:
-            if batch is not None:
-                raise ValueError(
-                    "microbatch() got a batch and microbatches: pass rows to be cut, or a list of "
-                    "microbatches that are run as they are"
-                )
-            pieces = ready_pieces(ready, self._options)
-            sequences = sum(piece.sequences for piece in pieces)
-            counts = [piece.counts for piece in pieces if piece.counts is not None]
-            return sequences, [pieces] if pieces else [], counts
-        rows = 0 if batch is None else rows_of(batch, self._options.shared)
-        if batch is None or not rows:
-            return 0, [], []
-        size = self.begun_with["micro_batch_size"]
-        if size is None:
-            raise ValueError(
-                f"microbatch() got {rows} rows, and begin() no micro_batch_size to cut them by: "
-                "begin with one, or pass microbatches=[…]"
-            )
-        lists = split(batch, rows, size, self._options.shared)
-        return rows, lists, [valid_counts(batch)]
+    def _receipt(
+        self, microbatch_id: str | None, share: Share, number: int, found: Sequence[Reported]
+    ) -> Receipt:
+        receipt = Receipt(
+            microbatch_id=f"#{self._batches}" if microbatch_id is None else microbatch_id,
+            rows=share.sequences,
+            microbatches=number,
+            outputs={
+                name: tuple(each for one in found for each in one.outputs[name])
+                for name in (found[0].outputs if found else ())
+            },
+            reported=tuple(each.row for each in found),
+        )
+        self._batches += 1
+        if microbatch_id is not None:  # else it cannot be sent again, and outputs may be large
+            self.receipts[microbatch_id] = receipt
+        return receipt
 
     def _is_last(self, rows: int) -> bool:
         whole = self.begun_with["rank_batch_size"]
@@ -288,14 +114,14 @@ class OpenStep(Turns):
             )
         return bool(rows) and after == whole
 
-    def finish(self) -> StepResult:
+    def finish(self, increment: int | None, lr: float | None, divisor: Any) -> StepResult:
         """Agree that nothing failed, then update; after that, only tell what was done."""
         if not self.committed:
             with self._failing(unless=WindowAborted):
-                totals, local = self._totals()
+                totals, local = self._totals(increment, lr, divisor)
                 reason = self._reason_to_skip(totals)
                 if reason is None:
-                    self._update(totals, local)
+                    self._update(totals, local, increment, lr)
                 else:
                     self._done, self._votes = (totals, reason), []
         assert self._done is not None
@@ -358,11 +184,14 @@ class OpenStep(Turns):
             if self.failure is None:
                 raise poisoned_now from lost
 
-    def _totals(self) -> tuple[Totals, float]:
+    def _totals(
+        self, increment: int | None, lr: float | None, divisor: Any
+    ) -> tuple[Totals, float]:
         """Gathers what all ranks have run, once all of them are at the end of the step."""
         error: Exception | None = None
         local = (0.0, 0.0)
         rows: tuple[dict[str, float], ...] = ()
+        groups: tuple[int, ...] = ()
         try:
             self._backend.join()
             self._backend.check_gradients()
@@ -374,6 +203,7 @@ class OpenStep(Turns):
                     valid += each.to(device, non_blocking=True)
                 sequences, tokens = valid.tolist()
                 local = sequences, tokens
+            groups = distinct(self._groups)
             rows = as_numbers(self._rows)
         except Exception as caught:  # noqa: BLE001  told to all ranks, and raised on all
             error = caught
@@ -385,10 +215,14 @@ class OpenStep(Turns):
             begun={
                 **self._begun,
                 "normalizers": repr(dict(sorted(self._loss.normalizers.items()))),
+                "finish(global_batch_size)": repr(increment),
+                "finish(lr)": repr(lr),
+                "finish(divisor)": told_divisor(divisor),
             },
             replica=self._backend.replica,
             shift=self._shift,
             counts=local if reports else (0.0, 0.0),
+            groups=groups if reports else (),
             rows=rows if reports else (),
             rates=self._backend.rates(),
         )
@@ -408,12 +242,39 @@ class OpenStep(Turns):
                 # Others still have data, and meet this rank inside of the model.
                 self._run([], said, release=False)
         told = [each.rates for each in (say, *said) if each.rates is not None]
-        self._rates = told[0] if told else (0.0, 0.0)
+        rates = told[0] if told else (0.0, 0.0)
+        self._rates = rates if lr is None else (lr, rates[1])
         every_row = [
             (rank, each.replica, row) for rank, each in enumerate(said) for row in each.rows
         ]
-        totals = Totals(self._loss, [each.counts for each in said], every_row)
+        totals = Totals(
+            self._loss,
+            [each.counts for each in said],
+            every_row,
+            [each.groups for each in said],
+        )
+        totals.divisor = self._agreed(divisor, totals.counts) if callable(divisor) else divisor
         return totals, local[self._loss.kind == "token"]
+
+    def _agreed(self, divisor: Callable[[StepCounts], float], counts: StepCounts) -> float:
+        """Ask for the divisor, and raise on all ranks unless it is the same on all.
+
+        Another gather: a function may look at what only one rank has, and gradients of replicas
+        that divide by other numbers would go apart.
+        """
+        error: Exception | None = None
+        found = 0.0
+        try:
+            found = divided_by(divisor, counts)
+        except Exception as caught:  # noqa: BLE001  told to all ranks, and raised on all
+            error = caught
+        failure = None if error is None else describe(error)
+        said = self._hear(self._say("divide", failure=failure, begun={"divisor": repr(found)}))
+        bad = failures(said)
+        if bad:
+            self._fail("; ".join(bad.values()), known=True)
+            stop(bad, _NOT_UPDATED, error)
+        return found
 
     def _reason_to_skip(self, totals: Totals) -> str | None:
         """Decide, as all ranks do, whether there is nothing that could be reduced.
@@ -421,8 +282,9 @@ class OpenStep(Turns):
         Raises:
             WindowAborted: a loss is not finite, and that is to be refused.
         """
-        if not totals.normalizer:
-            return f"no valid {self._loss.kind} on any rank"
+        if totals.is_empty and self._options.nothing_valid == "skip":
+            kind = "" if self._loss.kind == "none" else f" {self._loss.kind}"
+            return f"no valid{kind or ' microbatch'} on any rank"
         if self._options.non_finite == "update" or self._backend.lowers_scale:
             return None
         bad = totals.bad_losses()
@@ -432,12 +294,15 @@ class OpenStep(Turns):
         told = "; ".join(f"rank {rank}: {text}" for rank, text in bad.items())
         return f"{told}, and non_finite='skip'" if bad else None
 
-    def _update(self, totals: Totals, local: float) -> None:
+    def _update(
+        self, totals: Totals, local: float, increment: int | None, lr: float | None
+    ) -> None:
         error: BaseException | None = None
         update: Update | None = None
-        increment = self.begun_with["global_batch_size"]
         self._updating = True
         try:
+            if lr is not None:
+                self._backend.set_lr(lr)
             # Half, so that a rank whose peer has failed still meets it below.
             update = self._backend.update(totals, local, increment, self._deadline_s / 2)
         except BaseException as caught:  # noqa: BLE001  told to all ranks, and raised on all

@@ -22,24 +22,6 @@ Shape = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """One microbatch. Example: `Piece(batch=batch, shape=(4, 512), sequences=4)`."""
-
-    batch: Any
-    """What `forward` and the loss are given."""
-    shape: Shape
-    sequences: int
-    """Sequences in it, masked ones included: its rows, or those of its packs."""
-    counts: Tensor | None = None
-    """Valid sequences and tokens, float64 [2]; None where they are counted for a whole batch."""
-
-    @property
-    def positions(self) -> int:
-        """Positions of all rows."""
-        return self.shape[0] * self.shape[1]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Segments:
     """The sequences of a pack, on the host. Example: `Segments(starts=(0, 8), lengths=(5, 3))`."""
 
@@ -47,6 +29,26 @@ class Segments:
     """Place of each sequence's first token."""
     lengths: tuple[int, ...]
     """Tokens of each, padding left out; 0 for an empty one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """One microbatch. Example: `Piece(batch=batch, shape=(4, 512), sequences=4)`."""
+
+    batch: Any
+    """The argument of `forward` and the loss."""
+    shape: Shape
+    sequences: int
+    """Sequences in it, masked ones included: its rows, or those of its packs that are not empty."""
+    segments: Segments | None = None
+    """The sequences of a pack; None where they are rows."""
+    counts: Tensor | None = None
+    """Valid sequences and tokens, float64 [2]; None where they are counted for a whole batch."""
+
+    @property
+    def positions(self) -> int:
+        """Positions of all rows."""
+        return self.shape[0] * self.shape[1]
 
 
 def ready_pieces(microbatches: Sequence[Any], options: Options) -> list[Piece]:
@@ -75,18 +77,18 @@ def _piece(batch: Any, options: Options) -> Piece:
     sequences = shape[0] if segments is None else sum(length > 0 for length in segments.lengths)
     if options.counts is not None:
         counts = _given(options.counts(batch))
-    elif (given := _get(batch, COUNTS)) is not None:
+    elif (given := field_of(batch, COUNTS)) is not None:
         counts = _given(given)
     elif segments is not None:
         counts = packed_counts(batch, segments)
-    elif isinstance(_get(batch, TOKENS), Tensor):
+    elif isinstance(field_of(batch, TOKENS), Tensor):
         counts = valid_counts(batch)
     else:
         raise ValueError(
             f"a {type(batch).__name__} that does not say how many valid sequences and tokens it "
             f"has: put {COUNTS!r} into it, or make the step with counts="
         )
-    return Piece(batch=batch, shape=shape, sequences=sequences, counts=counts)
+    return Piece(batch=batch, shape=shape, sequences=sequences, segments=segments, counts=counts)
 
 
 def _shape(batch: Any, ask: Callable[[Any], Shape] | None) -> Shape:
@@ -96,7 +98,7 @@ def _shape(batch: Any, ask: Callable[[Any], Shape] | None) -> Shape:
         if not whole or any(type(each) is not int or each < 1 for each in found):
             raise ValueError(f"for which shape= returned {found!r}: give (rows, positions)")
         return found[0], found[1]
-    tokens = _get(batch, TOKENS)
+    tokens = field_of(batch, TOKENS)
     if not isinstance(tokens, Tensor) or not tokens.dim():
         raise ValueError(
             f"a {type(batch).__name__} whose {TOKENS!r} is "
@@ -111,7 +113,7 @@ def _shape(batch: Any, ask: Callable[[Any], Shape] | None) -> Shape:
     return int(tokens.shape[0]), int(tokens.shape[1])
 
 
-def _get(batch: Any, name: str) -> Any:
+def field_of(batch: Any, name: str) -> Any:
     """An item of a mapping or a TensorDict, or an attribute; None where there is none."""
     get = getattr(batch, "get", None)
     if callable(get):
@@ -138,13 +140,13 @@ def valid_counts(batch: Any) -> Tensor:
     tokens = sum of token_mask[:, 1:] x sample_mask: the first token of a sequence is never
     predicted. Without a token mask, sequences x positions; without a sample mask all are valid.
     """
-    tokens_BT = _get(batch, TOKENS)
+    tokens_BT = field_of(batch, TOKENS)
     rows = tokens_BT.shape[0]
-    sample_mask_B = _get(batch, SAMPLE_MASK)
+    sample_mask_B = field_of(batch, SAMPLE_MASK)
     if sample_mask_B is None:
         sample_mask_B = torch.ones(rows, device=tokens_BT.device)
     sample_mask_B = sample_mask_B.double()
-    token_mask_BT = _get(batch, TOKEN_MASK)
+    token_mask_BT = field_of(batch, TOKEN_MASK)
     tokens_B: Tensor | int
     if token_mask_BT is not None:
         tokens_B = token_mask_BT[:, 1:].sum(1, dtype=torch.float64)
@@ -174,10 +176,10 @@ def segments_of(batch: Any) -> Segments | None:
         if getattr(value, "cu_seqlens_q", None) is not None:
             padded = getattr(value, "cu_seqlens_q_padded", None)
             return _checked(value.cu_seqlens_q, padded, batch)
-    borders = _get(batch, "cu_seqlens")
+    borders = field_of(batch, "cu_seqlens")
     if borders is None:
         return None
-    return _checked(borders, _get(batch, "cu_seqlens_padded"), batch)
+    return _checked(borders, field_of(batch, "cu_seqlens_padded"), batch)
 
 
 def _values(batch: Any) -> list[Any]:
@@ -208,7 +210,7 @@ def _checked(borders: Any, padded: Any, batch: Any) -> Segments:
     for index, (length, room) in enumerate(zip(lengths, rooms, strict=True)):
         if length > room:
             raise ValueError(f"whose sequence {index} has {length} tokens and {room} places")
-    tokens = _get(batch, TOKENS)
+    tokens = field_of(batch, TOKENS)
     if isinstance(tokens, Tensor) and not tokens.is_nested and places[-1] != tokens.numel():
         raise ValueError(
             f"whose cu_seqlens end at {places[-1]}, and which has {tokens.numel()} tokens"
@@ -222,7 +224,7 @@ def packed_counts(batch: Any, segments: Segments) -> Tensor:
     `sample_mask` is [n], one for each sequence; `token_mask` has the pack's tokens, and the first
     of each sequence does not count. An empty sequence is none.
     """
-    sample_mask_n, token_mask_T = _get(batch, SAMPLE_MASK), _get(batch, TOKEN_MASK)
+    sample_mask_n, token_mask_T = field_of(batch, SAMPLE_MASK), field_of(batch, TOKEN_MASK)
     masks = [each for each in (sample_mask_n, token_mask_T) if isinstance(each, Tensor)]
     device = masks[0].device if masks else torch.device("cpu")
     lengths_n = torch.tensor(segments.lengths, device=device)

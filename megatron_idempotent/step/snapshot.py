@@ -182,6 +182,16 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
         random.restore()
 
 
+def set_learning_rate(optimizer: Any, lr: float) -> None:
+    """Set it in all parameter groups, times their multiplier, as Megatron's scheduler does."""
+    for group in getattr(optimizer, "param_groups", ()):
+        found = lr * group.get("lr_mult", 1.0)
+        if isinstance(group.get("lr"), Tensor):  # a captured graph reads it there
+            group["lr"].fill_(found)
+        else:
+            group["lr"] = found
+
+
 def lr_and_weight_decay(optimizer: Any) -> tuple[float, float] | None:
     """Returns those of parameters without multipliers; None if the optimizer has no groups.
 

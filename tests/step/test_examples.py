@@ -156,7 +156,7 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
         "cli/proof.py": {},
         "patching/reviewed.py": {},
         "lazy.py": {},
-        "step/records.py": {"torch": torch},
+        "step/loss.py": {"torch": torch},
         "weights/staging.py:SideStream": {"weight": torch.ones(3)},
         "workers/exports.py": {"MegatronWeights": object},
         "workers/protocol.py": {"job": None},
@@ -204,7 +204,7 @@ def run_on_ranks() -> set[str]:
     for batch in stream:
         batch["advantages"] = torch.randn(4)
         batch["attention_mask"] = hidden_TT.expand(4, 1, T, T)
-    loss = _run("step/records.py", torch=torch)["PolicyGradient"]()
+    loss = _run("step/loss.py", torch=torch)["PolicyGradient"]()
     parts = {"chunks": model.chunks, "optimizer": model.optimizer, "scheduler": scheduler}
     left = run("step/megatron.py", **parts, loss=loss, stream=stream)
     assert left["result"].updated

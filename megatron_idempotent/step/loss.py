@@ -1,0 +1,221 @@
+"""The loss of a split step: what it returns, and what its sums are divided by.
+
+Legend: B rows, T positions of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+
+from .pieces import Piece
+from .records import check_size
+
+Normalizer = Literal["tokens", "sequences", "groups", "microbatches", "none"]
+"""Denominator of a metric: what of that kind all ranks have in the step, or none at all."""
+
+Kind = Literal["token", "sequence", "group", "none"]
+"""The unit of a loss's mean: valid tokens, valid sequences or groups of the step; or "none", if the
+caller has divided already."""
+
+POLICY_GRADIENT_NORMALIZERS: Mapping[str, Normalizer] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                "nll",
+                "entropy",
+                "approx_entropy",
+                "kl",
+                "approx_kl",
+                "kl_penalty",
+                "policy_kl_error",
+                "gen_kl_error",
+                "js_divergence_error",
+                "token_mult_prob_error",
+                "ratio",
+                "probs_ratio",
+                "probs_ratio_clamped",
+                "clip_fraction",
+                "sampling_importance_ratio",
+                "is_oob_ratio",
+                "value_clip_fraction",
+            ),
+            "tokens",
+        ),
+        **dict.fromkeys(
+            ("reward", "advantage", "return", "response_length", "sequence_ratio", "truncated"),
+            "sequences",
+        ),
+        **dict.fromkeys(("num_valid_samples", "num_valid_tokens", "samples", "tokens"), "none"),
+    }
+)
+"""Denominators of the usual policy-gradient metrics, by name, for sums that a loss returns.
+
+A loss adds its own: `{**POLICY_GRADIENT_NORMALIZERS, "is_oob_ratio": "sequences"}`.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepCounts:
+    """The counts of all ranks in a step. Example: `divisor=lambda counts: counts.groups`."""
+
+    tokens: float
+    """Valid tokens."""
+    sequences: float
+    """Valid sequences."""
+    groups: int
+    """Different `group_ids` of valid sequences; 0 where the loss asks for no groups."""
+    microbatches: int
+    """Microbatches of all replicas."""
+
+
+Divisor = float | Callable[[StepCounts], float]
+"""A number that gradients are divided by, or a function that makes it of what was counted."""
+
+
+class StepLoss(Protocol):
+    """A loss that is a sum, with what the sum is to be divided by.
+
+    Two attributes more are read where a loss has them. `outputs` names what it returns for each
+    sample, beside its metrics: see `microbatch()`. `auxiliary_weight`, a number or a function of
+    the microbatch, is what MoE and MTP losses of a microbatch are multiplied with before they are
+    divided as the loss is; without it they count by the microbatch's positions (its sequences, if
+    the loss is of sequences). Losses of groups, and those that the caller has divided, need it.
+
+    Example:
+        class PolicyGradient:
+            kind = "token"
+            normalizers = {"nll": "tokens", "samples": "none"}
+            outputs = ("logprobs",)
+
+            def __call__(self, output, microbatch):
+                # What counts here is what the step counts: valid tokens of valid samples.
+                tokens_BT, mask_BT = microbatch["input_ids"], microbatch["token_mask"]
+                targets_BT = tokens_BT.roll(-1, 1)
+                valid_BT = torch.nn.functional.pad(mask_BT[:, 1:], (0, 1)) > 0
+                valid_BT &= microbatch["sample_mask"][:, None] > 0
+                stats = token_logprobs(logits=output, targets=targets_BT, token_mask=valid_BT)
+                loss = -(stats.logprob * microbatch["advantages"][:, None]).sum()
+                metrics = {"nll": -stats.logprob.sum(), "samples": len(output)}
+                return loss, {**metrics, "logprobs": stats.logprob}
+    """
+
+    @property
+    def kind(self) -> Kind:
+        """The divisor of gradients: what all ranks have of it in the step."""
+
+    @property
+    def normalizers(self) -> Mapping[str, Normalizer]:
+        """Denominator by name of metric; metrics that are not named use that of the gradient."""
+
+    def __call__(
+        self, output: Any, microbatch: Any, /
+    ) -> tuple[torch.Tensor | float, Mapping[str, Any]]:
+        """The sum (not the mean) of the loss over one microbatch, a scalar, and its metrics.
+
+        Called on the last pipeline stage with what `forward` made there: logits, or where that is
+        `model_logprobs`, TokenStats. Under tensor parallelism logits [B, T, V / tp] are this rank's
+        columns, for `token_logprobs(…, tp_group=…)`. Metrics are scalars, sums too unless their
+        normalizer is "none"; those with `_min` or `_max` in their name are extrema and never
+        divided. A microbatch with nothing valid may have the constant 0 as its sum.
+        """
+
+
+def check_loss(loss: Any) -> None:
+    """Raise `ValueError` unless a step can be begun with the loss."""
+    kinds, normalizers = get_args(Kind), get_args(Normalizer)
+    if not callable(loss) or getattr(loss, "kind", None) not in kinds:
+        raise ValueError(
+            f"begin() got {loss!r} as loss, with kind {getattr(loss, 'kind', None)!r}: pass a "
+            f"callable object whose `kind` is one of {', '.join(kinds)}"
+        )
+    named = getattr(loss, "normalizers", None)
+    if not isinstance(named, Mapping):
+        raise ValueError(
+            f"begin() got a loss whose `normalizers` is {named!r}: give it a mapping from names of "
+            f"metrics to one of {', '.join(normalizers)}; empty where all use the gradient's"
+        )
+    wrong = {
+        name: value
+        for name, value in named.items()
+        if not isinstance(name, str) or value not in normalizers
+    }
+    if wrong:
+        raise ValueError(
+            f"begin() got a loss with normalizers {wrong!r}: give names of metrics one of "
+            f"{', '.join(normalizers)}"
+        )
+    outputs = getattr(loss, "outputs", ())
+    if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
+        raise ValueError(f"begin() got a loss whose `outputs` is {outputs!r}: a tuple of names")
+    weight = getattr(loss, "auxiliary_weight", None)
+    number = isinstance(weight, (int, float)) and math.isfinite(weight)
+    if weight is not None and not number and not callable(weight):
+        raise ValueError(
+            f"begin() got a loss whose `auxiliary_weight` is {weight!r}: a finite number, or a "
+            "function of a microbatch that returns one"
+        )
+
+
+def check_begin(begun_with: Mapping[str, Any], step_id: str | None) -> None:
+    """Raise `ValueError` unless a step can begin with these arguments."""
+    check_loss(begun_with["loss"])
+    check_divisor("begin", begun_with["divisor"])
+    for name in ("global_batch_size", "micro_batch_size", "rank_batch_size"):
+        check_size("begin", name, begun_with[name])
+    if step_id is not None and not isinstance(step_id, str):
+        raise ValueError(f"begin() takes a str as step_id, got {step_id!r}")
+
+
+def needs_groups(loss: StepLoss) -> bool:
+    """Returns whether groups have to be counted for the loss or one of its metrics."""
+    return loss.kind == "group" or "groups" in loss.normalizers.values()
+
+
+def needs_weight(loss: StepLoss) -> bool:
+    """Returns whether nothing says by how much a microbatch's auxiliary losses count."""
+    given = getattr(loss, "auxiliary_weight", None) is not None
+    return loss.kind in ("group", "none") and not given
+
+
+def auxiliary_weight(loss: StepLoss, piece: Piece) -> float:
+    """Returns what a microbatch's auxiliary losses, which are means over it, count as."""
+    given = getattr(loss, "auxiliary_weight", None)
+    if given is not None:
+        return float(given(piece.batch) if callable(given) else given)
+    return float(piece.positions if loss.kind == "token" else piece.sequences)
+
+
+def check_divisor(what: str, divisor: Any) -> None:
+    """Raise `ValueError` unless it is None, a positive number or a function."""
+    if divisor is None or callable(divisor):
+        return
+    number = isinstance(divisor, (int, float)) and not isinstance(divisor, bool)
+    if not number or not (0 < divisor < math.inf):
+        raise ValueError(
+            f"{what}() got divisor={divisor!r}: a positive number, or a function that makes one of "
+            "StepCounts"
+        )
+
+
+def divided_by(divisor: Callable[[StepCounts], float], counts: StepCounts) -> float:
+    """Ask a function for its number; 0 says that nothing is valid.
+
+    Raises:
+        ValueError: it is negative, or no finite number.
+    """
+    found = divisor(counts)
+    if isinstance(found, torch.Tensor) and found.numel() == 1:
+        found = found.item()
+    number = isinstance(found, (int, float)) and not isinstance(found, bool)
+    if not number or not (0 <= found < math.inf):
+        raise ValueError(
+            f"divisor({counts}) returned {found!r}: a finite number from 0 on, the same on all "
+            "ranks"
+        )
+    return float(found)

@@ -1,0 +1,108 @@
+"""The results of a split step: of one batch, and of the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .backend import Update
+from .outputs import Row, as_numbers, over_all
+from .totals import Totals
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Receipt:
+    """The result of one `microbatch()`. Example: `step.microbatch(step_id, batch).rows`."""
+
+    microbatch_id: str
+    rows: int
+    """Sequences of the batch, masked ones included."""
+    microbatches: int
+    """Forward and backward passes that this rank made for them."""
+    outputs: Mapping[str, tuple[Tensor, ...]] = dataclasses.field(default_factory=dict, repr=False)
+    """A tensor for each sequence, in the order given, by the names in the loss's `outputs`; on ranks
+    that have the loss (those of the last pipeline stage), and empty on others."""
+    reported: tuple[Row, ...] = dataclasses.field(default=(), repr=False)
+    """The sum of the loss and the metrics of each microbatch, as the loss returned them, there."""
+
+    def metrics(self) -> dict[str, float]:
+        """Sums of this replica's microbatches, not divided by anything, and extrema by name.
+
+        Reads from the device, which `finish()` does once for the whole step. Empty on ranks that
+        do not have the loss.
+        """
+        return over_all(as_numbers(self.reported))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """The result of a step; equal on all ranks. Example: `step.finish(step_id).metrics`."""
+
+    step_id: str
+    updated: bool
+    """True if the optimizer changed parameters."""
+    skipped: str | None
+    """Why it did not: nothing valid in the step, gradients that overflowed under a loss scale (and
+    what became of the scale), or `non_finite="skip"`."""
+    grad_norm: float | None
+    """Norm before clipping, of gradients divided by the normalizer; None where not computed."""
+    global_valid_sequences: float
+    global_valid_tokens: float
+    microbatches: int
+    """Microbatches of all data-parallel ranks together."""
+    auxiliary_loss_scale: float
+    """1 / microbatches of this rank: what Megatron's logging of MoE and MTP losses wants, in
+    `track_moe_metrics(loss_scale=…)`. It and `reported_by` may differ between ranks."""
+    lr: float
+    """The learning rate of this step, before the scheduler moved on."""
+    weight_decay: float
+    metrics: Mapping[str, float]
+    """Over all microbatches of all ranks: sums divided by their normalizer, minima, maxima."""
+    rows: tuple[Mapping[str, float], ...]
+    """One per microbatch of all replicas, by the rank that reports it and then in order; each
+    normalised as `metrics` is, and with `lr`, `wd`, `global_valid_seqs`, `global_valid_toks`,
+    `rank` (the global rank that reports for its replica) and `replica` (its data-parallel rank)."""
+    reported_by: int = dataclasses.field(default=0, compare=False)
+    """Global rank of this process."""
+
+    @property
+    def own_rows(self) -> tuple[Mapping[str, float], ...]:
+        """The rows that this rank reports: joined over all ranks, each row of the step once.
+
+        One rank of each replica reports; the others have none.
+        """
+        return tuple(row for row in self.rows if row["rank"] == self.reported_by)
+
+
+def result_of(
+    step_id: str,
+    totals: Totals,
+    update: Update | str,
+    rates: tuple[float, float],
+    *,
+    own_microbatches: int,
+) -> StepResult:
+    """The result of a step with this update, or of one without, for the reason that is given.
+
+    `rates` are the learning rate and weight decay that it has used, or would have.
+    """
+    lr, weight_decay = rates
+    skipped = update if isinstance(update, str) else update.skipped
+    return StepResult(
+        step_id=step_id,
+        updated=skipped is None,
+        skipped=skipped,
+        grad_norm=None if isinstance(update, str) else update.grad_norm,
+        global_valid_sequences=totals.counts.sequences,
+        global_valid_tokens=totals.counts.tokens,
+        microbatches=totals.counts.microbatches,
+        auxiliary_loss_scale=1.0 / max(own_microbatches, 1),
+        lr=lr,
+        weight_decay=weight_decay,
+        metrics=totals.metrics(),
+        rows=totals.rows(lr=lr, wd=weight_decay),
+        reported_by=dist.get_rank() if dist.is_initialized() else 0,
+    )

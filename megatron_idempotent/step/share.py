@@ -1,0 +1,85 @@
+"""Makes of a batch what one call of `microbatch()` adds to a step on this rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .groups import group_ids
+from .loss import needs_groups
+from .microbatches import rows_of, split
+from .pieces import Piece, ready_pieces, valid_counts
+from .records import GROUP_IDS, Batch, Options
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """A batch as it is run and counted. Example: `share_of(batch, None, begun_with, options)`."""
+
+    sequences: int = 0
+    """Masked ones included."""
+    lists: Sequence[Sequence[Piece]] = ()
+    """The microbatches of each call of the schedule."""
+    counts: Sequence[Tensor] = ()
+    """Valid sequences and tokens, float64 [2] each."""
+    groups: Sequence[tuple[Tensor, Tensor | None]] = ()
+    """Group ids of sequences and which of them are valid, where the loss asks for groups."""
+
+
+def share_of(
+    batch: Batch | None,
+    ready: Sequence[Any] | None,
+    begun_with: Mapping[str, Any],
+    options: Options,
+) -> Share:
+    """Cut a batch into microbatches, or look at those that exist already.
+
+    Raises:
+        ValueError: both of them, or one that cannot be run or counted.
+    """
+    grouped = needs_groups(begun_with["loss"])
+    if ready is not None:
+        if batch is not None:
+            raise ValueError(
+                "microbatch() got a batch and microbatches: pass rows to be cut, or a list of "
+                "microbatches that are run as they are"
+            )
+        pieces = ready_pieces(ready, options)
+        return Share(
+            sequences=sum(piece.sequences for piece in pieces),
+            lists=[pieces] if pieces else (),
+            counts=[piece.counts for piece in pieces if piece.counts is not None],
+            groups=[_groups_of(i, piece) for i, piece in enumerate(pieces)] if grouped else (),
+        )
+    rows = 0 if batch is None else rows_of(batch, options.shared)
+    if batch is None or not rows:
+        return Share()
+    size = begun_with["micro_batch_size"]
+    if size is None:
+        raise ValueError(
+            f"microbatch() got {rows} rows, and begin() no micro_batch_size to cut them by: "
+            "begin with one, or pass microbatches=[…]"
+        )
+    if grouped and GROUP_IDS in options.shared:
+        raise ValueError(f"microbatch() got {GROUP_IDS!r} that all rows share: one for each row")
+    try:
+        groups = [group_ids(batch, rows)] if grouped else []
+    except ValueError as error:
+        raise ValueError(f"microbatch() got {error}") from None
+    return Share(
+        sequences=rows,
+        lists=split(batch, rows, size, options.shared),
+        counts=[valid_counts(batch)],
+        groups=groups,
+    )
+
+
+def _groups_of(index: int, piece: Piece) -> tuple[Tensor, Tensor | None]:
+    try:
+        number = piece.sequences if piece.segments is None else len(piece.segments.lengths)
+        return group_ids(piece.batch, number)
+    except ValueError as error:
+        raise ValueError(f"microbatch() got microbatches[{index}], {error}") from None
