@@ -23,8 +23,8 @@ class Receipt:
     microbatches: int
     """Forward and backward passes that this rank made for them."""
     outputs: Mapping[str, tuple[Tensor, ...]] = dataclasses.field(default_factory=dict, repr=False)
-    """A tensor for each sequence, in the order given, by the names in the loss's `outputs`; on ranks
-    that have the loss (those of the last pipeline stage), and empty on others."""
+    """A tensor for each sequence, in the order given, by the names in the loss's `outputs`. Only
+    ranks that have the loss (those of the last pipeline stage) have any."""
     reported: tuple[Row, ...] = dataclasses.field(default=(), repr=False)
     """The sum of the loss and the metrics of each microbatch, as the loss returned them, there."""
 
