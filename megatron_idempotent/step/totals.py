@@ -38,7 +38,7 @@ class Totals:
             microbatches=len(rows),
         )
         self.divisor: float | None = None
-        """The number that gradients are divided by, if one was given in place of what is counted."""
+        """The number that gradients are divided by, if one was given instead of a count."""
         self._kind: Kind = loss.kind
         self._normalizers = loss.normalizers
         self._rows = rows
