@@ -138,7 +138,8 @@ def valid_counts(batch: Any) -> Tensor:
     """Valid sequences and valid tokens of rows, float64 [2], on the batch's device.
 
     tokens = sum of token_mask[:, 1:] x sample_mask: the first token of a sequence is never
-    predicted. Without a token mask, sequences x positions; without a sample mask all are valid.
+    predicted. Without a token mask, sequences x positions, or of jagged rows all tokens but the
+    first; without a sample mask all are valid.
     """
     tokens_BT = field_of(batch, TOKENS)
     rows = tokens_BT.shape[0]
@@ -148,11 +149,13 @@ def valid_counts(batch: Any) -> Tensor:
     sample_mask_B = sample_mask_B.double()
     token_mask_BT = field_of(batch, TOKEN_MASK)
     tokens_B: Tensor | int
-    if token_mask_BT is not None:
+    if token_mask_BT is not None and token_mask_BT.is_nested:
+        tokens_B = torch.stack([each[1:].sum(dtype=torch.float64) for each in token_mask_BT])
+    elif token_mask_BT is not None:
         tokens_B = token_mask_BT[:, 1:].sum(1, dtype=torch.float64)
     elif tokens_BT.is_nested:
-        lengths = [len(each) for each in tokens_BT.unbind()]
-        tokens_B = torch.tensor(lengths, dtype=torch.float64, device=sample_mask_B.device)
+        predicted = [max(len(each) - 1, 0) for each in tokens_BT.unbind()]
+        tokens_B = torch.tensor(predicted, dtype=torch.float64, device=sample_mask_B.device)
     else:
         tokens_B = tokens_BT.shape[1]
     return torch.stack((sample_mask_B, sample_mask_B * tokens_B)).sum(1)

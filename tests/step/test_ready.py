@@ -278,6 +278,73 @@ def test_microbatches_may_be_of_any_type_and_counted_by_the_caller(megatron_rank
     megatron_ranks(1, of_any_type)
 
 
+def of_jagged_rows() -> None:
+    """Runs on a rank: TensorDicts of jagged rows, against the same rows in padded ones."""
+    import torch
+    from split_bench import DEADLINE_S, TokenLoss, build, forward, parameters
+    from tensordict import TensorDict
+
+    from megatron_idempotent import TrainStep
+
+    lengths = ([9, 32, 17], [5, 30])
+    generator = torch.Generator().manual_seed(5)
+    rows = [[torch.randint(0, 128, (n,), generator=generator) for n in each] for each in lengths]
+
+    def padded(microbatch: Any) -> dict[str, Any]:
+        tokens = microbatch["input_ids"]
+        if not tokens.is_nested:
+            return dict(microbatch)
+        sizes = torch.tensor([len(each) for each in tokens.unbind()])
+        mask_BT = (torch.arange(int(sizes.max())) < sizes[:, None]).float()
+        if "token_mask" in microbatch.keys():  # noqa: SIM118  a TensorDict asks its rows
+            mask_BT = torch.nested.to_padded_tensor(microbatch["token_mask"], 0)
+        return {
+            "input_ids": torch.nested.to_padded_tensor(tokens, 0),
+            "token_mask": mask_BT.cuda(),
+            "sample_mask": torch.ones(len(sizes)).cuda(),
+        }
+
+    class Loss(TokenLoss):
+        def __call__(self, output: Any, microbatch: Any) -> Any:
+            return super().__call__(output, padded(microbatch))
+
+    def run(jagged: bool) -> list[Any]:
+        model, scheduler, _ = build()
+        step = TrainStep(
+            model.chunks,
+            model.optimizer,
+            scheduler,
+            forward=lambda chunk, microbatch: forward(chunk, padded(microbatch)),
+            deadline_s=DEADLINE_S,
+        )
+        found: list[Any] = []
+        for each in rows:
+            nested = torch.nested.nested_tensor(each, layout=torch.jagged).cuda()
+            item = TensorDict({"input_ids": nested}, batch_size=[len(each)])
+            plain = padded(item)
+            if len(found) == 1:
+                masks = [(row % 3 > 0).float() for row in each]
+                item["token_mask"] = torch.nested.nested_tensor(masks, layout=torch.jagged).cuda()
+                plain["token_mask"] = torch.nested.to_padded_tensor(item["token_mask"], 0)
+            found.append(item if jagged else plain)
+        step_id = step.begin(Loss(), global_batch_size=5)
+        step.microbatch(step_id, microbatches=found)
+        result = step.finish(step_id)
+        # The first token of a row is not predicted, jagged or not.
+        valid = sum(n - 1 for n in lengths[0])
+        valid += sum(int((row[1:] % 3 > 0).sum()) for row in rows[1])
+        assert result.global_valid_tokens == valid
+        return [result.metrics, model.gradients(), parameters(model)]
+
+    want, got = run(False), run(True)
+    assert want[0] == got[0]
+    assert all(torch.equal(a, b) for a, b in zip(want[1:], got[1:], strict=True))
+
+
+def test_jagged_rows_in_a_tensordict_count_as_padded_ones(megatron_ranks):
+    megatron_ranks(1, of_jagged_rows)
+
+
 def refused() -> dict[str, str]:
     """Runs on two ranks of a pipeline; returns what is said of each bad list, and then a step."""
     import torch
