@@ -94,7 +94,7 @@ def dividing_by(
 
     They look the function up when they call it; nothing else in it reads the number. The losses
     of MoE, MTP and experimental attention are multiplied with `auxiliary_weight` besides, unless
-    the config has scale functions of their own; a function is asked in each forward.
+    the config has scale functions of their own; a function is asked after each forward.
     """
     late = hasattr(schedules, "forward_step_calc_loss")  # 0.14 on; before, forward_step divides
     name = "forward_step_calc_loss" if late else "forward_step"
@@ -112,8 +112,8 @@ def dividing_by(
             its = args[config] if len(args) > config else kwargs["config"]
             # Inside of this function it scales the auxiliary losses only; the loss itself is
             # scaled when its backward starts.
-            weight = auxiliary_weight() if callable(auxiliary_weight) else auxiliary_weight
-            set_for(stack, its, "grad_scale_func", _times(weight, its.grad_scale_func))
+            scale = _times(auxiliary_weight, its.grad_scale_func)
+            set_for(stack, its, "grad_scale_func", scale)
             return original(*args, **kwargs)
 
     setattr(schedules, name, with_divisor)
@@ -130,9 +130,13 @@ def _places(function: Callable[..., Any]) -> tuple[int, int]:
     return parameters.index("num_microbatches"), parameters.index("config")
 
 
-def _times(weight: float, scale: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+def _times(
+    weight: float | Callable[[], float], scale: Callable[[Any], Any] | None
+) -> Callable[[Any], Any]:
     def weighed(loss: Any) -> Any:
-        return (loss if scale is None else scale(loss)) * weight
+        # Asked here, because before 0.14 the microbatch is taken inside of the patched function.
+        factor = weight() if callable(weight) else weight
+        return (loss if scale is None else scale(loss)) * factor
 
     return weighed
 
