@@ -127,6 +127,17 @@ def _optimizer_class() -> Any:
     return importlib.import_module(_MODULE).LayerWiseDistributedOptimizer
 
 
+def attention_for(config: Any, exact: bool | None) -> Callable[[Any], Any] | None:
+    """Returns what puts the attention into a layer spec, or None for upstream's own."""
+    if exact is None:
+        exact = config.context_parallel_size > 1
+    if not exact:
+        return None
+    from .attention import with_exact_attention
+
+    return with_exact_attention
+
+
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "v2"]
 """The state that the first version shards; the second one shards all three."""
 

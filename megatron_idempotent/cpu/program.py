@@ -101,6 +101,7 @@ def start(
     micro_batch_size: int = 2,
     distributed_optimizer: bool = True,
     shared_config: bool = False,
+    exact_attention: bool | None = None,
     before_ddp: Callable[[Any], None] | None = None,
     data_seed: int = 7,
     quiet: bool = True,
@@ -109,8 +110,9 @@ def start(
 
     To be called once per rank, on all ranks. `extra_args` are Megatron's command-line options
     and win over those given here; `shared_config` gives all virtual stages one config object,
-    as frameworks do. `before_ddp` is called with each chunk's module before DDP wraps it. `quiet`
-    drops what upstream prints.
+    as frameworks do. `exact_attention` is for packs (`cpu.attention`), and None puts it in where
+    there is context parallelism. `before_ddp` is called with each chunk's module before DDP wraps
+    it. `quiet` drops what upstream prints.
 
     Raises:
         ModuleNotFoundError: the installed release does not carry `megatron.training`.
@@ -166,7 +168,7 @@ def start(
             arguments.parse_and_validate_args()
         initialize.initialize_megatron()
         args = get_args()
-        provide = _Provider(args, shared_config, before_ddp)
+        provide = _Provider(args, shared_config, exact_attention, before_ddp)
         chunks, optimizer, scheduler = training.setup_model_and_optimizer(
             model_type=ModelType.encoder_or_decoder,
             model_provider_func=provide,
@@ -196,9 +198,14 @@ class _Provider:
     """Builds one pipeline stage, as upstream's pretrain_gpt does, with the local layer spec."""
 
     def __init__(
-        self, args: Any, shared_config: bool, before_ddp: Callable[[Any], None] | None
+        self,
+        args: Any,
+        shared_config: bool,
+        exact_attention: bool | None,
+        before_ddp: Callable[[Any], None] | None,
     ) -> None:
         self._args = args
+        self._exact_attention = exact_attention
         self._shared_config = shared_config
         self._before_ddp = before_ddp
         self._config: Any = None
@@ -222,6 +229,7 @@ class _Provider:
         stage = gpt_stage(
             config,
             vp_stage=vp_stage,
+            change_spec=bench.attention_for(config, self._exact_attention),
             vocab_size=self._args.padded_vocab_size,
             max_sequence_length=self._args.max_position_embeddings,
             pre_process=pre_process,

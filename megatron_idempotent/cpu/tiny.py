@@ -47,6 +47,7 @@ def build(
     with_optimizer: bool = True,
     wire: bool = True,
     graph_safe_rng: bool = False,
+    exact_attention: bool | None = None,
     sequence: int = SEQUENCE,
     batch: int = BATCH,
     vocabulary: int = VOCABULARY,
@@ -63,6 +64,8 @@ def build(
     `layers_per_stage` counts per virtual stage. With `tied` the output layer shares the embedding's
     weight. `wire` sets the config's
     no_sync_func, grad_sync_func, param_sync_func, grad_scale_func and finalize_model_grads_func.
+    `exact_attention` puts in `cpu.attention.ExactAttention`, which takes packs; None where
+    cp > 1, which needs it.
     `graph_safe_rng` has random trackers that a CUDA graph can capture (from 0.13, on a GPU).
     `layer_wise` wants dtype="bf16" and megatron-core 0.17, and takes the optimizer that gives each
     rank whole parameters; it gathers out of DDP's buffers (from 0.18), and with
@@ -148,7 +151,7 @@ def build(
     )
     chunks = []
     for stage in range(vpp) if vpp else [None]:
-        module = _model(config, stage, bool(half), tied, (vocabulary, sequence))
+        module = _model(config, stage, bool(half), tied, (vocabulary, sequence), exact_attention)
         if before_ddp is not None:
             before_ddp(module)
         if fsdp:
@@ -211,7 +214,12 @@ def _wire(config: Any, chunks: list[Any], optimizer: Any, align: bool) -> None:
 
 
 def _model(
-    config: Any, vp_stage: int | None, half: bool, tied: bool, sizes: tuple[int, int]
+    config: Any,
+    vp_stage: int | None,
+    half: bool,
+    tied: bool,
+    sizes: tuple[int, int],
+    exact_attention: bool | None,
 ) -> Any:
     """One pipeline stage: a GPTModel, in Float16Module where its weights are half precision."""
     from megatron.core import parallel_state
@@ -229,6 +237,7 @@ def _model(
     model = gpt_stage(
         config,
         vp_stage=vp_stage,
+        change_spec=bench.attention_for(config, exact_attention),
         vocab_size=sizes[0],
         max_sequence_length=sizes[1],
         pre_process=parallel_state.is_pipeline_first_stage(**where),

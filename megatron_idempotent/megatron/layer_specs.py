@@ -19,8 +19,17 @@ from typing import Any
 import torch
 
 
-def gpt_stage(config: Any, *, vp_stage: int | None, **model: Any) -> Any:
-    """A `GPTModel`; `model` holds its other arguments, `vocab_size` and so on."""
+def gpt_stage(
+    config: Any,
+    *,
+    vp_stage: int | None,
+    change_spec: Callable[[Any], Any] | None = None,
+    **model: Any,
+) -> Any:
+    """Build a `GPTModel`; `model` holds its other arguments, `vocab_size` and so on.
+
+    `change_spec` makes the layer spec that is used of upstream's.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -33,6 +42,8 @@ def gpt_stage(config: Any, *, vp_stage: int | None, **model: Any) -> Any:
     spec = get_gpt_layer_local_spec(
         **{name: v for name, v in about_spec.items() if takes(get_gpt_layer_local_spec, name)}
     )
+    if change_spec is not None:
+        spec = change_spec(spec)
     if config.sequence_parallel:
         spec = with_marked_norm(spec, config, vp_stage)
     if takes(GPTModel.__init__, "vp_stage"):  # before 0.13 the stage is a global

@@ -1,0 +1,285 @@
+"""Exact core attention for rows, packs and context parallelism, put in by the layer spec.
+
+Upstream's local attention takes rows on one context-parallel rank; packs and context parallelism
+are left to Transformer Engine, which needs a GPU. `ExactAttention` takes all three. It is
+upstream's class with another `forward`: rows without context parallelism give the same bits.
+
+Under context parallelism keys and values are gathered, in one collective per layer, and each rank
+computes what its own queries attend to. In the backward their gradients are reduced and scattered,
+in float32 where they are narrower.
+
+Legend: T positions on this rank, S positions of all context-parallel ranks, B rows (1 in a pack),
+N heads, G query groups, D channels of a head, Q queries and K keys of one block.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from torch import Tensor
+
+from .attention_parts import Block, Part, blocks, own_mask, pack_segments, row_segment
+
+__all__ = ["ExactAttention", "with_exact_attention"]
+
+#: By name, because releases differ in which of them they have.
+_CAUSAL = ("causal", "padding_causal", "causal_bottom_right")
+
+_REFUSED = {
+    "qk_clip": "it needs the largest logits, which only Transformer Engine returns",
+    "log_max_attention_logit": "only Transformer Engine returns the largest logits",
+    "hybrid_context_parallel": "its groups change with each batch",
+    "dynamic_context_parallel": "its groups change with each batch",
+}
+
+
+class ExactAttention(DotProductAttention):  # type: ignore[misc]
+    """Core attention in the place of `DotProductAttention`, in the same arithmetic.
+
+    Takes query [T, B, N, D], key and value [T, B, G, D], or in a pack [T, N, D] and [T, G, D] with
+    `PackedSeqParams(qkv_format="thd")`. Returns [T, B, N * D], or [T, N * D]. Causal or not, with
+    sliding windows (-1 is without end), grouped queries, sinks (`softmax_type`), dropout from
+    Megatron's tracker, and recomputation.
+
+    In a pack each sequence attends to itself only. Padding between sequences, given by
+    `cu_seqlens_q_padded`, and positions after the last one are attended to by nobody, and their
+    outputs are zero. An `attention_mask` is for rows; with a pack it is ignored, as Transformer
+    Engine ignores it.
+
+    With more than one context-parallel rank T is this rank's part of S, cut as
+    `context_parallel_part` cuts: each row, or each sequence of a pack, in 2 * ranks pieces. An
+    `attention_mask` has the rank's own queries, or all, and all keys: [B, 1, T or S, S].
+
+    Raises:
+        ValueError: options, shapes or lengths that do not fit, named with their values.
+
+    Example:
+        spec = with_exact_attention(get_gpt_layer_local_spec())
+        model = GPTModel(config=config, transformer_layer_spec=spec, …)
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for name, why in _REFUSED.items():
+            if getattr(config, name, False):
+                raise ValueError(f"ExactAttention got {name}=True: {why}; leave it off")
+        # Upstream refuses the two where it reads them; here they are read below.
+        alone = copy.copy(config)
+        alone.context_parallel_size, alone.window_size = 1, None
+        super().__init__(alone, layer_number, attn_mask_type, attention_type, *args, **kwargs)
+        self.config = config
+        kind = getattr(config, "softmax_type", "vanilla")
+        if kind != "vanilla" and not hasattr(self, "softmax_offset"):
+            raise ValueError(
+                f"ExactAttention got softmax_type={kind!r}, which this release's local attention "
+                "does not know: use 'vanilla'"
+            )
+        self._window = _window(config, layer_number)
+        self._cp_group = (
+            _context_parallel_group(kwargs) if config.context_parallel_size > 1 else None
+        )
+        if self._cp_group is not None and attention_type == "cross":
+            raise ValueError("ExactAttention got cross attention under context parallelism")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Compute what the queries of this rank attend to. All context-parallel ranks take part."""
+        if attention_bias is not None:
+            raise ValueError("ExactAttention got an attention_bias: pass None")
+        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        causal = kind.name in _CAUSAL
+        cp = Part(self._cp_group)
+        packed = packed_seq_params is not None
+        if packed:
+            segments, ends = pack_segments(packed_seq_params, query, key, cp)
+            query, key, value = (each.unsqueeze(1) for each in (query, key, value))
+            attention_mask = None
+        else:
+            segments, ends = [row_segment(query, key, cp)], None
+        if cp.size > 1:
+            key, value = cp.gather(key, value, ends)
+        repeats = query.shape[2] // key.shape[2]
+        if repeats > 1:
+            key = key.repeat_interleave(repeats, dim=2)
+            value = value.repeat_interleave(repeats, dim=2)
+        mask = own_mask(attention_mask, query, key, cp)
+        parts: list[Tensor] = []
+        done = 0
+        for block in blocks(segments, cp):
+            if not block.queries:
+                continue
+            queries = slice(block.query, block.query + block.queries)
+            keys = self._keys(block, causal) if cp.size > 1 and mask is None else block.all_keys
+            hidden = self._hidden(block, keys, causal, query.device)
+            if mask is not None:
+                given = mask[:, :, queries] if mask.shape[2] > 1 else mask
+                hidden = given if hidden is None else given | hidden
+            if block.query > done:
+                parts.append(_nothing(query, value, block.query - done))
+            parts.append(self._attend(query[queries], key[keys], value[keys], hidden))
+            done = queries.stop
+        if done < len(query):
+            parts.append(_nothing(query, value, len(query) - done))
+        context = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if cp.size > 1 and not done:
+            # This rank has padding only. Its backward must still meet the others' in the gather.
+            context = context + value[:0].sum()
+        return context.squeeze(1) if packed else context
+
+    def _keys(self, block: Block, causal: bool) -> slice:
+        """Returns the keys that any of the block's queries sees."""
+        left, right = self._reach(causal)
+        first = max(0, block.position - left) if left >= 0 else 0
+        last = min(block.keys, block.position + block.queries + right)
+        return slice(block.key + first, block.key + (last if right >= 0 else block.keys))
+
+    def _reach(self, causal: bool) -> tuple[int, int]:
+        """Returns how many positions before and after it a query sees; -1 is without end."""
+        left, right = self._window or (-1, -1)
+        return left, 0 if causal else right
+
+    def _hidden(
+        self, block: Block, keys: slice, causal: bool, device: torch.device
+    ) -> Tensor | None:
+        left, right = self._reach(causal)
+        if left < 0 and right < 0:
+            return None
+        query_Q = torch.arange(block.queries, device=device) + block.position
+        key_K = torch.arange(keys.start, keys.stop, device=device) - block.key
+        ahead_QK = key_K[None, :] - query_Q[:, None]
+        hidden_QK = torch.zeros_like(ahead_QK, dtype=torch.bool)
+        if right >= 0:
+            hidden_QK |= ahead_QK > right
+        if left >= 0:
+            hidden_QK |= ahead_QK < -left
+        return hidden_QK[None, None]
+
+    def _attend(
+        self, query_QBND: Tensor, key_KBND: Tensor, value_KBND: Tensor, hidden: Tensor | None
+    ) -> Tensor:
+        """Returns [Q, B, N * D], by upstream's operations in upstream's order."""
+        queries, rows, heads, _ = query_QBND.shape
+        query = query_QBND.reshape(queries, rows * heads, -1).transpose(0, 1)
+        key = key_KBND.reshape(len(key_KBND), rows * heads, -1).transpose(0, 1)
+        value = value_KBND.reshape(len(value_KBND), rows * heads, -1).transpose(0, 1)
+        scores = torch.baddbmm(
+            query.new_empty(1, 1, 1),  # times 0
+            query,
+            key.transpose(1, 2),
+            beta=0.0,
+            alpha=self.softmax_scale,
+        )
+        probabilities = self._softmax(scores.view(rows, heads, queries, -1), hidden)
+        if self.config.sequence_parallel:
+            probabilities = self.attention_dropout(probabilities)
+        else:
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                probabilities = self.attention_dropout(probabilities)
+        context = torch.bmm(probabilities.view(rows * heads, queries, -1), value)
+        context = context.view(rows, heads, queries, -1).permute(2, 0, 1, 3)
+        return context.reshape(queries, rows, -1)
+
+    def _softmax(self, scores_BNQK: Tensor, hidden: Tensor | None) -> Tensor:
+        options = self.scale_mask_softmax
+        widened = options.input_in_float16 and options.softmax_in_fp32
+        scores = scores_BNQK.float() if widened else scores_BNQK
+        if options.scale is not None:
+            scores = scores * options.scale
+        if hidden is not None:
+            # The least number, because upstream's -10000 is not below every score. Not infinity:
+            # a query that sees nothing, which is padding, gets the mean of all and no NaN.
+            scores = scores.masked_fill_(hidden, torch.finfo(scores.dtype).min)
+        sink_N = getattr(self, "softmax_offset", None)
+        if sink_N is not None:
+            sink = sink_N.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+            scores = torch.cat([scores, sink.to(scores)], dim=-1)
+        probabilities = torch.softmax(scores, dim=-1)
+        if sink_N is not None:
+            probabilities = probabilities[..., :-1]
+        return probabilities.to(scores_BNQK.dtype)
+
+
+def with_exact_attention(spec: Any) -> Any:
+    """Copy a layer spec or a block's, with `ExactAttention` for each core attention.
+
+    Args:
+        spec: what upstream's functions return: of a layer, `TransformerBlockSubmodules`, or of the
+            blocks of MTP.
+
+    Raises:
+        ValueError: no core attention is in it.
+
+    Example:
+        block_spec = with_exact_attention(get_gpt_decoder_block_spec(config, …))
+    """
+    spec = copy.deepcopy(spec)
+    if not _replace(spec, set()):
+        raise ValueError(f"with_exact_attention() found no core_attention in {spec!r}")
+    return spec
+
+
+def _replace(spec: Any, seen: set[int]) -> int:
+    if id(spec) in seen:
+        return 0
+    seen.add(id(spec))
+    if isinstance(spec, (list, tuple)):
+        return sum(_replace(each, seen) for each in spec)
+    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
+        return 0
+    found = 0
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        if field.name == "core_attention" and value is not None:
+            setattr(spec, field.name, ExactAttention)
+            found += 1
+        else:
+            found += _replace(value, seen)
+    return found
+
+
+def _nothing(query: Tensor, value: Tensor, positions: int) -> Tensor:
+    return query.new_zeros(positions, query.shape[1], query.shape[2] * value.shape[3])
+
+
+def _window(config: Any, layer_number: int) -> tuple[int, int] | None:
+    """Returns the positions that this layer's queries see before and after them, if limited."""
+    window = getattr(config, "window_size", None)
+    if not window:
+        return None
+    try:
+        from megatron.core.transformer.utils import is_layer_window_attention
+    except ImportError:  # before 0.15 each layer has it
+        return int(window[0]), int(window[1])
+    skip = config.window_attn_skip_freq
+    if not is_layer_window_attention(window, skip, layer_number):
+        return None
+    return int(window[0]), int(window[1])
+
+
+def _context_parallel_group(kwargs: dict[str, Any]) -> Any:
+    # The argument's name differs: none up to 0.12, then model_comm_pgs, pg_collection from 0.15.
+    groups = kwargs.get("pg_collection") or kwargs.get("model_comm_pgs")
+    given = getattr(groups, "cp", None)
+    return parallel_state.get_context_parallel_group() if given is None else given

@@ -1,0 +1,287 @@
+"""`ExactAttention` is upstream's attention to the bit, and plain attention in float64 elsewhere.
+
+Legend: S positions of all ranks, B rows, N heads, G query groups, D channels, Q queries, K keys.
+"""
+
+import math
+
+import pytest
+
+HEADS, CHANNELS, ROWS, POSITIONS = 4, 8, 2, 32
+#: Of a pack: real lengths, and with padding, each a multiple of 2 * 4 ranks.
+LENGTHS, PADDED = [5, 0, 16, 7, 3], [8, 8, 16, 8, 8]
+
+
+def config_of(**options):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        **{
+            "num_layers": 2,
+            "hidden_size": HEADS * CHANNELS,
+            "num_attention_heads": HEADS,
+            "attention_dropout": 0.0,
+            "masked_softmax_fusion": False,
+            "use_cpu_initialization": True,
+            **options,
+        }
+    )
+
+
+def modules(cp=1, classes=(), kind="causal", **options):
+    """Build one attention of each class, after parallelism is up."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.enums import AttnMaskType
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(context_parallel_size=cp)
+    model_parallel_cuda_manual_seed(5)
+    layer = options.pop("layer_number", 1)
+    config = config_of(context_parallel_size=cp, **options)
+    # As `Attention` gives it.
+    scale = {"softmax_scale": options["softmax_scale"]} if "softmax_scale" in options else {}
+    return [each(config, layer, AttnMaskType[kind], "self", **scale) for each in classes]
+
+
+def inputs(groups=HEADS, dtype=None, rows=ROWS, positions=POSITIONS, seed=0):
+    """Query, key, value and the gradient of what comes out, the same on every rank."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(positions, rows, heads, CHANNELS, generator=generator, dtype=torch.float64).to(
+            dtype or torch.float64
+        )
+        for heads in (HEADS, groups, groups, HEADS)
+    ]
+
+
+def run(module, tensors, *arguments, **options):
+    """(output, gradients of query, key and value)"""
+    *leaves, upstream = tensors
+    leaves = [each.detach().clone().requires_grad_() for each in leaves]
+    output = module(*leaves, *(arguments or (None,)), **options)
+    output.backward(upstream.reshape(output.shape))
+    return [output.detach(), *(each.grad for each in leaves)]
+
+
+#: Options, kind of mask, groups, precision; bitwise as upstream.
+AS_UPSTREAM = {
+    "causal": {},
+    "grouped": {"num_query_groups": 2},
+    "padding": {"kind": "padding"},
+    "scaled": {"softmax_scale": 0.3},
+    "by layer": {
+        "apply_query_key_layer_scaling": True,
+        "attention_softmax_in_fp32": True,
+        "fp16": True,
+    },
+    "bf16": {"bf16": True},
+    "bf16, softmax in float32": {"bf16": True, "attention_softmax_in_fp32": True},
+    "dropout": {"attention_dropout": 0.3},
+    # From 0.15 on.
+    "window": {"window_size": (5, 0)},
+    "sink": {"softmax_type": "off-by-one"},
+}
+
+
+def compare_with_upstream():
+    """The cases in which a bit differs."""
+    import torch
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_idempotent.cpu.attention import ExactAttention
+    from megatron_idempotent.megatron.layer_specs import takes
+
+    found, seen = [], 0
+    hidden = torch.zeros(ROWS, 1, 1, POSITIONS, dtype=torch.bool)
+    hidden[0, ..., -7:] = True
+    for name, case in AS_UPSTREAM.items():
+        options = dict(case)
+        known = hasattr(TransformerConfig, "softmax_type")
+        if not known and name in ("window", "sink"):
+            continue
+        kind = options.pop("kind", "causal")
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        [dtype] = [dtype[key] for key in dtype if key in options] or [torch.float32]
+        if "softmax_scale" in options and not takes(TransformerConfig, "softmax_scale"):
+            continue
+        pair = modules(classes=(DotProductAttention, ExactAttention), kind=kind, **options)
+        tensors = inputs(options.get("num_query_groups", HEADS), dtype)
+        results = []
+        for module in pair:
+            torch.manual_seed(3)
+            modules(kind=kind)  # seeds the tracker
+            results.append(run(module, tensors, hidden if kind == "padding" else None))
+        seen += 1
+        if not all(torch.equal(*pair) for pair in zip(*results, strict=True)):
+            found.append(name)
+    return found, seen
+
+
+def test_rows_on_one_context_parallel_rank_give_upstreams_bits(megatron_ranks):
+    [(found, seen)] = megatron_ranks(1, compare_with_upstream)
+    assert not found
+    assert seen >= 7
+
+
+def plain(tensors, lengths, visible, scale, sink=False):
+    """Attention of each sequence by itself, in float64, with what bounds its roundings.
+
+    Returns ([output, gradients of query, key, value], [a magnitude of each], terms). Each is a sum
+    of products, and computed with roundings of u it is off by less than `terms * u` of the same
+    sums with all terms positive: a score by D + 2 roundings of its terms, which the exponential
+    makes relative errors of the probabilities, which have K + 4 of their own; then sums over K, Q
+    and D terms follow.
+    """
+    import torch
+
+    query, key, value, upstream = (each.double() for each in tensors)
+    repeats = query.shape[2] // key.shape[2]
+    found = [torch.zeros_like(each) for each in (query, query, key, value)]
+    sizes = [torch.zeros_like(each) for each in found]
+    terms = 0.0
+    for start, length in lengths:
+        if not length:
+            continue
+        place = slice(start, start + length)
+        q, k, v, do = (each[place].transpose(0, 2) for each in (query, key, value, upstream))
+        k, v = (each.repeat_interleave(repeats, dim=0) for each in (k, v))  # [N, B, K, D]
+        scores = (q @ k.transpose(2, 3)) * scale
+        scores = scores.masked_fill(~visible(length), -math.inf)
+        if sink:
+            scores = torch.cat([scores, scores.new_zeros(*scores.shape[:3], 1)], dim=-1)
+        p = torch.softmax(scores, dim=-1)[..., :length]
+        dp = do @ v.transpose(2, 3)
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+        across = do.abs() @ v.abs().transpose(2, 3)
+        ds_size = p * (across + (p * across).sum(-1, keepdim=True))
+        largest = float((q.abs() @ k.abs().transpose(2, 3)).max()) * scale
+        terms = max(terms, 2 * (CHANNELS + 2) * largest + 4 * length + 2 * CHANNELS + 64)
+
+        def grouped(each):
+            return each.unflatten(0, (-1, repeats)).sum(1)
+
+        for into, tensor in zip(
+            (*found, *sizes),
+            (
+                *(p @ v, ds @ k * scale),
+                *(grouped(ds.transpose(2, 3) @ q * scale), grouped(p.transpose(2, 3) @ do)),
+                *(p @ v.abs(), ds_size @ k.abs() * scale),
+                grouped(ds_size.transpose(2, 3) @ q.abs() * scale),
+                grouped(p.transpose(2, 3) @ do.abs()),
+            ),
+            strict=True,
+        ):
+            into[place] += tensor.transpose(0, 2)
+    return found, sizes, terms
+
+
+CASES = {
+    "causal": {},
+    "grouped": {"groups": 2},
+    "not causal": {"kind": "no_mask"},
+    "mask": {"kind": "padding", "hide": True},
+    "window": {"window": (5, 0)},
+    "window without end": {"window": (-1, 0)},
+    "window both ways": {"window": (3, 2), "kind": "no_mask"},
+    "window, second layer without": {
+        "window": (5, 0),
+        "layer_number": 2,
+        "window_attn_skip_freq": 2,
+    },
+    "scaled": {"softmax_scale": 0.4},
+    "sink": {"softmax_type": "off-by-one"},
+}
+
+
+def errors(cp, packed, dtype_name):
+    """The largest error of each case, as a part of its bound."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_idempotent import context_parallel_part
+    from megatron_idempotent.cpu.attention import ExactAttention
+    from megatron_idempotent.megatron.layer_specs import takes
+
+    dtype = getattr(torch, dtype_name)
+    modules(cp)
+    rank = parallel_state.get_context_parallel_rank()
+    found = {}
+    for name, case in CASES.items():
+        options = dict(case)
+        kind, groups = options.pop("kind", "causal"), options.pop("groups", HEADS)
+        window, hide = options.pop("window", None), options.pop("hide", False)
+        if any(not takes(TransformerConfig, each) for each in options if each != "layer_number"):
+            continue
+        if hide and packed:
+            continue
+        more = {"num_query_groups": groups, "window_size": window, **options}
+        [module] = modules(cp, (ExactAttention,), kind, **more)
+        limited = window if name != "window, second layer without" else None
+        mask = None
+        lengths, arguments, ends = [(0, POSITIONS)], {}, None
+        tensors = inputs(groups, dtype)
+        if packed:
+            tensors = inputs(groups, dtype, rows=1, positions=sum(PADDED))
+            ends = torch.tensor([0, *PADDED], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            real = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            lengths = list(zip(ends.tolist(), LENGTHS, strict=False))
+            arguments["packed_seq_params"] = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=real,
+                cu_seqlens_kv=real,
+                cu_seqlens_q_padded=ends,
+                cu_seqlens_kv_padded=ends,
+                max_seqlen_q=max(PADDED),
+                max_seqlen_kv=max(PADDED),
+            )
+        if hide:
+            mask = torch.zeros(ROWS, 1, 1, POSITIONS, dtype=torch.bool)
+            mask[0, ..., -7:] = True
+
+        def visible(length, kind=kind, limited=limited, mask=mask):
+            ahead = torch.arange(length)[None] - torch.arange(length)[:, None]
+            seen = torch.ones_like(ahead, dtype=torch.bool)
+            if kind == "causal":
+                seen &= ahead <= 0
+            if limited is not None:
+                seen &= (ahead >= -limited[0]) | (limited[0] < 0)
+                seen &= ahead <= limited[1]
+            return seen if mask is None else seen & ~mask.squeeze(1)
+
+        scale = options.get("softmax_scale", CHANNELS**-0.5)
+        expected, sizes, terms = plain(tensors, lengths, visible, scale, "softmax_type" in options)
+        own = [
+            context_parallel_part(each, rank=rank, size=cp, cu_seqlens=ends, dim=0)
+            for each in tensors
+        ]
+        if packed:
+            own = [each.squeeze(1) for each in own]
+        results = run(module, own, mask, **arguments)
+        unit = torch.finfo(dtype).eps / 2
+        worst = 0.0
+        for result, wanted, size in zip(results, expected, sizes, strict=True):
+            wanted, size = (
+                context_parallel_part(each, rank=rank, size=cp, cu_seqlens=ends, dim=0)
+                for each in (wanted, size)
+            )
+            off = (result.double().reshape(wanted.shape) - wanted).abs()
+            assert bool((off[size == 0] == 0).all()), name  # padding
+            worst = max(worst, float((off / (size * terms * unit)).nan_to_num(0.0).max()))
+        found[name] = worst
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packs"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_rank_computes_plain_attention_of_its_queries(megatron_ranks, ranks, packed):
+    for dtype in ("float64", "float32"):
+        for found in megatron_ranks(ranks, errors, ranks, packed, dtype):
+            assert len(found) >= (6 if packed else 7)
+            assert not {name: worst for name, worst in found.items() if not worst <= 1.0}
+            assert any(worst > 1e-6 for worst in found.values())
