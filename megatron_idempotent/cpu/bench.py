@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -127,15 +128,11 @@ def _optimizer_class() -> Any:
     return importlib.import_module(_MODULE).LayerWiseDistributedOptimizer
 
 
-def attention_for(config: Any, exact: bool | None) -> Callable[[Any], Any] | None:
-    """Returns what puts the attention into a layer spec, or None for upstream's own."""
-    if exact is None:
-        exact = config.context_parallel_size > 1
-    if not exact:
-        return None
-    from .attention import with_exact_attention
+def with_exact_attention(spec: Any) -> Any:
+    """Give a layer spec the attention for packs and context parallelism; loads Megatron."""
+    from . import attention
 
-    return with_exact_attention
+    return attention.with_exact_attention(spec)
 
 
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "v2"]
@@ -226,6 +223,8 @@ class Tiny:
     sequence: int = SEQUENCE
     batch: int = BATCH
     vocabulary: int = VOCABULARY
+    #: Lengths of the sequences that each microbatch is a pack of; None for rows.
+    lengths: tuple[int, ...] | None = None
     #: Called as (microbatch index on this rank, loss tensor or None before the forward).
     on_microbatch: Callable[[int, Any], Any] | None = None
 
@@ -251,7 +250,7 @@ class Tiny:
                 chunk.zero_grad_buffer()
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
-        sizes = (self.batch, self.sequence, self.vocabulary)
+        sizes = (*self._shape, self.vocabulary)
         data = [microbatches(data_seed, *sizes) for _ in self.chunks]
         losses: list[float] = []
         with torch.no_grad() if forward_only else contextlib.nullcontext():
@@ -260,11 +259,16 @@ class Tiny:
                 data_iterator=data if len(data) > 1 else data[0],
                 model=self.chunks,
                 num_microbatches=num_microbatches,
-                seq_length=self.sequence,
-                micro_batch_size=self.batch,
+                seq_length=self._shape[1],
+                micro_batch_size=self._shape[0],
                 forward_only=forward_only,
             )
         return losses
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """Rows and positions of a microbatch, on all context-parallel ranks."""
+        return (1, sum(self.lengths)) if self.lengths else (self.batch, self.sequence)
 
     def step(self) -> tuple[bool, Any, Any]:
         """Upstream's (success, gradient norm, number of zeros)."""
@@ -308,31 +312,75 @@ class Tiny:
     def _forward_step(self, losses: list[float]) -> Callable[..., Any]:
         import torch
 
-        # The runtime makes "cuda" the CPU.
-        length = self.sequence
-        positions_BT = torch.arange(length, device="cuda").expand(self.batch, -1)
-        hidden = torch.ones(1, 1, length, length, device="cuda").tril() < 0.5
+        part, positions_BT, hidden, packed = self._inputs()
+        # The loss of all context-parallel ranks is one, which has upstream's legacy loss functions
+        # sum it, and the schedule take back what DDP averages over these ranks.
+        group, ranks = _context_parallel_group()
         count = iter(range(1 << 30))
 
         def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
-            tokens_BT = next(data_iterator)
+            tokens_BT = part(next(data_iterator))
             index = next(count)
             if self.on_microbatch is not None:
                 self.on_microbatch(index, None)
-            output = model(tokens_BT, positions_BT, hidden, labels=tokens_BT)
+            output = model(tokens_BT, positions_BT, hidden, labels=tokens_BT, **packed)
 
             def loss_func(loss_BT: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-                loss = loss_BT.float().mean()
+                loss = loss_BT.float().mean() / ranks
                 if self.on_microbatch is not None:
                     replaced = self.on_microbatch(index, loss)
                     loss = loss if replaced is None else replaced
-                losses.append(float(loss))
                 # A clone: upstream divides the loss in place by the number of microbatches.
-                return loss, {"loss": loss.detach().clone()}
+                whole = loss.detach().clone()
+                if ranks > 1:
+                    torch.distributed.all_reduce(whole, group=group)
+                losses.append(float(whole))
+                return loss, {"loss": whole}
 
             return output, loss_func
 
         return forward_step
+
+    def _inputs(self) -> tuple[Callable[[Any], Any], Any, Any, dict[str, Any]]:
+        """What cuts a rank's part of [B, T], its positions, the mask, and what a pack needs."""
+        import torch
+
+        from megatron_idempotent.logprobs.targets import context_parallel_part
+
+        # The runtime makes "cuda" the CPU.
+        rows, length = self._shape
+        lengths = self.lengths or (length,)
+        places = torch.cat([torch.arange(each, device="cuda") for each in lengths])
+        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+        group, ranks = _context_parallel_group()
+        rank = torch.distributed.get_rank(group) if ranks > 1 else 0
+
+        def part(values_BT: Any) -> Any:
+            return context_parallel_part(values_BT, rank=rank, size=ranks, cu_seqlens=ends)
+
+        positions_BT = part(places).expand(rows, -1)
+        if self.lengths is None:
+            hidden = torch.ones(1, 1, length, length, device="cuda").tril() < 0.5
+            return part, positions_BT, hidden, {}
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+        )
+        return part, positions_BT, None, {"packed_seq_params": packed}
+
+
+def _context_parallel_group() -> tuple[Any, int]:
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_context_parallel_group(),
+        int(parallel_state.get_context_parallel_world_size()),
+    )
 
 
 def microbatches(

@@ -226,10 +226,13 @@ class _Provider:
             config = self._config or core_transformer_config_from_args(self._args)
         if self._shared_config:
             self._config = config
+        exact = self._exact_attention
+        if exact is None:
+            exact = config.context_parallel_size > 1
         stage = gpt_stage(
             config,
             vp_stage=vp_stage,
-            change_spec=bench.attention_for(config, self._exact_attention),
+            change_spec=bench.with_exact_attention if exact else None,
             vocab_size=self._args.padded_vocab_size,
             max_sequence_length=self._args.max_position_embeddings,
             pre_process=pre_process,

@@ -5,7 +5,7 @@ Runs on megatron-core 0.11 to 0.19.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,12 +48,14 @@ def build(
     wire: bool = True,
     graph_safe_rng: bool = False,
     exact_attention: bool | None = None,
+    lengths: Sequence[int] | None = None,
     sequence: int = SEQUENCE,
     batch: int = BATCH,
     vocabulary: int = VOCABULARY,
     config_overrides: Mapping[str, Any] | None = None,
     ddp_overrides: Mapping[str, Any] | None = None,
     optimizer_overrides: Mapping[str, Any] | None = None,
+    model_overrides: Mapping[str, Any] | None = None,
     before_ddp: Callable[[Any], None] | None = None,
     seed: int = 1234,
 ) -> Tiny:
@@ -64,8 +66,9 @@ def build(
     `layers_per_stage` counts per virtual stage. With `tied` the output layer shares the embedding's
     weight. `wire` sets the config's
     no_sync_func, grad_sync_func, param_sync_func, grad_scale_func and finalize_model_grads_func.
-    `exact_attention` puts in `cpu.attention.ExactAttention`, which takes packs; None where
-    cp > 1, which needs it.
+    `lengths` makes each microbatch a pack of sequences of these lengths, instead of rows.
+    `exact_attention` puts in `cpu.attention.ExactAttention`; None where it is needed, with cp > 1
+    or `lengths`.
     `graph_safe_rng` has random trackers that a CUDA graph can capture (from 0.13, on a GPU).
     `layer_wise` wants dtype="bf16" and megatron-core 0.17, and takes the optimizer that gives each
     rank whole parameters; it gathers out of DDP's buffers (from 0.18), and with
@@ -73,8 +76,9 @@ def build(
     Megatron-FSDP instead of DDP (from 0.15), with that sharding strategy; "v2" into the second
     version of it, of Megatron main.
     The overrides are fields of TransformerConfig, DistributedDataParallelConfig and
-    OptimizerConfig. `before_ddp` is called with each chunk's module before DDP wraps it, where a
-    framework freezes parameters and adds adapters. Weights depend on `seed` and not on tp.
+    OptimizerConfig, and arguments of GPTModel. `before_ddp` is called with each chunk's module
+    before DDP wraps it, where a framework freezes parameters and adds adapters. Weights depend on
+    `seed` and not on tp.
     """
     import torch
     from megatron.core import parallel_state
@@ -149,9 +153,18 @@ def build(
             **(ddp_overrides or {}),
         }
     )
+    if exact_attention is None:
+        exact_attention = cp > 1 or lengths is not None
+    exact = bench.with_exact_attention if exact_attention else None
+    model = {
+        "vocab_size": vocabulary,
+        "max_sequence_length": sequence,
+        "share_embeddings_and_output_weights": tied,
+        **(model_overrides or {}),
+    }
     chunks = []
     for stage in range(vpp) if vpp else [None]:
-        module = _model(config, stage, bool(half), tied, (vocabulary, sequence), exact_attention)
+        module = _model(config, stage, bool(half), spec=exact, **model)
         if before_ddp is not None:
             before_ddp(module)
         if fsdp:
@@ -192,6 +205,7 @@ def build(
         sequence=sequence,
         batch=batch,
         vocabulary=vocabulary,
+        lengths=tuple(lengths) if lengths else None,
     )
 
 
@@ -217,9 +231,9 @@ def _model(
     config: Any,
     vp_stage: int | None,
     half: bool,
-    tied: bool,
-    sizes: tuple[int, int],
-    exact_attention: bool | None,
+    *,
+    spec: Callable[[Any], Any] | None,
+    **options: Any,
 ) -> Any:
     """One pipeline stage: a GPTModel, in Float16Module where its weights are half precision."""
     from megatron.core import parallel_state
@@ -237,12 +251,10 @@ def _model(
     model = gpt_stage(
         config,
         vp_stage=vp_stage,
-        change_spec=bench.attention_for(config, exact_attention),
-        vocab_size=sizes[0],
-        max_sequence_length=sizes[1],
+        change_spec=spec,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
-        share_embeddings_and_output_weights=tied,
+        **options,
     ).cuda()
     return Float16Module(config=config, module=model) if half else model
 

@@ -17,6 +17,9 @@ WORLD, EXPERTS, LAYERS, MICROBATCHES = 4, 4, 4, 4
 TOLERANCE = (128 + 32) * 2.0**-24
 
 SHARDED = {"tp": 2, "sequence_parallel": True}
+# Of packed sequences; each is cut into 2 * 4 pieces at most.
+PACKS = {"lengths": [8, 24, 16]}
+ROTARY = {"model_overrides": {"position_embedding_type": "rope"}}
 EXPERT_PARALLEL = {"experts": EXPERTS, "ep": 2}
 
 
@@ -97,14 +100,14 @@ def _part(tensor, dimension, rank, size):
 
 @pytest.fixture(scope="module")
 def one_rank(megatron_rank_pool):
-    """Returns (losses, gradients by name) of one rank, by whether there are experts and
-    adapters."""
+    """Returns (losses, gradients by name) of one rank, by whether there are experts, adapters
+    and what else changes what is computed."""
     known = {}
 
-    def compute(experts, adapted=None):
-        key = experts, repr(adapted)
+    def compute(experts, adapted=None, **others):
+        key = experts, repr(adapted), repr(others)
         if key not in known:
-            layout = {"experts": EXPERTS} if experts else {}
+            layout = others | ({"experts": EXPERTS} if experts else {})
             [((_, _, losses), found)] = megatron_rank_pool.run(
                 1, gradients, adapted=adapted, **layout
             )
@@ -114,8 +117,9 @@ def one_rank(megatron_rank_pool):
     return compute
 
 
-def assert_as_one_rank(ranks, one_rank, experts, adapted=None):
-    losses, whole = one_rank(experts, adapted)
+def assert_as_one_rank(ranks, one_rank, layout, adapted=None):
+    same = {name: layout[name] for name in ("lengths", "model_overrides") if name in layout}
+    losses, whole = one_rank("experts" in layout, adapted, **same)
     seen = set()
     for (index, share, own_losses), found in ranks:
         if own_losses:  # the last stage
@@ -135,12 +139,20 @@ def assert_as_one_rank(ranks, one_rank, experts, adapted=None):
         (4, SHARDED | {"pp": 2, "vpp": 2}),
         (4, SHARDED | EXPERT_PARALLEL),
         (4, SHARDED | EXPERT_PARALLEL | {"etp": 1, "dispatcher": "allgather"}),
+        (2, {"cp": 2} | PACKS | ROTARY),
+        (4, {"cp": 4} | ROTARY),
+        (4, {"cp": 2} | SHARDED | PACKS),
+        (4, {"cp": 2, "pp": 2, "vpp": 2} | PACKS | ROTARY),
+        (4, {"cp": 2} | EXPERT_PARALLEL),
     ],
-    ids=["dp", "tp", "tp-sp-vpp", "tp-sp-ep-etp", "tp-sp-ep"],
+    ids=[
+        *("dp", "tp", "tp-sp-vpp", "tp-sp-ep-etp", "tp-sp-ep"),
+        *("cp-packs-rope", "cp4-rope", "cp-tp-sp-packs", "cp-vpp-packs-rope", "cp-ep"),
+    ],
 )
 def test_a_layout_computes_what_one_rank_does(megatron_ranks, one_rank, world, layout):
     ranks = megatron_ranks(world, gradients, **layout)
-    assert_as_one_rank(ranks, one_rank, "experts" in layout)
+    assert_as_one_rank(ranks, one_rank, layout)
 
 
 @pytest.mark.parametrize(
@@ -157,16 +169,16 @@ def test_a_layout_computes_what_one_rank_does(megatron_ranks, one_rank, world, l
 )
 def test_adapters_get_the_gradients_of_one_rank(megatron_ranks, one_rank, world, layout, adapted):
     ranks = megatron_ranks(world, gradients, adapted=adapted, **layout)
-    assert_as_one_rank(ranks, one_rank, "experts" in layout, adapted)
+    assert_as_one_rank(ranks, one_rank, layout, adapted)
 
 
 def every_layout():
-    """All that upstream allows on four ranks, but for context parallelism."""
+    """All that upstream allows on four ranks."""
     sizes = [1, 2, 4]
-    for tp, pp, vpp in itertools.product(sizes, sizes, [None, 2]):
-        if tp * pp > WORLD or (vpp and pp == 1) or pp * (vpp or 1) > LAYERS:
+    for tp, pp, vpp, cp in itertools.product(sizes, sizes, [None, 2], sizes):
+        if tp * pp * cp > WORLD or (vpp and pp == 1) or pp * (vpp or 1) > LAYERS:
             continue
-        dense = {"tp": tp, "pp": pp, "vpp": vpp}
+        dense = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp}
         yield dense
         if tp > 1:
             yield dense | {"sequence_parallel": True}
@@ -176,13 +188,20 @@ def every_layout():
                 yield dense | moe | {"sequence_parallel": tp > 1}
 
 
+def test_packed_sequences_compute_what_they_do_as_rows(megatron_ranks, one_rank):
+    pack = {"lengths": [32, 32]}  # the tokens of two rows
+    ranks = megatron_ranks(2, gradients, cp=2, **pack, **ROTARY)
+    assert_as_one_rank(ranks, one_rank, ROTARY)
+
+
 @pytest.mark.exhaustive
 def test_every_layout_of_four_ranks_computes_what_one_rank_does(megatron_ranks, one_rank):
     layouts = list(every_layout())
-    assert len(layouts) == 74
-    for layout in layouts:
+    assert len(layouts) == 128
+    packed = [layout | PACKS | ROTARY for layout in layouts if layout["cp"] > 1]
+    for layout in layouts + packed:
         ranks = megatron_ranks(WORLD, gradients, **layout)
         try:
-            assert_as_one_rank(ranks, one_rank, "experts" in layout)
+            assert_as_one_rank(ranks, one_rank, layout)
         except AssertionError as error:
             raise AssertionError(f"{layout}: {error}") from None
