@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from megatron_idempotent.patching.scoped import patched
     from megatron_idempotent.patching.verify import verify
     from megatron_idempotent.ranks.agreement import SessionPoisoned, WindowAborted, agree
+    from megatron_idempotent.step.context_parallel import all_positions, own_positions
     from megatron_idempotent.step.fsdp import FSDPTrainStep
     from megatron_idempotent.step.loss import (
         POLICY_GRADIENT_NORMALIZERS,
@@ -79,6 +80,7 @@ __all__ = [
     "abort_window",
     "accumulation_window",
     "agree",
+    "all_positions",
     "apply",
     "context_parallel_part",
     "dequantize_blockwise",
@@ -88,6 +90,7 @@ __all__ = [
     "guarded_window",
     "logprobs_processor",
     "model_logprobs",
+    "own_positions",
     "patched",
     "quantize_blockwise",
     "rebuild_process_groups",
@@ -123,6 +126,7 @@ _LAZY = {
     "abort_window": "window.abort",
     "accumulation_window": "window.accumulation",
     "agree": "ranks.agreement",
+    "all_positions": "step.context_parallel",
     "context_parallel_part": "logprobs.targets",
     "dequantize_blockwise": "fp8.blockwise",
     "ensure_initialized": "window.setup",
@@ -131,6 +135,7 @@ _LAZY = {
     "guarded_window": "window.guard",
     "logprobs_processor": "logprobs.model",
     "model_logprobs": "logprobs.model",
+    "own_positions": "step.context_parallel",
     "patched": "patching.scoped",
     "quantize_blockwise": "fp8.blockwise",
     "rebuild_process_groups": "window.rebuild",

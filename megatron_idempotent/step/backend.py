@@ -33,7 +33,11 @@ class Backend(Protocol):
 
     @property
     def is_reporting_rank(self) -> bool:
-        """True on the one rank of a replica that has its metrics, and counts for it."""
+        """True on the one rank of a replica that counts for it."""
+
+    @property
+    def has_losses(self) -> bool:
+        """True on that rank, and on the others whose losses are of other positions."""
 
     @property
     def device(self) -> Any:

@@ -111,6 +111,10 @@ class FSDPBackend:
         return self.shards.is_reporting_rank
 
     @property
+    def has_losses(self) -> bool:
+        return self.shards.is_reporting_rank
+
+    @property
     def device(self) -> Any:
         return self.shards.device
 

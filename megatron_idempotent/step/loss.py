@@ -23,6 +23,10 @@ Kind = Literal["token", "sequence", "group", "none"]
 """The unit of a loss's mean: valid tokens, valid sequences or groups of the step; or "none", if the
 caller has divided already."""
 
+Returned = Literal["part", "whole"]
+"""What a loss returns under context parallelism: sums over this rank's positions, which are added
+up over the ranks, or over whole rows, the same on each rank."""
+
 POLICY_GRADIENT_NORMALIZERS: Mapping[str, Normalizer] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -123,7 +127,17 @@ class StepLoss(Protocol):
         columns, for `token_logprobs(…, tp_group=…)`. Metrics are scalars, sums too unless their
         normalizer is "none"; those with `_min` or `_max` in their name are extrema and never
         divided. A microbatch with nothing valid may have the constant 0 as its sum.
+
+        Under context parallelism the microbatch has whole rows, and the output this rank's
+        positions (`own_positions`). Sums are over these; or over whole rows, if the loss has
+        gathered them (`all_positions`) and says so: `context_parallel = "whole"`.
         """
+
+
+def returned_by(loss: StepLoss) -> Returned:
+    """Reads the loss's `context_parallel`; most have none."""
+    found: Returned = getattr(loss, "context_parallel", "part")
+    return found
 
 
 def check_loss(loss: Any) -> None:
@@ -133,6 +147,11 @@ def check_loss(loss: Any) -> None:
         raise ValueError(
             f"begin() got {loss!r} as loss, with kind {getattr(loss, 'kind', None)!r}: pass a "
             f"callable object whose `kind` is one of {', '.join(kinds)}"
+        )
+    if returned_by(loss) not in get_args(Returned):
+        raise ValueError(
+            f"begin() got a loss with context_parallel {returned_by(loss)!r}: one of "
+            f"{', '.join(map(repr, get_args(Returned)))}"
         )
     named = getattr(loss, "normalizers", None)
     if not isinstance(named, Mapping):

@@ -25,6 +25,7 @@ from megatron_idempotent.window.abort import abort_window, checked, drop_collect
 from megatron_idempotent.window.missed_collectives import gather_params
 
 from .backend import Update
+from .context_parallel import context_parallel_ranks, own_positions
 from .lifecycle import SplitStep
 from .loss import StepLoss
 from .megatron_run import Forward, MegatronSnapshot, Runner, forget_inference
@@ -53,6 +54,7 @@ class MegatronBackend:
         _refuse(self.chunks)
         self._optimizer = optimizer
         self._scheduler = scheduler
+        self._cuts_positions = forward is gpt_forward
         self._runner = Runner(self.chunks, optimizer, forward, options.deadline_s)
         self._step = CheckedUpdate(self.chunks, optimizer, options.non_finite, keeps_undo=undo)
         self._shift: int | None = None
@@ -90,10 +92,13 @@ class MegatronBackend:
 
     @property
     def is_reporting_rank(self) -> bool:
+        return self.has_losses and context_parallel_ranks()[0] == 0
+
+    @property
+    def has_losses(self) -> bool:
         return bool(
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             and parallel_state.get_tensor_model_parallel_rank() == 0
-            and parallel_state.get_context_parallel_rank() == 0
         )
 
     @property
@@ -123,6 +128,8 @@ class MegatronBackend:
         self._runner.accept_loss(loss)
 
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
+        if self._cuts_positions:
+            _check_positions(lists)
         self._runner.accept(lists)
 
     def lockstep_group(self) -> tuple[bool, Any]:
@@ -233,10 +240,20 @@ class MegatronBackend:
 
         Context parallel ranks are given the same rows, so that one of them counts.
         """
-        counted = local if parallel_state.get_context_parallel_rank() == 0 else 0.0
+        counted = local if context_parallel_ranks()[0] == 0 else 0.0
         # As the schedules count; a sum of masks that are no zeros and ones needs more.
         kind = torch.int if counted == int(counted) else torch.float64
         return torch.tensor(counted, device=self.device).to(kind)
+
+
+def _check_positions(lists: Sequence[Sequence[Piece]]) -> None:
+    _, size = context_parallel_ranks()
+    for length in {piece.shape[1] for pieces in lists for piece in pieces}:
+        if size > 1 and length % (2 * size):
+            raise ValueError(
+                f"microbatch() got rows of {length} positions for {size} context-parallel ranks: "
+                f"pad them to a multiple of {2 * size}"
+            )
 
 
 def _refuse(chunks: Sequence[Any]) -> None:
@@ -334,14 +351,18 @@ def gpt_forward(model: Any, microbatch: Batch) -> torch.Tensor:
     """Calls a `GPTModel` with `input_ids` [B, T], `position_ids` and `attention_mask`.
 
     Returns logits [B, T, V] on the last pipeline stage, hidden states on the others. Positions
-    are 0..T-1 if the batch has none.
+    are 0..T-1 if the batch has none. Under context parallelism rows come whole, and logits are
+    those of this rank's `own_positions`; a mask [B, 1, T, T] is cut to the rank's queries.
     """
     tokens_BT = microbatch[TOKENS]
     positions_BT = microbatch.get("position_ids")
     if positions_BT is None:
         positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         positions_BT = positions_BT.expand_as(tokens_BT)
-    output: torch.Tensor = model(tokens_BT, positions_BT, microbatch.get("attention_mask"))
+    mask = microbatch.get("attention_mask")
+    if mask is not None and mask.dim() == 4 and mask.shape[2] == tokens_BT.shape[1]:
+        mask = own_positions(mask, dim=2)
+    output: torch.Tensor = model(own_positions(tokens_BT), own_positions(positions_BT), mask)
     return output
 
 

@@ -29,6 +29,7 @@ from megatron_idempotent.ranks.agreement import (
 from megatron_idempotent.window.accumulation import (
     configs_of,
     dividing_by,
+    multiplies_by_ranks,
     set_for,
     suppress_grad_sync,
 )
@@ -278,7 +279,8 @@ class Runner:
                 stack.callback(kept.restore)
             self._hold(stack, reduce)
             weight = weights.pop() if len(weights) == 1 else now.weight
-            stack.enter_context(dividing_by(1, auxiliary_weight=weight))
+            # The ranks' sums are added up as they are; `update` takes back what DDP averages.
+            stack.enter_context(dividing_by(1, auxiliary_weight=weight, context_parallel=False))
             if weights:
                 _scale_with_their_forward(stack)
             if len({piece.shape for piece in pieces}) > 1:
@@ -354,6 +356,9 @@ class Runner:
         self, loss: StepLoss, found: list[Reported], ghosts: bool, now: _Now
     ) -> Callable[..., Any]:
         one = torch.ones((), dtype=torch.int, device=self.device)
+        multiplied = 1
+        if not self.per_token and multiplies_by_ranks():
+            multiplied = self.configs[0].context_parallel_size
 
         def forward_step(data_iterator: Iterator[Piece], model: Any) -> tuple[Any, Any]:
             piece = next(data_iterator)
@@ -372,6 +377,8 @@ class Runner:
                     return no_gradient(output), one, {}
                 # A token count of one, because dividing by what is valid comes at the end.
                 total = total.reshape(())
+                if multiplied > 1:
+                    total = total / multiplied
                 if self.shift:
                     total = total.float() * 2.0**-self.shift
                 return total, one, {}

@@ -17,7 +17,7 @@ from megatron_idempotent.ranks.agreement import (
 
 from .backend import Update
 from .groups import distinct
-from .loss import StepCounts, divided_by
+from .loss import StepCounts, divided_by, returned_by
 from .messages import Doing, RankStatus, failures, stop
 from .outputs import Reported, as_numbers
 from .records import Batch
@@ -208,13 +208,14 @@ class OpenStep(Rounds):
         except Exception as caught:  # noqa: BLE001  told to all ranks, and raised on all
             error = caught
         coupled, group = self._backend.lockstep_group()
-        reports = self._backend.is_reporting_rank
+        reports, has_losses = self._backend.is_reporting_rank, self._backend.has_losses
         say = self._say(
             "finish",
             failure=None if error is None else describe(error),
             begun={
                 **self._begun,
                 "normalizers": repr(dict(sorted(self._loss.normalizers.items()))),
+                "context_parallel": repr(returned_by(self._loss)),
                 "finish(global_batch_size)": repr(increment),
                 "finish(lr)": repr(lr),
                 "finish(divisor)": told_divisor(divisor),
@@ -223,7 +224,7 @@ class OpenStep(Rounds):
             shift=self._shift,
             counts=local if reports else (0.0, 0.0),
             groups=groups if reports else (),
-            rows=rows if reports else (),
+            rows=rows if has_losses else (),
             rates=self._backend.rates(),
         )
         while True:

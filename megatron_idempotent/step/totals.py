@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from .loss import Kind, Normalizer, StepCounts, StepLoss
+from .loss import Kind, Normalizer, StepCounts, StepLoss, returned_by
 from .outputs import is_extremum, over_all
 
 _OF_GRADIENT: Mapping[Kind, Normalizer] = {
@@ -26,7 +26,12 @@ class Totals:
         rows: Sequence[tuple[int, int, Mapping[str, float]]],
         groups: Iterable[Sequence[int]] = (),
     ) -> None:
-        """`counts` and `groups` are one per rank; `rows` each come with their rank and replica."""
+        """`counts` and `groups` are one per rank; `rows` each come with their rank and replica.
+
+        Under context parallelism several ranks of a replica have rows of the same microbatches.
+        """
+        self._told = rows
+        self._rows = _of_replicas(rows, add=returned_by(loss) == "part")
         sequences = tokens = 0.0
         for here in counts:
             sequences += here[0]
@@ -35,13 +40,12 @@ class Totals:
             tokens=tokens,
             sequences=sequences,
             groups=len({each for ids in groups for each in ids}),
-            microbatches=len(rows),
+            microbatches=len(self._rows),
         )
         self.divisor: float | None = None
         """The number that gradients are divided by, if one was given instead of a count."""
         self._kind: Kind = loss.kind
         self._normalizers = loss.normalizers
-        self._rows = rows
 
     @property
     def is_counted(self) -> bool:
@@ -71,7 +75,7 @@ class Totals:
         """Name the first loss of each rank that is NaN or infinite, by global rank."""
         found: dict[int, str] = {}
         number: dict[int, int] = {}
-        for rank, _, row in self._rows:
+        for rank, _, row in self._told:
             number[rank] = number.get(rank, 0) + 1
             if not math.isfinite(row["loss"]):
                 found.setdefault(
@@ -107,3 +111,21 @@ class Totals:
         kind = self._normalizers.get(name)
         # With nothing valid the sums are sums of nothing.
         return 1.0 / ((self._count if kind is None else self._counted(kind)) or 1.0)
+
+
+def _of_replicas(
+    told: Sequence[tuple[int, int, Mapping[str, float]]], *, add: bool
+) -> list[tuple[int, int, Mapping[str, float]]]:
+    """Make one row of those that context-parallel ranks tell of a microbatch: the first rank's.
+
+    With `add` they are of parts of it, else the same.
+    """
+    number: dict[int, int] = {}
+    parts: dict[tuple[int, int], list[tuple[int, Mapping[str, float]]]] = {}
+    for rank, replica, row in told:
+        index = number[rank] = number.get(rank, -1) + 1
+        parts.setdefault((replica, index), []).append((rank, row))
+    return [
+        (rows[0][0], replica, over_all(row for _, row in rows) if add else rows[0][1])
+        for (replica, _), rows in parts.items()
+    ]

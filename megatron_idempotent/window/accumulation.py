@@ -88,24 +88,34 @@ def set_for(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 @contextmanager
 def dividing_by(
-    divisor: int, *, auxiliary_weight: float | Callable[[], float] = 1.0
+    divisor: int,
+    *,
+    auxiliary_weight: float | Callable[[], float] = 1.0,
+    context_parallel: bool = True,
 ) -> Iterator[None]:
     """Replace the number of microbatches where the schedules divide by it.
 
     They look the function up when they call it; nothing else in it reads the number. The losses
     of MoE, MTP and experimental attention are multiplied with `auxiliary_weight` besides, unless
-    the config has scale functions of their own; a function is asked after each forward.
+    the config has scale functions of their own; a function is asked after each forward. Without
+    `context_parallel` losses are not multiplied with the number of context-parallel ranks, which
+    the schedules of some releases do with some losses because DDP averages over them.
     """
     late = hasattr(schedules, "forward_step_calc_loss")  # 0.14 on; before, forward_step divides
     name = "forward_step_calc_loss" if late else "forward_step"
     original = getattr(schedules, name)
-    number, config = _places(original)
+    number, config, ranks = _places(original)
 
     def with_divisor(*args: Any, **kwargs: Any) -> Any:
         if len(args) > number:
             args = (*args[:number], divisor, *args[number + 1 :])
         else:
             kwargs["num_microbatches"] = divisor
+        if ranks is not None and not context_parallel:
+            if len(args) > ranks:
+                args = (*args[:ranks], args[ranks] and 1, *args[ranks + 1 :])
+            elif kwargs.get("cp_group_size"):
+                kwargs["cp_group_size"] = 1
         if auxiliary_weight == 1.0:
             return original(*args, **kwargs)
         with ExitStack() as stack:
@@ -124,10 +134,25 @@ def dividing_by(
 
 
 @functools.lru_cache(maxsize=8)
-def _places(function: Callable[..., Any]) -> tuple[int, int]:
-    """Returns the positions of the number of microbatches and the config among its parameters."""
+def _places(function: Callable[..., Any]) -> tuple[int, int, int | None]:
+    """Returns positions among its parameters: of the number of microbatches, the config, and the
+    number of context-parallel ranks, which functions before 0.14 look up themselves.
+    """
     parameters = list(inspect.signature(function).parameters)
-    return parameters.index("num_microbatches"), parameters.index("config")
+    number, config = parameters.index("num_microbatches"), parameters.index("config")
+    late = "cp_group_size" in parameters
+    return number, config, parameters.index("cp_group_size") if late else None
+
+
+def multiplies_by_ranks() -> bool:
+    """Returns whether schedules multiply a loss that comes with its tokens by the number of
+    context-parallel ranks, in spite of `dividing_by(context_parallel=False)`.
+
+    0.12 does: it looks the number up twice, the second time for losses without tokens.
+    """
+    if hasattr(schedules, "forward_step_calc_loss"):
+        return False
+    return inspect.getsource(schedules.forward_step).count("get_context_parallel_world_size") > 1
 
 
 def _times(

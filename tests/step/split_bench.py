@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 import torch
 
 import megatron_idempotent
+from megatron_idempotent import own_positions
 from megatron_idempotent.cpu import tiny
+from megatron_idempotent.step.context_parallel import context_parallel_ranks
 
 ROWS, T = tiny.BATCH, tiny.SEQUENCE
 DEADLINE_S = 20.0
@@ -23,12 +25,12 @@ class TokenLoss:
     normalizers: ClassVar = {"nll_by_sequence": "sequences", "rows": "none"}
 
     def __call__(self, output, microbatch):
-        mask_BT = mask_of(microbatch)
+        mask_BT = own_positions(mask_of(microbatch))
         nll = (output.float() * mask_BT).sum()
         return nll, {
             "nll": nll,
             "nll_by_sequence": nll,
-            "rows": output.shape[0],
+            "rows": output.shape[0] if context_parallel_ranks()[0] == 0 else 0,
             "nll_max": output.max(),
             "nll_min": output.min(),
         }
@@ -53,12 +55,15 @@ def mask_of(microbatch):
 
 
 def forward(model, microbatch):
-    """The tiny GPT's loss of each position [B, T] on the last stage."""
+    """The tiny GPT's loss of each position [B, T] on the last stage, or of this rank's."""
     tokens_BT = microbatch["input_ids"]
     length = tokens_BT.shape[1]
     positions_BT = torch.arange(length, device="cuda").expand_as(tokens_BT)
     hidden = torch.ones(1, 1, length, length, device="cuda").tril() < 0.5
-    return model(tokens_BT, positions_BT, hidden, labels=tokens_BT.roll(-1, 1))
+    tokens_BT, positions_BT, labels_BT = (
+        own_positions(each) for each in (tokens_BT, positions_BT, tokens_BT.roll(-1, 1))
+    )
+    return model(tokens_BT, positions_BT, hidden, labels=labels_BT)
 
 
 def data(seed: int, rows: int, replica: int, *, full: bool = False) -> dict[str, Any]:
@@ -136,7 +141,7 @@ def one_shot(model, scheduler, loss, batch):
         def loss_func(output):
             total, _ = loss(output, microbatch)
             if loss.kind == "token":
-                count = mask_of(microbatch).sum()
+                count = own_positions(mask_of(microbatch)).sum()
             else:
                 count = microbatch["sample_mask"].sum()
             return total, count.to(torch.int), {"loss": total.detach().clone()}

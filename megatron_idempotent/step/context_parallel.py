@@ -1,0 +1,100 @@
+"""Positions of rows and packs under context parallelism: this rank's, or those of all ranks.
+
+Upstream has a function for rows in a batch (`get_batch_on_this_cp_rank`); a loss needs its targets
+and masks cut in the same way, or the log-probs of whole sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_idempotent.logprobs.targets import context_parallel_part
+
+
+def context_parallel_ranks() -> tuple[int, int]:
+    """Returns this rank in its context-parallel group, and the ranks in it; (0, 1) without."""
+    if not parallel_state.model_parallel_is_initialized():
+        return 0, 1
+    return (
+        int(parallel_state.get_context_parallel_rank()),
+        int(parallel_state.get_context_parallel_world_size()),
+    )
+
+
+def own_positions(values: Tensor, *, dim: int = 1, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Cut whole rows, or a whole pack, down to the positions that this rank computes.
+
+    Without context parallelism these are all. Shift targets before: the position after a piece's
+    last one is on another rank.
+
+    Args:
+        values: [B, T, …], the same on all context-parallel ranks.
+        dim: the dimension of positions.
+        cu_seqlens: [n + 1], where the sequences of a pack begin and end, with padding; None for
+            rows.
+
+    Returns:
+        [B, T / ranks, …]
+
+    Raises:
+        ValueError: positions that do not go into 2 * ranks pieces.
+
+    Example:
+        stats = token_logprobs(logits=output, targets=own_positions(shift_targets(tokens_BT)))
+    """
+    rank, size = context_parallel_ranks()
+    return context_parallel_part(values, rank=rank, size=size, dim=dim, cu_seqlens=cu_seqlens)
+
+
+def all_positions(part: Tensor, *, dim: int = 1, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Gather what `own_positions` has cut, for a loss over whole sequences. A collective.
+
+    All ranks of a context-parallel group take part. In the backward each rank keeps the gradient of
+    its own positions, without a collective: what is computed of whole sequences is the same on all
+    of these ranks, and the model's gradients are summed over them.
+
+    Args:
+        part: [B, T / ranks, …], this rank's positions.
+        dim: the dimension of positions.
+        cu_seqlens: as for `own_positions`.
+
+    Returns:
+        [B, T, …], the same on all context-parallel ranks.
+
+    Example:
+        logprob_BT = all_positions(stats.logprob)  # and the loss says context_parallel = "whole"
+    """
+    _, size = context_parallel_ranks()
+    if size == 1:
+        return part
+    places = torch.arange(part.shape[dim] * size, device=part.device)
+    place_T = torch.cat(
+        [
+            context_parallel_part(places, rank=rank, size=size, cu_seqlens=cu_seqlens)
+            for rank in range(size)
+        ]
+    )
+    gather: Any = _Gather.apply
+    whole: Tensor = gather(part.movedim(dim, 0), place_T)
+    return whole.movedim(0, dim)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, place_T: Tensor) -> Tensor:
+        rank, size = context_parallel_ranks()
+        ctx.save_for_backward(place_T.chunk(size)[rank])
+        whole = part.new_empty(len(place_T), *part.shape[1:])
+        group = parallel_state.get_context_parallel_group()
+        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        return torch.empty_like(whole).index_copy_(0, place_T, whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (own,) = ctx.saved_tensors
+        return gradient.index_select(0, own), None

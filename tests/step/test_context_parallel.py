@@ -1,0 +1,185 @@
+"""A step under context parallelism is the step of one rank: gradient, counts, metrics and rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_idempotent.cpu import RankError
+
+# All is in float64 but the cross entropy, which upstream computes in float32: a term for each word,
+# and a few roundings more. The aux loss of experts has fewer.
+TOLERANCE = (128 + 32) * 2.0**-24
+
+
+def loss_that(kind: str, returned: str, bad_rank: int | None) -> Any:
+    """Cross entropy over valid tokens, of this rank's positions or of whole rows."""
+    import torch
+    from split_bench import TokenLoss, mask_of
+
+    from megatron_idempotent import all_positions
+
+    class Loss(TokenLoss):
+        context_parallel = returned
+
+        def __call__(self, output: Any, microbatch: Any) -> Any:
+            if returned == "part":
+                total, metrics = super().__call__(output, microbatch)
+            else:
+                whole_BT = all_positions(output)
+                total = (whole_BT.float() * mask_of(microbatch)).sum()
+                metrics = {
+                    "nll": total,
+                    "nll_by_sequence": total,
+                    "rows": len(whole_BT),
+                    "nll_max": whole_BT.max(),
+                    "nll_min": whole_BT.min(),
+                }
+            if torch.distributed.get_rank() == bad_rank:
+                total = total * float("nan")
+            return total, metrics
+
+    Loss.kind = kind
+    return Loss()
+
+
+def stepped(
+    options: dict[str, Any],
+    kind: str = "token",
+    returned: str = "part",
+    per_token: bool = True,
+    bad_rank: int | None = None,
+    positions: int | None = None,
+) -> Any:
+    """Runs on a rank: a step of 8 rows in two batches; its place, result and gradients."""
+    import torch
+    from megatron.core import parallel_state
+    from split_bench import build, data, forward, split_step
+
+    from megatron_idempotent import TrainStep
+
+    torch.set_default_dtype(torch.float64)
+    overrides = {
+        "calculate_per_token_loss": per_token,
+        "params_dtype": torch.float64,
+        "pipeline_dtype": torch.float64,
+        **options.get("config_overrides", {}),
+    }
+    model, scheduler, replica = build(
+        distributed_optimizer=False,
+        ddp_overrides={"grad_reduce_in_fp32": False},
+        optimizer_overrides={"clip_grad": 0.0},  # Megatron clips float32 only
+        **{**options, "config_overrides": overrides},
+    )
+    how = {} if positions else {"forward": forward}
+    step = TrainStep(model.chunks, model.optimizer, scheduler, deadline_s=20, **how)
+    batch = {name: value[..., :positions] for name, value in data(1, 8, replica).items()}
+    result = split_step(step, loss_that(kind, returned, bad_rank), batch, [2, 2])
+    gradients = {
+        f"{index} {name}": parameter.main_grad.clone()
+        for index, chunk in enumerate(model.chunks)
+        for name, parameter in chunk.module.named_parameters()
+    }
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
+    return place, result, gradients
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "how"),
+    [
+        (2, {"cp": 2}, {}),
+        (2, {"cp": 2}, {"per_token": False, "returned": "whole", "kind": "sequence"}),
+        (4, {"cp": 2}, {"per_token": False}),
+        (4, {"cp": 4}, {"returned": "whole"}),
+        (4, {"cp": 2, "tp": 2, "sequence_parallel": True}, {"per_token": False}),
+        (4, {"cp": 2, "pp": 2, "vpp": 2, "layers_per_stage": 1}, {}),
+        (2, {"cp": 2, "experts": 4}, {"per_token": False}),
+        (4, {"cp": 2, "experts": 4, "ep": 2}, {}),
+    ],
+    ids=[
+        *("cp2", "cp2, averaged, whole", "cp2 dp2, averaged", "cp4, whole"),
+        *("cp2 tp2, averaged", "cp2 pp2 vpp2", "cp2 experts, averaged", "cp2 dp2 ep2"),
+    ],
+)
+def test_it_is_the_step_of_one_rank(megatron_ranks, ranks, options, how):
+    cp = options["cp"]
+    known = {}
+    alone = {**options, "cp": 1}
+    for place, result, gradients in megatron_ranks(ranks // cp, stepped, alone, **how):
+        known[place] = result, gradients
+    found = megatron_ranks(ranks, stepped, options, **how)
+    for place, result, gradients in found:
+        whole, wanted = known[place]
+        assert result.updated
+        assert result.global_valid_tokens == whole.global_valid_tokens > 0
+        assert result.global_valid_sequences == whole.global_valid_sequences
+        assert result.microbatches == whole.microbatches
+        assert result.grad_norm == pytest.approx(whole.grad_norm, rel=TOLERANCE)
+        assert result.metrics == pytest.approx(whole.metrics, rel=TOLERANCE)
+        for mine, row in zip(result.rows, whole.rows, strict=True):
+            assert {**mine, "rank": 0} == pytest.approx({**row, "rank": 0}, rel=TOLERANCE)
+        for name, gradient in gradients.items():
+            largest = wanted[name].abs().max()
+            assert (gradient - wanted[name]).abs().max() <= TOLERANCE * largest, name
+    # Each microbatch is reported once.
+    rows = [len(result.own_rows) for _, result, _ in found]
+    assert sum(rows) == len(found[0][1].rows)
+
+
+def test_a_loss_that_is_not_finite_is_seen_on_any_part(megatron_ranks):
+    with pytest.raises(RankError, match="rank 1: the loss of its microbatch 1 is nan") as raised:
+        megatron_ranks(2, stepped, {"cp": 2}, bad_rank=1)
+    assert {each.rank for each in raised.value.failures} == {0, 1}
+
+
+def test_rows_that_cannot_be_dealt_out_are_refused(megatron_ranks):
+    with pytest.raises(RankError, match=r"rows of 30 positions for 2 .* a multiple of 4"):
+        megatron_ranks(2, stepped, {"cp": 2}, positions=30)
+
+
+def test_a_loss_says_part_or_whole(megatron_ranks):
+    with pytest.raises(RankError, match="context_parallel 'half': one of 'part', 'whole'"):
+        megatron_ranks(1, stepped, {}, returned="half")
+
+
+def rows_by_themselves() -> Any:
+    """Runs on a rank: what `gpt_forward` makes of rows, as this rank's part and on one rank."""
+    import torch
+
+    from megatron_idempotent import all_positions, own_positions
+    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.step.megatron import gpt_forward
+
+    torch.set_default_dtype(torch.float64)
+    wide = {"params_dtype": torch.float64}
+    model = tiny.build(cp=2, with_optimizer=False, wire=False, config_overrides=wide)
+    tokens_BT = torch.arange(64).view(2, 32) % tiny.VOCABULARY
+    hidden = torch.ones(1, 1, 32, 32).tril() < 0.5
+    found = [
+        gpt_forward(model.chunks[0], {"input_ids": tokens_BT, **more})
+        for more in (
+            {},
+            {"attention_mask": hidden},
+            {"position_ids": torch.arange(32).expand(2, -1)},
+        )
+    ]
+    part = torch.rand(2, 16, 3, requires_grad=True)
+    whole = all_positions(part)
+    weights = torch.arange(192.0).view(2, 32, 3)
+    (whole * weights).sum().backward()
+    assert torch.equal(own_positions(whole), part)
+    assert torch.equal(part.grad, own_positions(weights))
+    return max(float((each - found[0]).abs().max()) for each in found[1:]), found[0].shape
+
+
+def test_rows_are_cut_with_their_positions_and_masks(megatron_ranks):
+    for off, shape in megatron_ranks(2, rows_by_themselves):
+        # With a mask all keys are summed over, without one those that can be seen: as many
+        # roundings as there are keys and channels, in each of two layers, of numbers below 1.
+        assert off <= 2 * (32 + 64) * 2.0**-52
+        assert shape == (2, 16, 128)
