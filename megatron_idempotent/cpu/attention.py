@@ -143,9 +143,10 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
         if done < len(query):
             parts.append(_nothing(query, value, len(query) - done))
         context = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if cp.size > 1 and not done:
-            # This rank has padding only. Its backward must still meet the others' in the gather.
-            context = context + value[:0].sum()
+        if not done:
+            # This rank has padding only. Its backward must still meet the others' in the gather,
+            # and reach every parameter before it.
+            context = context + query[:0].sum() + value[:0].sum()
         return context.squeeze(1) if packed else context
 
     def _keys(self, block: Block, causal: bool) -> slice:

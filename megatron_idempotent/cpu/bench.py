@@ -310,12 +310,8 @@ class Tiny:
         return torch.cat([tensor.detach().float().flatten() for tensor in tensors]).cpu()
 
     def _forward_step(self, losses: list[float]) -> Callable[..., Any]:
-        import torch
 
         part, positions_BT, hidden, packed = self._inputs()
-        # The loss of all context-parallel ranks is one, which has upstream's legacy loss functions
-        # sum it, and the schedule take back what DDP averages over these ranks.
-        group, ranks = _context_parallel_group()
         count = iter(range(1 << 30))
 
         def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
@@ -326,14 +322,11 @@ class Tiny:
             output = model(tokens_BT, positions_BT, hidden, labels=tokens_BT, **packed)
 
             def loss_func(loss_BT: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-                loss = loss_BT.float().mean() / ranks
+                loss, whole = mean_over_ranks(loss_BT)
                 if self.on_microbatch is not None:
                     replaced = self.on_microbatch(index, loss)
-                    loss = loss if replaced is None else replaced
-                # A clone: upstream divides the loss in place by the number of microbatches.
-                whole = loss.detach().clone()
-                if ranks > 1:
-                    torch.distributed.all_reduce(whole, group=group)
+                    if replaced is not None:
+                        loss, whole = replaced, replaced.detach().clone()
                 losses.append(float(whole))
                 return loss, {"loss": whole}
 
@@ -345,18 +338,14 @@ class Tiny:
         """What cuts a rank's part of [B, T], its positions, the mask, and what a pack needs."""
         import torch
 
-        from megatron_idempotent.logprobs.targets import context_parallel_part
-
         # The runtime makes "cuda" the CPU.
         rows, length = self._shape
         lengths = self.lengths or (length,)
         places = torch.cat([torch.arange(each, device="cuda") for each in lengths])
         ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
-        group, ranks = _context_parallel_group()
-        rank = torch.distributed.get_rank(group) if ranks > 1 else 0
 
         def part(values_BT: Any) -> Any:
-            return context_parallel_part(values_BT, rank=rank, size=ranks, cu_seqlens=ends)
+            return own_part(values_BT, cu_seqlens=ends)
 
         positions_BT = part(places).expand(rows, -1)
         if self.lengths is None:
@@ -374,13 +363,37 @@ class Tiny:
         return part, positions_BT, None, {"packed_seq_params": packed}
 
 
-def _context_parallel_group() -> tuple[Any, int]:
+def own_part(values: Any, cu_seqlens: Any = None) -> Any:
+    """Cut whole rows or packs [..., T] down to this context-parallel rank's positions."""
     from megatron.core import parallel_state
 
-    return (
-        parallel_state.get_context_parallel_group(),
-        int(parallel_state.get_context_parallel_world_size()),
+    from megatron_idempotent.logprobs.targets import context_parallel_part
+
+    return context_parallel_part(
+        values,
+        rank=parallel_state.get_context_parallel_rank(),
+        size=parallel_state.get_context_parallel_world_size(),
+        cu_seqlens=cu_seqlens,
     )
+
+
+def mean_over_ranks(loss_BT: Any) -> tuple[Any, Any]:
+    """Returns this rank's share of the mean over all context-parallel ranks, and the mean.
+
+    That is what a loss function without tokens returns: shares add up over these ranks, because
+    the schedule multiplies with their number what DDP will average.
+    """
+    import torch
+    from megatron.core import parallel_state
+
+    ranks = parallel_state.get_context_parallel_world_size()
+    loss = loss_BT.float().mean() / ranks
+    # A clone: upstream divides the loss in place by the number of microbatches.
+    whole = loss.detach().clone()
+    if ranks > 1:
+        group = parallel_state.get_context_parallel_group()
+        torch.distributed.all_reduce(whole, group=group)
+    return loss, whole
 
 
 def microbatches(

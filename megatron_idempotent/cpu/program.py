@@ -79,13 +79,13 @@ class Program:
 
     def _forward_step(self, data_iterator: Any, model: Any, *_: Any) -> tuple[Any, Any]:
         tokens_BT, positions_BT, mask = next(data_iterator)
+        tokens_BT, positions_BT = map(bench.own_part, (tokens_BT, positions_BT))
         output = model(tokens_BT, positions_BT, mask, labels=tokens_BT)
 
         def loss_func(loss_BT: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss = loss_BT.float().mean()
-            self.losses.append(float(loss))
-            # A clone: upstream divides the loss in place by the number of microbatches.
-            return loss, {"lm loss": loss.detach().clone()}
+            loss, whole = bench.mean_over_ranks(loss_BT)
+            self.losses.append(float(whole))
+            return loss, {"lm loss": whole}
 
         return output, loss_func
 
@@ -96,6 +96,7 @@ def start(
     tp: int = 1,
     pp: int = 1,
     vpp: int | None = None,
+    cp: int = 1,
     layers_per_stage: int = 1,
     num_microbatches: int = 4,
     micro_batch_size: int = 2,
@@ -124,7 +125,7 @@ def start(
     from megatron.training import arguments, get_args, initialize, training
 
     world_size = int(os.environ["WORLD_SIZE"])
-    data_parallel_size = world_size // (tp * pp)
+    data_parallel_size = world_size // (tp * pp * cp)
     argv = [
         *_options(
             num_layers=layers_per_stage * pp * (vpp or 1),
@@ -137,6 +138,7 @@ def start(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             num_layers_per_virtual_pipeline_stage=layers_per_stage if vpp else None,
+            context_parallel_size=cp,
             train_iters=HORIZON_ITERS,
             lr=1e-3,
             lr_decay_style="constant",

@@ -50,9 +50,9 @@ def inputs(groups=HEADS, dtype=None, rows=ROWS, positions=POSITIONS, seed=0):
 
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randn(positions, rows, heads, CHANNELS, generator=generator, dtype=torch.float64).to(
-            dtype or torch.float64
-        )
+        torch.randn(positions, rows, heads, CHANNELS, generator=generator, dtype=torch.float64)
+        .to(dtype or torch.float64)
+        .cuda()
         for heads in (HEADS, groups, groups, HEADS)
     ]
 
@@ -96,7 +96,7 @@ def compare_with_upstream():
     from megatron_idempotent.megatron.layer_specs import takes
 
     found, seen = [], 0
-    hidden = torch.zeros(ROWS, 1, 1, POSITIONS, dtype=torch.bool)
+    hidden = torch.zeros(ROWS, 1, 1, POSITIONS, dtype=torch.bool, device="cuda")
     hidden[0, ..., -7:] = True
     for name, case in AS_UPSTREAM.items():
         options = dict(case)
@@ -201,7 +201,6 @@ def errors(cp, packed, dtype_name):
     """The largest error of each case, as a part of its bound."""
     import torch
     from megatron.core import parallel_state
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_idempotent import context_parallel_part
@@ -228,24 +227,17 @@ def errors(cp, packed, dtype_name):
         tensors = inputs(groups, dtype)
         if packed:
             tensors = inputs(groups, dtype, rows=1, positions=sum(PADDED))
-            ends = torch.tensor([0, *PADDED], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            real = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            packed_inputs = pack_of(LENGTHS, PADDED, max(PADDED))
+            ends = packed_inputs.cu_seqlens_q_padded
             lengths = list(zip(ends.tolist(), LENGTHS, strict=False))
-            arguments["packed_seq_params"] = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=real,
-                cu_seqlens_kv=real,
-                cu_seqlens_q_padded=ends,
-                cu_seqlens_kv_padded=ends,
-                max_seqlen_q=max(PADDED),
-                max_seqlen_kv=max(PADDED),
-            )
+            arguments["packed_seq_params"] = packed_inputs
         if hide:
-            mask = torch.zeros(ROWS, 1, 1, POSITIONS, dtype=torch.bool)
+            mask = torch.zeros(ROWS, 1, 1, POSITIONS, dtype=torch.bool, device="cuda")
             mask[0, ..., -7:] = True
 
         def visible(length, kind=kind, limited=limited, mask=mask):
-            ahead = torch.arange(length)[None] - torch.arange(length)[:, None]
+            place = torch.arange(length, device="cuda")
+            ahead = place[None] - place[:, None]
             seen = torch.ones_like(ahead, dtype=torch.bool)
             if kind == "causal":
                 seen &= ahead <= 0
@@ -285,3 +277,145 @@ def test_every_rank_computes_plain_attention_of_its_queries(megatron_ranks, rank
             assert len(found) >= (6 if packed else 7)
             assert not {name: worst for name, worst in found.items() if not worst <= 1.0}
             assert any(worst > 1e-6 for worst in found.values())
+
+
+def tiny_gradients(cp, lengths, exact=True, **config):
+    """Losses and gradients of a tiny GPT."""
+    from megatron_idempotent.cpu import tiny
+
+    bench = tiny.build(cp=cp, lengths=lengths, exact_attention=exact, config_overrides=config)
+    return bench.forward_backward(2, data_seed=3), bench.gradients()
+
+
+def equal(found, wanted):
+    pairs = zip(found, wanted, strict=True)
+    return all(a[0] == b[0] and bool((a[1] == b[1]).all()) for a, b in pairs)
+
+
+def test_a_model_has_the_bits_of_upstreams_attention(megatron_ranks):
+    dropped = {"attention_dropout": 0.3, "hidden_dropout": 0.1}
+    for config in ({}, dropped):
+        exact, upstreams = (
+            megatron_ranks(1, tiny_gradients, 1, None, exact, **config) for exact in (True, False)
+        )
+        assert equal(exact, upstreams)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_recomputation_replays_dropout_in_packs_and_over_ranks(megatron_ranks, cp):
+    keep = {"attention_dropout": 0.3, "hidden_dropout": 0.1}
+    full = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    stored, whole, selected, without = (
+        megatron_ranks(cp, tiny_gradients, cp, [8, 24], **config)
+        for config in (
+            keep,
+            {**keep, "recompute_granularity": "full", **full},
+            {**keep, "recompute_granularity": "selective"},
+            {},
+        )
+    )
+    assert equal(whole, stored)
+    assert equal(selected, stored)
+    assert stored[0][0] != without[0][0]
+
+
+def pack_of(real, padded=None, longest=None, qkv_format="thd"):
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    real, padded = (
+        each
+        and torch.tensor([0, *each], dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
+        for each in (real, padded)
+    )
+    return PackedSeqParams(
+        qkv_format=qkv_format,
+        cu_seqlens_q=real,
+        cu_seqlens_kv=real,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def of_padding():
+    """Two sequences of one token each, of which the other three ranks have padding only."""
+    from megatron.core import parallel_state
+
+    from megatron_idempotent.cpu.attention import ExactAttention
+
+    [module] = modules(4, (ExactAttention,))
+    whole = [each.squeeze(1) for each in inputs(rows=1, positions=4)]
+    output, *gradients = run(module, whole, packed_seq_params=pack_of([1, 1], [8, 8]))
+    return parallel_state.get_context_parallel_rank(), [
+        int((each != 0).flatten(1).any(1).sum()) for each in (output, *gradients)
+    ]
+
+
+def test_a_rank_with_padding_only_meets_the_others_in_the_backward(megatron_ranks):
+    for rank, tokens in megatron_ranks(4, of_padding):
+        # A token that sees itself alone: its probability is 1, whatever query and key are.
+        assert tokens == ([2, 0, 0, 2] if rank == 0 else [0, 0, 0, 0])
+
+
+def refusals(cp):
+    """What each wrong input is told."""
+    import torch
+
+    from megatron_idempotent.cpu.attention import ExactAttention, with_exact_attention
+
+    [module] = modules(cp, (ExactAttention,))
+    rows = inputs(positions=8)[:3]
+    pack = [each[:, 0] for each in rows]
+    mask = torch.zeros(1, 1, 3, 8, dtype=torch.bool, device="cuda")
+    odd = [each[:7] for each in rows]
+    found = []
+    for tensors, options in [
+        (rows, {"attention_bias": torch.zeros(1, device="cuda")}),
+        (rows, {"attention_mask": mask}),
+        (rows, {"packed_seq_params": pack_of([8 * cp])}),
+        (pack, {"packed_seq_params": pack_of([8 * cp], qkv_format="sbhd")}),
+        (pack, {"packed_seq_params": pack_of([9 * cp])}),
+        (pack, {"packed_seq_params": pack_of([6, 8], [4, 8 * cp - 4])}),
+        (pack, {"packed_seq_params": pack_of([8 * cp], longest=4)}),
+        (pack, {"packed_seq_params": pack_of([2, 8 * cp - 2])}),
+        (odd, {}),
+    ]:
+        options = {"attention_mask": None, **options}
+        try:
+            module(*tensors, **options)
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append("")
+    for wrong in (
+        lambda: modules(cp, (ExactAttention,), qk_clip=True),
+        lambda: with_exact_attention(object()),
+    ):
+        try:
+            wrong()
+        except (ValueError, TypeError) as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_what_does_not_fit_is_refused_with_its_values(megatron_ranks, cp):
+    wanted = [
+        "attention_bias: pass None",
+        f"(1, 1, 3, 8): [rows, 1, 8 of this rank or all {8 * cp} queries, all {8 * cp} keys]",
+        "[T, heads, channels], of one row",
+        "qkv_format='sbhd'",
+        f"end at {9 * cp}, in a pack of {8 * cp} positions",
+        "sequence 0 of 6 positions, and of 4 with padding",
+        f"max_seqlen_q=4 and a sequence of {8 * cp}",
+        "sequence 0 of 2 positions for 2" if cp > 1 else "",
+        "7 queries and 7 keys on one of 2" if cp > 1 else "",
+        "qk_clip=True",
+        "no core_attention",
+    ]
+    for found in megatron_ranks(cp, refusals, cp):
+        assert len(found) == len(wanted)
+        assert all(part in text for part, text in zip(wanted, found, strict=True)), found
+        assert [bool(text) for text in found] == [bool(part) for part in wanted]

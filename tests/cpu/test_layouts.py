@@ -4,8 +4,6 @@ import functools
 
 import pytest
 
-from megatron_idempotent import cpu
-
 
 def train(steps=2, num_microbatches=4, **layout):
     """(losses of all steps, final parameters [P]), without clipping.
@@ -76,12 +74,6 @@ def dropout_masks():
     return outside, inside, torch.rand(8, device="cuda")
 
 
-def refused(**layout):
-    from megatron_idempotent.cpu import tiny
-
-    tiny.build(**layout)
-
-
 def same(a, b):
     return a[0] == b[0] and bool((a[1] == b[1]).all())
 
@@ -144,8 +136,3 @@ def test_tensor_parallel_ranks_differ_only_inside_the_rng_trackers_region(megatr
     assert bool((first[0] == second[0]).all())
     assert not bool((first[1] == second[1]).any())
     assert bool((first[2] == second[2]).all())
-
-
-def test_context_parallelism_meets_upstreams_own_refusal(megatron_ranks):
-    with pytest.raises(cpu.RankError, match="Context parallelism is only supported by TE"):
-        megatron_ranks(2, refused, cp=2)

@@ -59,6 +59,13 @@ def test_stock_train_runs_once_and_fails_again_as_upstream_does(megatron_ranks, 
     assert losses[1] == losses[2], "a program can be repeated"
 
 
+def test_context_parallel_programs_share_each_loss(megatron_ranks):
+    results = megatron_ranks(2, train_twice, OVERLAP, cp=2)
+    assert len(results[0][0]) == 8
+    assert results[0][0] == results[1][0]
+    assert all(moved for _, moved, _ in results)
+
+
 def test_tensor_parallel_programs_run_with_sequence_parallelism(megatron_ranks):
     results = megatron_ranks(2, train_twice, ("--sequence-parallel", *OVERLAP), tp=2)
     assert results[0][0] == results[1][0]

@@ -158,19 +158,19 @@ def rows_by_themselves() -> Any:
     torch.set_default_dtype(torch.float64)
     wide = {"params_dtype": torch.float64}
     model = tiny.build(cp=2, with_optimizer=False, wire=False, config_overrides=wide)
-    tokens_BT = torch.arange(64).view(2, 32) % tiny.VOCABULARY
-    hidden = torch.ones(1, 1, 32, 32).tril() < 0.5
+    tokens_BT = torch.arange(64, device="cuda").view(2, 32) % tiny.VOCABULARY
+    hidden = torch.ones(1, 1, 32, 32, device="cuda").tril() < 0.5
     found = [
         gpt_forward(model.chunks[0], {"input_ids": tokens_BT, **more})
         for more in (
             {},
             {"attention_mask": hidden},
-            {"position_ids": torch.arange(32).expand(2, -1)},
+            {"position_ids": torch.arange(32, device="cuda").expand(2, -1)},
         )
     ]
-    part = torch.rand(2, 16, 3, requires_grad=True)
+    part = torch.rand(2, 16, 3, device="cuda", requires_grad=True)
     whole = all_positions(part)
-    weights = torch.arange(192.0).view(2, 32, 3)
+    weights = torch.arange(192.0, device="cuda").view(2, 32, 3)
     (whole * weights).sum().backward()
     assert torch.equal(own_positions(whole), part)
     assert torch.equal(part.grad, own_positions(weights))
