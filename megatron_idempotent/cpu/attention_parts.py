@@ -1,4 +1,4 @@
-"""What core attention is given, checked: rows and packs, and this rank's part of them.
+"""Checks what core attention is given, rows or packs, and cuts it into this rank's blocks.
 
 Legend: T positions on this rank, S positions of all context-parallel ranks, B rows, N heads,
 G query groups, D channels of a head, Q queries and K keys.

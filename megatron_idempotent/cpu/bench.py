@@ -335,7 +335,7 @@ class Tiny:
         return forward_step
 
     def _inputs(self) -> tuple[Callable[[Any], Any], Any, Any, dict[str, Any]]:
-        """What cuts a rank's part of [B, T], its positions, the mask, and what a pack needs."""
+        """Makes a function that cuts [B, T], the part's positions, a mask, and a pack's arguments."""
         import torch
 
         # The runtime makes "cuda" the CPU.

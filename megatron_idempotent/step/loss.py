@@ -24,8 +24,8 @@ Kind = Literal["token", "sequence", "group", "none"]
 caller has divided already."""
 
 Returned = Literal["part", "whole"]
-"""What a loss returns under context parallelism: sums over this rank's positions, which are added
-up over the ranks, or over whole rows, the same on each rank."""
+"""Scope of a loss's sums under context parallelism: this rank's positions, which are added up over
+the ranks, or whole rows, the same on each rank."""
 
 POLICY_GRADIENT_NORMALIZERS: Mapping[str, Normalizer] = MappingProxyType(
     {
