@@ -335,7 +335,7 @@ class Tiny:
         return forward_step
 
     def _inputs(self) -> tuple[Callable[[Any], Any], Any, Any, dict[str, Any]]:
-        """Makes a function that cuts [B, T], the part's positions, a mask, and a pack's arguments."""
+        """Makes a function that cuts [B, T], the part's positions, a mask, a pack's arguments."""
         import torch
 
         # The runtime makes "cuda" the CPU.

@@ -3,6 +3,7 @@
 Legend: S positions of all ranks, B rows, N heads, G query groups, D channels, Q queries, K keys.
 """
 
+import functools
 import math
 
 import pytest
@@ -44,16 +45,24 @@ def modules(cp=1, classes=(), kind="causal", **options):
     return [each(config, layer, AttnMaskType[kind], "self", **scale) for each in classes]
 
 
-def inputs(groups=HEADS, dtype=None, rows=ROWS, positions=POSITIONS, seed=0):
-    """Query, key, value and the gradient of what comes out, the same on every rank."""
+def inputs(groups=HEADS, dtype=None, rows=ROWS, positions=POSITIONS, narrow=CHANNELS):
+    """Query, key, value and the gradient of what comes out, the same on every rank.
+
+    `narrow` are the channels of value and output.
+    """
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return [
-        torch.randn(positions, rows, heads, CHANNELS, generator=generator, dtype=torch.float64)
+        torch.randn(positions, rows, heads, channels, generator=generator, dtype=torch.float64)
         .to(dtype or torch.float64)
         .cuda()
-        for heads in (HEADS, groups, groups, HEADS)
+        for heads, channels in (
+            (HEADS, CHANNELS),
+            (groups, CHANNELS),
+            (groups, narrow),
+            (HEADS, narrow),
+        )
     ]
 
 
@@ -140,7 +149,7 @@ def plain(tensors, lengths, visible, scale, sink=False):
 
     query, key, value, upstream = (each.double() for each in tensors)
     repeats = query.shape[2] // key.shape[2]
-    found = [torch.zeros_like(each) for each in (query, query, key, value)]
+    found = [torch.zeros_like(each) for each in (upstream, query, key, value)]
     sizes = [torch.zeros_like(each) for each in found]
     terms = 0.0
     for start, length in lengths:
@@ -194,6 +203,7 @@ CASES = {
     },
     "scaled": {"softmax_scale": 0.4},
     "sink": {"softmax_type": "off-by-one"},
+    "narrow values": {"narrow": 4},  # as in latent attention
 }
 
 
@@ -215,18 +225,20 @@ def errors(cp, packed, dtype_name):
         options = dict(case)
         kind, groups = options.pop("kind", "causal"), options.pop("groups", HEADS)
         window, hide = options.pop("window", None), options.pop("hide", False)
+        narrow = options.pop("narrow", CHANNELS)
         if any(not takes(TransformerConfig, each) for each in options if each != "layer_number"):
             continue
         if hide and packed:
             continue
         more = {"num_query_groups": groups, "window_size": window, **options}
-        [module] = modules(cp, (ExactAttention,), kind, **more)
+        kinds = functools.partial(ExactAttention, k_channels=CHANNELS, v_channels=narrow)
+        [module] = modules(cp, (kinds,), kind, **more)
         limited = window if name != "window, second layer without" else None
         mask = None
         lengths, arguments, ends = [(0, POSITIONS)], {}, None
-        tensors = inputs(groups, dtype)
+        tensors = inputs(groups, dtype, narrow=narrow)
         if packed:
-            tensors = inputs(groups, dtype, rows=1, positions=sum(PADDED))
+            tensors = inputs(groups, dtype, rows=1, positions=sum(PADDED), narrow=narrow)
             packed_inputs = pack_of(LENGTHS, PADDED, max(PADDED))
             ends = packed_inputs.cu_seqlens_q_padded
             lengths = list(zip(ends.tolist(), LENGTHS, strict=False))
