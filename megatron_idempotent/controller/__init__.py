@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from .data_plane import MemoryPlane
     from .fleet import Fleet
     from .protocol import (
+        AbortingSampler,
         Admission,
         ControllerError,
         Counts,
         DataPlane,
         EnginesLost,
+        Generating,
         Generator,
         Held,
         LogprobsOf,
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from .settings import ControllerSettings
 
 _HOMES = {
+    "AbortingSampler": "protocol",
     "Admission": "protocol",
     "Controller": "controller",
     "ControllerError": "protocol",
@@ -60,6 +63,7 @@ _HOMES = {
     "Evaluate": "controller",
     "FirstReadySampler": "samplers",
     "Fleet": "fleet",
+    "Generating": "protocol",
     "Generator": "protocol",
     "Held": "protocol",
     "InOrderSampler": "samplers",
@@ -86,6 +90,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AbortingSampler",
     "Admission",
     "Controller",
     "ControllerError",
@@ -96,6 +101,7 @@ __all__ = [
     "Evaluate",
     "FirstReadySampler",
     "Fleet",
+    "Generating",
     "Generator",
     "Held",
     "InOrderSampler",

@@ -48,13 +48,15 @@ class GroupSelector:
         self._republish = republish
 
     async def next(self, most: int) -> list[Held]:
-        """Wait for groups that may train now, and lease them: one, and up to `most` that are there.
+        """Wait for groups that may train now, and lease them: `min_groups_per_call`, or what the
+        step lacks if that is less, and up to `most` that are there.
 
         A sampler that is deterministic gets as many as it asks for, whenever they come.
         Errors: `Drained`, `OutOfPrompts`.
         """
         shared = self._shared
-        fewest = most if shared.sampler.drains else 1
+        fewest = min(shared.settings.min_groups_per_call, most)
+        fewest = most if shared.sampler.drains else fewest
         found = await self._try(most)
         if len(found) < fewest:
             with shared.measure.phase("exposed_generation"):

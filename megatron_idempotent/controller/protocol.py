@@ -64,6 +64,20 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Generating:
+    """A group that is being generated, as samplers see it.
+
+    Example: `any(each.id == 7 for each in ready.generating())`.
+    """
+
+    id: int
+    started: int
+    """Counts the groups in the order in which they were started."""
+    version: int
+    """The weights that engines served when its attempt began: no token is older."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
     """Groups by what has become of them. At every moment
     `submitted == trained + filtered + evicted + running`.
@@ -79,6 +93,8 @@ class Counts:
     """Groups of no use, or impossible to generate."""
     evicted: int = 0
     """Too old."""
+    aborted: int = 0
+    """Those of the evicted ones that were still being generated."""
     generating: int = 0
     ready: int = 0
     """Complete, and in the buffer."""
@@ -302,6 +318,14 @@ class Ready(Protocol):
         """The smallest id that is still being generated; None where none is."""
         ...
 
+    def generating(self) -> Iterator[Generating]:
+        """Yields the groups that are being generated, in the order in which they were started."""
+        ...
+
+    def generating_before(self, version: int) -> Iterator[Generating]:
+        """Yields those of them that older weights than `version` began, the oldest first."""
+        ...
+
 
 class Sampler(Protocol):
     """Decides which groups start, which train next, and which have become too old."""
@@ -335,6 +359,18 @@ class Sampler(Protocol):
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
         """Complete groups that no step will take any more."""
+        ...
+
+
+class AbortingSampler(Sampler, Protocol):
+    """A sampler that does not let every group run to its end; `abort` is all it has more."""
+
+    def abort(self, ready: Ready, *, version: int) -> Sequence[Generating]:
+        """Groups that are being generated, and that no step would take once they are complete.
+
+        Their requests are cancelled, they count as evicted, and others take their places. No group
+        is started with weights that are more than `max_staleness` behind the trainer's.
+        """
         ...
 
 
