@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .controller import Controller, Evaluate
     from .data_plane import MemoryPlane
     from .fleet import Fleet
+    from .policy_calls import train
     from .protocol import (
         AbortingSampler,
         Admission,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         Generator,
         Held,
         LogprobsOf,
+        OneShotPolicy,
         PoisonedPrompt,
         Policy,
         Prompts,
@@ -70,6 +72,7 @@ _HOMES = {
     "Logger": ".metrics.loggers",
     "LogprobsOf": "protocol",
     "MemoryPlane": "data_plane",
+    "OneShotPolicy": "protocol",
     "PoisonedPrompt": "protocol",
     "Policy": "protocol",
     "Prompts": "protocol",
@@ -87,6 +90,7 @@ _HOMES = {
     "StrictSampler": "samplers",
     "WindowedSampler": "samplers",
     "load_sampler": "samplers",
+    "train": "policy_calls",
 }
 
 __all__ = [
@@ -108,6 +112,7 @@ __all__ = [
     "Logger",
     "LogprobsOf",
     "MemoryPlane",
+    "OneShotPolicy",
     "PoisonedPrompt",
     "Policy",
     "Prompts",
@@ -125,6 +130,7 @@ __all__ = [
     "StrictSampler",
     "WindowedSampler",
     "load_sampler",
+    "train",
 ]
 
 

@@ -243,6 +243,18 @@ class Policy(Protocol):
         ...
 
 
+class OneShotPolicy(Policy, Protocol):
+    """A policy that makes a whole step in one call too; `train` is all it has more."""
+
+    async def train(self, step_id: str, batch: Any) -> StepOutcome:
+        """One optimizer step over one batch: `begin`, `microbatch` and `finish` at once.
+
+        Sent again with the id it returns the same outcome. Where it raises, the step can be
+        aborted, or is undone already, or was made: then it says so when it is sent again.
+        """
+        ...
+
+
 class Recipe(Protocol):
     """Turns groups into training data. Plain functions that take microseconds to milliseconds."""
 
