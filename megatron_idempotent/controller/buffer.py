@@ -19,6 +19,7 @@ from typing import Any, Literal
 from .group_lists import GeneratingGroups, ReadyGroups
 from .protocol import ControllerError, Counts, Held
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SavedBuffer:
     """A state of `GroupBuffer.state`. Example: `read_state(json.loads(text)).unfinished`."""

@@ -6,10 +6,10 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from megatron_idempotent.workers.protocol import RanksLost
 
+from .policy_calls import finish_once, undo
 from .protocol import (
     DataPlane,
     Held,
@@ -21,7 +21,6 @@ from .protocol import (
     StepFailed,
     StepOutcome,
 )
-from .policy_calls import finish_once, undo
 from .samplers import SamplerError, checked_evict, checked_select
 from .state import PendingDeletes, RunState
 

@@ -37,9 +37,7 @@ async def finish_despite_cancel(task: asyncio.Future[Any], limit_s: float | None
     return cancelled
 
 
-async def finish_once(
-    policy: Policy, step_id: str, *, limit_s: float
-) -> tuple[StepOutcome, bool]:
+async def finish_once(policy: Policy, step_id: str, *, limit_s: float) -> tuple[StepOutcome, bool]:
     """Finish a step; returns its outcome, and whether the caller was cancelled meanwhile.
 
     A finish that raises is asked for again by the step's id, since it may have been made. After a

@@ -25,7 +25,6 @@ from .protocol import (
     Sampler,
 )
 
-
 _Group = TypeVar("_Group")
 
 
@@ -399,7 +398,9 @@ def _check_sampler(path: str, sampler: Any) -> None:
 
 
 def _check_arguments(path: str, method: str, bound: Callable[..., Any]) -> None:
-    wanted = list(inspect.signature(getattr(AbortingSampler, method)).parameters.values())[1:]  # no self
+    wanted = list(inspect.signature(getattr(AbortingSampler, method)).parameters.values())[
+        1:
+    ]  # no self
     positional = [each.name for each in wanted if each.kind is each.POSITIONAL_OR_KEYWORD]
     named = {each.name: None for each in wanted if each.kind is each.KEYWORD_ONLY}
     try:

@@ -170,7 +170,6 @@ class BufferMachine(RuleBasedStateMachine):
             Held(id=i, arrival=a, version=v) not in ready for i, (a, v) in self.leased.items()
         )
 
-
     @invariant()
     def groups_that_are_being_generated_are_in_their_orders(self):
         running = [Generating(id=i, started=s, version=v) for i, (s, v) in self.generating.items()]
@@ -336,7 +335,10 @@ def test_only_known_outcomes_and_capacities_are_taken():
     [
         ({"counts": {"trained": 1}}, "KeyError: 'filtered'"),
         ({"counts": None}, "TypeError"),
-        ({"counts": {"trained": 1, "filtered": 0, "evicted": 1, "aborted": -1}}, "-1 is not a count"),
+        (
+            {"counts": {"trained": 1, "filtered": 0, "evicted": 1, "aborted": -1}},
+            "-1 is not a count",
+        ),
         ({"arrivals": -1}, "-1 is not a count, an id or a version"),
         ({"arrivals": True}, "True is not a count"),
         ({"arrivals": 1}, "arrival 1 is not below the next one, 1"),

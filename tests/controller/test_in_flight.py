@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import types
 
 import pytest
 from custom_samplers import NewestIds
@@ -21,7 +22,7 @@ class Watched(ToyGenerator):
     """`slow` groups take the seconds they are given; `stubborn` ones answer all the same when they
     are cancelled, and `failing` ones fail then."""
 
-    slow = {}
+    slow = types.MappingProxyType({})
     stubborn = failing = frozenset()
     cancelled = ()
 
@@ -274,5 +275,3 @@ def test_prompts_that_end_before_the_least_is_there_end_the_run():
     toy = Toy(groups=4, groups_per_call=4, min_groups_per_call=3, prompts=6).run(9)
     assert toy.status.trainer_version == 1
     assert conserved(toy.status)
-
-

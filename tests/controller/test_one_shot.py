@@ -67,7 +67,7 @@ def test_a_finish_whose_answer_is_lost_is_asked_for_again_and_not_made_twice():
 
 def test_after_its_attempts_nothing_is_left_of_it():
     policy = ToyPolicy([], faults={("microbatch", n): OSError("no memory") for n in range(2)})
-    with pytest.raises(StepFailed, match="step run/3 failed 2 times with the same batch.*no mem"):
+    with pytest.raises(StepFailed, match=r"step run/3 failed 2 times with the same batch.*no mem"):
         made(policy, attempts=2)
     assert policy.steps == []
     assert policy.open is None

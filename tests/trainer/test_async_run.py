@@ -129,7 +129,6 @@ def test_a_step_in_one_call_is_that_of_three_and_undone_where_a_rank_fails(
         old_logprobs_BT=torch.full((7, 6), -2.0),
         advantages_B=torch.randn(7, generator=random),
         loss_mask_BT=torch.ones(7, 6),
-        weights_BT=torch.ones(7, 6),
     )
 
     async def steps(job, one_call):
@@ -153,8 +152,9 @@ def test_a_step_in_one_call_is_that_of_three_and_undone_where_a_rank_fails(
         finally:
             await ranks.close()
 
-    split = asyncio.run(steps(job_for(tmp_path / "split"), False))
-    job = job_for(tmp_path / "one")
+    plain = ("loss.old_logprobs=behaviour", "loss.correction=none", "loss.kl_coefficient=0")
+    split = asyncio.run(steps(job_for(tmp_path / "split", *plain), False))
+    job = job_for(tmp_path / "one", *plain)
     (job.out / PLAN).write_text("microbatch 1 raise-inside")
     assert asyncio.run(steps(job, True)) == split
     assert not (job.out / PLAN).exists(), "the fault was never injected"
