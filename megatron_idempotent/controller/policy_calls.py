@@ -1,4 +1,4 @@
-"""Calls of a policy that are made as a whole or undone, whoever is cancelled meanwhile."""
+"""Calls of a policy that are made to their end or undone, even if their caller is cancelled."""
 
 from __future__ import annotations
 
