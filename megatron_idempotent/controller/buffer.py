@@ -27,7 +27,7 @@ class SavedBuffer:
     gone: Mapping[str, int]
     """Groups that were trained, filtered and evicted."""
     aborted: int
-    """Those of the evicted ones that were being generated."""
+    """Evicted while they were being generated; `gone` counts them too."""
     reasons: Mapping[str, int]
     arrivals: int
     """The next arrival number."""

@@ -94,7 +94,7 @@ class Counts:
     evicted: int = 0
     """Too old."""
     aborted: int = 0
-    """Those of the evicted ones that were still being generated."""
+    """Evicted while they were still being generated; `evicted` counts them too."""
     generating: int = 0
     ready: int = 0
     """Complete, and in the buffer."""
@@ -380,8 +380,8 @@ class AbortingSampler(Sampler, Protocol):
     def abort(self, ready: Ready, *, version: int) -> Sequence[Generating]:
         """Groups that are being generated, and that no step would take once they are complete.
 
-        Their requests are cancelled, they count as evicted, and others take their places. No group
-        is started with weights that are more than `max_staleness` behind the trainer's.
+        Their requests are cancelled, they count as evicted, and others take their places: `room`
+        must not let any start that would be aborted at once.
         """
         ...
 

@@ -79,10 +79,10 @@ class Scenario:
     order: str = "freshest"
     """Order in which windowed trains eligible groups: freshest or oldest."""
     gated: bool = True
-    """Whether windowed and strict start only groups that can train within the window; else as many
-    as capacity allows."""
+    """Start only groups that can train within the window; else as many as capacity allows. For
+    windowed and strict."""
     abort_stale: bool = False
-    """Whether windowed and strict end the generation of groups that have become too old."""
+    """End the generation of groups that have become too old. For windowed and strict."""
     capacity: int = 0
     """Groups that are held at once; 0 for what the sampler needs."""
     concurrency: int = 0

@@ -215,7 +215,7 @@ def test_a_wrong_answer_ends_the_run_and_nothing_is_aborted(answer, message):
 
 @pytest.mark.parametrize("ungated", [WindowedSampler(1, gated=False), StrictSampler(gated=False)])
 def test_without_a_gate_capacity_alone_holds_groups_back(ungated):
-    """A trainer that is slow: behind the gate, no more is started than can train in time."""
+    """A trainer that is slow: a gate lets no more start than can train in time."""
     gated = type(ungated)(*([1] if ungated.name == "windowed" else []))
     most = {}
     for sampler in (ungated, gated):

@@ -1,4 +1,4 @@
-"""What an update carries beside weights, and who hears of its phases."""
+"""Scales that an update carries beside weights, and timers that hear of its phases."""
 
 from __future__ import annotations
 
