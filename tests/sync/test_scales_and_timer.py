@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 
 from memory_engine import QUICK, MemoryEngine, Source, serves
 
+from megatron_idempotent.controller import Fleet
 from megatron_idempotent.sync import SyncFailed, SyncReport, WeightSync
 from megatron_idempotent.weights import WeightUpdate
 
@@ -94,6 +95,37 @@ def test_scales_that_are_none_are_refused_before_anything_begins(
         asyncio.run(sync.update(source, 1, kv_scales=scales))
     assert (source.made, engines[0].calls) == (0, [])
     assert run(sync, 1).named("committed") == ("a",)
+
+
+def test_a_fleet_makes_the_scales_of_each_version_that_it_publishes() -> None:
+    engines, timer, asked = with_fp8_caches("a", "b"), Timer(), []
+
+    async def scales_of(version: int) -> dict[str, float] | None:
+        asked.append(version)
+        return FIRST if version == 7 else None
+
+    async def score(*_: Any) -> list[float]:
+        return [0.0]
+
+    async def main() -> None:
+        fleet = Fleet(
+            engines,
+            source=Source(1),
+            requests=lambda group_id, prompt: [],
+            score=score,
+            settings=QUICK,
+            kv_scales=scales_of,
+            timer=timer,
+        )
+        assert (await fleet.publish(7))["engines"] == 2
+        fleet._source = Source(2)
+        await fleet.publish(8)
+
+    asyncio.run(main())
+    assert asked == [7, 8]
+    assert [engine.kv_scales for engine in engines] == [FIRST, FIRST]
+    assert [serves(engine) for engine in engines] == [2, 2]
+    assert timer.phases == ["stage", "pause", "commit", "resume"] * 2
 
 
 def test_updates_with_scales_can_be_compared_and_kept_in_sets() -> None:
