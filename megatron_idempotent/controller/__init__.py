@@ -17,15 +17,19 @@ if TYPE_CHECKING:
     from .controller import Controller, Evaluate
     from .data_plane import MemoryPlane
     from .fleet import Fleet
+    from .policy_calls import train
     from .protocol import (
+        AbortingSampler,
         Admission,
         ControllerError,
         Counts,
         DataPlane,
         EnginesLost,
+        Generating,
         Generator,
         Held,
         LogprobsOf,
+        OneShotPolicy,
         PoisonedPrompt,
         Policy,
         Prompts,
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
     from .settings import ControllerSettings
 
 _HOMES = {
+    "AbortingSampler": "protocol",
     "Admission": "protocol",
     "Controller": "controller",
     "ControllerError": "protocol",
@@ -60,12 +65,14 @@ _HOMES = {
     "Evaluate": "controller",
     "FirstReadySampler": "samplers",
     "Fleet": "fleet",
+    "Generating": "protocol",
     "Generator": "protocol",
     "Held": "protocol",
     "InOrderSampler": "samplers",
     "Logger": ".metrics.loggers",
     "LogprobsOf": "protocol",
     "MemoryPlane": "data_plane",
+    "OneShotPolicy": "protocol",
     "PoisonedPrompt": "protocol",
     "Policy": "protocol",
     "Prompts": "protocol",
@@ -83,9 +90,11 @@ _HOMES = {
     "StrictSampler": "samplers",
     "WindowedSampler": "samplers",
     "load_sampler": "samplers",
+    "train": "policy_calls",
 }
 
 __all__ = [
+    "AbortingSampler",
     "Admission",
     "Controller",
     "ControllerError",
@@ -96,12 +105,14 @@ __all__ = [
     "Evaluate",
     "FirstReadySampler",
     "Fleet",
+    "Generating",
     "Generator",
     "Held",
     "InOrderSampler",
     "Logger",
     "LogprobsOf",
     "MemoryPlane",
+    "OneShotPolicy",
     "PoisonedPrompt",
     "Policy",
     "Prompts",
@@ -119,6 +130,7 @@ __all__ = [
     "StrictSampler",
     "WindowedSampler",
     "load_sampler",
+    "train",
 ]
 
 

@@ -13,99 +13,11 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from .group_lists import GeneratingGroups, ReadyGroups
 from .protocol import ControllerError, Counts, Held
-
-# Sorted lists: a search is O(log n), and moving the pointers after a place takes 20 µs at 100,000
-# complete groups, far more than any buffer holds. A run's length does not matter.
-Key = Callable[[Held], int]
-
-
-def _arrival(held: Held) -> int:
-    return held.arrival
-
-
-def _id(held: Held) -> int:
-    return held.id
-
-
-def _insert(order: list[Held], held: Held, key: Key) -> None:
-    bisect.insort(order, held, key=key)
-
-
-def _remove(order: list[Held], held: Held, key: Key) -> None:
-    place = bisect.bisect_left(order, key(held), key=key)
-    assert order[place] is held, f"group {held.id} is not where its order has it"
-    del order[place]
-
-
-class ReadyGroups:
-    """Complete groups by arrival, by version and by id; a `protocol.Ready`.
-
-    Its iterators are those of the moment: take what is needed of one before the buffer changes.
-    Example: `[held.id for held in buffer.ready.of_version(3)]`.
-    """
-
-    def __init__(self, unfinished: Sequence[int]) -> None:
-        """`unfinished` is the buffer's own list of ids, ascending; it is read, never changed."""
-        self._unfinished = unfinished
-        self._by_arrival: list[Held] = []
-        self._by_id: list[Held] = []
-        self._of_version: dict[int, list[Held]] = {}
-        self._versions: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def __iter__(self) -> Iterator[Held]:
-        """Yields groups in order of arrival."""
-        return iter(self._by_arrival)
-
-    def __contains__(self, held: object) -> bool:
-        """Returns whether exactly this record is among them."""
-        if not isinstance(held, Held):
-            return False
-        place = bisect.bisect_left(self._by_id, held.id, key=_id)
-        return self._by_id[place : place + 1] == [held]
-
-    def versions(self) -> Sequence[int]:
-        """Versions that there are groups of, ascending."""
-        return tuple(self._versions)
-
-    def of_version(self, version: int) -> Iterator[Held]:
-        """Yields a version's groups in order of arrival."""
-        return iter(self._of_version.get(version, ()))
-
-    def by_id(self) -> Iterator[Held]:
-        """Yields groups by id, ascending."""
-        return iter(self._by_id)
-
-    @property
-    def lowest_unfinished(self) -> int | None:
-        """The smallest id that is still being generated, or waits to be asked for again after a
-        resume; None where none is.
-        """
-        return self._unfinished[0] if self._unfinished else None
-
-    def add(self, held: Held) -> None:
-        """Changes the list; only the buffer calls it."""
-        _insert(self._by_arrival, held, _arrival)
-        _insert(self._by_id, held, _id)
-        if held.version not in self._of_version:
-            self._of_version[held.version] = []
-            bisect.insort(self._versions, held.version)
-        _insert(self._of_version[held.version], held, _arrival)
-
-    def discard(self, held: Held) -> None:
-        """Changes the list; only the buffer calls it."""
-        _remove(self._by_arrival, held, _arrival)
-        _remove(self._by_id, held, _id)
-        _remove(self._of_version[held.version], held, _arrival)
-        if not self._of_version[held.version]:
-            del self._of_version[held.version]
-            del self._versions[bisect.bisect_left(self._versions, held.version)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +26,8 @@ class SavedBuffer:
 
     gone: Mapping[str, int]
     """Groups that were trained, filtered and evicted."""
+    aborted: int
+    """Evicted while they were being generated; `gone` counts them too."""
     reasons: Mapping[str, int]
     arrivals: int
     """The next arrival number."""
@@ -128,6 +42,7 @@ def read_state(state: Mapping[str, Any]) -> SavedBuffer:
     try:
         saved = SavedBuffer(
             gone={name: state["counts"][name] for name in ("trained", "filtered", "evicted")},
+            aborted=state["counts"].get("aborted", 0),  # older checkpoints have none
             reasons=dict(state["reasons"]),
             arrivals=state["arrivals"],
             ready=tuple(Held(**each) for each in state["ready"]),
@@ -135,7 +50,8 @@ def read_state(state: Mapping[str, Any]) -> SavedBuffer:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _unreadable(f"{type(error).__name__}: {error}") from error
-    numbers = (*saved.gone.values(), *saved.reasons.values(), saved.arrivals, *saved.unfinished)
+    numbers = (*saved.gone.values(), *saved.reasons.values(), *saved.unfinished)
+    numbers += (saved.aborted, saved.arrivals)
     numbers += tuple(n for each in saved.ready for n in (each.id, each.arrival, each.version))
     for number in numbers:
         if type(number) is not int or number < 0:
@@ -190,15 +106,18 @@ class GroupBuffer:
         self._states: dict[int, State] = {}
         self._held: dict[int, Held] = {}
         self._unfinished: list[int] = []  # ascending
-        self._ready = ReadyGroups(self._unfinished)
+        self._generating = GeneratingGroups()
+        self._ready = ReadyGroups(self._unfinished, self._generating)
         self._in_state: dict[State, int] = {"generating": 0, "ready": 0, "leased": 0}
         self._gone = {"trained": 0, "filtered": 0, "evicted": 0}
         self._reasons: dict[str, int] = {}
+        self._aborted = 0
         self._submitted = 0
         self._arrivals = 0
 
-    def reserve(self, group_id: int) -> None:
-        """Admit a group: it is generating from now on, and takes a place.
+    def reserve(self, group_id: int, *, version: int = 0) -> None:
+        """Admit a group: it is generating from now on, with weights of `version`, and takes a
+        place.
 
         Errors: `GroupStateError` where the buffer is full or the id is in use.
         """
@@ -213,10 +132,16 @@ class GroupBuffer:
             )
         self._states[group_id] = "generating"
         self._in_state["generating"] += 1
+        self._generating.add(group_id, version)
         self._submitted += 1
         place = bisect.bisect_left(self._unfinished, group_id)
         if self._unfinished[place : place + 1] != [group_id]:  # else it was rolled back, or owed
             self._unfinished.insert(place, group_id)
+
+    def renew(self, group_id: int, *, version: int) -> None:
+        """A group is generated again, or is complete: `version` is what its tokens are of now."""
+        self._need([group_id], "generating", to="renew it")
+        self._generating.renew(group_id, version)
 
     def commit(self, group_id: int, *, version: int) -> Held:
         """A group is complete: generating to ready, with the next arrival number.
@@ -255,6 +180,7 @@ class GroupBuffer:
             self._ready.discard(self._held[group_id])
         self._forget(group_id)
         self._gone[outcome] += 1
+        self._aborted += state == "generating" and outcome == "evicted"
         if reason not in self._reasons and len(self._reasons) >= MOST_REASONS:
             reason = OTHER_REASONS
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
@@ -280,12 +206,19 @@ class GroupBuffer:
     @property
     def counts(self) -> Counts:
         """Groups by what has become of them."""
-        return Counts(submitted=self._submitted, **self._gone, **self._in_state)
+        return Counts(
+            submitted=self._submitted, **self._gone, aborted=self._aborted, **self._in_state
+        )
 
     @property
     def reasons(self) -> Mapping[str, int]:
         """Why groups were dropped, and how many for each reason."""
         return dict(self._reasons)
+
+    @property
+    def generating(self) -> GeneratingGroups:
+        """The groups that are being generated."""
+        return self._generating
 
     @property
     def accepted(self) -> int:
@@ -335,7 +268,7 @@ class GroupBuffer:
         """
         held = sorted(self._held.values(), key=lambda each: each.arrival)
         return {
-            "counts": dict(self._gone),
+            "counts": {**self._gone, "aborted": self._aborted},
             "reasons": dict(self._reasons),
             "arrivals": self._arrivals,
             "ready": [
@@ -356,6 +289,7 @@ class GroupBuffer:
         saved = read_state(state)
         buffer = cls(capacity)
         buffer._gone.update(saved.gone)
+        buffer._aborted = saved.aborted
         buffer._reasons.update(saved.reasons)
         buffer._arrivals = saved.arrivals
         buffer._unfinished.extend(saved.unfinished)
@@ -385,12 +319,18 @@ class GroupBuffer:
 
     def _move(self, group_id: int, state: State) -> None:
         self._in_state[self._states[group_id]] -= 1
+        self._stopped(group_id)
         self._in_state[state] += 1
         self._states[group_id] = state
 
     def _forget(self, group_id: int) -> None:
+        self._stopped(group_id)
         self._in_state[self._states.pop(group_id)] -= 1
         self._held.pop(group_id, None)
+
+    def _stopped(self, group_id: int) -> None:
+        if self._states[group_id] == "generating":
+            self._generating.discard(group_id)
 
     def _finished(self, group_id: int) -> None:
         del self._unfinished[bisect.bisect_left(self._unfinished, group_id)]

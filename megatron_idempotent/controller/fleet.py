@@ -8,7 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_idempotent.engines import EngineError, EnginePool, Request, RolloutEngine, Sample
-from megatron_idempotent.sync import SyncFailed, SyncReport, SyncSettings, WeightSync
+from megatron_idempotent.sync import (
+    PhaseTimer,
+    SyncFailed,
+    SyncReport,
+    SyncSettings,
+    WeightSync,
+)
 from megatron_idempotent.sync.recovery import ask
 from megatron_idempotent.weights import WeightSource
 
@@ -19,6 +25,11 @@ MakeRequests = Callable[[int, Any], Sequence[Request]]
 
 Score = Callable[[int, Any, Sequence[Sample]], Awaitable[Sequence[float]]]
 """Scores a group: a reward for each sample, given its id, prompt and samples."""
+
+
+KvScales = Callable[[int], Awaitable[Mapping[str, float] | None]]
+"""Makes the scales of key-value caches in FP8 for a version that is to be published, by name; None
+for those of the version before. The policy's weights are those of the version."""
 
 
 class Fleet:
@@ -39,6 +50,8 @@ class Fleet:
         changed_only: bool = False,
         sample_attempts: int = 2,
         fewest_samples: int = 2,
+        kv_scales: KvScales | None = None,
+        timer: PhaseTimer | None = None,
     ) -> None:
         """
         Args:
@@ -50,6 +63,8 @@ class Fleet:
             changed_only: whether an update leaves out what has not changed.
             sample_attempts: of a sample that fails, before it is left out of its group.
             fewest_samples: that a group makes sense with; below, it is tried again as a whole.
+            kv_scales: makes the scales of a version, for engines whose cache is in FP8.
+            timer: is told of each phase of a sync, such as NeMo-RL's `Timer`.
         """
         self._engines = {engine.name: engine for engine in engines}
         self._source = source
@@ -58,6 +73,8 @@ class Fleet:
         self._changed_only = changed_only
         self._sample_attempts = sample_attempts
         self._fewest_samples = fewest_samples
+        self._kv_scales = kv_scales
+        self._timer = timer
         self._settings = settings or SyncSettings()
         self._sync = WeightSync(engines, settings=self._settings)
         # Engines that get no requests, by name, and why; a new mapping whenever it changes.
@@ -115,12 +132,17 @@ class Fleet:
             # Engines may have served another run before.
             healths = await self._sync.recover()
             self._engine_version = max((each.version or 0) for each in healths.values())
+        kv_scales = await self._kv_scales(version) if self._kv_scales is not None else None
         self._engine_version += 1
         # Before the update: tokens may be drawn with it before it returns.
         self._versions[self._engine_version] = version
         try:
             report = await self._sync.update(
-                self._source, self._engine_version, changed_only=self._changed_only
+                self._source,
+                self._engine_version,
+                changed_only=self._changed_only,
+                kv_scales=kv_scales,
+                timer=self._timer,
             )
         except SyncFailed as error:
             self._count_from(error.report)

@@ -6,10 +6,10 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from megatron_idempotent.workers.protocol import RanksLost
 
+from .policy_calls import finish_once, undo
 from .protocol import (
     DataPlane,
     Held,
@@ -48,13 +48,15 @@ class GroupSelector:
         self._republish = republish
 
     async def next(self, most: int) -> list[Held]:
-        """Wait for groups that may train now, and lease them: one, and up to `most` that are there.
+        """Wait for groups that may train now, and lease them: `min_groups_per_call`, or what the
+        step lacks if that is less, and up to `most` that are there.
 
         A sampler that is deterministic gets as many as it asks for, whenever they come.
         Errors: `Drained`, `OutOfPrompts`.
         """
         shared = self._shared
-        fewest = most if shared.sampler.drains else 1
+        fewest = min(shared.settings.min_groups_per_call, most)
+        fewest = most if shared.sampler.drains else fewest
         found = await self._try(most)
         if len(found) < fewest:
             with shared.measure.phase("exposed_generation"):
@@ -93,29 +95,6 @@ class GroupSelector:
 
     def _nothing_to_come(self) -> bool:
         return self._shared.exhausted and not self._shared.buffer.counts.generating
-
-
-async def finish_despite_cancel(task: asyncio.Future[Any], limit_s: float | None = None) -> bool:
-    """Wait until a task is done, even if the one who waits is cancelled, once or more often.
-
-    Returns whether the caller was cancelled: it raises `CancelledError` after it has cleaned up.
-    After the first cancellation it waits `limit_s` at most; a task that is not done then goes on.
-
-    Example: `await finish_despite_cancel(asyncio.ensure_future(policy.finish(step_id)), 300)`.
-    """
-    clock = asyncio.get_running_loop().time
-    cancelled, until = False, None
-    while not task.done():
-        timeout = None if until is None else until - clock()
-        if timeout is not None and timeout <= 0:
-            break
-        try:
-            await asyncio.wait([task], timeout=timeout)
-        except asyncio.CancelledError:
-            if not cancelled and limit_s is not None:
-                until = clock() + limit_s
-            cancelled = True
-    return cancelled
 
 
 _log = logging.getLogger(__name__)
@@ -179,7 +158,8 @@ class OptimizerStep:
                 except RanksLost:
                     raise
                 except (Exception, asyncio.CancelledError) as error:
-                    await self._undo(step_id)
+                    shared.doing = "abort"
+                    await undo(self._policy, step_id, limit_s=shared.settings.abort_s)
                     if not self._may_try_again(step_id, error):
                         raise
                     last = error
@@ -212,7 +192,9 @@ class OptimizerStep:
         await self.before_finish()
         with shared.measure.phase("policy_training", step=step_id, part="finish"):
             shared.doing = "finish"
-            outcome = await self._finish(step_id)
+            outcome, self.interrupted = await finish_once(
+                self._policy, step_id, limit_s=shared.settings.abort_s
+            )
         shared.buffer.trained(self._ids())
         self._held = []
         return ledger, outcome
@@ -256,29 +238,6 @@ class OptimizerStep:
     def _ids(self) -> list[int]:
         return [held.id for held_together in self._held for held in held_together]
 
-    async def _finish(self, step_id: str) -> StepOutcome:
-        """Finishes the update; a caller that is cancelled meanwhile hears of it after its end."""
-        finishing = asyncio.ensure_future(self._finish_once(step_id))
-        cancelled = await finish_despite_cancel(finishing, self._shared.settings.abort_s)
-        if not finishing.done():
-            finishing.cancel()
-            raise RanksLost(f"step {step_id} was cut off in an update that hangs")
-        error = finishing.exception()
-        if cancelled and error is not None and not isinstance(error, RanksLost):
-            raise asyncio.CancelledError from error
-        self.interrupted = cancelled
-        return finishing.result()
-
-    async def _finish_once(self, step_id: str) -> StepOutcome:
-        try:
-            return await self._policy.finish(step_id)
-        except RanksLost:
-            raise
-        except Exception as error:  # noqa: BLE001 (asked again: it may have been carried out)
-            # By the step's id it is not made twice; without this its groups would train again.
-            _log.warning("finish of step %s raised, and is asked for again: %r", step_id, error)
-            return await self._policy.finish(step_id)
-
     def _may_try_again(self, step_id: str, error: BaseException) -> bool:
         """Returns whether a step that was undone runs again with the same groups."""
         # Of a sampler that is wrong, no group is to blame, and none has trained.
@@ -290,20 +249,3 @@ class OptimizerStep:
         self._shared.retries["step"] += 1
         _log.warning("step %s failed and is undone: %r", step_id, error)
         return True
-
-    async def _undo(self, step_id: str) -> None:
-        """Abort whatever was begun; ranks that cannot even do that are lost."""
-        limit_s = self._shared.settings.abort_s
-        self._shared.doing = "abort"
-        aborting = asyncio.ensure_future(asyncio.wait_for(self._policy.abort(step_id), limit_s))
-        cancelled = await finish_despite_cancel(aborting)
-        try:
-            aborting.result()
-        except RanksLost:
-            raise
-        except asyncio.TimeoutError as error:
-            raise RanksLost(f"step {step_id} is not undone in {limit_s:g} s") from error
-        except Exception as error:
-            raise RanksLost(f"step {step_id} could not be undone: {error!r}") from error
-        if cancelled:
-            raise asyncio.CancelledError

@@ -64,6 +64,20 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Generating:
+    """A group that is being generated, as samplers see it.
+
+    Example: `any(each.id == 7 for each in ready.generating())`.
+    """
+
+    id: int
+    started: int
+    """Counts the groups in the order in which they were started."""
+    version: int
+    """The weights that engines served when its attempt began: no token is older."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
     """Groups by what has become of them. At every moment
     `submitted == trained + filtered + evicted + running`.
@@ -79,6 +93,8 @@ class Counts:
     """Groups of no use, or impossible to generate."""
     evicted: int = 0
     """Too old."""
+    aborted: int = 0
+    """Evicted while they were still being generated; `evicted` counts them too."""
     generating: int = 0
     ready: int = 0
     """Complete, and in the buffer."""
@@ -227,6 +243,18 @@ class Policy(Protocol):
         ...
 
 
+class OneShotPolicy(Policy, Protocol):
+    """A policy that makes a whole step in one call too; `train` is all it has more."""
+
+    async def train(self, step_id: str, batch: Any) -> StepOutcome:
+        """One optimizer step over one batch: `begin`, `microbatch` and `finish` at once.
+
+        Sent again with the id it returns the same outcome. Where it raises, the step can be
+        aborted, or is undone already, or was made: then it says so when it is sent again.
+        """
+        ...
+
+
 class Recipe(Protocol):
     """Turns groups into training data. Plain functions that take microseconds to milliseconds."""
 
@@ -302,6 +330,14 @@ class Ready(Protocol):
         """The smallest id that is still being generated; None where none is."""
         ...
 
+    def generating(self) -> Iterator[Generating]:
+        """Yields the groups that are being generated, in the order in which they were started."""
+        ...
+
+    def generating_before(self, version: int) -> Iterator[Generating]:
+        """Yields those of them that older weights than `version` began, the oldest first."""
+        ...
+
 
 class Sampler(Protocol):
     """Decides which groups start, which train next, and which have become too old."""
@@ -335,6 +371,18 @@ class Sampler(Protocol):
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
         """Complete groups that no step will take any more."""
+        ...
+
+
+class AbortingSampler(Sampler, Protocol):
+    """A sampler that does not let every group run to its end; `abort` is all it has more."""
+
+    def abort(self, ready: Ready, *, version: int) -> Sequence[Generating]:
+        """Groups that are being generated, and that no step would take once they are complete.
+
+        Their requests are cancelled, they count as evicted, and others take their places: `room`
+        must not let any start that would be aborted at once.
+        """
         ...
 
 

@@ -15,6 +15,7 @@ from .protocol import (
     Recipe,
     RolloutGroup,
 )
+from .samplers import checked_abort
 from .state import PendingDeletes, RunState, retry
 
 _log = logging.getLogger(__name__)
@@ -42,8 +43,12 @@ class RolloutPump:
         self._error: BaseException | None = None
 
     async def run(self) -> None:
-        """Start groups for ever. Errors: what a recipe raised, which no other prompt would mend."""
+        """Start groups, and abort those that became too old, for ever.
+
+        Errors: what a recipe raised, which no other prompt would mend; `SamplerError`.
+        """
         while True:
+            self._abort_stale()
             while self._error is None and self._shared.room() and self._start_next():
                 pass
             if self._error is not None:
@@ -66,6 +71,18 @@ class RolloutPump:
         for group_id in self._shared.buffer.generating_ids:
             self._shared.buffer.rollback(group_id)
 
+    def _abort_stale(self) -> None:
+        """Cancel what no step would take any more: its requests end, and its place is free."""
+        shared = self._shared
+        stale = checked_abort(shared.sampler, shared.buffer.ready, version=shared.trainer_version)
+        for group in stale:
+            # Dropped first: whatever its task does before it ends, the group is gone.
+            shared.buffer.drop(group.id, "evicted", "aborted")
+            if (task := self._tasks.get(group.id)) is not None:
+                task.cancel()
+        if stale:
+            shared.tell()
+
     def _start_next(self) -> bool:
         shared = self._shared
         owed = shared.buffer.next_owed
@@ -75,7 +92,7 @@ class RolloutPump:
             shared.exhausted = True
             shared.tell()
             return False
-        shared.buffer.reserve(group_id)
+        shared.buffer.reserve(group_id, version=shared.rollout_version)
         if owed is None:
             shared.next_prompt += 1
         shared.count_generating()
@@ -95,16 +112,21 @@ class RolloutPump:
         shared = self._shared
         started = shared.measure.now()
         group = await self._generate(group_id, prompt)
-        if group is None:
+        if group is None or self._aborted(group_id):
             return
         shared.measure.span(
             "rollouts", f"group {group_id}", started, {"version": group.oldest_version}
         )
+        # Its tokens may be newer than the weights that it was started with.
+        shared.buffer.renew(group_id, version=group.oldest_version)
         reason = self._recipe.rejects(group)
         if reason:
             shared.buffer.drop(group_id, "filtered", reason)
             shared.tell()
         elif await self._put(group):
+            if self._aborted(group_id):
+                self._clearing.owe(group_id)
+                return
             shared.buffer.commit(group_id, version=group.oldest_version)
             shared.tell()
             shared.measure.count("ready groups", len(shared.buffer.ready))
@@ -126,6 +148,8 @@ class RolloutPump:
                 self._drop(group_id, "poisoned", error)
                 return None
             except Exception as error:  # noqa: BLE001 (of an engine or a verifier, which are others')
+                if self._aborted(group_id):
+                    return None
                 attempt += 1
                 self._shared.retries["rollout"] += 1
                 if attempt >= settings.group_attempts:
@@ -133,6 +157,15 @@ class RolloutPump:
                     return None
                 _log.warning("group %d, attempt %d: %r", group_id, attempt, error)
                 await asyncio.sleep(settings.retry_wait_s * 2 ** (attempt - 1))
+            if self._aborted(group_id):
+                return None
+            self._shared.buffer.renew(group_id, version=self._shared.rollout_version)
+
+    def _aborted(self, group_id: int) -> bool:
+        """Returns whether a group was dropped while its task went on: a cancellation can get lost
+        where an engine's answer, or its error, comes at the same moment.
+        """
+        return not self._shared.buffer.holds(group_id)
 
     async def _put(self, group: RolloutGroup) -> bool:
         """Puts a group; returns whether the data plane has it. Putting it twice does no harm."""
@@ -150,6 +183,8 @@ class RolloutPump:
         return True
 
     def _drop(self, group_id: int, reason: str, error: BaseException) -> None:
+        if self._aborted(group_id):
+            return
         # Never a reward of zero: that would teach the policy to avoid what an engine failed at.
         _log.error("group %d is dropped, %s: %r", group_id, reason, error)
         self._shared.buffer.drop(group_id, "filtered", reason)

@@ -11,11 +11,21 @@ import inspect
 import itertools
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from megatron_idempotent.metrics.loggers import SettingsError
 
-from .protocol import Admission, ControllerError, Held, Ready, Sampler
+from .protocol import (
+    AbortingSampler,
+    Admission,
+    ControllerError,
+    Generating,
+    Held,
+    Ready,
+    Sampler,
+)
+
+_Group = TypeVar("_Group")
 
 
 class SamplerError(ControllerError):
@@ -45,6 +55,26 @@ def checked_evict(sampler: Sampler, ready: Ready, *, version: int) -> tuple[Held
     return _checked(sampler, "evict", asked(sampler, "evict", ready, version=version), ready)
 
 
+def checked_abort(sampler: Sampler, ready: Ready, *, version: int) -> tuple[Generating, ...]:
+    """The groups that a sampler has aborted, each being generated and named once.
+
+    None for a sampler without the method. Errors: `SamplerError`.
+    """
+    if not hasattr(sampler, "abort"):
+        return ()
+    answer = asked(sampler, "abort", ready, version=version)
+    groups = _as_groups(sampler, "abort", answer)
+    running: set[Generating] = set(ready.generating()) if groups else set()
+    for group in groups:
+        if not isinstance(group, Generating) or group not in running:
+            raise SamplerError(
+                f"sampler {sampler.name}: abort returned {group!r}, which is not being generated; "
+                "return groups that `ready.generating()` gives, each once"
+            )
+        running.discard(group)
+    return groups
+
+
 def checked_room(sampler: Sampler, admission: Admission) -> float:
     """Returns how many more groups a sampler lets start. Errors: `SamplerError`."""
     answer = asked(sampler, "room", admission)
@@ -63,16 +93,20 @@ def asked(sampler: Sampler, method: str, *args: Any, **named: Any) -> Any:
         raise SamplerError(f"sampler {sampler.name}: {method} raised {error!r}") from error
 
 
-def _checked(
-    sampler: Sampler, method: str, answer: Iterable[Held], ready: Ready
-) -> tuple[Held, ...]:
+def _as_groups(sampler: Sampler, method: str, answer: Iterable[_Group]) -> tuple[_Group, ...]:
     try:
-        groups = tuple(answer)
+        return tuple(answer)
     except TypeError as error:
         raise SamplerError(
             f"sampler {sampler.name}: {method} returned a {type(answer).__name__}; return the "
             "groups, or an empty list"
         ) from error
+
+
+def _checked(
+    sampler: Sampler, method: str, answer: Iterable[Held], ready: Ready
+) -> tuple[Held, ...]:
+    groups = _as_groups(sampler, method, answer)
     seen: set[int] = set()
     for held in groups:
         if held not in ready:
@@ -154,12 +188,33 @@ class WindowedSampler:
     name = "windowed"
     drains = False
 
-    def __init__(self, max_staleness: int, order: Order = "freshest") -> None:
-        """Errors: `SettingsError` for a window below 0, or an unknown order."""
+    def __init__(
+        self,
+        max_staleness: int,
+        order: Order = "freshest",
+        *,
+        gated: bool = True,
+        abort_stale: bool = False,
+    ) -> None:
+        """
+        Args:
+            max_staleness: most versions between a group's weights and those it trains.
+            order: what is taken first.
+            gated: whether groups wait to be started until they can train within the window; if
+                not, capacity is the only bound, and more of them are thrown away.
+            abort_stale: whether groups that are too old already are not generated to their end.
+
+        Errors: `SettingsError` for a window below 0, an unknown order, or what is no bool.
+        """
         self._window = checked_window("max_staleness", max_staleness)
         if order not in get_args(Order):
             raise SettingsError(f"order is {order!r}; allowed: {', '.join(get_args(Order))}")
+        for name, value in (("gated", gated), ("abort_stale", abort_stale)):
+            if type(value) is not bool:
+                raise SettingsError(f"{name} is {value!r}; allowed: true or false")
         self._order = order
+        self._gated = gated
+        self._abort_stale = abort_stale
 
     @property
     def max_staleness(self) -> int:
@@ -173,8 +228,14 @@ class WindowedSampler:
         return groups_per_step * (self._window + 1)
 
     def room(self, admission: Admission) -> int:
-        """Returns the number of groups that can train within the window; see `room_within`."""
-        return room_within(self._window, admission)
+        """Returns the number of groups that can train within the window; see `room_within`.
+
+        Ungated, as many as there are places, but none while engines serve weights that are too old.
+        """
+        if self._gated:
+            return room_within(self._window, admission)
+        lag = admission.trainer_version - admission.rollout_version
+        return _ALL if lag <= self._window else 0
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
         """Up to `count` eligible groups, in the sampler's order. Looks at no other group."""
@@ -192,14 +253,19 @@ class WindowedSampler:
         stale = itertools.takewhile(lambda each: version - each > self._window, ready.versions())
         return [held for each in stale for held in ready.of_version(each)]
 
+    def abort(self, ready: Ready, *, version: int) -> Sequence[Generating]:
+        """All groups that weights before the window began, where `abort_stale` is set."""
+        return list(ready.generating_before(version - self._window)) if self._abort_stale else ()
+
 
 class StrictSampler(WindowedSampler):
     """The on-policy sampler: trains only groups of the weights that are being trained."""
 
     name = "strict"
 
-    def __init__(self) -> None:
-        super().__init__(max_staleness=0)
+    def __init__(self, *, gated: bool = True, abort_stale: bool = False) -> None:
+        """See `WindowedSampler`."""
+        super().__init__(max_staleness=0, gated=gated, abort_stale=abort_stale)
 
 
 class InOrderSampler:
@@ -316,7 +382,9 @@ def _check_sampler(path: str, sampler: Any) -> None:
             f"sampler {path!r} is no sampler: it has no {', '.join(missing)}; see "
             "megatron_idempotent.controller.protocol.Sampler"
         )
-    for method in _METHODS:
+    if hasattr(sampler, "abort") and not callable(sampler.abort):
+        raise SettingsError(f"sampler {path!r} has abort {sampler.abort!r}; allowed: a method")
+    for method in (*_METHODS, *(["abort"] if hasattr(sampler, "abort") else [])):
         _check_arguments(path, method, getattr(sampler, method))
     window = sampler.max_staleness
     if not (isinstance(sampler.name, str) and sampler.name):
@@ -330,7 +398,9 @@ def _check_sampler(path: str, sampler: Any) -> None:
 
 
 def _check_arguments(path: str, method: str, bound: Callable[..., Any]) -> None:
-    wanted = list(inspect.signature(getattr(Sampler, method)).parameters.values())[1:]  # no self
+    wanted = list(inspect.signature(getattr(AbortingSampler, method)).parameters.values())[
+        1:
+    ]  # no self
     positional = [each.name for each in wanted if each.kind is each.POSITIONAL_OR_KEYWORD]
     named = {each.name: None for each in wanted if each.kind is each.KEYWORD_ONLY}
     try:

@@ -10,6 +10,9 @@ from megatron_idempotent.settings import Field, settings
 from .protocol import LogprobsOf, Sampler
 from .samplers import asked
 
+# As many prompts as the asynchronous trainer's step has.
+_GROUPS = 32
+
 LogprobsAsked = Literal["policy", "reference", "both", "none"]
 
 
@@ -17,21 +20,27 @@ LogprobsAsked = Literal["policy", "reference", "both", "none"]
 class ControllerSettings:
     """Sizes and limits. An outer step ends with new weights for the engines.
 
+    `target_groups` and `train_global_batch_size` follow each other where one of them is 0: an outer
+    step has then one optimizer step. Where both are, it has 32 groups.
+
     Example: `ControllerSettings(target_groups=16, group_size=16, train_global_batch_size=256)`.
     Errors: `SettingsError` with a line for every keyword that is unknown, missing or out of range.
     """
 
-    target_groups: int = Field(ge=1)
-    """Groups of one outer step."""
+    target_groups: int = Field(default=0, ge=0)
+    """Groups of one outer step; 0 for those of one optimizer step."""
     group_size: int = Field(ge=1)
     """Samples per prompt."""
-    train_global_batch_size: int = Field(ge=1)
-    """Sequences of one optimizer step."""
+    train_global_batch_size: int = Field(default=0, ge=0)
+    """Sequences of one optimizer step; 0 for those of one outer step."""
     logprobs: LogprobsAsked = "none"
     """Log-probs that are computed per group before its advantages."""
     groups_per_call: int = Field(default=1, ge=1)
     """Groups that are handed to the policy at once, where as many are there: more of them make
     better use of a device, one by one they train sooner."""
+    min_groups_per_call: int = Field(default=1, ge=1)
+    """Groups that have to be there before any are handed over, but for the rest of a step: with
+    more, fewer calls use the device better, and an optimizer step begins later."""
     capacity: int = Field(default=0, ge=0)
     """Groups that may be generating or complete at once, besides those of the open step; 0 for
     what the sampler needs."""
@@ -61,6 +70,7 @@ class ControllerSettings:
     run is drained."""
 
     def __post_init__(self) -> None:
+        self._fill_in_sizes()
         longest = self.group_attempts * self.group_timeout_s
         if self.stall_s <= longest:
             raise ValueError(
@@ -78,6 +88,11 @@ class ControllerSettings:
                 f"groups_per_call is {self.groups_per_call}; allowed: up to the "
                 f"{self.groups_per_step} groups of an optimizer step"
             )
+        if self.min_groups_per_call > self.groups_per_call:
+            raise ValueError(
+                f"min_groups_per_call is {self.min_groups_per_call}; allowed: up to "
+                f"groups_per_call, which is {self.groups_per_call}"
+            )
         if self.target_groups % self.groups_per_step:
             raise ValueError(
                 f"target_groups is {self.target_groups} and an optimizer step has "
@@ -85,6 +100,13 @@ class ControllerSettings:
                 f"{self.train_global_batch_size} / group_size {self.group_size}); allowed: whole "
                 "optimizer steps in an outer step"
             )
+
+    def _fill_in_sizes(self) -> None:
+        groups = self.target_groups or self.train_global_batch_size // self.group_size
+        if not self.train_global_batch_size:
+            groups = groups or _GROUPS
+            object.__setattr__(self, "train_global_batch_size", groups * self.group_size)
+        object.__setattr__(self, "target_groups", groups)
 
     @property
     def groups_per_step(self) -> int:

@@ -130,7 +130,8 @@ class RolloutEngine(Protocol):
         again, once it is committed, is a no-op (the buckets are not read).
         Errors: `UpdateRefused` for a version not above the engine's own, a base that is not what it
             serves, or another update being staged at this moment; `UpdateMismatch` and
-            `UpdateDamaged` for tensors that do not fit or did not arrive as they were sent. After
+            `UpdateDamaged` for tensors that do not fit or did not arrive as they were sent;
+            `EngineUnsupported` for scales of a key-value cache that it does not keep in FP8. After
             any of them nothing is staged, and what is served has not changed.
         """
         ...
@@ -192,3 +193,15 @@ class EngineTimeout(EngineError):
 
 class EngineUnsupported(EngineError):
     """The engine, as it was started, lacks what was asked for; the message says how to get it."""
+
+
+def refuse_kv_scales(engine: str, update: WeightUpdate, why: str) -> None:
+    """Errors: `EngineUnsupported` for an update with scales, of an engine that has none.
+
+    Example: `refuse_kv_scales("engine-0", update, "its key-value cache is not FP8")`.
+    """
+    if update.kv_scales is not None:
+        raise EngineUnsupported(
+            f"engine {engine}: update {update.id} brings {len(update.kv_scales)} kv_scales, and "
+            f"{why}; leave kv_scales out"
+        )

@@ -39,7 +39,8 @@ class SimulationReport:
     filtered_tokens: int
     """Tokens of groups of no use."""
     lost_tokens: float
-    """Tokens of requests without an answer: an engine died, or the run ended."""
+    """Tokens of requests without an answer: an engine died, their group was aborted, or the run
+    ended."""
     engine_idle: float
     """Share of all engines' seconds in which none of their requests drew a token."""
     trainer_idle: float
@@ -141,6 +142,7 @@ ROWS: tuple[tuple[str, Callable[[SimulationReport], str]], ...] = (
     ("trained", lambda r: str(r.counts["trained"])),
     ("filtered", lambda r: str(r.counts["filtered"])),
     ("evicted", lambda r: str(r.counts["evicted"])),
+    ("of them aborted", lambda r: str(r.counts["aborted"])),
     ("running", lambda r: str(r.counts["running"])),
     ("conserved", lambda r: "yes" if r.conserved else "NO"),
     ("faults, restores", lambda r: f"{len(r.faults)}, {r.restores}"),

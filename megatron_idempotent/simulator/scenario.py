@@ -78,6 +78,11 @@ class Scenario:
     """The window of windowed, and the lookahead of in_order."""
     order: str = "freshest"
     """Order in which windowed trains eligible groups: freshest or oldest."""
+    gated: bool = True
+    """Start only groups that can train within the window; else as many as capacity allows. For
+    windowed and strict."""
+    abort_stale: bool = False
+    """End the generation of groups that have become too old. For windowed and strict."""
     capacity: int = 0
     """Groups that are held at once; 0 for what the sampler needs."""
     concurrency: int = 0
@@ -86,6 +91,8 @@ class Scenario:
     """Log-probs that are computed per group."""
     groups_per_call: int = 1
     """Groups that are handed to the trainer at once, where as many are there."""
+    min_groups_per_call: int = 1
+    """Groups that have to be there before any are handed over."""
     length: AnyDistribution = dataclasses.field(
         default_factory=lambda: LogNormal(median=800, p99=6000)
     )
@@ -126,6 +133,7 @@ class Scenario:
             train_global_batch_size=self.groups_per_step * self.group_size,
             logprobs=self.logprobs,
             groups_per_call=self.groups_per_call,
+            min_groups_per_call=self.min_groups_per_call,
             capacity=self.capacity,
             concurrency=self.concurrency,
             **dataclasses.asdict(self.limits),
@@ -133,8 +141,10 @@ class Scenario:
 
     def make_sampler(self) -> Sampler:
         """The sampler. Errors: `SettingsError`."""
+        admission: dict[str, object] = {"gated": self.gated, "abort_stale": self.abort_stale}
         options: dict[str, dict[str, object]] = {
-            "windowed": {"max_staleness": self.staleness, "order": self.order},
+            "strict": admission,
+            "windowed": {"max_staleness": self.staleness, "order": self.order, **admission},
             "in_order": {"lookahead": self.staleness},
         }
         return load_sampler(self.sampler, **options.get(self.sampler, {}))

@@ -3,12 +3,23 @@
 from megatron_idempotent.lazy import naming_the_remedy
 
 with naming_the_remedy(__name__):
-    from .records import EngineOutcome, Outcome, SyncError, SyncFailed, SyncReport, SyncSettings
+    from .records import (
+        EngineOutcome,
+        Outcome,
+        Phase,
+        PhaseTimer,
+        SyncError,
+        SyncFailed,
+        SyncReport,
+        SyncSettings,
+    )
     from .weight_sync import WeightSync, follow
 
 __all__ = [
     "EngineOutcome",
     "Outcome",
+    "Phase",
+    "PhaseTimer",
     "SyncError",
     "SyncFailed",
     "SyncReport",

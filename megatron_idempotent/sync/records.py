@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol
 
 from megatron_idempotent.engines import PauseMode
+
+Phase = Literal["stage", "pause", "commit", "wake", "stamp", "resume", "settle"]
+"""A part of an update: see `WeightSync`; "wake" is of colocated engines, and "settle" what is done
+about those that failed."""
+
+
+class PhaseTimer(Protocol):
+    """Measures phases, such as NeMo-RL's `Timer`. Example: `with timer.time("stage"): …`."""
+
+    def time(self, phase: str) -> AbstractContextManager[object]:
+        """A context that lasts as long as the phase."""
+        ...
+
 
 Outcome = Literal["committed", "behind", "quarantined"]
 """The state of an engine after a sync: it serves the new version; it serves a known older one; or

@@ -7,6 +7,7 @@ weights that it had, or is quarantined and named; the others go on.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
@@ -15,7 +16,16 @@ from megatron_idempotent.engines import ColocatedEngine, EngineHealth, RolloutEn
 from megatron_idempotent.weights import Bucket, WeightSource, WeightUpdate
 
 from .fan_out import DeltaTracker, FanOut, Reader
-from .records import EngineOutcome, SyncError, SyncFailed, SyncReport, SyncSettings
+from .phases import Phases
+from .records import (
+    EngineOutcome,
+    Phase,
+    PhaseTimer,
+    SyncError,
+    SyncFailed,
+    SyncReport,
+    SyncSettings,
+)
 from .recovery import ask, attempts, bounded, given_up, resume, settle
 
 _Answer = TypeVar("_Answer")
@@ -28,7 +38,11 @@ class UpdateAttempt:
     """Example: `await one.stage(buckets); await one.switch(stamp); one.outcomes`."""
 
     def __init__(
-        self, engines: Sequence[RolloutEngine], update: WeightUpdate, settings: SyncSettings
+        self,
+        engines: Sequence[RolloutEngine],
+        update: WeightUpdate,
+        settings: SyncSettings,
+        phases: Phases,
     ) -> None:
         self.outcomes: dict[str, EngineOutcome] = {}
         self.pause_s = 0.0
@@ -38,13 +52,18 @@ class UpdateAttempt:
         self._staged = False
         self._update = update
         self._settings = settings
+        self._phases = phases
 
     async def stage(self, buckets: Iterator[Bucket]) -> None:
         """Bring the buckets to all engines, which keep serving. Raises only what the export does.
 
         The export runs to its end even where no engine wants it: other ranks take part in it.
         """
-        self._keep_good(await self._wake("weights"))
+        await self._in_phase("wake", self._wake("weights"))
+        with self._phases.time("stage"):
+            await self._stage(buckets)
+
+    async def _stage(self, buckets: Iterator[Bucket]) -> None:
         fan_out = FanOut(buckets, bucket_timeout_s=self._settings.bucket_timeout_s)
         readers = {engine.name: fan_out.reader() for engine in self._engines}
         staging = asyncio.gather(
@@ -66,16 +85,18 @@ class UpdateAttempt:
         """
         clock = asyncio.get_running_loop().time
         started = clock()
-        self._keep_good(await self._on_all(self._pause))
-        self._keep_good(await self._on_all(self._commit))
-        self._keep_good(await self._wake("kv_cache"))
+        await self._in_phase("pause", self._on_all(self._pause))
+        await self._in_phase("commit", self._on_all(self._commit))
+        await self._in_phase("wake", self._wake("kv_cache"))
         version = self._update.version
         if stamp is not None and self._engines:
-            try:
-                stamp(version, tuple(engine.name for engine in self._engines))
-            except Exception as error:  # noqa: BLE001 (the engines must be resumed first)
-                self.stamp_error = error
-        resumed = await self._on_all(lambda each: resume(each, version, "", self._settings))
+            with self._phases.time("stamp"):
+                try:
+                    stamp(version, tuple(engine.name for engine in self._engines))
+                except Exception as error:  # noqa: BLE001 (the engines must be resumed first)
+                    self.stamp_error = error
+        with self._phases.time("resume"):
+            resumed = await self._on_all(lambda each: resume(each, version, "", self._settings))
         for engine, outcome in zip(self._engines, resumed, strict=True):
             self.outcomes[engine.name] = outcome
         if self._engines:
@@ -88,6 +109,14 @@ class UpdateAttempt:
         self._keep_good([reason] * len(self._engines))
         await self._settle_failed()
 
+    async def _in_phase(self, phase: Phase, errors: Awaitable[Sequence[str]]) -> None:
+        """Go on with the engines that a phase has no error for."""
+        if phase == "wake" and not self._settings.colocated:
+            self._keep_good(await errors)
+            return
+        with self._phases.time(phase):
+            self._keep_good(await errors)
+
     def _keep_good(self, errors: Sequence[str]) -> None:
         """Go on with the engines that have no error."""
         judged = list(zip(self._engines, errors, strict=True))
@@ -95,12 +124,15 @@ class UpdateAttempt:
         self._engines = [engine for engine, error in judged if not error]
 
     async def _settle_failed(self) -> None:
-        settled = await asyncio.gather(
-            *(
-                settle(engine, self._update, why, self._settings, had_staged=had_staged)
-                for engine, why, had_staged in self._failed
+        if not self._failed:
+            return
+        with self._phases.time("settle"):
+            settled = await asyncio.gather(
+                *(
+                    settle(engine, self._update, why, self._settings, had_staged=had_staged)
+                    for engine, why, had_staged in self._failed
+                )
             )
-        )
         for (engine, *_), outcome in zip(self._failed, settled, strict=True):
             self.outcomes[engine.name] = outcome
         self._failed = []
@@ -211,6 +243,8 @@ class WeightSync:
         self._settings = settings or SyncSettings()
         self._stamp = stamp
         self._sent = DeltaTracker()
+        # Those of the last update that engines took: one that was started again has others.
+        self._kv_scales: Mapping[str, float] | None = None
         self._run = uuid.uuid4().hex[:8]
         self._running: int | None = None
         self._outcomes: dict[str, EngineOutcome] = {}
@@ -225,7 +259,13 @@ class WeightSync:
         return self._quarantined
 
     async def update(
-        self, source: WeightSource, version: int, *, changed_only: bool = False
+        self,
+        source: WeightSource,
+        version: int,
+        *,
+        changed_only: bool = False,
+        kv_scales: Mapping[str, float] | None = None,
+        timer: PhaseTimer | None = None,
     ) -> SyncReport:
         """Bring the source's weights to all engines as `version`.
 
@@ -237,12 +277,16 @@ class WeightSync:
             version: above that of every engine.
             changed_only: send only tensors whose bytes differ from those of the last update that
                 all engines took; everything where there is no such update.
+            kv_scales: scales of a key-value cache in FP8, which take effect with the weights; see
+                `WeightUpdate.kv_scales`. None for those of the last update that had any.
+            timer: is told of each phase; one that raises is not asked again in this update.
 
         Returns:
             What became of each engine.
 
         Raises:
             SyncError: another update is running.
+            ValueError: `kv_scales` that are none; nothing has begun.
             SyncFailed: no engine serves the version.
             Exception: the export's own error, as `source` raised it; no engine has changed. Or that
                 of `stamp`, after the engines were resumed.
@@ -254,11 +298,13 @@ class WeightSync:
             )
         self._running = version
         try:
-            report = await self._update(source, version, changed_only)
+            kv_scales = self._kv_scales if kv_scales is None else dict(kv_scales)
+            report = await self._update(source, version, changed_only, kv_scales, Phases(timer))
         finally:
             self._running = None
         if not report.named("committed"):
             raise SyncFailed(report)
+        self._kv_scales = kv_scales
         return report
 
     async def recover(self) -> Mapping[str, EngineHealth]:
@@ -274,16 +320,25 @@ class WeightSync:
                 await resume(engine, health.version, "", self._settings)
         return await self._ask_all()
 
-    async def _update(self, source: WeightSource, version: int, changed_only: bool) -> SyncReport:
+    async def _update(
+        self,
+        source: WeightSource,
+        version: int,
+        changed_only: bool,
+        kv_scales: Mapping[str, float] | None,
+        phases: Phases,
+    ) -> SyncReport:
         clock = asyncio.get_running_loop().time
         started = clock()
+        name = f"{self._run}/{version}"
+        update = WeightUpdate(id=name, version=version, kv_scales=kv_scales)
         healths = await self._ask_all()
         alive = [each for each in self._engines if healths[each.name].status != "DEAD"]
         base = self._sent.base(healths.values()) if changed_only else None
-        update = WeightUpdate(id=f"{self._run}/{version}", version=version, base_version=base)
+        update = dataclasses.replace(update, base_version=base)
         buckets = source.buckets(bucket_bytes=self._settings.bucket_bytes)
         passing = self._sent.passing(version, buckets, base)
-        one = UpdateAttempt(alive, update, self._settings)
+        one = UpdateAttempt(alive, update, self._settings, phases)
         self._sent.forget()
         try:
             await one.stage(passing.buckets())

@@ -62,6 +62,13 @@ class RankPolicy:
         outcomes: list[StepOutcome] = await self._call("finish", step_id)
         return outcomes[0]
 
+    async def train(self, step_id: str, batch: Batch) -> StepOutcome:
+        """A whole optimizer step over the batch's rows, in one call of the ranks."""
+        outcomes: list[StepOutcome] = await self._call(
+            "train", step_id, per_rank=_shares(batch, self._ranks.size)
+        )
+        return outcomes[0]
+
     async def abort(self, step_id: str | None = None) -> None:
         """Undo an open step; one that was never begun is none."""
         await self._call("abort", step_id)
@@ -117,6 +124,20 @@ class PolicyWorker(Exports):
         return StepOutcome(
             updated=result.updated, tokens=int(result.global_valid_tokens), metrics=metrics
         )
+
+    def train(self, step_id: str, batch: Batch) -> StepOutcome:
+        """A whole optimizer step over this rank's rows. Sent again, it is not made twice; where it
+        raises, it is undone on all ranks.
+        """
+        self.begin(step_id)
+        try:
+            if self._policy.open_step_id == step_id:  # else it was made, and is asked for again
+                self.microbatch(step_id, f"{step_id}/0", True, batch)
+            return self.finish(step_id)
+        except Exception:
+            # All ranks come here: the others hear of a failure where they would wait for this one.
+            self._policy.abort()
+            raise
 
     def abort(self, step_id: str | None) -> None:
         """Undo the open step, whichever it is: the controller has one at a time."""

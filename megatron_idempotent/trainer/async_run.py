@@ -53,8 +53,11 @@ from .rewards import Evaluation, GrpoRecipe, PromptStream, RequestMaker, Scorer
 def make_sampler(config: Config) -> Sampler:
     """The sampler that the configuration names. Errors: `ConfigError`."""
     controller = config.controller
+    admission = {"gated": controller.gated, "abort_stale": controller.abort_stale}
+    window = {"max_staleness": controller.max_staleness, "order": controller.order}
     options: dict[str, dict[str, Any]] = {
-        "windowed": {"max_staleness": controller.max_staleness, "order": controller.order},
+        "strict": admission,
+        "windowed": {**window, **admission},
         "in_order": {"lookahead": controller.max_staleness},
     }
     import_from_here()
@@ -83,6 +86,7 @@ def make_settings(config: Config) -> ControllerSettings:
             train_global_batch_size=config.global_batch_size,
             logprobs=asked,  # type: ignore[arg-type] # one of the four
             groups_per_call=controller.groups_per_call or max(groups_per_step // 2, 1),
+            min_groups_per_call=controller.min_groups_per_call,
             capacity=controller.capacity,
             concurrency=controller.concurrency,
             step_attempts=controller.step_attempts,

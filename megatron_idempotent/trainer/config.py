@@ -248,6 +248,11 @@ class ControllerConfig:
     windowed and in_order."""
     order: Literal["freshest", "oldest"] = "oldest"
     """Groups that windowed takes first."""
+    gated: bool = True
+    """Start only groups that can train within the window; if not, as many as capacity allows, and
+    more of them are thrown away; for windowed and strict."""
+    abort_stale: bool = False
+    """End the generation of groups that have become too old to train; for windowed and strict."""
     capacity: int = Field(default=0, ge=0)
     """Groups that may be generating or complete at once; 0 for what the sampler needs."""
     concurrency: int = Field(default=0, ge=0)
@@ -255,6 +260,8 @@ class ControllerConfig:
     groups_per_call: int = Field(default=0, ge=0)
     """Groups that are handed to the ranks at once, where as many are there; 0 for half of an
     optimizer step's."""
+    min_groups_per_call: int = Field(default=1, ge=1)
+    """Groups that have to be there before any are handed over, but for the rest of a step."""
     drop_tied: bool = False
     """Leave out groups whose rewards are all equal; others are sampled in their place."""
     cluster: Literal["embedded", "torchrun", "ray"] = "embedded"

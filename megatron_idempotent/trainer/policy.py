@@ -120,6 +120,11 @@ class MegatronPolicy:
             ]
         )
 
+    @property
+    def open_step_id(self) -> str | None:
+        """The id of the step that is open; None between two steps."""
+        return self._step.open_step_id
+
     def begin(self, step_id: str | None = None, *, rank_batch_size: int | None = None) -> str:
         """Open an optimizer step; see `TrainStep.begin`, as for the others."""
         return self._step.begin(

@@ -115,6 +115,28 @@ class TensorInfo:
         return cls(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
 
 
+def check_kv_scales(kv_scales: Mapping[str, float]) -> None:
+    """Errors: `ValueError` for what is no scale of a cache, naming all that are not."""
+    wrong = [
+        f"{name} is {value!r}"
+        for name, value in kv_scales.items()
+        if isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 < value < float("inf")
+    ]
+    if wrong:
+        raise ValueError(
+            f"kv_scales are numbers above 0, and {'; '.join(wrong[:5])}; a tensor's is `.item()`"
+        )
+    suffixes = (".k_scale", ".v_scale", ".q_scale")
+    unknown = [name for name in kv_scales if not name.endswith(suffixes)]
+    if unknown or not kv_scales:
+        raise ValueError(
+            f"kv_scales has names {unknown[:5]} of {len(kv_scales)}; give at least one, each ends "
+            f"in {', '.join(suffixes)}"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUpdate:
     """One version of the weights, to be staged and committed under one id.
@@ -127,8 +149,13 @@ class WeightUpdate:
     """The trainer's version of the weights. Engines refuse one that is not above their own."""
     base_version: int | None = None
     """The version that tensors which are not sent are taken from; None where all are sent."""
+    kv_scales: Mapping[str, float] | None = dataclasses.field(default=None, hash=False)
+    """Scales of a key-value cache in FP8, by name, such as `model.layers.0.self_attn.k_scale`: a
+    cached key is key ÷ scale. They take effect with the weights. None leaves those in use."""
 
     def __post_init__(self) -> None:
+        if self.kv_scales is not None:
+            check_kv_scales(self.kv_scales)
         if not self.id:
             raise ValueError("WeightUpdate() got an empty id: engines tell updates apart by it")
         if self.version < 0:

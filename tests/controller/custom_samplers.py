@@ -56,6 +56,15 @@ class Perhaps(NewestIds):
     drains = "no"
 
 
+class AbortsNothing(NewestIds):
+    abort = True
+
+
+class AbortsWithout(NewestIds):
+    def abort(self, ready):
+        return ()
+
+
 class Answers(FirstReadySampler):
     """Says what it is told to say."""
 

@@ -12,7 +12,11 @@ import random
 
 from megatron_idempotent.controller.buffer import GroupBuffer
 from megatron_idempotent.controller.protocol import Admission
-from megatron_idempotent.controller.samplers import checked_evict, checked_select
+from megatron_idempotent.controller.samplers import (
+    checked_abort,
+    checked_evict,
+    checked_select,
+)
 
 
 class Deadlock(AssertionError):
@@ -46,7 +50,7 @@ class SampledRun:
     def steps(self, count):
         """Run until so many steps are made; what each of them trained."""
         while len(self.trained) < count:
-            every = (self.start, self.finish, self.train, self.publish)
+            every = (self.start, self.finish, self.train, self.publish, self.abort)
             moves = [move for move in every if move(look=True)]
             if not moves:
                 raise Deadlock(f"{self.buffer.counts} after {len(self.trained)} steps")
@@ -70,7 +74,7 @@ class SampledRun:
     def start(self, *, look):
         if look:
             return self.room() > 0
-        self.buffer.reserve(self.next_id)
+        self.buffer.reserve(self.next_id, version=self.rollout_version)
         self.started[self.next_id] = self.rollout_version
         self.next_id += 1
 
@@ -83,6 +87,14 @@ class SampledRun:
             self.buffer.drop(group_id, "filtered", "no spread")
         else:
             self.buffer.commit(group_id, version=version)
+
+    def abort(self, *, look):
+        stale = checked_abort(self.sampler, self.buffer.ready, version=self.trainer_version)
+        if look:
+            return stale
+        for group in stale:
+            self.buffer.drop(group.id, "evicted", "aborted")
+            del self.started[group.id]
 
     def train(self, *, look):
         """Take a group, or make the update of a step that has all of its groups."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from megatron_idempotent.controller.buffer import MOST_REASONS, GroupBuffer, GroupStateError
-from megatron_idempotent.controller.protocol import Counts, Held
+from megatron_idempotent.controller.protocol import Counts, Generating, Held
 
 id_lists = st.lists(group_ids, max_size=4)
 
@@ -23,16 +23,16 @@ class BufferMachine(RuleBasedStateMachine):
     def begin(self, capacity):
         self.buffer = GroupBuffer(capacity)
         self.capacity = capacity
-        self.generating, self.ready, self.leased, self.owed = set(), {}, {}, set()
-        self.gone = {"trained": 0, "filtered": 0, "evicted": 0}
-        self.submitted = self.arrivals = 0
+        self.generating, self.ready, self.leased, self.owed = {}, {}, {}, set()
+        self.gone = {"trained": 0, "filtered": 0, "evicted": 0, "aborted": 0}
+        self.submitted = self.arrivals = self.starts = 0
         self.reasons = {}
 
     def free(self):
         return max(self.capacity - len(self.generating) - len(self.ready), 0)
 
     def held(self):
-        return self.generating | set(self.ready) | set(self.leased)
+        return set(self.generating) | set(self.ready) | set(self.leased)
 
     def attempt(self, allowed, operation, *named):
         """Run it; whether it was allowed. One that is not names a group that it is about."""
@@ -46,13 +46,22 @@ class BufferMachine(RuleBasedStateMachine):
         assert (self.buffer.state(), self.buffer.counts) == before
         return False
 
-    @rule(group_id=group_ids)
-    def reserve(self, group_id):
+    @rule(group_id=group_ids, version=versions)
+    def reserve(self, group_id, version):
         allowed = group_id not in self.held() and self.free() > 0
-        if self.attempt(allowed, lambda: self.buffer.reserve(group_id), group_id):
-            self.generating.add(group_id)
+        operation = lambda: self.buffer.reserve(group_id, version=version)  # noqa: E731
+        if self.attempt(allowed, operation, group_id):
+            self.generating[group_id] = (self.starts, version)
             self.owed.discard(group_id)
             self.submitted += 1
+            self.starts += 1
+
+    @rule(group_id=group_ids, version=versions)
+    def renew(self, group_id, version):
+        allowed = group_id in self.generating
+        operation = lambda: self.buffer.renew(group_id, version=version)  # noqa: E731
+        if self.attempt(allowed, operation, group_id):
+            self.generating[group_id] = (self.generating[group_id][0], version)
 
     @rule(group_id=group_ids, version=versions)
     def commit(self, group_id, version):
@@ -61,7 +70,7 @@ class BufferMachine(RuleBasedStateMachine):
             assert held == Held(id=group_id, arrival=self.arrivals, version=version)
 
         if self.attempt(group_id in self.generating, operation, group_id):
-            self.generating.remove(group_id)
+            del self.generating[group_id]
             self.ready[group_id] = (self.arrivals, version)
             self.arrivals += 1
 
@@ -69,7 +78,7 @@ class BufferMachine(RuleBasedStateMachine):
     def rollback(self, group_id):
         allowed = group_id in self.generating
         if self.attempt(allowed, lambda: self.buffer.rollback(group_id), group_id):
-            self.generating.remove(group_id)
+            del self.generating[group_id]
             self.owed.add(group_id)
             self.submitted -= 1
 
@@ -81,9 +90,10 @@ class BufferMachine(RuleBasedStateMachine):
     def drop(self, group_id, outcome, reason):
         allowed = group_id in self.generating or group_id in self.ready
         if self.attempt(allowed, lambda: self.buffer.drop(group_id, outcome, reason), group_id):
-            self.generating.discard(group_id)
+            running = self.generating.pop(group_id, None) is not None
             self.ready.pop(group_id, None)
             self.gone[outcome] += 1
+            self.gone["aborted"] += running and outcome == "evicted"
             self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def move(self, ids, where, operation):
@@ -118,8 +128,9 @@ class BufferMachine(RuleBasedStateMachine):
         state = json.loads(json.dumps(self.buffer.state()))
         self.buffer = GroupBuffer.restored(state, self.capacity)
         self.submitted -= len(self.generating)
-        self.owed |= self.generating
-        self.generating = set()
+        self.owed |= set(self.generating)
+        self.generating = {}
+        self.starts = 0
         self.ready |= self.leased
         self.leased = {}
 
@@ -138,8 +149,8 @@ class BufferMachine(RuleBasedStateMachine):
         assert buffer.accepted == self.gone["trained"] + len(self.ready) + len(self.leased)
         assert buffer.free == self.free()
         assert buffer.generating_ids == tuple(sorted(self.generating))
-        assert buffer.unfinished_ids == tuple(sorted(self.generating | self.owed))
-        assert buffer.next_owed == min(self.owed - self.generating, default=None)
+        assert buffer.unfinished_ids == tuple(sorted(set(self.generating) | self.owed))
+        assert buffer.next_owed == min(self.owed - set(self.generating), default=None)
         assert all(buffer.holds(each) == (each in self.held()) for each in range(12))
 
     @invariant()
@@ -153,11 +164,22 @@ class BufferMachine(RuleBasedStateMachine):
         for version in range(6):
             expected = [held for held in ready if held.version == version]
             assert list(ready.of_version(version)) == expected
-        assert ready.lowest_unfinished == min(self.generating | self.owed, default=None)
+        assert ready.lowest_unfinished == min(set(self.generating) | self.owed, default=None)
         assert all(held in ready for held in groups)
         assert all(
             Held(id=i, arrival=a, version=v) not in ready for i, (a, v) in self.leased.items()
         )
+
+    @invariant()
+    def groups_that_are_being_generated_are_in_their_orders(self):
+        running = [Generating(id=i, started=s, version=v) for i, (s, v) in self.generating.items()]
+        by_start = sorted(running, key=lambda group: group.started)
+        assert list(self.buffer.ready.generating()) == by_start
+        for version in range(7):
+            older = [group for group in by_start if group.version < version]
+            oldest_first = sorted(older, key=lambda group: group.version)
+            assert list(self.buffer.ready.generating_before(version)) == oldest_first
+        assert all(group in self.buffer.generating for group in running)
 
 
 BufferMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
@@ -177,7 +199,8 @@ def test_a_group_goes_its_whole_way_and_leaves_nothing_behind():
         buffer.lease([group_id])
         buffer.trained([group_id])
     assert {name: vars(buffer)[name] for name in empty} == empty
-    assert vars(buffer.ready) == vars(GroupBuffer(1).ready)
+    kept = {**vars(buffer.ready), "_generating": list(buffer.ready.generating())}
+    assert kept == {**vars(GroupBuffer(1).ready), "_generating": []}
     assert len(json.dumps(buffer.state())) < 200
     assert buffer.counts.trained == 1000
 
@@ -191,6 +214,34 @@ def test_a_group_that_was_evicted_gives_its_place_back():
         buffer.drop(group_id, "evicted", "stale")
         assert buffer.free == 1
     assert buffer.reasons == {"stale": 3}
+
+
+def test_groups_that_were_aborted_count_as_evicted_and_do_so_after_a_resume():
+    buffer = filled([(0, None), (1, 0), (2, None)])
+    buffer.drop(0, "evicted", "aborted")
+    buffer.drop(1, "evicted", "stale")
+    buffer.drop(2, "filtered", "failed")
+    state = buffer.state()
+    for counts in (buffer.counts, GroupBuffer.restored(state, 4).counts):
+        assert (counts.evicted, counts.aborted, counts.filtered) == (2, 1, 1)
+        assert counts.conserved
+    # One from before groups could be aborted.
+    del state["counts"]["aborted"]
+    assert GroupBuffer.restored(state, 4).counts.aborted == 0
+
+
+def test_a_group_that_is_tried_again_keeps_its_place_and_gets_the_newer_version():
+    buffer = GroupBuffer(3)
+    for group_id, version in ((4, 1), (2, 1), (3, 2)):
+        buffer.reserve(group_id, version=version)
+    buffer.renew(4, version=2)
+    assert [(each.id, each.version) for each in buffer.ready.generating()] == [
+        (4, 2),
+        (2, 1),
+        (3, 2),
+    ]
+    assert [each.id for each in buffer.ready.generating_before(3)] == [2, 4, 3]
+    assert [each.id for each in buffer.ready.generating_before(2)] == [2]
 
 
 def test_a_group_that_was_given_back_is_as_early_as_before():
@@ -246,6 +297,7 @@ def test_leased_groups_are_ready_behind_a_resume(groups):
             lambda b: b.reserve(9),
             "no place for group 9: 2 groups are generating or ready, and capacity is 2",
         ),
+        (lambda b: b.renew(2, version=0), "group 2 is ready, and has to be generating to renew it"),
         (lambda b: b.commit(2, version=0), "group 2 is ready, and has to be generating to commit"),
         (lambda b: b.commit(9, version=0), r"group 9 is not in the buffer \(not reserved, or gone"),
         (lambda b: b.rollback(3), "group 3 is leased, and has to be generating to roll it back"),
@@ -283,6 +335,10 @@ def test_only_known_outcomes_and_capacities_are_taken():
     [
         ({"counts": {"trained": 1}}, "KeyError: 'filtered'"),
         ({"counts": None}, "TypeError"),
+        (
+            {"counts": {"trained": 1, "filtered": 0, "evicted": 1, "aborted": -1}},
+            "-1 is not a count",
+        ),
         ({"arrivals": -1}, "-1 is not a count, an id or a version"),
         ({"arrivals": True}, "True is not a count"),
         ({"arrivals": 1}, "arrival 1 is not below the next one, 1"),

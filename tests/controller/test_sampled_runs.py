@@ -18,8 +18,14 @@ seeds = st.integers(0, 2**32)
 sizes = st.integers(1, 4)
 some_useless = st.frozensets(st.integers(0, 60), max_size=25)
 samplers = st.one_of(
-    st.builds(WindowedSampler, st.integers(0, 3), st.sampled_from(["freshest", "oldest"])),
-    st.builds(StrictSampler),
+    st.builds(
+        WindowedSampler,
+        st.integers(0, 3),
+        st.sampled_from(["freshest", "oldest"]),
+        gated=st.booleans(),
+        abort_stale=st.booleans(),
+    ),
+    st.builds(StrictSampler, gated=st.booleans(), abort_stale=st.booleans()),
     st.builds(FirstReadySampler),
     st.builds(InOrderSampler, st.integers(0, 3)),
 )
@@ -52,6 +58,7 @@ def test_a_run_with_the_required_capacity_always_goes_on(
 
 ALL = [
     StrictSampler(),
+    WindowedSampler(1, gated=False, abort_stale=True),
     FirstReadySampler(),
     WindowedSampler(2),
     WindowedSampler(2, order="oldest"),
@@ -128,6 +135,21 @@ def test_first_ready_has_no_bound_of_staleness_and_strict_has_none_at_all():
     strict = SampledRun(StrictSampler(), groups_per_step=2, capacity=9, seed=1)
     strict.steps(30)
     assert strict.worst == 0
+
+
+def test_groups_beyond_the_window_are_aborted_and_steps_take_those_of_their_window():
+    aborted = []
+    for seed in range(20):
+        run = SampledRun(
+            WindowedSampler(1, gated=seed % 2 == 0, abort_stale=True),
+            groups_per_step=2,
+            capacity=8,
+            seed=seed,
+        )
+        run.steps(20)
+        assert run.worst <= 1
+        aborted.append(run.buffer.counts.aborted)
+    assert min(aborted[1::2]) > 0
 
 
 def test_a_group_beyond_the_window_is_evicted_and_another_takes_its_place():

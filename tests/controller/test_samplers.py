@@ -8,6 +8,7 @@ from custom_samplers import Answers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_idempotent.controller.buffer import GroupBuffer
 from megatron_idempotent.controller.protocol import Admission, Held, Sampler
 from megatron_idempotent.controller.samplers import (
     FirstReadySampler,
@@ -15,6 +16,7 @@ from megatron_idempotent.controller.samplers import (
     SamplerError,
     StrictSampler,
     WindowedSampler,
+    checked_abort,
     checked_evict,
     checked_select,
     load_sampler,
@@ -119,6 +121,38 @@ def test_selecting_looks_at_no_more_groups_than_it_needs(sampler):
     assert ready.looked_at == len(stale)
 
 
+@given(contents, windows, versions)
+def test_windowed_aborts_what_no_step_would_take_once_it_is_complete(groups, window, version):
+    # Here a group's version is that of its start; those with none start with version 3.
+    buffer = GroupBuffer(len(groups) + 1)
+    for group_id, started_with in groups:
+        buffer.reserve(group_id, version=3 if started_with is None else started_with)
+    running = list(buffer.ready.generating())
+    stale = [each for each in running if version - each.version > window]
+    aborting = WindowedSampler(window, abort_stale=True)
+    found = checked_abort(aborting, buffer.ready, version=version)
+    assert set(found) == set(stale)
+    assert checked_abort(WindowedSampler(window), buffer.ready, version=version) == ()
+    assert checked_abort(FirstReadySampler(), buffer.ready, version=version) == ()
+
+
+def test_a_window_without_a_gate_lets_all_start_that_could_train_in_it():
+    def admission(trainer_version):
+        return Admission(
+            rollout_version=2,
+            trainer_version=trainer_version,
+            groups_per_step=4,
+            accepted=1000,
+            running=200,
+        )
+
+    sampler = WindowedSampler(1, gated=False)
+    assert WindowedSampler(1).room(admission(3)) == 0
+    assert sampler.room(admission(3)) > 10**6
+    assert sampler.room(admission(4)) == 0
+    assert sampler.required_capacity(4) == WindowedSampler(1).required_capacity(4)
+
+
 def test_room_is_what_can_train_within_the_window():
     admission = Admission(
         rollout_version=2, trainer_version=3, groups_per_step=4, accepted=14, running=2
@@ -165,9 +199,13 @@ def test_samplers_are_loaded_by_name_or_by_path():
             "'size'; its options: max_staleness: ",
         ),
         ("windowed", {}, "missing a required argument: 'max_staleness'; its options: max_stal"),
-        ("strict", {"max_staleness": 1}, "sampler strict: .* its options: none"),
+        ("strict", {"max_staleness": 1}, "sampler strict: .* its options: gated: "),
         ("windowed", {"max_staleness": -1}, "max_staleness is -1; allowed: 0 or more versions"),
         ("windowed", {"max_staleness": True}, "max_staleness is True; allowed"),
+        ("windowed", {"max_staleness": 1, "gated": 1}, "gated is 1; allowed: true or false"),
+        ("strict", {"abort_stale": "no"}, "abort_stale is 'no'; allowed: true or false"),
+        ("custom_samplers:AbortsNothing", {}, "has abort True; allowed: a method"),
+        ("custom_samplers:AbortsWithout", {}, "abort is called with .ready, version., the last 1"),
         ("in_order", {"lookahead": 1.5}, r"lookahead is 1\.5; allowed: 0 or more"),
         ("windowed", {"max_staleness": 1, "order": "best"}, "allowed: freshest, oldest"),
         ("custom_samplers:NewestIds", {"size": 1}, "'size'; its options: places=3, shift=0"),

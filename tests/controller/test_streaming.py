@@ -218,6 +218,11 @@ def test_settings_that_cannot_work_are_refused():
         ({"logprobs": "old"}, "logprobs is 'old'; allowed: policy or reference or both or none"),
         ({"stall_s": 100.0}, "stall_s is 100 and a group may take 900 s"),
         ({"drain_s": float("nan")}, "drain_s is nan; allowed: above 0"),
+        (
+            {"min_groups_per_call": 3, "groups_per_call": 2},
+            "min_groups_per_call is 3; allowed: up to groups_per_call, which is 2",
+        ),
+        ({"min_groups_per_call": 0}, "min_groups_per_call is 0; allowed: 1 or more"),
         ({"groups_per_call": 5}, "groups_per_call is 5; allowed: up to the 4 groups"),
         ({"stal_s": 9}, "unknown key stal_s (value 9); did you mean stall_s?"),
         ({"restarts": -1, "step_attempts": 0}, "restarts is -1; allowed: 0 or more"),
@@ -226,13 +231,29 @@ def test_settings_that_cannot_work_are_refused():
         with pytest.raises(SettingsError) as caught:
             settings(**changed)
         assert said in str(caught.value).splitlines() or str(caught.value).startswith(said)
-    with pytest.raises(SettingsError, match="target_groups is missing; give a whole number"):
+    with pytest.raises(SettingsError, match="group_size is missing; give a whole number"):
         ControllerSettings()
     with pytest.raises(SettingsError, match="capacity is 8; allowed: 12 or more"):
         settings(capacity=8).checked_capacity(WindowedSampler(2))
     with pytest.raises(SettingsError, match="the last one's groups are 1 versions old"):
         settings().checked_capacity(StrictSampler())
     assert settings().checked_capacity(WindowedSampler(2)) == 12
+
+
+def test_sizes_that_are_not_given_follow_from_those_that_are():
+    def sizes(**given):
+        found = ControllerSettings(group_size=4, **given)
+        assert found.minibatches == found.target_groups // (found.train_global_batch_size // 4)
+        return found.target_groups, found.train_global_batch_size, found.minibatches
+
+    assert sizes() == (32, 128, 1)
+    assert sizes(target_groups=6) == (6, 24, 1)
+    assert sizes(train_global_batch_size=16) == (4, 16, 1)
+    assert sizes(target_groups=8, train_global_batch_size=16) == (8, 16, 2)
+    with pytest.raises(SettingsError, match="train_global_batch_size is 2 and group_size is 4"):
+        sizes(train_global_batch_size=2)
+    with pytest.raises(SettingsError, match="target_groups is -1; allowed: 0 or more"):
+        sizes(target_groups=-1)
 
 
 def test_a_checkpoint_goes_on_where_it_was_written():

@@ -11,7 +11,7 @@ from contract_base import buckets, cut, listed, next_update
 from contract_updates import UpdatesContract
 from tiny import read_weights
 
-from megatron_idempotent.engines import EngineError
+from megatron_idempotent.engines import EngineError, EngineUnsupported
 from megatron_idempotent.weights import Bucket, UpdateDamaged, UpdateMismatch, UpdateRefused
 
 
@@ -33,6 +33,18 @@ class RefusalsContract(UpdatesContract):
                     await engine.commit(update.id)
                 await engine.resume()
             await self.unchanged(engine, old, version)
+
+        self.run(old, scenario)
+
+    def test_scales_of_a_cache_that_is_not_in_fp8_are_refused(self, old, new):
+        async def scenario(engine):
+            version = (await engine.health()).version
+            scales = {"model.layers.0.self_attn.k_scale": 0.5}
+            update = dataclasses.replace(await next_update(engine), kv_scales=scales)
+            with pytest.raises(EngineUnsupported, match=r"kv_scales.*leave kv_scales out"):
+                await engine.stage(update, buckets(read_weights(new)))
+            await self.unchanged(engine, old, version)
+            assert await self.switch(engine, new) > version
 
         self.run(old, scenario)
 

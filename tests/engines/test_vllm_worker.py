@@ -30,7 +30,13 @@ class Worker:
     def __init__(self, directory: Path) -> None:
         self.sender = DiskSender(directory)
         infos = [TensorInfo.of(name, tensor) for name, tensor in OLD.items()]
-        self.inbox = Inbox(rank=0, expected=lambda: infos, checkpoint=lambda: OLD)
+        self.checked: list[Any] = []
+        self.inbox = Inbox(
+            rank=0,
+            expected=lambda: infos,
+            checkpoint=lambda: OLD,
+            check_scales=self.checked.append,
+        )
 
     def tell(self, do: str, **command: Any) -> dict[str, Any]:
         return self.inbox.answer({"do": do, **command})
@@ -244,3 +250,24 @@ def test_an_update_brings_the_tensors_of_the_checkpoint_in_the_type_computed_in(
 def test_a_checkpoint_without_safetensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"has no \*\.safetensors"):
         expected_tensors(tmp_path, dtype=torch.float32)
+
+
+def test_scales_are_checked_when_an_update_opens_and_given_out_until_it_is_served(
+    worker: Worker,
+) -> None:
+    scales = {"layers.0.k_scale": 0.5}
+    worker.stage(WeightUpdate(id="u", version=1, kv_scales=scales), NEW)
+    assert worker.checked == [scales]
+    assert worker.inbox.loaded_scales is None
+    worker.inbox.began()
+    worker.inbox.to_load("u", restore=False)
+    assert worker.inbox.loaded_scales == scales
+    worker.inbox.failed(RuntimeError("out of memory"))
+    assert (worker.inbox.loaded_scales, bool(worker.inbox.dirty)) == (None, True)
+    worker.commit("u")
+    assert (worker.inbox.loaded_scales, worker.inbox.dirty) == (None, "")
+    worker.stage(WeightUpdate(id="v", version=2), OLD)
+    worker.inbox.began()
+    worker.inbox.to_load("v", restore=False)
+    assert worker.inbox.loaded_scales is None
+    assert worker.checked == [scales]

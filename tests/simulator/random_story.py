@@ -104,11 +104,18 @@ def some_story(chance: random.Random) -> Story:
         )
         legs.append(leg)
     lost = chance.choice([(), (), (chance.uniform(0, 60),)])
+    evaluate, drain_s = chance.choice(["", "all", "due"]), chance.choice([0.2, 5.0, 30.0])
+    scenario = dataclasses.replace(
+        scenario,
+        gated=chance.random() < 0.7,
+        abort_stale=chance.random() < 0.5,
+        min_groups_per_call=chance.randint(1, scenario.groups_per_call),
+    )
     return Story(
         scenario=scenario,
         legs=tuple(legs),
-        evaluate=chance.choice(["", "all", "due"]),
-        drain_s=chance.choice([0.2, 5.0, 30.0]),
+        evaluate=evaluate,
+        drain_s=drain_s,
         lost_in_export=lost,
     )
 

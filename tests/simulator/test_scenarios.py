@@ -113,6 +113,10 @@ def test_sections_distributions_and_faults_come_out_of_toml(tmp_path: Path) -> N
         ("logprobs=all", "logprobs is 'all'; allowed: policy"),
         ("sampler=psychic", "sampler is 'psychic'"),
         ("capacity=3", "capacity is 3; allowed: 32 or more"),
+        (
+            "min_groups_per_call=2",
+            "min_groups_per_call is 2; allowed: up to groups_per_call, which",
+        ),
         ("limits.step_attempts=0", "step_attempts is 0; allowed: 1 or more"),
         ("engine.step_s=-1", "engine.step_s is -1; allowed: 0 or more"),
         ("tokens_per_entry=40000", "tokens_per_entry is 40000; allowed: up to most_tokens"),

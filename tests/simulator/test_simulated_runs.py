@@ -29,6 +29,10 @@ from megatron_idempotent.simulator.trainer import TrainCosts
         {"sampler": "in_order", "staleness": 2},
         {"sampler": "windowed", "groups_per_call": 4, "logprobs": "both"},
         {"sampler": "windowed", "filtered": 0.3},
+        {"sampler": "windowed", "gated": False, "capacity": 40},
+        {"sampler": "windowed", "abort_stale": True, "staleness": 1},
+        {"sampler": "strict", "gated": False, "capacity": 20, "abort_stale": True},
+        {"sampler": "windowed", "groups_per_call": 4, "min_groups_per_call": 3},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
@@ -65,6 +69,29 @@ def test_evicted_tokens_are_those_of_groups_that_came_too_late() -> None:
     in_order, _ = run(sampler="in_order", length=LogNormal(median=200, p99=3000))
     assert in_order.counts["evicted"] == in_order.wasted == 0
     assert simulation.plane.clears == report.counts["trained"] + report.counts["evicted"]
+
+
+def test_groups_that_are_aborted_give_their_slots_back_to_those_that_can_train() -> None:
+    tail = {"staleness": 1, "length": LogNormal(median=200, p99=3000)}
+    kept, _ = run(**tail)
+    report, simulation = run(**tail, abort_stale=True)
+    assert report.counts["aborted"] > 0 == kept.counts["aborted"]
+    assert report.counts["evicted"] >= report.counts["aborted"]
+    # Their tokens are not drawn to the end, and what is not drawn leaves time to others.
+    assert report.generated_tokens < kept.generated_tokens
+    assert report.measured_s < kept.measured_s
+    assert max(report.staleness) <= 1
+    assert simulation.recorder.last["rollouts/aborted"] == report.counts["aborted"]
+
+
+def test_without_a_gate_engines_are_never_short_of_work() -> None:
+    slow = {"train": TrainCosts(token_s=5e-3, finish_s=0.5), "capacity": 48}
+    gated, _ = run(**slow)
+    report, _ = run(**slow, gated=False)
+    assert report.counts["submitted"] > gated.counts["submitted"]
+    assert report.engine_idle < gated.engine_idle
+    assert report.wasted > gated.wasted
+    assert max(report.staleness) <= 2
 
 
 def test_a_trainer_that_is_the_bottleneck_is_never_idle_once_it_runs() -> None:

@@ -20,6 +20,7 @@ from megatron_idempotent.engines import (
     Request,
     Sample,
 )
+from megatron_idempotent.engines.protocol import refuse_kv_scales
 from megatron_idempotent.sync import SyncSettings
 from megatron_idempotent.weights import Bucket, Staging, TensorInfo, UpdateRefused, WeightUpdate
 
@@ -104,6 +105,8 @@ class MemoryEngine:
         self.version: int | None = 0
         self.paused = self.dirty = self.dead = False
         self.served: list[int] = []
+        self.fp8_cache = False
+        self.kv_scales: dict[str, float] = {}
         self._committed_id = ""
         self._staged: tuple[WeightUpdate, dict[str, torch.Tensor]] | None = None
         self._before: tuple[int | None, dict[str, torch.Tensor]] | None = None
@@ -161,6 +164,8 @@ class MemoryEngine:
         await self._call("stage", "before")
         if update.id == self._committed_id:
             return
+        if not self.fp8_cache:
+            refuse_kv_scales(self.name, update, "it has no cache")
         self._staged = None
         if self.version is not None and update.version <= self.version:
             raise UpdateRefused(f"engine {self.name} has version {self.version}")
@@ -192,6 +197,7 @@ class MemoryEngine:
             if name == "b":
                 await self._call("commit", "middle")
         self.dirty, self.version = False, update.version
+        self.kv_scales = dict(update.kv_scales or self.kv_scales)
         self._committed_id, self._staged = update_id, None
         await self._call("commit", "behind")
         return update.version

@@ -3,6 +3,7 @@ a run in which nothing did, bit for bit."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal
@@ -11,17 +12,19 @@ import sys
 import time
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")  # comes with the extra `trainer`
 
 from async_cases import LAST, SMALL, digest, job_for
 from faulty_worker import PLAN
 
-from megatron_idempotent.controller import StepFailed
+from megatron_idempotent.controller import StepFailed, train
 from megatron_idempotent.metrics.loggers import METRICS_FILE, read_metrics
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.trainer import async_ranks, checkpoint_dir
 from megatron_idempotent.trainer.async_run import run_controller
+from megatron_idempotent.trainer.batch import Batch
 from megatron_idempotent.trainer.config import load_config
 from megatron_idempotent.trainer.main import main
 from megatron_idempotent.trainer.output import data_path
@@ -112,6 +115,50 @@ def test_a_rank_that_fails_changes_no_bit(plan, whole, megatron_rank_pool, tmp_p
     assert not (job.out / PLAN).exists(), "a fault was never injected"
     assert digest(job) == digest(whole)
     assert rows(job) == rows(whole)
+
+
+def test_a_step_in_one_call_is_that_of_three_and_undone_where_a_rank_fails(
+    megatron_rank_pool, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(async_ranks, "FACTORY", "faulty_worker:make_worker")
+    random = torch.Generator().manual_seed(5)
+    tokens_BT = torch.randint(3, 9, (7, 6), generator=random)
+    batch = Batch(
+        tokens_BT=tokens_BT,
+        targets_BT=tokens_BT.roll(-1, 1),
+        old_logprobs_BT=torch.full((7, 6), -2.0),
+        advantages_B=torch.randn(7, generator=random),
+        loss_mask_BT=torch.ones(7, 6),
+    )
+
+    async def steps(job, one_call):
+        ranks = async_ranks.make_ranks(job, pool=megatron_rank_pool)
+        await ranks.start()
+        try:
+            policy = async_ranks.RankPolicy(ranks, timeout_s=30.0)
+            outcomes = []
+            for name in ("a", "b"):
+                if one_call:
+                    outcomes.append(await train(policy, batch, step_id=name))
+                    # Sent again, it is that of the attempt that was made.
+                    done = f"{name}/{0 if name == 'a' else 1}"
+                    assert await policy.train(done, batch) == outcomes[-1]
+                else:
+                    await policy.begin(name)
+                    await policy.microbatch(name, batch, microbatch_id="0", last=True)
+                    outcomes.append(await policy.finish(name))
+            digests = await ranks.call("save", str(tmp_path / job.out.name / "saved"), 2)
+            return outcomes, digests[0]
+        finally:
+            await ranks.close()
+
+    plain = ("loss.old_logprobs=behaviour", "loss.correction=none", "loss.kl_coefficient=0")
+    split = asyncio.run(steps(job_for(tmp_path / "split", *plain), False))
+    job = job_for(tmp_path / "one", *plain)
+    (job.out / PLAN).write_text("microbatch 1 raise-inside")
+    assert asyncio.run(steps(job, True)) == split
+    assert not (job.out / PLAN).exists(), "the fault was never injected"
+    assert split[0][1].updated
 
 
 def test_ranks_that_get_no_row_of_a_group_take_part(megatron_rank_pool, tmp_path):

@@ -12,7 +12,12 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_idempotent.engines.protocol import EngineError, EngineTimeout, EngineUnsupported
+from megatron_idempotent.engines.protocol import (
+    EngineError,
+    EngineTimeout,
+    EngineUnsupported,
+    refuse_kv_scales,
+)
 from megatron_idempotent.weights import Bucket, Staging, TensorInfo, UpdateRefused, WeightUpdate
 from megatron_idempotent.weights.safetensors_io import INDEX, flush, write_index, write_tensors
 
@@ -157,6 +162,7 @@ class DiskUpdates:
         await self.settle(self._load_timeout_s)
         if update.id == self.served.update_id:
             return None
+        refuse_kv_scales(self._api.name, update, "SGLang reads them from a file when it starts")
         self._check_turn(update)
         self._forget_staged()
         folder = UpdateFolder(

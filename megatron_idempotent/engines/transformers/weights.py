@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_idempotent.engines.protocol import EngineError
+from megatron_idempotent.engines.protocol import EngineError, refuse_kv_scales
 from megatron_idempotent.fp8.blockwise import BLOCK, E4M3, dequantize_blockwise
 from megatron_idempotent.weights import (
     Bucket,
@@ -251,6 +251,7 @@ class WeightVersions:
         """See `RolloutEngine.stage`. Given up by `rollback` or `free`, it is refused."""
         if self._committed == update:
             return
+        refuse_kv_scales(self._name, update, "its key-value cache is not quantised")
         self._refuse(update)
         self._staged = None
         task = asyncio.ensure_future(self._receive(update, buckets))

@@ -144,15 +144,18 @@ class Inbox:
         rank: int,
         expected: Callable[[], Iterable[TensorInfo]],
         checkpoint: Callable[[], Weights],
+        check_scales: Callable[[Mapping[str, float]], None],
     ) -> None:
         """
         Args:
             expected: every tensor of the model as an update brings it; asked once per update.
             checkpoint: what the model was loaded from, for as long as nothing was committed.
+            check_scales: raises for an update's `kv_scales` that the model cannot take.
         """
         self._rank = rank
         self._expected = expected
         self._checkpoint = checkpoint
+        self._check_scales = check_scales
         self._arrival: IncomingUpdate | None = None
         self._version: int | None = None
         self._committed = ""
@@ -194,6 +197,16 @@ class Inbox:
             self._restored, base = True, self._base()
             return base
         raise UpdateRefused(f"update {update_id} is not staged here; stage it first")
+
+    @property
+    def dirty(self) -> str:
+        """Why weights may be of more than one version; empty where they are not."""
+        return self._dirty
+
+    @property
+    def loaded_scales(self) -> Mapping[str, float] | None:
+        """The `kv_scales` of the update that `to_load` gave, until `finished`; None without any."""
+        return self._loaded[0].kv_scales if self._loaded is not None else None
 
     def began(self) -> None:
         """The model's layers are being taken apart: until `finished` it must not serve."""
@@ -278,6 +291,8 @@ class Inbox:
                     "every tensor"
                 )
             self._base()
+        if update.kv_scales is not None:
+            self._check_scales(update.kv_scales)
         self._keep = bool(command["keep"])
         self._arrival = IncomingUpdate(
             update,

@@ -243,7 +243,10 @@ class UpdateStager:
             await self._tell(
                 {
                     "do": "open",
-                    "update": dataclasses.asdict(update),
+                    # What is None is left out: workers may be of an older release.
+                    "update": {
+                        k: v for k, v in dataclasses.asdict(update).items() if v is not None
+                    },
                     "opened": dict(opened),
                     "serving": serving if serving is not None else self._initial_version,
                     "keep": self._keep_copy,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.platforms import current_platform
 
 from megatron_idempotent.weights import TensorInfo
 from megatron_idempotent.weights.safetensors_io import Checkpoint, expected_tensors
 
 from .inbox import Inbox, Weights
+from .kv_scales import CacheScales, LayerScales
 
 
 class StagingExtension:
@@ -97,10 +100,18 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self._apart = False
+        self._scales = CacheScales(
+            model,
+            whole=vllm_config.parallel_config.pipeline_parallel_size == 1,
+            doubled=current_platform.is_fp8_fnuz(),
+        )
+        # Those of the weights that were served last; None once an update is served.
+        self._scales_before: Mapping[str, LayerScales] | None = None
         self.inbox = Inbox(
             rank=vllm_config.parallel_config.rank,
             expected=self._expected,
             checkpoint=lambda: Checkpoint(self._directory),
+            check_scales=self._scales.check,
         )
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -110,6 +121,8 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Take the model's layers apart."""
         self._together()  # an earlier attempt may have left them so
         self.inbox.began()
+        if self._scales_before is None:
+            self._scales_before = self._scales.read()
         self._apart = True
         initialize_layerwise_reload(self.model)
 
@@ -130,8 +143,10 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
         """Put the layers together; from here on the update is what is served."""
-        self._together()
+        self._together(self.inbox.loaded_scales)
         self.inbox.finished()
+        if not self.inbox.dirty:
+            self._scales_before = None
 
     def shutdown(self) -> None:
         """vLLM ends, or releases the trainer's connection: what is staged is forgotten."""
@@ -141,10 +156,12 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         # One by one: what is read from disk is not to be in memory all at once.
         self.model.load_weights((name, weights[name]) for name in weights)
 
-    def _together(self) -> None:
+    def _together(self, scales: Mapping[str, float] | None = None) -> None:
         if self._apart:
             finalize_layerwise_reload(self.model, self.model_config)
             self._apart = False
+            # After it: where the checkpoint is not quantised it has set all of them to 1.
+            self._scales.write(self._scales_before or {}, scales)
 
     def _expected(self) -> tuple[TensorInfo, ...]:
         config = self.model_config.hf_text_config

@@ -1,0 +1,153 @@
+"""Calls of a policy that are made to their end or undone, even if their caller is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from megatron_idempotent.workers.protocol import RanksLost
+
+from .protocol import OneShotPolicy, Policy, StepFailed, StepOutcome
+
+_log = logging.getLogger(__name__)
+
+
+async def finish_despite_cancel(task: asyncio.Future[Any], limit_s: float | None = None) -> bool:
+    """Wait until a task is done, even if the one who waits is cancelled, once or more often.
+
+    Returns whether the caller was cancelled: it raises `CancelledError` after it has cleaned up.
+    After the first cancellation it waits `limit_s` at most; a task that is not done then goes on.
+
+    Example: `await finish_despite_cancel(asyncio.ensure_future(policy.finish(step_id)), 300)`.
+    """
+    clock = asyncio.get_running_loop().time
+    cancelled, until = False, None
+    while not task.done():
+        timeout = None if until is None else until - clock()
+        if timeout is not None and timeout <= 0:
+            break
+        try:
+            await asyncio.wait([task], timeout=timeout)
+        except asyncio.CancelledError:
+            if not cancelled and limit_s is not None:
+                until = clock() + limit_s
+            cancelled = True
+    return cancelled
+
+
+async def finish_once(policy: Policy, step_id: str, *, limit_s: float) -> tuple[StepOutcome, bool]:
+    """Finish a step; returns its outcome, and whether the caller was cancelled meanwhile.
+
+    A finish that raises is asked for again by the step's id, since it may have been made. After a
+    cancellation it gets `limit_s` to end.
+    Errors: `CancelledError` where it failed and the caller was cancelled; `RanksLost`, also for
+        one that hangs after a cancellation; what the policy raised.
+    """
+    return await _update(lambda: policy.finish(step_id), f"finish of step {step_id}", limit_s)
+
+
+async def undo(policy: Policy, step_id: str, *, limit_s: float) -> None:
+    """Abort whatever was begun. Errors: `RanksLost` for ranks that cannot even do that."""
+    aborting = asyncio.ensure_future(asyncio.wait_for(policy.abort(step_id), limit_s))
+    cancelled = await finish_despite_cancel(aborting)
+    try:
+        aborting.result()
+    except RanksLost:
+        raise
+    except asyncio.TimeoutError as error:
+        raise RanksLost(f"step {step_id} is not undone in {limit_s:g} s") from error
+    except Exception as error:
+        raise RanksLost(f"step {step_id} could not be undone: {error!r}") from error
+    if cancelled:
+        raise asyncio.CancelledError
+
+
+async def train(
+    policy: Policy,
+    batch: Any,
+    *,
+    step_id: str,
+    attempts: int = 3,
+    abort_s: float = 300.0,
+) -> StepOutcome:
+    """One optimizer step over one batch: `begin`, `microbatch` and `finish` in one call.
+
+    A policy with a `train` of its own (`OneShotPolicy`) makes it in one round trip to its ranks. An
+    attempt that fails is undone, and made again under another id. Cancelled, the step is undone,
+    but an update that is under way, or a call of the policy's own `train`, is made to its end, and
+    `CancelledError` raised after it.
+
+    Args:
+        policy: no step of it is open.
+        batch: what `Policy.microbatch` takes.
+        step_id: not used for another step, ever; attempts are `step_id/0`, `step_id/1` and so on.
+        attempts: before it is given up.
+        abort_s: seconds for ranks to undo a step, and to end an update after a cancellation.
+
+    Errors: `StepFailed` after the last attempt: nothing has changed; `RanksLost`.
+    Example: `outcome = await train(policy, batch, step_id="run-7/12")`.
+    """
+    if attempts < 1:
+        raise ValueError(f"attempts is {attempts}; allowed: 1 or more")
+    last: BaseException | None = None
+    for attempt in range(attempts):
+        name = f"{step_id}/{attempt}"
+        try:
+            outcome, cancelled = await _attempt(policy, batch, name, abort_s)
+        except RanksLost:
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            await undo(policy, name, limit_s=abort_s)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            _log.warning("step %s failed and is undone: %r", name, error)
+            last = error
+        else:
+            if cancelled:
+                raise asyncio.CancelledError
+            return outcome
+    raise StepFailed(
+        f"step {step_id} failed {attempts} times with the same batch, and was undone each time: "
+        f"{last!r}"
+    ) from last
+
+
+async def _attempt(
+    policy: Policy, batch: Any, step_id: str, limit_s: float
+) -> tuple[StepOutcome, bool]:
+    if hasattr(policy, "train"):
+        one_shot: OneShotPolicy = policy  # type: ignore[assignment] # it has all of the methods
+        return await _update(
+            lambda: one_shot.train(step_id, batch), f"training of step {step_id}", limit_s
+        )
+    await policy.begin(step_id)
+    await policy.microbatch(step_id, batch, microbatch_id=f"{step_id}/0", last=True)
+    return await finish_once(policy, step_id, limit_s=limit_s)
+
+
+async def _update(
+    call: Callable[[], Awaitable[StepOutcome]], what: str, limit_s: float
+) -> tuple[StepOutcome, bool]:
+    """Makes an idempotent call to its end, twice if it raises."""
+    updating = asyncio.ensure_future(_asked_twice(call, what))
+    cancelled = await finish_despite_cancel(updating, limit_s)
+    if not updating.done():
+        updating.cancel()
+        raise RanksLost(f"the {what} was cut off in an update that hangs")
+    error = updating.exception()
+    if cancelled and error is not None and not isinstance(error, RanksLost):
+        raise asyncio.CancelledError from error
+    return updating.result(), cancelled
+
+
+async def _asked_twice(call: Callable[[], Awaitable[StepOutcome]], what: str) -> StepOutcome:
+    try:
+        return await call()
+    except RanksLost:
+        raise
+    except Exception as error:  # noqa: BLE001 (asked again: it may have been carried out)
+        # By the step's id it is not made twice; without this its groups would train again.
+        _log.warning("the %s raised, and is asked for again: %r", what, error)
+        return await call()
