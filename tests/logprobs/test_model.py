@@ -25,8 +25,8 @@ def against_logits(options: dict[str, Any]) -> list[bytes]:
         stats = models.from_hidden(model, tokens, arguments)
         assert type(stats) is type(wanted)
         models.agree(stats._asdict(), wanted._asdict())
-        assert all(each.is_contiguous() for each in stats)
-        found += [each.detach().numpy().tobytes() for each in stats]
+        assert all(each.is_contiguous() for each in stats[:3])
+        found += [each.detach().numpy().tobytes() for each in stats[:3]]
     models.agree(
         *(
             models.gradients(chunk, lambda way=way: models.total(way(chunk, tokens, arguments)))
@@ -251,7 +251,7 @@ def for_who_calls_the_model() -> None:
     for more in ({}, {"labels": tokens}):
         processor = logprobs_processor(**arguments)
         stats = chunk(**models.inputs(tokens), output_processor=processor, **more)
-        assert all(map(torch.equal, stats, wanted))
+        assert all(map(torch.equal, stats[:3], wanted[:3]))
 
 
 def test_who_calls_the_model_gives_it_the_processor(megatron_ranks):
