@@ -352,20 +352,24 @@ def workspace_of(device: torch.device, asked: int | None, *, from_logits: bool) 
     return asked if from_logits else min(asked, in_cache)
 
 
+def logits_bytes_of(device: torch.device, asked: int | None) -> int:
+    """Returns the size of logits that are computed a part at a time."""
+    return asked or _LOGITS_BYTES.get(device.type, _LOGITS_BYTES_ELSEWHERE)
+
+
 def parts_of(inputs: Inputs, backend: Backend, asked: int | None, *, fused: bool) -> ProductParts:
     """Returns the size of the parts in which logits are made of hidden states."""
     assert inputs.hidden is not None
-    device = inputs.hidden.device.type
-    by_rows = backend == "triton" and device != "cpu"
-    suited = _LOGITS_BYTES.get(device, _LOGITS_BYTES_ELSEWHERE)
+    device = inputs.hidden.device
+    by_rows = backend == "triton" and device.type != "cpu"
     return ProductParts(
-        asked or (_LOGITS_BYTES_OF_ROWS if by_rows else suited),
+        logits_bytes_of(device, asked or (_LOGITS_BYTES_OF_ROWS if by_rows else None)),
         reduce=inputs.columns.ranks > 1 and not inputs.gathered,
         fused=fused,
     )
 
 
-def may_consume(who: str, logits: Tensor, order: Order) -> bool:
+def may_consume(who: str, logits: Tensor, order: Order, *, stacklevel: int = 3) -> bool:
     """Returns whether the gradient can take the logits' memory; warns if they have gaps."""
     if not logits.requires_grad or not torch.is_grad_enabled():
         return False
@@ -378,7 +382,7 @@ def may_consume(who: str, logits: Tensor, order: Order) -> bool:
         warnings.warn(
             f"{who}(ownership='consume') borrows: logits of shape {tuple(logits.shape)} "
             f"and strides {logits.stride()} lie in memory with gaps",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
         return False
     return True

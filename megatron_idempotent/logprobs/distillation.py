@@ -48,12 +48,11 @@ class DivergenceFromLogits(torch.autograd.Function):
         order = Order(logits)
         rows, of_teacher = as_matrices(order.rows(logits), order.rows(teacher))
         real = asked.columns.real
-        tokens = logits.shape[:-1].numel() if kept_N is None else int(kept_N.sum())
         partial = partial_divergence(
             InPanels(rows, rows, real),
             [panel[:, :real] for panel in of_teacher],
             kept_N,
-            computed_like(logits, tokens),
+            computed_like(logits, asked.tokens),
             asked,
         )
         whole = combined(partial, asked)
@@ -105,7 +104,7 @@ class DivergenceFromHidden(torch.autograd.Function):
         `teacher` are panels of all tokens, of which `kept_N` are computed.
         """
         product, found = Product(), []
-        like_N = computed_like(hidden_NH, len(hidden_NH))
+        like_N = computed_like(hidden_NH, asked.tokens)
         for part in parts.of_columns(len(hidden_NH), asked.columns.real, hidden_NH.dtype):
             student = InTurn(product(hidden_NH, weight_VH[part].t()))
             panels = [panel[:, part] for panel in teacher]

@@ -36,6 +36,8 @@ class Distillation(NamedTuple):
     """The inputs and options of the tokens that are computed, beside both logits."""
 
     weights: Weights
+    tokens: int
+    """The number of these tokens, N."""
     temperature: Tensor | float
     """The temperature of all tokens, or [N]."""
     columns: Columns

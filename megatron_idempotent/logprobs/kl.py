@@ -208,9 +208,10 @@ def _of_logits(
     from_logits = inputs.logits is not None
     asked = Distillation(
         weights,
+        tokens.computed,
         layout.chosen(temperature),
         columns,
-        consume and may_consume(_NAME, rows, layout.order),
+        consume and may_consume(_NAME, rows, layout.order, stacklevel=4),
         workspace_of(rows.device, workspace_bytes, from_logits=from_logits),
     )
     if from_logits:
@@ -245,9 +246,7 @@ def _of_topk(
     valid = ids != common["ignore_index"]
     _refuse_repeats(ids, valid, common["token_mask"])
     stats = token_logprobs(targets=ids, **common)
-    mask = common["token_mask"]
-    computed = valid.any(-1) if mask is None else valid.any(-1) & mask
-    return _topk_kl(stats, logprobs, rest, valid & computed[..., None], weights, tail)
+    return _topk_kl(stats, logprobs, rest, valid, weights, tail)
 
 
 def _refuse_repeats(ids_K: Tensor, valid_K: Tensor, token_mask: Tensor | None) -> None:
@@ -295,8 +294,8 @@ def topk_kl(
         teacher_logprobs: [..., K], over the teacher's whole vocabulary.
         teacher_rest: [...], its log-prob of all other tokens; None for what the others leave of 1,
             and no less than the rounding of their type.
-        valid: [..., K] of bool, False for entries that are none, as ids of `ignore_index` and those
-            of masked tokens; None where all are.
+        valid: [..., K] of bool, False for entries whose ids were `ignore_index`; None where none
+            was. Tokens that were masked are known from the stats.
         direction, mix: as of `token_kl`.
         tail: "bucket", "ignore" or "renormalize".
 
@@ -345,6 +344,9 @@ def _topk_kl(
     """Computes in float64, of a few numbers for each token."""
     assert stats.rest is not None
     none = -torch.inf
+    # Zeros for all of them are a token that was not computed: no probabilities add up to K + 1.
+    nothing = (stats.rest == 0) & (stats.logprob == 0).all(-1)
+    valid_K = valid_K & ~nothing[..., None]
     student_K = stats.logprob.double().masked_fill(~valid_K, none)
     teacher_K = teacher_logprobs.detach().double().masked_fill(~valid_K, none)
     student_mass, teacher_mass = student_K.detach().exp().sum(-1), teacher_K.exp().sum(-1)
@@ -354,7 +356,7 @@ def _topk_kl(
             left = _left(teacher_K, teacher_mass, rest, teacher_logprobs.dtype)
         else:
             left = teacher_rest.detach().double()
-        # Tokens that are not computed have no outcomes at all.
+        # Tokens without any entry have no outcomes at all.
         nothing = ~valid_K.any(-1)
         rest, left = rest.masked_fill(nothing, none), left.masked_fill(nothing, none)
         student_K = torch.cat([student_K, rest[..., None]], -1)

@@ -11,7 +11,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Inputs, Layout, masked_tokens, parts_of, positive, workspace_of
+from .arguments import (
+    Inputs,
+    Layout,
+    logits_bytes_of,
+    masked_tokens,
+    parts_of,
+    positive,
+    workspace_of,
+)
 from .kernels import local_statistics
 from .request import Columns, ComputeOptions, accumulated, temperature_of
 from .sources import Logits, Products, Source
@@ -101,7 +109,8 @@ def vocab_topk(
     )
     source: Source
     if from_logits:
-        memory = wanted.workspace_bytes
+        # Larger than what stays in a cache: a few small operations are made of each block.
+        memory = logits_bytes_of(rows.device, workspace_bytes)
         source = Logits(layout.order.rows(rows), layout.kept_N, columns, memory)
     else:
         assert weight is not None
@@ -153,19 +162,32 @@ def largest(logits_nV: Tensor, count: int) -> Tensor:
 
     Of equal logits those of the lowest columns are chosen, and come first.
     """
-    values_nC, column_nC = logits_nV.topk(count, -1)
-    last_n1 = values_nC[:, -1:]
-    # Which of those that equal the last one topk has taken is nobody's choice.
-    above_n = (values_nC > last_n1).sum(-1)
-    row_e, column_e = (logits_nV == last_n1).nonzero().unbind(1)
-    place_e = torch.arange(len(row_e), device=row_e.device)
-    everyone_n = torch.arange(len(logits_nV), device=row_e.device)
-    slot_e = above_n[row_e] + place_e - torch.searchsorted(row_e, everyone_n)[row_e]
-    taken_e = slot_e < count
-    column_nC[row_e[taken_e], slot_e[taken_e]] = column_e[taken_e]
+    one_more = min(count + 1, logits_nV.shape[1])
+    values_nX, column_nX = logits_nV.topk(one_more, -1)
+    column_nC = column_nX[:, :count]
+    if one_more > count:
+        # Of those that equal the last one, what topk has taken is nobody's choice.
+        tied_b = (values_nX[:, -1] == values_nX[:, -2]).nonzero().squeeze(1)
+        if len(tied_b):
+            lowest_bC = _lowest_of_equal(
+                logits_nV[tied_b], values_nX[tied_b, :count], column_nC[tied_b]
+            )
+            column_nC = column_nC.index_copy(0, tied_b, lowest_bC)
     column_nC = column_nC.sort(-1).values
     by_value_nC = logits_nV.gather(1, column_nC).sort(dim=-1, descending=True, stable=True).indices
     return column_nC.gather(1, by_value_nC)
+
+
+def _lowest_of_equal(logits_bV: Tensor, values_bC: Tensor, column_bC: Tensor) -> Tensor:
+    """Puts the lowest columns whose logits equal the last one in the places of such."""
+    last_b1 = values_bC[:, -1:]
+    above_b = (values_bC > last_b1).sum(-1)
+    row_e, column_e = (logits_bV == last_b1).nonzero().unbind(1)
+    place_e = torch.arange(len(row_e), device=row_e.device)
+    everyone_b = torch.arange(len(logits_bV), device=row_e.device)
+    slot_e = above_b[row_e] + place_e - torch.searchsorted(row_e, everyone_b)[row_e]
+    taken_e = slot_e < values_bC.shape[1]
+    return column_bC.index_put((row_e[taken_e], slot_e[taken_e]), column_e[taken_e])
 
 
 def _of_all_ranks(

@@ -42,15 +42,12 @@ def from_hidden(cases: int) -> list[bytes]:
         leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
         expected = token_logprobs(logits=leaves[0] @ leaves[1].t(), **arguments)
         several_targets.total(expected._asdict(), given).backward()
-        ours = [hidden.clone(), weight.chunk(size)[rank].clone()]
-        ours = [each.requires_grad_() for each in ours]
         for layout in ("replicated", "sequence_parallel"):
             pieces = layout == "sequence_parallel"
             if pieces and (not shape or shape[0] % size):
                 continue
-            part = ours[0].detach().chunk(size)[rank] if pieces else ours[0].detach()
-            part = part.clone().requires_grad_()
-            matrix = ours[1].detach().clone().requires_grad_()
+            part = (hidden.chunk(size)[rank] if pieces else hidden).clone().requires_grad_()
+            matrix = weight.chunk(size)[rank].clone().requires_grad_()
             stats = token_logprobs(
                 hidden=part,
                 weight=matrix,
@@ -86,6 +83,8 @@ def one_of_several() -> None:
     targets = torch.randint(0, 50, (3, 4))
     one = token_logprobs(logits=logits, targets=targets, entropy="grad")
     assert one.rest is None
+    narrow = token_logprobs(logits=logits, targets=targets.int(), entropy="grad")
+    assert all(map(torch.equal, narrow[:3], one[:3]))
     several = token_logprobs(logits=logits, targets=targets[..., None].int(), entropy="grad")
     close = {"rtol": 1e-6, "atol": 1e-6}
     torch.testing.assert_close(several.logprob.squeeze(-1), one.logprob, **close)

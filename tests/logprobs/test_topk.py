@@ -185,7 +185,7 @@ def of_a_teachers_tokens() -> list[bytes]:
             stats,
             topk.logprob,
             teacher_rest=teacher_rest,
-            valid=valid & mask[..., None],
+            valid=valid,
             **how,
         )
         assert torch.equal(again.kl, ours.kl)
