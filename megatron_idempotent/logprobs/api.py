@@ -39,8 +39,8 @@ class TokenStats(NamedTuple):
     lse: Tensor
     """log Σ exp(logits / temperature); not differentiable."""
     rest: Tensor | None = None
-    """Of K targets the log-prob of all other tokens together, -inf where there is none; as exact
-    where that is next to nothing. None for one target per token."""
+    """The log-prob of all tokens but K targets together, -inf where there is none; as exact where
+    that is next to nothing. None for one target per token."""
 
 
 def token_logprobs(
