@@ -111,7 +111,7 @@ class Inputs:
     def fresh(self) -> Given:
         """Inputs for one run: logits as the output of a layer, else leaves."""
         if self.case.form == "logits":
-            inputs: tuple[Any, ...] = (_as_output(self.part[0]),)
+            inputs: tuple[Any, ...] = (as_output(self.part[0]),)
         else:
             inputs = tuple(each.detach().requires_grad_() for each in self.part)
         return Given(inputs, self.targets_N, self.kept_N, self.group, self.case.entropy)
@@ -137,7 +137,8 @@ class Inputs:
         return logprob_N.detach(), entropy_N.detach(), gradients
 
 
-def _as_output(values: Any) -> Any:
+def as_output(values: Any) -> Any:
+    """Returns a copy that is the output of a layer."""
     import torch
 
     class Output(torch.autograd.Function):
@@ -153,4 +154,5 @@ def _as_output(values: Any) -> Any:
         def backward(_ctx: Any, _gradient: Any) -> Any:
             return torch.zeros((), device=values.device)
 
-    return Output.apply(torch.zeros((), device=values.device, requires_grad=True))
+    apply: Any = Output.apply
+    return apply(torch.zeros((), device=values.device, requires_grad=True))

@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from megatron_idempotent.fp8.padding import recover_left_padding, remove_left_padding
     from megatron_idempotent.fp8.settings import fp8_settings
     from megatron_idempotent.logprobs.api import TokenStats, token_logprobs
+    from megatron_idempotent.logprobs.kl import TokenKL, token_kl, topk_kl
     from megatron_idempotent.logprobs.model import logprobs_processor, model_logprobs
     from megatron_idempotent.logprobs.request import Sampling
     from megatron_idempotent.logprobs.targets import context_parallel_part, shift_targets
+    from megatron_idempotent.logprobs.topk import TopK, vocab_topk
     from megatron_idempotent.megatron.replica_check import ReplicaMismatchError
     from megatron_idempotent.patching.scoped import patched
     from megatron_idempotent.patching.verify import verify
@@ -72,7 +74,9 @@ __all__ = [
     "StepLoss",
     "StepResult",
     "TokenAlignment",
+    "TokenKL",
     "TokenStats",
+    "TopK",
     "TrainStep",
     "UnknownPatchError",
     "VerificationError",
@@ -101,8 +105,11 @@ __all__ = [
     "seed_all",
     "shift_targets",
     "token_alignment",
+    "token_kl",
     "token_logprobs",
+    "topk_kl",
     "verify",
+    "vocab_topk",
     "wire_train_config",
 ]
 
@@ -120,7 +127,9 @@ _LAZY = {
     "StepLoss": "step.loss",
     "StepResult": "step.results",
     "TokenAlignment": "fp8.packing",
+    "TokenKL": "logprobs.kl",
     "TokenStats": "logprobs.api",
+    "TopK": "logprobs.topk",
     "TrainStep": "step.megatron",
     "WindowAborted": "ranks.agreement",
     "abort_window": "window.abort",
@@ -144,8 +153,11 @@ _LAZY = {
     "seed_all": "window.setup",
     "shift_targets": "logprobs.targets",
     "token_alignment": "fp8.packing",
+    "token_kl": "logprobs.kl",
     "token_logprobs": "logprobs.api",
+    "topk_kl": "logprobs.kl",
     "verify": "patching.verify",
+    "vocab_topk": "logprobs.topk",
     "wire_train_config": "window.setup",
 }
 

@@ -99,12 +99,12 @@ class LogprobsFromLogits(torch.autograd.Function):
         if few_N is not None:
             slopes, temperature = slopes.of(few_N), temperature_of(temperature, few_N)
             kept_N = submask(kept_N, few_N)
-        _zero(into, kept_N, columns.real)
+        zero_others(into, kept_N, columns.real)
         write_gradient(rows, into, kept_N, slopes, temperature, columns, wanted)
         return gradient, *nothing
 
 
-def _zero(into: list[Tensor], kept_N: Tensor | None, columns: int) -> None:
+def zero_others(into: list[Tensor], kept_N: Tensor | None, columns: int) -> None:
     """Zeroes the parts without a gradient: padding, and tokens that are not kept."""
     masks = [None] * len(into) if kept_N is None else torch.split(kept_N, [len(p) for p in into])
     for panel, mask in zip(into, masks, strict=True):

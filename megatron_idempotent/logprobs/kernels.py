@@ -3,7 +3,7 @@
 The softmax is never kept: the gradient computes it again from the logits, and from a few numbers
 per token.
 
-Legend: N tokens.
+Legend: N tokens, K targets of a token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .request import (
     temperature_of,
 )
 from .rows import RowBlock, as_matrices, blocks, flat_indices, rows_of_a_block, split_like, submask
-from .statistics import FINITE, Partial, Whole, combine, compiled, gradient, statistics
+from .statistics import FINITE, Partial, Whole, combine, compiled, gradient, per_row, statistics
 
 #: Of log Σ exp(logits). Below, exponentials lose bits of probabilities that have all of theirs;
 #: beyond, what they are multiplied with does.
@@ -41,6 +41,7 @@ class GradCoefficients(NamedTuple):
     """
 
     local: Tensor
+    """The targets' columns, [N] or [N, K]; so is `of_target`."""
     origin: Tensor | None
     """None where it is 0 for all."""
     factor: Tensor
@@ -59,6 +60,9 @@ class GradCoefficients(NamedTuple):
 
         With H + log p = z - mean nothing cancels; the target's 1 - p is that of its log-prob.
         """
+        if local_N.dim() == 2:
+            given = whole, of_logprob_N, of_entropy_N
+            return GradCoefficients._of_targets(local_N, *given, temperature)
         origin_N, sum_N, mean_N, _, logprob_N, entropy_N = (each.double() for each in whole)
         like_N = whole.origin
         if of_logprob_N is None:
@@ -83,6 +87,52 @@ class GradCoefficients(NamedTuple):
             local_N, origin, factor_N.to(like_N), slope_N, of_target_N.to(like_N)
         )
 
+    @staticmethod
+    def _of_targets(
+        local_NK: Tensor,
+        whole: Whole,
+        of_logprob_NX: Tensor | None,
+        of_entropy_N: Tensor | None,
+        temperature: Tensor | float,
+    ) -> GradCoefficients:
+        """The same of K targets, each with a gradient, and of the rest, which all others are.
+
+        Of the others q = p / rest, which is a number however small both are:
+        q·(g_rest·(1 - rest) - rest·Σ g_target) and the entropy's -q·rest·g_entropy·(H + log p).
+        """
+        like_N = whole.origin
+        top_N, _, _, log_sum_N, logprob_NX, entropy_N = (each.double() for each in whole)
+        logprob_NK, rest_N = logprob_NX[:, :-1], logprob_NX[:, -1]
+        if of_logprob_NX is None:
+            of_logprob_NX = torch.zeros_like(whole.logprob)
+        given_NX = of_logprob_NX.double() / per_row(temperature)
+        # What is -inf does not move.
+        given_NX = torch.where(logprob_NX > -torch.inf, given_NX, 0.0)
+        given_NK, of_rest_N = given_NX[:, :-1], given_NX[:, -1]
+        of_targets_N = given_NK.sum(-1)
+        # z = (logit - origin) / temperature + shift = log q
+        of_others_N = torch.where(rest_N > -torch.inf, log_sum_N + rest_N, 0.0)
+        exact_N = top_N + of_others_N * temperature
+        origin_N = exact_N.to(like_N)
+        shift_N = (origin_N.double() - exact_N) / temperature
+        factor_N = -of_rest_N * rest_N.expm1() - rest_N.exp() * of_targets_N
+        slope_N = None
+        p_NK = logprob_NK.exp()
+        others_NK = (of_targets_N + of_rest_N)[:, None] - given_NK
+        of_target_NK = -given_NK * logprob_NK.expm1() - p_NK * others_NK
+        if of_entropy_N is not None:
+            of_entropy_N = of_entropy_N.double() / temperature
+            inner_N = (rest_N + entropy_N).clamp(min=FINITE)
+            scaled_N = of_entropy_N * rest_N.exp()
+            factor_N = factor_N - scaled_N * (inner_N + shift_N)
+            slope_N = (-scaled_N * shift_N.exp()).to(like_N)
+            inner_NK = (logprob_NK + entropy_N[:, None]).clamp(min=FINITE)
+            of_target_NK = of_target_NK - of_entropy_N[:, None] * p_NK * inner_NK
+        factor_N = factor_N * shift_N.exp()
+        return GradCoefficients(
+            local_NK, origin_N, factor_N.to(like_N), slope_N, of_target_NK.to(like_N)
+        )
+
     def of(self, tokens: slice | Tensor) -> GradCoefficients:
         chosen: list[Any] = [None if each is None else each[tokens] for each in self]
         return GradCoefficients(*chosen)
@@ -94,6 +144,7 @@ def differentiated(of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> 
     Clipped tokens have none, and those of groups whose rewards are all alike.
     """
     parts = [each != 0 for each in (of_logprob_N, of_entropy_N) if each is not None]
+    parts = [part if part.dim() == 1 else part.any(-1) for part in parts]
     return parts[0] if len(parts) == 1 else parts[0] | parts[1]
 
 
@@ -110,16 +161,24 @@ _LEAST, _MOST = 1e-20, 1e35
 _MOST_OF_ONE = 80.0
 
 
-class _Scratch:
-    """Memory for blocks of rows, used again by each: two buffers at most."""
+class Scratch:
+    """Memory for blocks of rows, used again by each: so many buffers at most."""
 
-    def __init__(self, as_matrices: list[Tensor], columns: int, wanted: ComputeOptions) -> None:
-        like = as_matrices[0]
+    def __init__(
+        self,
+        sizes: list[int],
+        columns: int,
+        like: Tensor,
+        workspace_bytes: int,
+        *,
+        buffers: int = 2,
+        moments: bool = False,
+    ) -> None:
         self._dtype = accumulated(like.dtype)
-        self.moments = wanted.entropy
+        self.moments = moments
         # Where one buffer is enough, the logits' own rows take the other's place in the cache.
-        fitting = rows_of_a_block(columns, wanted.workspace_bytes, 2, self._dtype)
-        self.rows = min(fitting, max(map(len, as_matrices)) or 1)
+        fitting = rows_of_a_block(columns, workspace_bytes, buffers, self._dtype)
+        self.rows = min(fitting, max(sizes) or 1)
         self._columns, self._device = columns, like.device
         self._buffers: dict[int, Tensor] = {}
         # Nearly all blocks are of one size, and a view costs as much as a small operation.
@@ -137,11 +196,25 @@ class _Scratch:
             self._views[number, rows] = with_room[:, :-1], with_room
         return self._views[number, rows]
 
-    def read(self, logits_nV: Tensor) -> Tensor:
-        """Returns the logits in the type of the computation; in the first buffer if it differs."""
+    def read(self, logits_nV: Tensor, number: int = 0) -> Tensor:
+        """Returns the logits in the type of the computation; in that buffer if it differs."""
         if logits_nV.dtype == self._dtype:
             return logits_nV
-        return self(0, len(logits_nV))[0].copy_(logits_nV)
+        return self(number, len(logits_nV))[0].copy_(logits_nV)
+
+    def without(self, logits_nV: Tensor, apart_nK: Tensor) -> Tensor:
+        """Returns the logits that were read, with -inf at some columns, in the first buffer."""
+        copy_nV, with_room_nV = self(0, len(logits_nV))
+        if copy_nV.data_ptr() != logits_nV.data_ptr():
+            copy_nV.copy_(logits_nV)
+        with_room_nV.scatter_(1, apart_nK, -torch.inf)
+        return copy_nV
+
+
+def _scratch(rows: list[Tensor], columns: Columns, wanted: ComputeOptions) -> Scratch:
+    sizes = [len(panel) for panel in rows]
+    memory = columns.real, rows[0], wanted.workspace_bytes
+    return Scratch(sizes, *memory, moments=wanted.entropy)
 
 
 def local_statistics(
@@ -154,7 +227,8 @@ def local_statistics(
 ) -> Partial:
     """Returns statistics of the kept tokens, by which `local_N` and `temperature` are indexed."""
     like = torch.zeros(len(local_N), dtype=accumulated(logits.dtype), device=logits.device)
-    found = Partial(*(like.clone() for _ in range(4)))
+    target = like.new_zeros(local_N.shape)
+    found = Partial(like.clone(), like.clone(), like.clone(), target)
     found.origin.fill_(FINITE)
     if not len(local_N) or not columns.real:
         return found
@@ -164,7 +238,7 @@ def local_statistics(
         return on_gpu.local_statistics(logits, local_N, kept_N, temperature, columns, wanted)
     rows = [panel[:, : columns.real] for panel in as_matrices(logits)[0]]
     sizes = [len(panel) for panel in rows]
-    scratch = _Scratch(rows, columns.real, wanted)
+    scratch = _scratch(rows, columns, wanted)
     if wanted.backend == "compiled":
         for block in blocks(sizes, kept_N, scratch.rows):
             of_rows_n = _of_rows(temperature, like, block)
@@ -173,32 +247,36 @@ def local_statistics(
             for into_N, values_n in zip(found, made, strict=True):
                 into_N[block.kept] = values_n
         return found
-    place_N1, ours_N1 = place_of(local_N, columns.real)
-    # The target is no part of the sums; another rank's goes where no column is.
-    apart_N1 = torch.where(ours_N1, place_N1, columns.real)
+    place_NK, ours_NK = place_of(local_N, columns.real)
+    # The targets are no part of the sums; another rank's go where no column is.
+    apart_NK = torch.where(ours_NK, place_NK, columns.real)
     everyone_N = torch.arange(len(local_N), device=local_N.device)
+    target_NK = found.target.view(place_NK.shape)
     for panel, chosen, row in flat_indices(sizes, kept_N, everyone_N):
-        found.target[chosen] = rows[panel][row, place_N1[chosen, 0]].to(like.dtype)
+        target_NK[chosen] = rows[panel][row[:, None], place_NK[chosen]].to(like.dtype)
     if wanted.entropy or not is_unit_temperature(temperature):
-        _sums(rows, apart_N1, kept_N, temperature, found, scratch, subtract_max=True)
+        _sums(rows, apart_NK, kept_N, temperature, found, scratch, subtract_max=True)
     else:
         # Wherever exp(logit) is a normal number it has all of its bits, none lost to a subtraction.
         found.origin.zero_()
-        _sums(rows, apart_N1, kept_N, temperature, found, scratch, subtract_max=False)
+        _sums(rows, apart_NK, kept_N, temperature, found, scratch, subtract_max=False)
         within_N = (found.exponentials > _LEAST) & (found.exponentials < _MOST)
-        beyond_N = ~(within_N & (found.target < _MOST_OF_ONE))
+        beyond_N = ~(within_N & (target_NK < _MOST_OF_ONE).all(-1))
         if bool(beyond_N.any()):
             # These alone, so that what is found of a token is not up to its neighbours.
             of_these, these_N = (
                 Partial(*(each[beyond_N] for each in found)),
                 submask(kept_N, beyond_N),
             )
-            apart_n1 = apart_N1[beyond_N]
-            _sums(rows, apart_n1, these_N, temperature, of_these, scratch, subtract_max=True)
+            apart_nK = apart_NK[beyond_N]
+            _sums(rows, apart_nK, these_N, temperature, of_these, scratch, subtract_max=True)
             for into_N, values_n in zip(found, of_these, strict=True):
                 into_N[beyond_N] = values_n
-    z_N = (found.target - found.origin) / temperature
-    found.target.copy_(torch.where(ours_N1[:, 0], z_N, 0.0))
+    if local_N.dim() == 2:
+        found.target.copy_(torch.where(ours_NK, found.target, 0.0))
+    else:
+        z_N = (found.target - found.origin) / temperature
+        found.target.copy_(torch.where(ours_NK[:, 0], z_N, 0.0))
     return found
 
 
@@ -213,11 +291,11 @@ def global_statistics(partial: Partial, asked: TokenBatch) -> Whole:
 
 def _sums(
     rows: list[Tensor],
-    apart_N1: Tensor,
+    apart_NK: Tensor,
     kept_N: Tensor | None,
     temperature: Tensor | float,
     found: Partial,
-    scratch: _Scratch,
+    scratch: Scratch,
     *,
     subtract_max: bool,
 ) -> None:
@@ -225,17 +303,20 @@ def _sums(
     wanted.
     """
     cut = list(blocks([len(panel) for panel in rows], kept_N, scratch.rows))
-    per_token = found.origin[:, None], apart_N1, found.exponentials, found.moments
-    of_blocks = (cut, _divisors(temperature, cut), *(split_like(cut, each) for each in per_token))
-    for block, divisor, origin_n1, apart_n1, sums_n, moments_n in zip(*of_blocks, strict=True):
+    per_token = found.origin[:, None], apart_NK, found.exponentials, found.moments
+    many = found.target.dim() == 2
+    of_blocks = (cut, divisors(temperature, cut), *(split_like(cut, each) for each in per_token))
+    for block, divisor, origin_n1, apart_nK, sums_n, moments_n in zip(*of_blocks, strict=True):
         logits_nV = scratch.read(block.read(rows))
+        if subtract_max and many:
+            logits_nV = scratch.without(logits_nV, apart_nK)
         if subtract_max:
             torch.amax(logits_nV, -1, keepdim=True, out=origin_n1).clamp_(min=FINITE)
         subtracted_n1 = origin_n1 if subtract_max else None
         z_nV = scaled_logits(logits_nV, subtracted_n1, divisor, scratch(0, len(logits_nV))[0])
         exponentials_nV, with_room_nV = scratch(int(scratch.moments), len(z_nV))
         torch.exp(z_nV, out=exponentials_nV)
-        with_room_nV.scatter_(1, apart_n1, 0.0)
+        with_room_nV.scatter_(1, apart_nK, 0.0)
         torch.sum(exponentials_nV, -1, out=sums_n)
         if scratch.moments:
             weighted_nV = exponentials_nV.mul_(z_nV.clamp_(min=FINITE))
@@ -256,7 +337,7 @@ def write_gradient(
         return
     sizes = [len(panel) for panel in rows]
     rows, into = ([panel[:, : columns.real] for panel in each] for each in (rows, into))
-    scratch = _Scratch(rows, columns.real, wanted)
+    scratch = _scratch(rows, columns, wanted)
     cut = list(blocks(sizes, kept_N, scratch.rows))
     if not cut:
         return
@@ -268,9 +349,13 @@ def write_gradient(
                 here = here._replace(origin=torch.zeros_like(of_rows_n))
             block.write(into, compiled(gradient)(block.read(rows), *here, of_rows_n))
         return
-    divisors = _divisors(temperature, cut)
     per_token = slopes.origin, slopes.factor, slopes.slope
-    of_blocks = zip(cut, divisors, *(_columns(cut, each) for each in per_token), strict=True)
+    of_blocks = zip(
+        cut,
+        divisors(temperature, cut),
+        *(columns_of_blocks(cut, each) for each in per_token),
+        strict=True,
+    )
     for block, divisor, origin_n1, factor_n1, slope_n1 in of_blocks:
         logits_nV = block.read(rows)
         # Where there is nothing to convert or to spread, it is computed where it belongs.
@@ -288,9 +373,10 @@ def write_gradient(
             gradient_nV.add_(factor_n1).mul_(exponentials_nV)
         if not in_place:
             block.write(into, gradient_nV)
-    target_E = is_ours(slopes.local, columns.real).nonzero().squeeze(1)
-    for panel, chosen, row in flat_indices(sizes, kept_N, target_E):
-        here_e = target_E[chosen]
+    # A target's place among the tokens, and of K targets that among them.
+    place_E = is_ours(slopes.local, columns.real).nonzero().unbind(1)
+    for panel, chosen, row in flat_indices(sizes, kept_N, place_E[0]):
+        here_e = tuple(each[chosen] for each in place_E)
         values_e = slopes.of_target[here_e].to(into[panel].dtype)
         into[panel][row, slopes.local[here_e]] = values_e
 
@@ -309,14 +395,17 @@ def scaled_logits(
     return logits_nV
 
 
-def _columns(cut: list[RowBlock], per_token: Tensor | None) -> Sequence[Any]:
+def columns_of_blocks(cut: list[RowBlock], per_token: Tensor | None) -> Sequence[Any]:
     """Returns each block's values as a column, [n, 1]."""
     return [None] * len(cut) if per_token is None else split_like(cut, per_token[:, None])
 
 
-def _divisors(temperature: Tensor | float, cut: list[RowBlock]) -> Sequence[Any]:
+def divisors(temperature: Tensor | float, cut: list[RowBlock]) -> Sequence[Any]:
+    """Returns each block's temperature, a number or [n, 1]."""
     return (
-        _columns(cut, temperature) if isinstance(temperature, Tensor) else [temperature] * len(cut)
+        columns_of_blocks(cut, temperature)
+        if isinstance(temperature, Tensor)
+        else [temperature] * len(cut)
     )
 
 

@@ -155,7 +155,7 @@ def _turned(name: str, value: Any, shape_BS: tuple[int, int]) -> Any:
 
 
 def _back(per_token_SB: Tensor | None) -> Any:
-    return None if per_token_SB is None else per_token_SB.t().contiguous()
+    return None if per_token_SB is None else per_token_SB.transpose(0, 1).contiguous()
 
 
 _PROVIDED = "output-processor"
@@ -192,8 +192,9 @@ def model_logprobs(
     Args:
         model: a GPTModel, or what it is wrapped in: DistributedDataParallel, Float16Module, FSDP.
         input_ids: [B, S], as of `model.forward`; so are `position_ids` and `attention_mask`.
-        targets: [B, S] of int64, the token whose probability is meant at each position. With
-            context parallelism those of this rank's positions.
+        targets: [B, S] of int64 or int32, the token whose probability is meant at each position, or
+            [B, S, K] for K of them, such as a teacher's. With context parallelism those of this
+            rank's positions.
         temperature, entropy, token_mask, ignore_index, vocab_size, workspace_bytes, sampling,
             compiled, triton: as of `token_logprobs`; [B, S] what there is one of for each token.
         forward: other arguments of `model.forward`. MTP heads have their loss in the forward that

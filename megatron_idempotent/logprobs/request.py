@@ -13,7 +13,10 @@ from torch import Tensor
 
 from megatron_idempotent.kernel_choice import uses_triton
 
-from .statistics import FINITE, Whole
+from .statistics import FINITE, Whole, per_row
+
+#: Types of ids that callers may have; they are computed as int64.
+ID_DTYPES = (torch.int64, torch.int32)
 
 #: Columns beside the k-th that may have its logit.
 _TIES = 32
@@ -32,12 +35,13 @@ class Sampling:
     Example: `Sampling(top_p=0.95, target="-inf")`.
     """
 
-    top_k: int = 0
-    """The number of tokens to keep, 1 or more; 0 or -1 for all."""
+    top_k: int | None = 0
+    """The number of tokens to keep, 1 or more; 0, -1 or None for all."""
     top_p: float = 1.0
     """The probability to keep, in (0, 1]; 1 for all."""
     keep: Tensor | None = None
-    """[..., K] of int64: ids for each token, negative where there are fewer, in any order."""
+    """[..., K] of int64 or int32: ids for each token, in any order, negative where there are
+    fewer."""
     target: Literal["keep", "-inf"] = "keep"
     """The treatment of a target that is not kept: a place among the kept, or a log-prob of -inf,
     which has no gradient."""
@@ -49,8 +53,9 @@ class Sampling:
         def refuse(name: str, known: str) -> None:
             raise ValueError(f"Sampling() got {name}={getattr(self, name)!r}: {known}")
 
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < -1:
-            refuse("top_k", "a number of tokens; 0 or -1 for all")
+        whole = self.top_k is None or (isinstance(self.top_k, int) and self.top_k >= -1)
+        if isinstance(self.top_k, bool) or not whole:
+            refuse("top_k", "a number of tokens; 0, -1 or None for all")
         number = isinstance(self.top_p, (int, float)) and not isinstance(self.top_p, bool)
         if not number or not 0 < self.top_p <= 1:
             refuse("top_p", "a probability above 0; 1 for all")
@@ -66,26 +71,33 @@ class Sampling:
             return
         if (
             not isinstance(self.keep, Tensor)
-            or self.keep.dtype != torch.int64
+            or self.keep.dtype not in ID_DTYPES
             or not self.keep.dim()
         ):
             found = getattr(self.keep, "dtype", type(self.keep).__name__)
-            raise ValueError(f"Sampling() got keep of {found}: a tensor of int64, [..., ids]")
-        if self.top_k > 0 or self.top_p < 1:
+            raise ValueError(
+                f"Sampling() got keep of {found}: a tensor of int64 or int32, [..., ids]"
+            )
+        if self.limit > 0 or self.top_p < 1:
             raise ValueError(
                 f"Sampling() got keep, top_k={self.top_k} and top_p={self.top_p}: keep has what "
                 "they left already, so leave them out"
             )
 
+    @property
+    def limit(self) -> int:
+        """The number of tokens to keep, or 0 for all."""
+        return max(self.top_k or 0, 0)
+
     def cuts(self, vocabulary: int) -> bool:
         """Returns whether it leaves out any token of a vocabulary of that size."""
-        return self.keep is not None or self.top_p < 1 or 0 < self.top_k < vocabulary
+        return self.keep is not None or self.top_p < 1 or 0 < self.limit < vocabulary
 
     def width(self) -> int:
         """The number of columns of each rank that are candidates."""
         if self.candidates is not None:
             return self.candidates
-        return self.top_k + _TIES if self.top_k > 0 else _CANDIDATES
+        return self.limit + _TIES if self.limit else _CANDIDATES
 
     def thresholds(
         self,
@@ -102,14 +114,14 @@ class Sampling:
         ordered_nW = logits_nW.sort(-1, descending=True).values
         lowest_n = ordered_nW.new_full((len(ordered_nW),), -torch.inf)
         sure_n = torch.ones_like(lowest_n, dtype=torch.bool)
-        if self.top_k > 0:
-            lowest_n = ordered_nW[:, min(self.top_k, ordered_nW.shape[1]) - 1]
+        if self.limit:
+            lowest_n = ordered_nW[:, min(self.limit, ordered_nW.shape[1]) - 1]
             sure_n = _nothing_beyond(lowest_n, beyond_n)
         if self.top_p >= 1:
             return lowest_n, sure_n
-        z_nW = (ordered_nW.double() - ordered_nW[:, :1].clamp(min=FINITE)) / columnwise(temperature)
+        z_nW = (ordered_nW.double() - ordered_nW[:, :1].clamp(min=FINITE)) / per_row(temperature)
         mass_nW = z_nW.exp().masked_fill_(ordered_nW < lowest_n[:, None], 0)
-        if self.top_k > 0:
+        if self.limit:
             mass_n = mass_nW.sum(-1)
         before_nW = mass_nW.cumsum(-1) - mass_nW
         count_n = (before_nW < self.top_p * mass_n[:, None]).sum(-1).clamp(min=1)
@@ -122,11 +134,6 @@ def _nothing_beyond(lowest_n: Tensor, beyond_n: Tensor | None) -> Tensor:
     if beyond_n is None:
         return torch.ones_like(lowest_n, dtype=torch.bool)
     return (lowest_n > beyond_n) | (beyond_n == -torch.inf)
-
-
-def columnwise(temperature: Tensor | float) -> Tensor | float:
-    """Returns the temperature as a divisor of rows."""
-    return temperature[:, None] if isinstance(temperature, Tensor) else temperature
 
 
 Backend = Literal["eager", "compiled", "triton"]
@@ -199,7 +206,7 @@ class TokenBatch(NamedTuple):
     """The inputs of the tokens that are computed, in the order of their rows."""
 
     targets: Tensor
-    """Ids in the vocabulary, [N]."""
+    """Ids in the vocabulary, [N]; or [N, K] of K targets, each once, -1 where there are fewer."""
     temperature: Tensor | float
     """The temperature of all tokens, or [N]."""
     columns: Columns
@@ -211,12 +218,12 @@ class TokenBatch(NamedTuple):
 
     @property
     def local(self) -> Tensor:
-        """The target's column on this rank, or one that this rank has not; [N]."""
+        """The target's column on this rank, or one that this rank has not; as the targets."""
         return self.targets - self.columns.first
 
     @property
     def owner(self) -> Tensor:
-        """The rank in the group that has the target's column; [N]."""
+        """The rank in the group that has the target's column; as the targets."""
         return self.targets // self.columns.per_rank
 
 
@@ -241,6 +248,10 @@ def is_ours(local: Tensor, columns: int) -> Tensor:
 
 
 def place_of(local_n: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """The target's column here, any where it is another rank's, and whether it is ours; [n, 1]."""
-    ours_n = is_ours(local_n, columns)
-    return torch.where(ours_n, local_n, 0)[:, None], ours_n[:, None]
+    """The target's column here, any where it is another rank's, and whether it is ours.
+
+    Both [n, 1], or [n, K] of K targets.
+    """
+    local_nK = local_n if local_n.dim() == 2 else local_n[:, None]
+    ours_nK = is_ours(local_nK, columns)
+    return torch.where(ours_nK, local_nK, 0), ours_nK

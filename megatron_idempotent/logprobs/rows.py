@@ -36,8 +36,10 @@ class Order:
         return moved.reshape(math.prod(self._shape), *(moved.shape[place] for place in behind))
 
     def unflat(self, per_token_N: Tensor) -> Tensor:
-        """[N] as [...]."""
-        return per_token_N.view(self._shape).permute(self._back)
+        """[N] as [...], or [N, K] as [..., K]."""
+        behind = per_token_N.shape[1:]
+        places = [*self._back, *range(len(self._back), len(self._back) + len(behind))]
+        return per_token_N.view([*self._shape, *behind]).permute(places)
 
 
 def as_matrices(*tensors: Tensor) -> tuple[list[Tensor], ...]:

@@ -1,6 +1,8 @@
 """Statistics of a rank's columns, and their combination over ranks by one collective.
 
 All ranks get the same bits. The computations are one expression each, for `torch.compile` to fuse.
+
+Legend: N tokens, K targets of a token, P parts of the columns, R ranks.
 """
 
 from __future__ import annotations
@@ -17,19 +19,26 @@ from torch import Tensor
 class Partial(NamedTuple):
     """Statistics of a rank's columns, with z = (logit - origin) / temperature; each [N].
 
-    Sums leave the target out: beside the 1 of a token that is all but certain, the rest would be
+    Sums leave the targets out: beside the 1 of a token that is all but certain, the rest would be
     lost, and with it 1 - p, which is its gradient.
     """
 
     origin: Tensor
     """Their largest logit, or 0; `FINITE` where there is none, which -inf can be told from, and
-    which can be subtracted."""
+    which can be subtracted. Of K targets for each token it is the largest beside them, so that
+    sums of the others are numbers however far below they are."""
     exponentials: Tensor
     """Σ exp(z)"""
     moments: Tensor
     """Σ exp(z)·z; zeros where no entropy is wanted."""
     target: Tensor
-    """Its z; zeros on ranks that do not have its column."""
+    """Its z; zeros on ranks that do not have its column. Of K targets the logits, [N, K]."""
+
+    def packed(self) -> Tensor:
+        """Returns what a rank sends, [N, 3 + K]."""
+        if self.target.dim() == 1:
+            return torch.stack(self, dim=-1)
+        return torch.cat([torch.stack(self[:3], dim=-1), self.target], dim=-1)
 
 
 class Whole(NamedTuple):
@@ -44,6 +53,7 @@ class Whole(NamedTuple):
     log_sum: Tensor
     """log Σ exp(z)"""
     logprob: Tensor
+    """[N], or of K targets [N, K + 1]: the last one is that of all other tokens together."""
     entropy: Tensor
 
 
@@ -51,12 +61,18 @@ def combine(partial: Partial, owner_N: Tensor, temperature: Tensor | float, grou
     """Statistics over the whole vocabulary. A collective of the group's ranks, one all-gather.
 
     Sums of the ranks' sums are taken in float64 and in the order of ranks, so that all of them find
-    the same bits. `owner_N` is the rank in the group that has the target's column.
+    the same bits. `owner_N` is the rank in the group that has the target's column; [N, K] of K
+    targets, negative where a token has fewer.
     """
-    parts_RN4 = all_gathered(torch.stack(partial, dim=-1), group)
-    own_RN = owner_N == torch.arange(len(parts_RN4), device=owner_N.device)[:, None]
-    found = _together(parts_RN4, own_RN, temperature)
-    return with_target(*found, partial.origin.dtype)
+    dtype = partial.origin.dtype
+    if owner_N.dim() == 1:
+        parts_RN4 = all_gathered(partial.packed(), group)
+        own_RN = owner_N == torch.arange(len(parts_RN4), device=owner_N.device)[:, None]
+        return with_target(*_together(parts_RN4, own_RN, temperature), dtype)
+    parts_RNX = all_gathered(partial.packed(), group)
+    own_RNK = owner_N == torch.arange(len(parts_RNX), device=owner_N.device)[:, None, None]
+    found = _together(parts_RNX, own_RNK, temperature)
+    return with_targets(*found, owner_N >= 0, temperature, dtype)
 
 
 def all_gathered(sent_NX: Tensor, group: Any) -> Tensor:
@@ -71,28 +87,33 @@ def all_gathered(sent_NX: Tensor, group: Any) -> Tensor:
 def merged(parts: list[Partial], own: list[Tensor], temperature: Tensor | float) -> Partial:
     """Merges statistics of parts of a rank's columns; without a collective.
 
-    `own` has a mask for each part: the tokens whose targets are among its columns; each [N].
+    `own` has a mask for each part: the targets that are among its columns; each [N], or [N, K].
     """
     if len(parts) == 1:
         return parts[0]
-    parts_PN4 = torch.stack([torch.stack(part, dim=-1) for part in parts])
-    found = _together(parts_PN4, torch.stack(own), temperature)
-    return Partial(*(each.to(parts_PN4.dtype) for each in found))
+    parts_PNX = torch.stack([part.packed() for part in parts])
+    found = _together(parts_PNX, torch.stack(own), temperature)
+    return Partial(*(each.to(parts_PNX.dtype) for each in found))
 
 
 def _together(
-    parts_PN4: Tensor, own_PN: Tensor, temperature: Tensor | float
+    parts_PNX: Tensor, own_PN: Tensor, temperature: Tensor | float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `Partial`, of all parts, in float64."""
-    origin_PN, sums_PN, moments_PN, target_PN = parts_PN4.double().unbind(-1)
+    """The fields of `Partial`, of all parts, in float64. `own_PN` is [P, N, K] of K targets."""
+    parts_PNX = parts_PNX.double()
+    origin_PN, sums_PN, moments_PN = parts_PNX[..., :3].unbind(-1)
     origin_N = origin_PN.amax(0)
     behind_PN = (origin_PN - origin_N) / temperature
     weights_PN = behind_PN.exp()
+    if own_PN.dim() == 2:
+        target_N = torch.where(own_PN, parts_PNX[..., 3] + behind_PN, 0.0).sum(0)
+    else:
+        target_N = torch.where(own_PN, parts_PNX[..., 3:], 0.0).sum(0)
     return (
         origin_N,
         (weights_PN * sums_PN).sum(0),
         (weights_PN * (moments_PN + behind_PN * sums_PN)).sum(0),
-        torch.where(own_PN, target_PN + behind_PN, 0.0).sum(0),
+        target_N,
     )
 
 
@@ -107,6 +128,43 @@ def with_target(
     mean_N = moment_N / sum_N
     found = (origin_N, sum_N, mean_N, log_sum_N, z_N - log_sum_N, log_sum_N - mean_N)
     return Whole(*(each.to(dtype) for each in found))
+
+
+def with_targets(
+    origin_N: Tensor,
+    others_N: Tensor,
+    moment_N: Tensor,
+    logit_NK: Tensor,
+    counted_NK: Tensor,
+    temperature: Tensor | float,
+    dtype: torch.dtype,
+) -> Whole:
+    """The targets that are counted, by their logits, beside the sums over all others; in float64.
+
+    No token is a target twice.
+    """
+    logit_NK = torch.where(counted_NK, logit_NK, -torch.inf)
+    top_N = torch.maximum(origin_N, logit_NK.amax(-1))
+    z_NK = (logit_NK - top_N[:, None]) / per_row(temperature)
+    mass_NK = z_NK.exp()
+    below_N = (origin_N - top_N) / temperature
+    weight_N = below_N.exp()
+    sum_N = weight_N * others_N + mass_NK.sum(-1)
+    moment_N = weight_N * (moment_N + below_N * others_N)
+    moment_N = moment_N + torch.where(mass_NK == 0, 0.0, mass_NK * z_NK).sum(-1)
+    log_sum_N = sum_N.log()
+    mean_N = moment_N / sum_N
+    logprob_NK = torch.where(counted_NK, z_NK - log_sum_N[:, None], 0.0)
+    # Not the logarithm of a product: however unlikely all others are, this one is a number.
+    rest_N = others_N.log() + below_N - log_sum_N
+    logprob_NX = torch.cat([logprob_NK, rest_N[:, None]], -1)
+    found = (top_N, sum_N, mean_N, log_sum_N, logprob_NX, log_sum_N - mean_N)
+    return Whole(*(each.to(dtype) for each in found))
+
+
+def per_row(temperature: Tensor | float) -> Tensor | float:
+    """Returns the temperature as a divisor of rows."""
+    return temperature[:, None] if isinstance(temperature, Tensor) else temperature
 
 
 #: In place of -inf where it meets a probability of 0, whose product is 0 then and not NaN.

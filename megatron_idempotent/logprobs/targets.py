@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .request import ID_DTYPES
+
 
 def shift_targets(
     tokens: Tensor,
@@ -22,7 +24,8 @@ def shift_targets(
     part, with `context_parallel_part`.
 
     Args:
-        tokens: [..., T] of int64, padded on either side, or packed sequences one after the other.
+        tokens: [..., T] of int64 or int32, padded on either side, or packed sequences one after the
+            other. Targets are of the same type.
         mask: [..., T], true or above 0 where there is a token; None where all are.
         cu_seqlens: [n + 1] of integers, where packed sequences begin and the last one ends, padding
             between them included; positions after the last one belong to none.
@@ -35,10 +38,10 @@ def shift_targets(
     Example:
         stats = token_logprobs(logits=logits, targets=shift_targets(tokens, mask=attention_mask))
     """
-    if tokens.dtype != torch.int64 or tokens.dim() < 1:
+    if tokens.dtype not in ID_DTYPES or tokens.dim() < 1:
         raise ValueError(
             f"shift_targets() got tokens of {tokens.dtype} and shape {tuple(tokens.shape)}: "
-            "torch.int64, [..., positions]"
+            "torch.int64 or int32, [..., positions]"
         )
     if mask is not None and mask.shape != tokens.shape:
         raise ValueError(

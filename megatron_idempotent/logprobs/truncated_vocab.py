@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from .kernels import GradCoefficients, local_statistics
-from .request import Columns, TokenBatch, accumulated, columnwise, is_ours, place_of, temperature_of
+from .request import Columns, TokenBatch, accumulated, is_ours, place_of, temperature_of
 from .rows import rows_of_a_block
 from .sources import Source
-from .statistics import FINITE, Partial, Whole, all_gathered, combine, with_target
+from .statistics import FINITE, Partial, Whole, all_gathered, combine, per_row, with_target
 
 
 class Kept(NamedTuple):
@@ -77,7 +77,7 @@ def named(source: Source, asked: TokenBatch) -> tuple[Kept, Whole]:
     ours_N = is_ours(local_N, columns.real)
     logits_NK = torch.where(left_NK, logits_NK, -torch.inf)
     maximum_N = logits_NK.amax(-1).clamp(min=FINITE)
-    z_NK = (logits_NK - maximum_N[:, None]) / columnwise(asked.temperature)
+    z_NK = (logits_NK - maximum_N[:, None]) / per_row(asked.temperature)
     mass_NK = z_NK[:, :-1].exp()  # the target is no part of the sums
     partial = Partial(
         origin=maximum_N,
@@ -184,7 +184,7 @@ def _sent(
         target_n1 = torch.where(ours_n1, logits_nV.gather(1, place_n1), -torch.inf)
         sent_nX[:, 2] = target_n1.squeeze(1)
         sent_nX[:, _BESIDES : _BESIDES + here] = values_nC
-        if sampling.top_k <= 0:
+        if not sampling.limit:
             wanted = asked.wanted._replace(entropy=False)
             of_part = temperature_of(temperature, part)
             found = local_statistics(logits_nV, local_n, None, of_part, columns, wanted)
@@ -221,7 +221,7 @@ def _statistics(rows: _Rows, threshold_n: Tensor, also_n: Tensor) -> Whole:
     """Computes in float64 from values that are equal on all ranks, for the same bits."""
     logits_nW, target_n = rows.logits_nW, rows.target_n
     maximum_n = logits_nW.amax(-1).clamp(min=FINITE).double()
-    z_nW = (logits_nW - maximum_n[:, None]) / columnwise(rows.temperature)
+    z_nW = (logits_nW - maximum_n[:, None]) / per_row(rows.temperature)
     kept_nW = (logits_nW >= threshold_n[:, None]) & (logits_nW > -torch.inf)
     mass_nW = torch.where(kept_nW, z_nW.exp(), 0.0)
     target_z_n = (target_n - maximum_n) / rows.temperature

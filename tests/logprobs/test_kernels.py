@@ -168,7 +168,7 @@ def hidden_as_logits(layout: str) -> list[bytes]:
         torch.testing.assert_close(of_weight.double(), wanted, **close)
         torch.testing.assert_close(stats.logprob.double(), logprob * mask, **close)
         torch.testing.assert_close(stats.entropy.double(), entropy * mask, **close)
-        found += [each.detach().numpy().tobytes() for each in stats]
+        found += [each.detach().numpy().tobytes() for each in stats[:3]]
     return found
 
 
@@ -375,7 +375,7 @@ def columns_apart() -> None:
         given = logits.detach().requires_grad_()
         stats = token_logprobs(logits=given, targets=torch.arange(5), entropy="grad")
         total = stats.logprob.sum() + stats.entropy.sum()
-        found.append((*stats, *torch.autograd.grad(total, given)))
+        found.append((*stats[:3], *torch.autograd.grad(total, given)))
     for others in found[1:]:
         assert all(map(torch.equal, others, found[0]))
 

@@ -34,7 +34,7 @@ def gathered(align: bool) -> bytes:
         again = models.from_hidden(chunk.module, tokens, arguments)
         wanted = models.from_logits(chunk, tokens, arguments)
     assert not torch.equal(before, chunk.module.output_layer.weight)
-    assert all(map(torch.equal, stats, again))
+    assert all(map(torch.equal, stats[:3], again[:3]))
     torch.testing.assert_close(stats.logprob, wanted.logprob)
     return stats.logprob.numpy().tobytes()
 
@@ -84,7 +84,7 @@ def rounded() -> None:
     wanted = models.from_logits(chunk, tokens, arguments)
     stats = models.from_hidden(chunk, tokens, arguments)
     assert type(stats) is TokenStats
-    assert {each.dtype for each in stats} == {torch.float32}
+    assert {each.dtype for each in stats[:3]} == {torch.float32}
     # On both ways logits are rounded, of which a log-prob has two; the temperature is 0.5 or more.
     largest = float(chunk(**models.inputs(tokens)).abs().max())
     bound = 4 * torch.finfo(torch.bfloat16).eps / 2 * largest / 0.5

@@ -214,8 +214,18 @@ def refused() -> None:
     logits = torch.randn(2, 9)
     arguments = {"logits": logits, "targets": torch.tensor([1, 2])}
     plain = token_logprobs(**arguments).logprob
-    for sampling in (Sampling(), Sampling(top_k=9), Sampling(top_k=-1)):
+    for sampling in (Sampling(), Sampling(top_k=9), Sampling(top_k=-1), Sampling(top_k=None)):
         assert torch.equal(token_logprobs(**arguments, sampling=sampling).logprob, plain)
+    ids = torch.tensor([[1, 4], [2, -1]])
+    for one, other in (
+        (Sampling(top_k=None, top_p=0.6), Sampling(top_p=0.6)),
+        (Sampling(top_k=None, keep=ids.int()), Sampling(keep=ids)),
+    ):
+        found, wanted = (
+            token_logprobs(**arguments, sampling=each).logprob for each in (one, other)
+        )
+        assert torch.equal(found, wanted)
+        assert not torch.equal(found, plain)
     empty = Sampling(keep=torch.zeros(2, 0, dtype=torch.int64))
     assert not token_logprobs(**arguments, sampling=empty).logprob.any()  # the target alone
 

@@ -113,6 +113,9 @@ def refused() -> None:
         with pytest.raises(ValueError) as told:  # noqa: PT011  the text is looked at
             call(**arguments)
         assert text in str(told.value)
+    narrow = shift_targets(torch.arange(8, dtype=torch.int32))
+    assert narrow.dtype == torch.int32
+    assert narrow.tolist() == [1, 2, 3, 4, 5, 6, 7, -100]
     # A tensor without values: a caller that asked for one would raise.
     ends = torch.empty(3, dtype=torch.int32, device="meta")
     there = tokens.to("meta")

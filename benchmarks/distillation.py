@@ -1,0 +1,207 @@
+"""Log-probs of K targets, top-k and divergences from a teacher, beside plain PyTorch's.
+
+    python -m benchmarks.distillation [--rounds 5] [--tokens 1024] [--vocabulary 32768] [--json]
+
+One rank has the whole vocabulary, as plain PyTorch wants it: `log_softmax` in float32 and what is
+made of it, forward and backward, of the same logits, which each side is given fresh. Sides take
+turns.
+
+- time: the median, of rounds, of PyTorch's seconds ÷ ours, logits borrowed, and consumed
+- memory: the most that is held beside both logits, by the allocator's events ÷ the student's
+- error: against float64, of the first tokens: the largest of the outputs, and the 2-norm of the
+  gradient's ÷ the gradient's
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from benchmarks._logprob_cases import as_output
+from megatron_idempotent import cpu
+
+_K = 64
+_COMPARED = 64
+#: A side, of the student's logits, the teacher's, and the teacher's `vocab_topk`.
+Run = Callable[[Any, Any, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One side's results.
+
+    Example:
+        Row(what="KL, forward", side="PyTorch", seconds=1.2, memory=3.0, ...)
+    """
+
+    what: str
+    dtype: str
+    side: str
+    seconds: float
+    time: float
+    """PyTorch's seconds ÷ this side's."""
+    memory: float
+    error: float
+    gradient_error: float | None
+
+
+def _torch(what: str) -> Run:
+    """The formula as one writes it, in the type that `log_softmax` is asked for."""
+    import torch
+
+    def run(logits_NV: Any, teacher_NV: Any, topk: Any) -> Any:
+        ids_NK = topk.ids
+        dtype = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
+        s_NV = logits_NV.to(dtype).log_softmax(-1)
+        if what == "K targets":
+            return s_NV.gather(-1, ids_NK)
+        if what == "top-k":
+            return s_NV.topk(_K, -1).values
+        if what in ("KL, forward", "KL, reverse"):
+            t_NV = teacher_NV.to(dtype).log_softmax(-1)
+            first, second = (t_NV, s_NV) if what == "KL, forward" else (s_NV, t_NV)
+            return (first.exp() * (first - second)).sum(-1)
+        t_NK, s_NK = topk.logprob.to(dtype), s_NV.gather(-1, ids_NK)
+        rests = [torch.log1p(-each.exp().sum(-1)) for each in (t_NK, s_NK)]
+        of_k = (t_NK.exp() * (t_NK - s_NK)).sum(-1)
+        return of_k + rests[0].exp() * (rests[0] - rests[1])
+
+    return run
+
+
+def _ours(what: str, ownership: Literal["borrow", "consume"]) -> Run:
+    from megatron_idempotent import token_kl, token_logprobs, vocab_topk
+
+    def run(logits_NV: Any, teacher_NV: Any, topk: Any) -> Any:
+        if what == "K targets":
+            return token_logprobs(logits=logits_NV, targets=topk.ids, ownership=ownership).logprob
+        if what == "top-k":
+            return vocab_topk(logits=logits_NV, k=_K).logprob
+        of_teacher: dict[str, Any] = {"teacher_logits": teacher_NV}
+        if what == "KL, top-k and a tail":
+            of_teacher = {
+                "teacher_ids": topk.ids,
+                "teacher_logprobs": topk.logprob,
+                "teacher_rest": topk.rest,
+            }
+        direction: Any = "reverse" if what == "KL, reverse" else "forward"
+        return token_kl(logits=logits_NV, direction=direction, ownership=ownership, **of_teacher).kl
+
+    return run
+
+
+WHAT = ("K targets", "top-k", "KL, forward", "KL, reverse", "KL, top-k and a tail")
+
+
+def measured(what: str, dtype: str, tokens: int, vocabulary: int, rounds: int) -> list[Row]:
+    """Measures all sides of one computation on a rank, in turns."""
+    import torch
+
+    from megatron_idempotent import TopK, vocab_topk
+    from megatron_idempotent.cpu.probes import peak_bytes
+
+    torch.manual_seed(1)
+    logits_NV = 3 * torch.randn(tokens, vocabulary)
+    teacher_NV = (logits_NV + torch.randn(tokens, vocabulary)).to(getattr(torch, dtype))
+    logits_NV = logits_NV.to(teacher_NV.dtype)
+    topk = vocab_topk(logits=teacher_NV, k=_K)
+    sides = {"PyTorch": _torch(what), "borrow": _ours(what, "borrow")}
+    if what != "top-k":  # which nobody differentiates
+        sides["consume"] = _ours(what, "consume")
+
+    def step(run: Run, logits: Any, *of_teacher: Any) -> Any:
+        if what == "top-k":
+            with torch.no_grad():
+                return run(logits, *of_teacher), None
+        gradients: list[Any] = []
+        logits.register_hook(gradients.append)
+        found = run(logits, *of_teacher)
+        found.sum().backward()
+        return found.detach(), gradients[0]
+
+    few = slice(0, _COMPARED)
+    of_few = TopK(*(each[few] for each in topk))
+    student, teacher = (each[few].double() for each in (logits_NV, teacher_NV))
+    exact = step(_torch(what), as_output(student), teacher, of_few)
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name, run in sides.items() if number % 2 else reversed(sides.items()):
+            given = as_output(logits_NV)
+            start = time.perf_counter()
+            step(run, given, teacher_NV, topk)
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    rows = []
+    for name, run in sides.items():
+        inputs = [as_output(logits_NV) for _ in range(2)]
+
+        def once(run: Run = run, inputs: list[Any] = inputs) -> None:
+            step(run, inputs.pop(), teacher_NV, topk)
+
+        held = peak_bytes(once, runs=2)
+        found = step(run, as_output(logits_NV[few]), teacher_NV[few], of_few)
+        of_gradient = None
+        if exact[1] is not None:
+            of_gradient = float((found[1].double() - exact[1]).norm() / exact[1].norm())
+        of_torch = zip(seconds["PyTorch"], seconds[name], strict=True)
+        rows.append(
+            Row(
+                what=what,
+                dtype=dtype,
+                side=name,
+                seconds=statistics.median(seconds[name]),
+                time=statistics.median(other / ours for other, ours in of_torch),
+                memory=held / logits_NV.nbytes,
+                error=float((found[0].double() - exact[0]).abs().max()),
+                gradient_error=of_gradient,
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    """Print a table, or the rows as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--only", nargs="*", default=[], help="what a computation's name contains")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    rows: list[Row] = []
+    if not options.json:
+        names = f"{'seconds':>8}{'time':>6}{'memory':>8}{'error':>9}{'gradient':>9}"
+        print(f"{'':22}{'':10}{'':9}{names}")
+    with cpu.RankPool(1) as pool:
+        for dtype, what in itertools.product(options.dtypes, WHAT):
+            if all(word in what for word in options.only):
+                arguments = (what, dtype, options.tokens, options.vocabulary, options.rounds)
+                rows += pool.run(1, measured, *arguments, timeout_s=1200.0)[0]
+                if not options.json:
+                    show(rows[-3:] if what != "top-k" else rows[-2:])
+    if options.json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows]))
+
+
+def show(rows: list[Row]) -> None:
+    """Prints a line for each side."""
+    for row in rows:
+        of_gradient = "" if row.gradient_error is None else format(row.gradient_error, ".1e")
+        print(
+            f"{row.what:22}{row.dtype:10}{row.side:9}{row.seconds:8.3f}{row.time:6.1f}"
+            f"{row.memory:8.2f}{row.error:9.1e}{of_gradient:>9}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,399 @@
+"""Refuses wrong arguments before anything is computed or sent, and makes a call's records of them.
+
+Legend: N tokens that are computed, K targets of a token, V columns of the vocabulary on this rank,
+H features.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .request import ID_DTYPES, Backend, Columns, ComputeOptions, Sampling, TokenBatch
+from .rows import Order, kept_places
+from .sources import ProductParts, SequenceParallel
+
+
+def one_of(who: str, name: str, value: Any, known: tuple[str, ...]) -> None:
+    """An option has a value that it can have."""
+    if value not in known:
+        raise ValueError(f"{who}() got {name}={value!r}: one of {', '.join(known)}")
+
+
+def floating(who: str, name: str, tensor: Tensor) -> None:
+    """The tensor has rows of floating point numbers."""
+    if not tensor.is_floating_point() or tensor.dim() < 1:
+        raise ValueError(
+            f"{who}() got {name} of {tensor.dtype} and shape {tuple(tensor.shape)}: "
+            "floating point, [..., columns]"
+        )
+
+
+def one_form(
+    who: str, logits: Any, hidden: Any, weight: Any, ownership: str, hidden_layout: str
+) -> None:
+    """Logits, or hidden states and a weight that fit each other, and options that go with them."""
+    given = [
+        n for n, v in (("logits", logits), ("hidden", hidden), ("weight", weight)) if v is not None
+    ]
+    if given not in (["logits"], ["hidden", "weight"]):
+        raise ValueError(
+            f"{who}() got {', '.join(given) or 'neither'}: logits, or hidden and weight"
+        )
+    if logits is not None:
+        floating(who, "logits", logits)
+        if hidden_layout != "replicated":
+            raise ValueError(f"{who}() got logits and hidden_layout={hidden_layout!r}")
+        return
+    floating(who, "hidden", hidden)
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"{who}() got hidden of {hidden.dtype} and shape {tuple(hidden.shape)} with "
+            f"weight of {weight.dtype} and shape {tuple(weight.shape)}: [..., H] and [columns, H] "
+            "of one type"
+        )
+    if ownership == "consume":
+        raise ValueError(f"{who}() got hidden and ownership='consume': no logits are kept")
+
+
+class Tokens(NamedTuple):
+    """The tokens that a call computes."""
+
+    kept: Tensor | None
+    """A mask, [...]; None for all."""
+    computed: int
+
+    def others(self, per_token: Tensor, value: float) -> Tensor:
+        """Returns a copy of `per_token` with `value` at the tokens that are left out."""
+        return per_token if self.kept is None else torch.where(self.kept, per_token, value)
+
+
+def mask_of(who: str, token_mask: Tensor | None, shape: torch.Size) -> None:
+    """There is one, of bool, for each token; or none."""
+    if token_mask is not None and (token_mask.dtype != torch.bool or token_mask.shape != shape):
+        raise ValueError(
+            f"{who}() got token_mask of {token_mask.dtype} and shape "
+            f"{tuple(token_mask.shape)}: torch.bool, {tuple(shape)}"
+        )
+
+
+def masked_tokens(who: str, shape: torch.Size, token_mask: Tensor | None) -> Tokens:
+    """The tokens that are not masked, of a call without targets. Read once on the host."""
+    mask_of(who, token_mask, shape)
+    count = shape.numel() if token_mask is None else int(token_mask.sum())
+    return Tokens(None if count == shape.numel() else token_mask, count)
+
+
+class Targets(NamedTuple):
+    """Ids in the whole vocabulary, as they are computed."""
+
+    ids: Tensor
+    """[...] of int64, or [..., K], each once and -1 for those that are ignored."""
+    valid: Tensor | None = None
+    """[..., K], which of K targets are not ignored; None for one target per token."""
+    first: Tensor | None = None
+    """[..., K], the place of an id that was named before, in `ids`; None where none was."""
+
+    @property
+    def many(self) -> bool:
+        """There are K targets for each token."""
+        return self.valid is not None
+
+
+def tokens_to_compute(
+    who: str,
+    shape: torch.Size,
+    targets: Tensor,
+    token_mask: Tensor | None,
+    ignore_index: int,
+    vocabulary: int,
+    *,
+    name: str = "target",
+) -> tuple[Tokens, Targets]:
+    """The tokens that are neither masked nor ignored, once their targets are ids.
+
+    The host reads once from the device, for the whole call: each time it would wait for all that
+    was queued there.
+    """
+    many = targets.shape[:-1] == shape and targets.dim() == len(shape) + 1
+    if targets.dtype not in ID_DTYPES or not (targets.shape == shape or many):
+        raise ValueError(
+            f"{who}() got {name}s of {targets.dtype} and shape {tuple(targets.shape)} "
+            f"for rows of shape {tuple(shape)}: torch.int64 or int32, {tuple(shape)}, or "
+            f"{(*shape, 'K')} for K of each token"
+        )
+    if many and not targets.shape[-1]:
+        raise ValueError(f"{who}() got {name}s of shape {tuple(targets.shape)}: at least one each")
+    targets = targets.long()
+    mask_of(who, token_mask, shape)
+    valid = targets != ignore_index
+    kept = valid.any(-1) if many else valid
+    if token_mask is not None:
+        kept = kept & token_mask
+    if many:
+        valid = valid & kept[..., None]
+    ids = torch.where(valid, targets, -1) if many else targets
+    found = Targets(ids, valid) if many else Targets(ids)
+    if not kept.numel():
+        return Tokens(None, 0), found
+    checked = torch.where(valid if many else kept, targets, 0)
+    facts = [kept.sum(), *checked.aminmax()]
+    if many:
+        sorted_K, order_K = ids.sort(stable=True, dim=-1)
+        again_K = (sorted_K[..., 1:] == sorted_K[..., :-1]) & (sorted_K[..., 1:] >= 0)
+        facts.append(again_K.sum())
+    count, low, high, *repeated = torch.stack(facts).tolist()
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"{who}() got {name} {low if low < 0 else high}, outside of the "
+            f"vocabulary of {vocabulary}: mask such tokens, or set them to ignore_index"
+        )
+    if repeated and repeated[0]:
+        found = _each_once(found, order_K, again_K)
+    return Tokens(None if count == kept.numel() else kept, count), found
+
+
+def _each_once(targets: Targets, order_K: Tensor, again_K: Tensor) -> Targets:
+    """Leaves ids out that were named before, and says where."""
+    place_K = torch.arange(order_K.shape[-1], device=order_K.device).expand_as(order_K).clone()
+    place_K[..., 1:] = torch.where(again_K, 0, place_K[..., 1:])
+    # Of a run of equal ids the first one's place, since places ascend.
+    start_K = place_K.cummax(-1).values
+    first_K = torch.empty_like(order_K).scatter_(-1, order_K, order_K.gather(-1, start_K))
+    everyone_K = torch.arange(order_K.shape[-1], device=order_K.device)
+    ids = torch.where(first_K == everyone_K, targets.ids, -1)
+    return targets._replace(ids=ids, first=first_K)
+
+
+def columns_of(who: str, per_rank: int, group: Any, vocab_size: int | None) -> Columns:
+    """Returns the part of the vocabulary that this rank has."""
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    whole = per_rank * size
+    if vocab_size is None:
+        vocab_size = whole
+    if not 1 <= vocab_size <= whole:
+        raise ValueError(
+            f"{who}() got vocab_size={vocab_size}, and {size} ranks with {per_rank} "
+            f"columns each have {whole}: is tp_group the one that shares the output layer?"
+        )
+    first = rank * per_rank
+    columns = Columns(first, 0, per_rank, vocab_size, group, size)
+    return columns._replace(real=columns.real_of(rank))
+
+
+def positive(who: str, temperature: float | Tensor, shape: torch.Size, tokens: Tokens) -> None:
+    """A temperature is, on all tokens that are computed."""
+    if isinstance(temperature, Tensor):
+        if temperature.shape != shape:
+            raise ValueError(
+                f"{who}() got temperature of shape {tuple(temperature.shape)}: a number, "
+                f"or {tuple(shape)}"
+            )
+        if temperature.requires_grad:
+            raise ValueError(f"{who}() does not differentiate by temperature: detach() it")
+        value = float(tokens.others(temperature, 1.0).min()) if tokens.computed else 1.0
+    else:
+        value = float(temperature)
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{who}() got temperature {value}: it is positive")
+
+
+def main_grad(who: str, weight: Tensor | None) -> None:
+    """There is one to add to."""
+    found = getattr(weight, "main_grad", None)
+    if weight is None or not isinstance(found, Tensor) or found.shape != weight.shape:
+        where = "no weight" if weight is None else f"a weight of shape {tuple(weight.shape)}"
+        has = "none" if found is None else f"one of shape {tuple(found.shape)}"
+        raise ValueError(
+            f"{who}(gradient_accumulation_fusion=True) adds to weight.main_grad, and got "
+            f"{where} with {has}: pass the parameter that Megatron's DistributedDataParallel has"
+        )
+
+
+def ids_to_keep(
+    who: str, sampling: Sampling | None, shape: torch.Size, tokens: Tokens, vocabulary: int
+) -> Tensor | None:
+    """Returns the ids that each token keeps, [..., K]."""
+    if sampling is None or sampling.keep is None:
+        return None
+    keep = sampling.keep.long()
+    if keep.shape[:-1] != shape:
+        raise ValueError(
+            f"{who}() got sampling.keep of shape {tuple(keep.shape)} for targets of shape "
+            f"{tuple(shape)}: {(*shape, 'ids')}"
+        )
+    if not tokens.computed:
+        return keep
+    highest = keep.amax(-1) if keep.shape[-1] else keep.new_full(keep.shape[:-1], -1)
+    low, high = torch.stack(tokens.others(highest, 0).aminmax()).tolist()
+    if high >= vocabulary:
+        raise ValueError(
+            f"{who}() got id {high} in sampling.keep, outside of the vocabulary of {vocabulary}"
+        )
+    if sampling.target != "keep" and low < 0:
+        raise ValueError(
+            f"{who}() got a token of which sampling.keep names no id: mask it, or let "
+            "its target be kept, with target='keep'"
+        )
+    return keep
+
+
+class Inputs(NamedTuple):
+    """Logits, or hidden states and a weight, with the part of the vocabulary that they have."""
+
+    who: str
+    """The function that was called, as errors name it."""
+    logits: Tensor | None
+    hidden: Tensor | None
+    weight: Tensor | None
+    columns: Columns
+    gathered: bool
+    """Under sequence parallelism hidden states are those of all ranks."""
+    shape: torch.Size
+    """[...] of the tokens on all ranks."""
+
+    @staticmethod
+    def accepted(
+        who: str,
+        *,
+        logits: Tensor | None,
+        hidden: Tensor | None,
+        weight: Tensor | None,
+        tp_group: Any,
+        vocab_size: int | None,
+        ownership: str = "borrow",
+        hidden_layout: str = "replicated",
+        fused: bool = False,
+        workspace_bytes: int | None = None,
+    ) -> Inputs:
+        """Returns the inputs of a call if they fit each other, or raises `ValueError`."""
+        one_of(who, "ownership", ownership, ("borrow", "consume"))
+        one_of(who, "hidden_layout", hidden_layout, ("replicated", "sequence_parallel"))
+        one_form(who, logits, hidden, weight, ownership, hidden_layout)
+        if workspace_bytes is not None and workspace_bytes < 1:
+            raise ValueError(f"{who}() got workspace_bytes={workspace_bytes}: at least 1")
+        if fused:
+            main_grad(who, weight)
+        if logits is not None:
+            rows, per_rank = logits, logits.shape[-1]
+        else:
+            assert hidden is not None
+            assert weight is not None
+            rows, per_rank = hidden, weight.shape[0]
+        columns = columns_of(who, per_rank, tp_group, vocab_size)
+        gathered = columns.ranks > 1 and hidden_layout == "sequence_parallel"
+        shape = list(rows.shape[:-1])
+        if gathered:
+            shape[0] *= columns.ranks
+        return Inputs(who, logits, hidden, weight, columns, gathered, torch.Size(shape))
+
+    def rows(self) -> Tensor:
+        """[..., V] or [..., H] of all tokens. A collective under sequence parallelism."""
+        if self.logits is not None:
+            return self.logits
+        assert self.hidden is not None
+        if self.gathered:
+            gather: Any = SequenceParallel.apply
+            gathered: Tensor = gather(self.hidden, self.columns.group)
+            return gathered
+        return self.hidden
+
+
+class Layout:
+    """The tokens of a call in the order in which their rows lie in memory.
+
+    Values of each token go there with `chosen`, only of those that are computed, and come back with
+    `shaped`.
+    """
+
+    def __init__(self, rows: Tensor, tokens: Tokens) -> None:
+        self.order = Order(rows)
+        self.kept_N = None if tokens.kept is None else self.order.flat(tokens.kept)
+        self._place_K = None if self.kept_N is None else kept_places(self.kept_N, tokens.computed)
+
+    def chosen(self, value: Any) -> Any:
+        """[...] as [N], or [..., K] as [N, K]; what is no tensor is returned as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        value = self.order.flat(value)
+        return value if self._place_K is None else value.index_select(0, self._place_K)
+
+    def shaped(self, values_N: Tensor | None, fill: float = 0.0) -> Any:
+        """[N] as [...], or [N, K] as [..., K], with `fill` for tokens that are not computed."""
+        if values_N is None:
+            return None
+        if self.kept_N is not None:
+            behind = values_N.shape[1:]
+            mask = self.kept_N.view(-1, *(1 for _ in behind))
+            whole = values_N.new_full((len(self.kept_N), *behind), fill)
+            values_N = whole.masked_scatter(mask, values_N)
+        return self.order.unflat(values_N)
+
+
+#: Blocks that stay in a core's cache; on a GPU, blocks that fill it.
+_WORKSPACE_BYTES = {"cpu": 1 << 20}
+_WORKSPACE_BYTES_ELSEWHERE = 64 << 20
+#: Of logits that are made a part at a time: matrices that are multiplied at full speed.
+_LOGITS_BYTES = {"cpu": 8 << 20}
+_LOGITS_BYTES_ELSEWHERE = 256 << 20
+#: By rows, where the weight's gradient in float32 is read and written once for each part.
+_LOGITS_BYTES_OF_ROWS = 512 << 20
+
+
+def workspace_of(device: torch.device, asked: int | None, *, from_logits: bool) -> int:
+    """Returns the bytes of scratch memory for blocks of logits."""
+    in_cache = _WORKSPACE_BYTES.get(device.type, _WORKSPACE_BYTES_ELSEWHERE)
+    if asked is None:
+        return in_cache
+    return asked if from_logits else min(asked, in_cache)
+
+
+def logits_bytes_of(device: torch.device, asked: int | None) -> int:
+    """Returns the size of logits that are computed a part at a time."""
+    return asked or _LOGITS_BYTES.get(device.type, _LOGITS_BYTES_ELSEWHERE)
+
+
+def parts_of(inputs: Inputs, backend: Backend, asked: int | None, *, fused: bool) -> ProductParts:
+    """Returns the size of the parts in which logits are made of hidden states."""
+    assert inputs.hidden is not None
+    device = inputs.hidden.device
+    by_rows = backend == "triton" and device.type != "cpu"
+    return ProductParts(
+        logits_bytes_of(device, asked or (_LOGITS_BYTES_OF_ROWS if by_rows else None)),
+        reduce=inputs.columns.ranks > 1 and not inputs.gathered,
+        fused=fused,
+    )
+
+
+def may_consume(who: str, logits: Tensor, order: Order, *, stacklevel: int = 3) -> bool:
+    """Returns whether the gradient can take the logits' memory; warns if they have gaps."""
+    if not logits.requires_grad or not torch.is_grad_enabled():
+        return False
+    if logits.is_leaf:
+        raise ValueError(
+            f"{who}(ownership='consume') got leaf logits, which the caller would find "
+            "overwritten: pass an output of the model, or borrow"
+        )
+    if not order.rows(logits).is_contiguous():
+        warnings.warn(
+            f"{who}(ownership='consume') borrows: logits of shape {tuple(logits.shape)} "
+            f"and strides {logits.stride()} lie in memory with gaps",
+            stacklevel=stacklevel,
+        )
+        return False
+    return True
+
+
+def batch_of(
+    layout: Layout,
+    ids: Tensor,
+    temperature: Tensor | float,
+    columns: Columns,
+    wanted: ComputeOptions,
+) -> TokenBatch:
+    """Returns the inputs of the tokens that are computed."""
+    return TokenBatch(layout.chosen(ids), layout.chosen(temperature), columns, wanted)

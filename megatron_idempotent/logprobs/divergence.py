@@ -1,0 +1,313 @@
+"""Divergences between two softmaxes over a vocabulary that ranks share, and their gradient.
+
+No softmax is kept: some rows of student's and teacher's logits at a time, forward and again in the
+backward, and six numbers per token between the two.
+
+Legend: N tokens, n some of them, V columns of the vocabulary on this rank, P parts of the columns
+(of a rank's, or ranks), s the student's probabilities and t the teacher's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .kernels import Scratch, columns_of_blocks, divisors, scaled_logits
+from .request import Columns, accumulated
+from .rows import RowBlock, blocks, split_like
+from .statistics import FINITE, all_gathered
+
+#: Scratch of a block: what is made of the student's logits, of the teacher's, and exponentials.
+_BUFFERS = 3
+
+
+class Weights(NamedTuple):
+    """The shares that the two directions have in a divergence."""
+
+    forward: float
+    """The share of KL(teacher ‖ student) = Σ t·(log t - log s)."""
+    reverse: float
+    """The share of KL(student ‖ teacher) = Σ s·(log s - log t)."""
+
+
+class Distillation(NamedTuple):
+    """The inputs and options of the tokens that are computed, beside both logits."""
+
+    weights: Weights
+    tokens: int
+    """The number of these tokens, N."""
+    temperature: Tensor | float
+    """The temperature of all tokens, or [N]."""
+    columns: Columns
+    consume: bool
+    workspace_bytes: int
+
+
+class PartialDivergence(NamedTuple):
+    """Sums over some columns, each [N].
+
+    z = (student's logit - origin) / temperature, and y is the same of the teacher.
+    """
+
+    origin: Tensor
+    """The student's largest logit; `FINITE` where there is none."""
+    exponentials: Tensor
+    """Σ exp(z)"""
+    teacher_origin: Tensor
+    teacher_exponentials: Tensor
+    """Σ exp(y)"""
+    forward: Tensor
+    """Σ exp(y)·(y - z); zeros where it has no share."""
+    reverse: Tensor
+    """Σ exp(z)·(z - y); zeros where it has no share."""
+
+
+class WholeDivergence(NamedTuple):
+    """Statistics of all columns, each [N]."""
+
+    origin: Tensor
+    log_sum: Tensor
+    """log Σ exp(z)"""
+    teacher_origin: Tensor
+    teacher_log_sum: Tensor
+    reverse: Tensor
+    """KL(student ‖ teacher), which its gradient is centred by."""
+    divergence: Tensor
+
+
+class Student(Protocol):
+    """The student's logits of the tokens that are computed, and the place of their gradient."""
+
+    def read(self, block: RowBlock) -> Tensor:
+        """Returns the block's logits, [n, V]."""
+
+    def place(self, block: RowBlock) -> Tensor | None:
+        """Returns where the block's gradient is; None if its rows do not follow each other."""
+
+    def write(self, block: RowBlock, gradient_nV: Tensor) -> None:
+        """Writes the block's gradient there, rounded to its type."""
+
+
+class InPanels:
+    """Student's logits in panels, of which blocks are some rows."""
+
+    def __init__(self, rows: list[Tensor], into: list[Tensor], columns: int) -> None:
+        self._rows, self._into = ([panel[:, :columns] for panel in each] for each in (rows, into))
+
+    def read(self, block: RowBlock) -> Tensor:
+        return block.read(self._rows)
+
+    def place(self, block: RowBlock) -> Tensor | None:
+        return block.view(self._into)
+
+    def write(self, block: RowBlock, gradient_nV: Tensor) -> None:
+        block.write(self._into, gradient_nV)
+
+
+class InTurn(NamedTuple):
+    """Student's logits of the tokens that are computed, [N, V], and of no other."""
+
+    logits: Tensor
+
+    def read(self, block: RowBlock) -> Tensor:
+        return self.logits[block.kept]
+
+    def place(self, block: RowBlock) -> Tensor | None:
+        return self.logits[block.kept]
+
+    def write(self, block: RowBlock, gradient_nV: Tensor) -> None:
+        self.logits[block.kept] = gradient_nV
+
+
+def partial_divergence(
+    student: Student,
+    teacher: list[Tensor],
+    kept_N: Tensor | None,
+    like_N: Tensor,
+    asked: Distillation,
+) -> PartialDivergence:
+    """Returns sums over the columns of `teacher`, whose panels have the student's rows.
+
+    Where a probability is 0, or too small for the type, its summand is 0; where it is not and that
+    of the other is, the sum is infinite.
+    """
+    found = PartialDivergence(*(like_N.clone() for _ in PartialDivergence._fields))
+    found.origin.fill_(FINITE)
+    found.teacher_origin.fill_(FINITE)
+    if not teacher or not teacher[0].shape[-1]:
+        return found
+    scratch = _scratch(teacher, like_N, asked)
+    cut = list(blocks([len(panel) for panel in teacher], kept_N, scratch.rows))
+    columns_of = (split_like(cut, each[:, None]) for each in (found.origin, found.teacher_origin))
+    sums_of = (split_like(cut, each) for each in (*found[1:2], *found[3:]))
+    each_block = zip(cut, divisors(asked.temperature, cut), *columns_of, *sums_of, strict=True)
+    for block, divisor, origin_n1, of_teacher_n1, sum_n, teacher_sum_n, *kl_n in each_block:
+        logits_nV = scratch.read(student.read(block))
+        teacher_nV = scratch.read(block.read(teacher), 1)
+        torch.amax(logits_nV, -1, keepdim=True, out=origin_n1).clamp_(min=FINITE)
+        torch.amax(teacher_nV, -1, keepdim=True, out=of_teacher_n1).clamp_(min=FINITE)
+        z_nV, y_nV, exp_nV = (scratch(number, len(logits_nV))[0] for number in range(_BUFFERS))
+        _scaled_into(z_nV, logits_nV, origin_n1, divisor)
+        _scaled_into(y_nV, teacher_nV, of_teacher_n1, divisor)
+        torch.sum(torch.exp(z_nV, out=exp_nV), -1, out=sum_n)
+        apart_nV = z_nV.sub_(y_nV)
+        torch.sum(y_nV.exp_(), -1, out=teacher_sum_n)
+        # 0·inf is NaN, which is no summand here; NaN of a logit is in the sums above.
+        if asked.weights.forward:
+            kl_n[0].copy_(-y_nV.mul_(apart_nV).nansum(-1))
+        if asked.weights.reverse:
+            kl_n[1].copy_(exp_nV.mul_(apart_nV).nansum(-1))
+    return found
+
+
+def _scratch(panels: list[Tensor], like_N: Tensor, asked: Distillation) -> Scratch:
+    return Scratch(
+        [len(panel) for panel in panels],
+        panels[0].shape[-1],
+        like_N,
+        asked.workspace_bytes,
+        buffers=_BUFFERS,
+    )
+
+
+def _scaled_into(
+    into_nV: Tensor, logits_nV: Tensor, origin_n1: Tensor, divisor: Tensor | float
+) -> Tensor:
+    """Writes z = (logits - origin) / temperature there, which may be where the logits are."""
+    return scaled_logits(logits_nV, origin_n1, divisor, into_nV)
+
+
+def combined(partial: PartialDivergence, asked: Distillation) -> WholeDivergence:
+    """Divergences over the whole vocabulary. A collective of the group's ranks, one all-gather.
+
+    24 bytes per token and rank. Sums are taken in float64 and in the order of ranks, so that all
+    ranks find the same bits. No divergence is negative.
+    """
+    dtype = partial.origin.dtype
+    parts_RN6 = all_gathered(torch.stack(partial, dim=-1), asked.columns.group)
+    origin_N, sum_N, teacher_origin_N, teacher_sum_N, forward_N, reverse_N = _together(
+        parts_RN6, asked.temperature
+    )
+    log_sum_N, teacher_log_sum_N = sum_N.log(), teacher_sum_N.log()
+    of_sums_N = log_sum_N - teacher_log_sum_N
+    forward_N = (forward_N / teacher_sum_N + of_sums_N).clamp(min=0)
+    reverse_N = (reverse_N / sum_N - of_sums_N).clamp(min=0)
+    shares = zip(asked.weights, (forward_N, reverse_N), strict=True)
+    parts = [share * divergence_N for share, divergence_N in shares if share]
+    found = (origin_N, log_sum_N, teacher_origin_N, teacher_log_sum_N, reverse_N, sum(parts))
+    return WholeDivergence(*(torch.as_tensor(each).to(dtype) for each in found))
+
+
+def merged(parts: list[PartialDivergence], temperature: Tensor | float) -> PartialDivergence:
+    """Merges sums over parts of a rank's columns; without a collective."""
+    if len(parts) == 1:
+        return parts[0]
+    parts_PN6 = torch.stack([torch.stack(part, dim=-1) for part in parts])
+    found = _together(parts_PN6, temperature)
+    return PartialDivergence(*(each.to(parts_PN6.dtype) for each in found))
+
+
+def _together(parts_PN6: Tensor, temperature: Tensor | float) -> tuple[Tensor, ...]:
+    """The fields of `PartialDivergence`, of all parts, in float64."""
+    origin_PN, sum_PN, teacher_origin_PN, teacher_sum_PN, forward_PN, reverse_PN = (
+        parts_PN6.double().unbind(-1)
+    )
+    origin_N, teacher_origin_N = origin_PN.amax(0), teacher_origin_PN.amax(0)
+    below_PN = (origin_PN - origin_N) / temperature
+    teacher_below_PN = (teacher_origin_PN - teacher_origin_N) / temperature
+    apart_PN = below_PN - teacher_below_PN
+
+    def sum_of(weight_PN: Tensor, values_PN: Tensor) -> Tensor:
+        return torch.where(weight_PN == 0, 0.0, weight_PN * values_PN).sum(0)
+
+    weight_PN, teacher_weight_PN = below_PN.exp(), teacher_below_PN.exp()
+    return (
+        origin_N,
+        (weight_PN * sum_PN).sum(0),
+        teacher_origin_N,
+        (teacher_weight_PN * teacher_sum_PN).sum(0),
+        sum_of(teacher_weight_PN, forward_PN - apart_PN * teacher_sum_PN),
+        sum_of(weight_PN, reverse_PN + apart_PN * sum_PN),
+    )
+
+
+class Coefficients(NamedTuple):
+    """The gradient of each token, exp(z)·(factor + slope·(z - y)) - of_teacher·exp(y); each [N]."""
+
+    origin: Tensor
+    teacher_origin: Tensor
+    factor: Tensor
+    slope: Tensor | None
+    of_teacher: Tensor | None
+
+    @staticmethod
+    def of(whole: WholeDivergence, given_N: Tensor, asked: Distillation) -> Coefficients:
+        """Out of g·(share·(s - t) + share·s·(log s - log t - KL(s ‖ t))) / temperature."""
+        like_N = whole.origin
+        _, log_sum_N, _, teacher_log_sum_N, reverse_N, _ = (each.double() for each in whole)
+        given_N = given_N.double() / asked.temperature
+        forward, reverse = asked.weights
+        of_student_N = given_N * (-log_sum_N).exp()
+        factor_N = forward * of_student_N
+        slope = of_teacher = None
+        if forward:
+            of_teacher = (forward * given_N * (-teacher_log_sum_N).exp()).to(like_N)
+        if reverse:
+            slope_N = reverse * of_student_N
+            centre_N = teacher_log_sum_N - log_sum_N - reverse_N
+            factor_N = factor_N + torch.where(slope_N == 0, 0.0, slope_N * centre_N)
+            slope = slope_N.to(like_N)
+        return Coefficients(
+            whole.origin, whole.teacher_origin, factor_N.to(like_N), slope, of_teacher
+        )
+
+    def some(self, tokens: Tensor) -> Coefficients:
+        """Returns those of some tokens."""
+        chosen: list[Any] = [None if each is None else each[tokens] for each in self]
+        return Coefficients(*chosen)
+
+
+def write_divergence_gradient(
+    student: Student,
+    teacher: list[Tensor],
+    kept_N: Tensor | None,
+    found: Coefficients,
+    asked: Distillation,
+) -> None:
+    """Writes the kept tokens' gradient, over the student's logits or somewhere else."""
+    if not teacher or not teacher[0].shape[-1]:
+        return
+    scratch = _scratch(teacher, found.origin, asked)
+    cut = list(blocks([len(panel) for panel in teacher], kept_N, scratch.rows))
+    if not cut:
+        return
+    per_token = (columns_of_blocks(cut, each) for each in found)
+    each_block = zip(cut, divisors(asked.temperature, cut), *per_token, strict=True)
+    for block, divisor, origin_n1, of_teacher_n1, factor_n1, slope_n1, teacher_n1 in each_block:
+        read_nV = student.read(block)
+        z_nV, y_nV, exp_nV = (scratch(number, len(read_nV))[0] for number in range(_BUFFERS))
+        # Where there is nothing to convert or to spread, it is computed where it belongs.
+        place_nV = student.place(block)
+        in_place = place_nV is not None and place_nV.dtype == z_nV.dtype
+        out_nV = place_nV if place_nV is not None and in_place else z_nV
+        _scaled_into(out_nV, scratch.read(read_nV), origin_n1, divisor)
+        teacher_nV = scratch.read(block.read(teacher), 1)
+        _scaled_into(y_nV, teacher_nV, of_teacher_n1, divisor)
+        if slope_n1 is None:
+            out_nV.exp_().mul_(factor_n1)
+        else:
+            torch.exp(out_nV, out=exp_nV)
+            # -inf - -inf would be NaN, and so would 0·inf.
+            out_nV.clamp_(min=FINITE).sub_(y_nV.clamp_(min=FINITE))
+            out_nV.mul_(slope_n1).add_(factor_n1).mul_(exp_nV)
+        if teacher_n1 is not None:
+            out_nV.sub_(y_nV.exp_().mul_(teacher_n1))
+        if not in_place:
+            student.write(block, out_nV)
+
+
+def computed_like(logits: Tensor, tokens: int) -> Tensor:
+    """Returns zeros [N] of the type in which logits of this type are computed."""
+    return torch.zeros(tokens, dtype=accumulated(logits.dtype), device=logits.device)

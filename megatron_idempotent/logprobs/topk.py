@@ -1,0 +1,223 @@
+"""`vocab_topk`: the most likely tokens of each distribution, over a vocabulary that ranks share.
+
+Legend: N tokens, n some of them, V columns of the vocabulary on this rank, R ranks, K tokens that
+are asked for, C candidates of a rank, W those of all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .arguments import (
+    Inputs,
+    Layout,
+    logits_bytes_of,
+    masked_tokens,
+    parts_of,
+    positive,
+    workspace_of,
+)
+from .kernels import local_statistics
+from .request import Columns, ComputeOptions, accumulated, temperature_of
+from .sources import Logits, Products, Source
+from .statistics import FINITE, Partial, all_gathered, per_row
+
+_NAME = "vocab_topk"
+
+
+class TopK(NamedTuple):
+    """The K most likely tokens of each distribution, the most likely first.
+
+    Of equal ones the lowest id is first. Zeros, and ids of `ignore_index`, for masked tokens.
+    """
+
+    logprob: Tensor
+    """[..., K], over the whole vocabulary; float32, or float64 for such logits."""
+    ids: Tensor
+    """[..., K] of int64, in the whole vocabulary."""
+    rest: Tensor
+    """[...], the log-prob of all other tokens together; -inf where there is none."""
+    lse: Tensor
+    """[...], log Σ exp(logits / temperature)."""
+
+
+def vocab_topk(
+    *,
+    logits: Tensor | None = None,
+    hidden: Tensor | None = None,
+    weight: Tensor | None = None,
+    k: int,
+    tp_group: Any = None,
+    vocab_size: int | None = None,
+    temperature: float | Tensor = 1.0,
+    token_mask: Tensor | None = None,
+    ignore_index: int = -100,
+    hidden_layout: Literal["replicated", "sequence_parallel"] = "replicated",
+    workspace_bytes: int | None = None,
+) -> TopK:
+    """Log-probs and ids of the K most likely tokens: what a teacher's forward leaves a student.
+
+    Reads the logits once, a few rows at a time, or makes them of hidden states some tokens at a
+    time; takes O(tokens · K) memory and the workspace. Nothing is differentiated: a student asks
+    `token_logprobs` for the log-probs of `ids`, or `token_kl` for the divergence.
+
+    With a `tp_group` of several ranks all of them take part, and find the same bits: one all-gather
+    of 12 + 8 · K bytes per token and rank.
+
+    Args:
+        logits: [..., V / tp], or `hidden` and `weight`, as of `token_logprobs`; so are `tp_group`,
+            `vocab_size`, `temperature`, `token_mask`, `hidden_layout` and `workspace_bytes`.
+        k: the number of tokens, from 1 to the size of the vocabulary.
+        ignore_index: stands for the ids of masked tokens.
+
+    Returns:
+        TopK, [..., K] and [...].
+
+    Raises:
+        ValueError: more tokens than the vocabulary has, or what `token_logprobs` refuses.
+
+    Example:
+        teacher = vocab_topk(logits=logits, k=64, tp_group=group, vocab_size=vocab_size)
+    """
+    inputs = Inputs.accepted(
+        _NAME,
+        logits=logits,
+        hidden=hidden,
+        weight=weight,
+        tp_group=tp_group,
+        vocab_size=vocab_size,
+        hidden_layout=hidden_layout,
+        workspace_bytes=workspace_bytes,
+    )
+    columns = inputs.columns
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= columns.vocabulary:
+        raise ValueError(f"{_NAME}() got k={k!r}: from 1 to {columns.vocabulary}, the vocabulary")
+    tokens = masked_tokens(_NAME, inputs.shape, token_mask)
+    positive(_NAME, temperature, inputs.shape, tokens)
+    rows = inputs.rows()
+    layout = Layout(rows, tokens)
+    from_logits = logits is not None
+    wanted = ComputeOptions(
+        entropy=False,
+        entropy_gradient=False,
+        consume=False,
+        backend="eager",
+        workspace_bytes=workspace_of(rows.device, workspace_bytes, from_logits=from_logits),
+    )
+    source: Source
+    if from_logits:
+        # Larger than what stays in a cache: a few small operations are made of each block.
+        memory = logits_bytes_of(rows.device, workspace_bytes)
+        source = Logits(layout.order.rows(rows), layout.kept_N, columns, memory)
+    else:
+        assert weight is not None
+        parts = parts_of(inputs, "eager", workspace_bytes, fused=False)
+        source = Products(layout.chosen(rows), weight, columns, parts)
+    computed = tokens.computed, k, layout.chosen(temperature), columns, wanted, rows.device
+    with torch.no_grad():
+        found = _most_likely(source, *computed)
+    return TopK(
+        logprob=layout.shaped(found.logprob),
+        ids=layout.shaped(found.ids, fill=ignore_index),
+        rest=layout.shaped(found.rest),
+        lse=layout.shaped(found.lse),
+    )
+
+
+def _most_likely(
+    source: Source,
+    count: int,
+    k: int,
+    temperature: Tensor | float,
+    columns: Columns,
+    wanted: ComputeOptions,
+    device: torch.device,
+) -> TopK:
+    """The same on all ranks: their candidates, and the sums of what is none, are put together."""
+    dtype = accumulated(source.dtype)
+    width = min(k, columns.per_rank)
+    like_N = torch.zeros(count, dtype=dtype, device=device)
+    logits_NC = like_N.new_full((count, width), -torch.inf)
+    sums = Partial(like_N.clone(), like_N.clone(), like_N.clone(), logits_NC)
+    sums.origin.fill_(FINITE)
+    ids_NC = torch.zeros(count, width, dtype=torch.int64, device=device)
+    here = min(width, columns.real)
+    for part, logits_nV in source.parts() if here and count else ():
+        column_nC = largest(logits_nV, here)
+        of_part = temperature_of(temperature, part)
+        # These columns are no part of the sums, so what is left beside them is exact.
+        found = local_statistics(logits_nV, column_nC, None, of_part, columns, wanted)
+        for into_N, values_n in zip(sums[:3], found[:3], strict=True):
+            into_N[part] = values_n
+        sums.target[part, :here] = found.target
+        ids_NC[part, :here] = column_nC + columns.first
+    return _of_all_ranks(sums, ids_NC, k, temperature, columns)
+
+
+def largest(logits_nV: Tensor, count: int) -> Tensor:
+    """Columns of the largest logits in each row, the largest first, [n, C].
+
+    Of equal logits those of the lowest columns are chosen, and come first.
+    """
+    one_more = min(count + 1, logits_nV.shape[1])
+    values_nX, column_nX = logits_nV.topk(one_more, -1)
+    column_nC = column_nX[:, :count]
+    if one_more > count:
+        # Of those that equal the last one, what topk has taken is nobody's choice.
+        tied_b = (values_nX[:, -1] == values_nX[:, -2]).nonzero().squeeze(1)
+        if len(tied_b):
+            lowest_bC = _lowest_of_equal(
+                logits_nV[tied_b], values_nX[tied_b, :count], column_nC[tied_b]
+            )
+            column_nC = column_nC.index_copy(0, tied_b, lowest_bC)
+    column_nC = column_nC.sort(-1).values
+    by_value_nC = logits_nV.gather(1, column_nC).sort(dim=-1, descending=True, stable=True).indices
+    return column_nC.gather(1, by_value_nC)
+
+
+def _lowest_of_equal(logits_bV: Tensor, values_bC: Tensor, column_bC: Tensor) -> Tensor:
+    """Puts the lowest columns whose logits equal the last one in the places of such."""
+    last_b1 = values_bC[:, -1:]
+    above_b = (values_bC > last_b1).sum(-1)
+    row_e, column_e = (logits_bV == last_b1).nonzero().unbind(1)
+    place_e = torch.arange(len(row_e), device=row_e.device)
+    everyone_b = torch.arange(len(logits_bV), device=row_e.device)
+    slot_e = above_b[row_e] + place_e - torch.searchsorted(row_e, everyone_b)[row_e]
+    taken_e = slot_e < values_bC.shape[1]
+    return column_bC.index_put((row_e[taken_e], slot_e[taken_e]), column_e[taken_e])
+
+
+def _of_all_ranks(
+    sums: Partial, ids_NC: Tensor, k: int, temperature: Tensor | float, columns: Columns
+) -> TopK:
+    """A collective of the group's ranks, one all-gather; then the same computation on all."""
+    dtype = sums.origin.dtype
+    # As bits: not every id is a number of float32.
+    bits = torch.int32 if dtype == torch.float32 else torch.int64
+    sent_NX = torch.cat([sums.packed(), ids_NC.to(bits).view(dtype)], -1)
+    found_RNX = all_gathered(sent_NX, columns.group)
+    width = ids_NC.shape[1]
+    sums_RN3, logits_RNC, bits_RNC = torch.split(found_RNX, [3, width, width], -1)
+    # Ranks have their columns in order, so of equal logits the lowest id comes first.
+    logits_NW = logits_RNC.transpose(0, 1).flatten(1)
+    ids_NW = bits_RNC.contiguous().view(bits).long().transpose(0, 1).flatten(1)
+    ordered_NW, place_NW = logits_NW.sort(dim=-1, descending=True, stable=True)
+    ordered_NW = ordered_NW.double()
+    origin_RN, mass_RN, _ = sums_RN3.double().unbind(-1)
+    top_N = torch.maximum(origin_RN.amax(0), ordered_NW[:, 0])
+    z_NW = (ordered_NW - top_N[:, None]) / per_row(temperature)
+    others_N = (mass_RN * ((origin_RN - top_N) / temperature).exp()).sum(0)
+    # What is left is added up apart: beside tokens that are all but certain it would be lost.
+    left_RN = (origin_RN - top_N) / temperature + mass_RN.log()
+    left_NX = torch.cat([left_RN.t(), z_NW[:, k:]], -1)
+    left_N = left_NX.logsumexp(-1)
+    log_sum_N = (others_N + z_NW.exp().sum(-1)).log()
+    return TopK(
+        logprob=(z_NW[:, :k] - log_sum_N[:, None]).to(dtype),
+        ids=ids_NW.gather(1, place_NW[:, :k]),
+        rest=(left_N - log_sum_N).to(dtype),
+        lse=(top_N / temperature + log_sum_N).to(dtype),
+    )

@@ -1,0 +1,200 @@
+"""Divergences from a teacher's logits, over a vocabulary that ranks share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+CASES = 100
+
+
+def against_float64(cases: int) -> list[bytes]:
+    """Runs on a rank that shares the vocabulary with all others; what it found, as bytes."""
+    import divergences
+
+    found = [each for seed in range(cases) for each in divergences.within_bounds(seed)]
+    return [*found, *from_hidden(cases // 4)]
+
+
+def from_hidden(cases: int) -> list[bytes]:
+    """Runs on a rank: in float64, where only the order of sums tells it from the logits' way."""
+    import divergences
+    import torch
+    import torch.distributed as dist
+
+    from megatron_idempotent import token_kl
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = []
+    for seed in range(cases):
+        given, teacher = divergences.case(seed, size)
+        arguments = {**given.arguments, "ownership": "borrow"}
+        shape, columns = given.whole.shape[:-1], given.whole.shape[-1]
+        teacher = teacher.nan_to_num(neginf=-40.0).double()
+        part_of_teacher = teacher.chunk(size, -1)[rank]
+        if seed % 2 and len(shape) > 1:  # its rows lie in another order
+            part_of_teacher = part_of_teacher.transpose(0, 1).contiguous().transpose(0, 1)
+        hidden = torch.randn(*shape, 8, dtype=torch.float64)
+        weight = torch.randn(columns, 8, dtype=torch.float64)
+        leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
+        logits = leaves[0] @ leaves[1].t()
+        expected = token_kl(logits=logits, teacher_logits=teacher, **arguments).kl
+        of_kl = given.of_logprob.double() * (torch.rand(shape) < 0.5)  # few are differentiated
+        expected.backward(of_kl)
+        for layout in ("replicated", "sequence_parallel"):
+            pieces = layout == "sequence_parallel"
+            if pieces and (not shape or shape[0] % size):
+                continue
+            part = (hidden.chunk(size)[rank] if pieces else hidden).clone().requires_grad_()
+            matrix = weight.chunk(size)[rank].clone().requires_grad_()
+            kl = token_kl(
+                hidden=part,
+                weight=matrix,
+                teacher_logits=part_of_teacher,
+                tp_group=dist.group.WORLD,
+                hidden_layout=layout,
+                **arguments,
+            ).kl
+            kl.backward(of_kl)
+            of_hidden = leaves[0].grad.chunk(size)[rank] if pieces else leaves[0].grad
+            wanted = [expected, of_hidden, leaves[1].grad.chunk(size)[rank]]
+            for value, exact in zip([kl, part.grad, matrix.grad], wanted, strict=True):
+                torch.testing.assert_close(value, exact, rtol=1e-10, atol=1e-10)
+            found.append(kl.detach().numpy().tobytes())
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_within_what_rounding_allows_and_alike_on_all_ranks(megatron_ranks, ranks):
+    first, *others = megatron_ranks(ranks, against_float64, CASES)
+    assert all(other == first for other in others)
+
+
+def by_finite_differences() -> None:
+    """Runs on a rank: both directions and their mixture, and the teacher's K tokens as well."""
+    import torch
+
+    from megatron_idempotent import token_kl, vocab_topk
+
+    torch.manual_seed(0)
+    teacher = torch.randn(1, 3, 7, dtype=torch.float64)
+    mask, temperature = torch.tensor([[True, False, True]]), torch.rand(1, 3) + 0.5
+    common: dict[str, Any] = {"temperature": temperature, "token_mask": mask}
+    logits = torch.randn(1, 3, 7, dtype=torch.float64, requires_grad=True)
+    topk = vocab_topk(logits=teacher, k=3, **common)
+    of_k = {"teacher_ids": topk.ids, "teacher_logprobs": topk.logprob}
+    for direction in ("forward", "reverse", "mixed"):
+        forms: list[dict[str, Any]] = [{"teacher_logits": teacher}]
+        forms += [{**of_k, "tail": tail} for tail in ("ignore", "renormalize")]
+        forms.append({**of_k, "teacher_rest": topk.rest})
+        for form in forms:
+            given = {**common, **form, "direction": direction, "mix": 0.3}
+
+            def run(logits: Any, given: Any = given) -> Any:
+                return token_kl(logits=logits, **given).kl
+
+            assert torch.autograd.gradcheck(run, (logits,)), given
+
+
+def infinite() -> None:
+    """Runs on a rank: one gives probability where the other gives none."""
+    import torch
+
+    from megatron_idempotent import token_kl
+
+    torch.manual_seed(0)
+    logits, teacher = torch.randn(2, 3, 40)
+    logits[0, 3] = teacher[1, 5] = -torch.inf
+    logits[2, 7] = teacher[2, 7] = -torch.inf
+    for direction, expected in (("forward", 0), ("reverse", 1)):
+        leaf = logits.clone().requires_grad_()
+        kl = token_kl(logits=leaf, teacher_logits=teacher, direction=direction).kl
+        assert (kl == torch.inf).tolist() == [number == expected for number in range(3)]
+        torch.where(kl < torch.inf, kl, 0.0).sum().backward()
+        assert leaf.grad.isfinite().all()
+        assert leaf.grad.any(-1).tolist() == [number != expected for number in range(3)]
+        # Also with a gradient of its own it does not move.
+        leaf.grad = None
+        kl = token_kl(logits=leaf, teacher_logits=teacher, direction=direction).kl
+        kl.sum().backward()
+        assert leaf.grad.isfinite().all()
+        assert not leaf.grad[expected].any()
+    same = torch.randn(4, 300)
+    leaf = same.clone().requires_grad_()
+    for direction in ("forward", "reverse", "mixed"):
+        kl = token_kl(logits=leaf, teacher_logits=same, direction=direction).kl
+        # Sums of the same bits, in the same order.
+        assert (kl <= 300 * 2.0**-24).all()
+        assert (kl >= 0).all()
+    # NaN is not taken for a column without probability.
+    broken = same.clone()
+    broken[1, 4] = torch.nan
+    for given in ((same, broken), (broken, same)):
+        kl = token_kl(logits=given[0], teacher_logits=given[1]).kl
+        assert kl.isnan().tolist() == [False, True, False, False]
+
+
+def refused() -> None:
+    """Runs on a rank: what each wrong call is told."""
+    import torch
+
+    from megatron_idempotent import TokenStats, token_kl, topk_kl, vocab_topk
+
+    logits = torch.randn(2, 3, 9)
+    ids = torch.arange(4).expand(2, 3, -1)
+    logprobs = torch.full((2, 3, 4), -2.0)
+    of_k = {"teacher_ids": ids, "teacher_logprobs": logprobs}
+    of_logits = {"teacher_logits": logits}
+    wrong: dict[str, dict[str, Any]] = {
+        "no teacher": {},
+        "teacher_ids: teacher_logits, or": {"teacher_ids": ids},
+        "got teacher_logits, teacher_ids, teacher_logprobs": {**of_logits, **of_k},
+        "teacher_logits of shape (3, 9)": {"teacher_logits": logits[0]},
+        "teacher_logits of torch.int64": {"teacher_logits": logits.long()},
+        "differentiate by teacher_logits": {"teacher_logits": logits.clone().requires_grad_()},
+        "differentiate by teacher_logprobs": {
+            **of_k,
+            "teacher_logprobs": logprobs.clone().requires_grad_(),
+        },
+        "direction='sideways'": {**of_logits, "direction": "sideways"},
+        "mix=1.5": {**of_logits, "mix": 1.5},
+        "tail='cut'": {**of_k, "tail": "cut"},
+        "token_mask of torch.int64": {**of_logits, "token_mask": ids[..., 0]},
+        "temperature 0.0": {**of_logits, "temperature": 0.0},
+        "vocab_size=10": {**of_logits, "vocab_size": 10},
+        "leaf logits": {
+            **of_logits,
+            "logits": logits.clone().requires_grad_(),
+            "ownership": "consume",
+        },
+        "teacher_logprobs of shape (2, 3, 3)": {**of_k, "teacher_logprobs": logprobs[..., 1:]},
+        "teacher_rest of shape (2, 3, 4)": {**of_k, "teacher_rest": logprobs},
+        "id 2 twice": {**of_k, "teacher_ids": ids.clamp(max=2)},
+        "target 9, outside": {**of_k, "teacher_ids": ids + 6},
+    }
+    for text, arguments in wrong.items():
+        with pytest.raises(ValueError) as told:  # noqa: PT011  the text is looked at
+            token_kl(**{"logits": logits, **arguments})
+        assert text in str(told.value), (text, told.value)
+    for k in (0, 10, True, 2.0):
+        with pytest.raises(ValueError, match=r"vocab_topk\(\) got k=.*: from 1 to 9"):
+            vocab_topk(logits=logits, k=k)
+    one = TokenStats(logits[..., 0], None, logits[..., 0])
+    with pytest.raises(ValueError, match="one for each token"):
+        topk_kl(one, logprobs)
+    several = TokenStats(logprobs, None, logits[..., 0], logits[..., 0])
+    with pytest.raises(ValueError, match=r"valid of shape \(2, 3\) for"):
+        topk_kl(several, logprobs, valid=ids[..., 0] > 0)
+
+
+def test_gradients_are_those_of_finite_differences(megatron_ranks):
+    megatron_ranks(1, by_finite_differences)
+
+
+def test_an_infinite_divergence_says_so_and_moves_nothing(megatron_ranks):
+    megatron_ranks(1, infinite)
+
+
+def test_errors_name_the_fact(megatron_ranks):
+    megatron_ranks(1, refused)
