@@ -374,7 +374,7 @@ def _topk_kl(
 
 
 def _left(teacher_K: Tensor, mass: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns what the teacher's K log-probs leave of 1, as a log-prob; no less than their own rounding.
+    """Returns what the teacher's K log-probs leave of 1, as a log-prob: their rounding, at least.
 
     Less than that cannot be told from nothing: it is nothing where no other token is left.
     """
