@@ -171,7 +171,7 @@ class Bucket:
 class WeightSource(Protocol):
     """A trainer's weights under Hugging Face names. Every method is collective: all ranks enter.
 
-    `models.MegatronWeights` and `models.FSDPWeights` are two.
+    `hf.MegatronWeights` and `hf.FSDPWeights` are two.
     """
 
     def tensors(self) -> tuple[TensorInfo, ...]:
