@@ -11,7 +11,6 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_idempotent.cpu.errors import RankError, RankTimeout, describe_exit
 from megatron_idempotent.cpu.pool import PROGRAM_PRELOAD, RankPool
@@ -97,19 +96,9 @@ class EmbeddedRanks(SocketRanks):
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _arrived(self, run: _Run, server: Server) -> list[Connection]:
-        arriving = asyncio.ensure_future(server.complete(self._start_timeout_s))
-        taken = False
-        try:
-            waiting: set[asyncio.Future[Any]] = {arriving, run.over}
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if arriving.done() and arriving.exception() is None:
-                taken = True
-                return arriving.result()
-        finally:
-            arriving.cancel()
-            await asyncio.wait([arriving])
-            if not taken and not arriving.cancelled() and arriving.exception() is None:
-                server.drop(arriving.result())  # all came in the moment of a cancellation
+        connections = await server.complete_unless([run.over], self._start_timeout_s)
+        if connections is not None:
+            return connections
         if run.over.done():
             error = run.over.result()
             raise RanksLost(f"the ranks could not be started: {error}") from error

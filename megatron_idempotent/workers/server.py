@@ -68,6 +68,27 @@ class Server:
         """
         return await asyncio.wait_for(self._complete(), timeout_s)
 
+    async def complete_unless(
+        self, ended: Iterable[asyncio.Future[Any]], timeout_s: float
+    ) -> list[Connection] | None:
+        """Wait as `complete` does; return None once the time is up or one of `ended` is done.
+
+        Ranks that all came in the moment in which this call was cancelled are dropped.
+        """
+        arriving = asyncio.ensure_future(self.complete(timeout_s))
+        taken = False
+        try:
+            await asyncio.wait([arriving, *ended], return_when=asyncio.FIRST_COMPLETED)
+            if arriving.done() and arriving.exception() is None:
+                taken = True
+                return arriving.result()
+        finally:
+            arriving.cancel()
+            await asyncio.wait([arriving])
+            if not taken and not arriving.cancelled() and arriving.exception() is None:
+                self.drop(arriving.result())
+        return None
+
     async def _complete(self) -> list[Connection]:
         while True:
             for generation, found in self._waiting.items():

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -111,12 +110,7 @@ class VllmServer:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def log(self, lines: int = _LOG_LINES) -> str:
