@@ -12,8 +12,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_idempotent.cpu import PROGRAM_PRELOAD, RankPool
 from megatron_idempotent.cpu.errors import RankError, RankTimeout, describe_exit
-from megatron_idempotent.cpu.pool import PROGRAM_PRELOAD, RankPool
 
 from . import wire
 from .protocol import RanksLost, WorkerSpec
