@@ -153,8 +153,8 @@ def _runs(what: str, mask: Tensor) -> tuple[Tensor, Tensor, int]:
         row = int(holed_B.int().argmax())
         raise ValueError(
             f"{what}() got a mask whose row {row} has {int(length_B[row])} tokens from position "
-            f"{int(first_B[row])} on with holes in between: its tokens have to be one behind the "
-            "other; mask single tokens in the loss instead"
+            f"{int(first_B[row])} on with holes between them, and a row's tokens have to be "
+            "consecutive; mask single tokens in the loss instead"
         )
     return first_B, length_B, longest
 

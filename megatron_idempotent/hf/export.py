@@ -331,7 +331,7 @@ class MegatronWeights:
             ValueError: a dtype that is not of floating point.
         """
         if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"MegatronWeights() got dtype={dtype}: weights are floating point")
+            raise ValueError(f"MegatronWeights() got dtype={dtype}; allowed: floating point")
         self._chunks, self._fp8 = list(chunks), fp8
         placed, error = None, None
         try:

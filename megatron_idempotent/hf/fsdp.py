@@ -43,7 +43,7 @@ class FSDPWeights:
                 of floating point.
         """
         if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"FSDPWeights() got dtype={dtype}: weights are floating point")
+            raise ValueError(f"FSDPWeights() got dtype={dtype}; allowed: floating point")
         self._model, self._dtype = model, dtype
         self._outputs = [_outputs(n, p, dtype) for n, p in _parameters(model).items()]
 
@@ -105,7 +105,7 @@ def _outputs(
     at = name.rpartition(".")[0]
     if not name.endswith((_GATE_UP, _DOWN)):
         raise ValueError(
-            f"{name} is {list(shape)}: what checkpoints have instead of it is not known here"
+            f"{name} has shape {list(shape)}, and its name in checkpoints is not known"
         )
     projections = ("gate_proj", "up_proj") if name.endswith(_GATE_UP) else ("down_proj",)
     experts, rows, columns = shape

@@ -93,7 +93,7 @@ def _raise(
                 f"{name_of(chunk, param)} in {where} is the first; ranks {differing} differ from "
                 f"rank {numbers[0]}"
             )
-    raise ReplicaMismatchError(f"{field} of {where} differ in their padding, by rank {ranks}")
+    raise ReplicaMismatchError(f"{field} of {where} differ between ranks in padding only: {ranks}")
 
 
 def _row(chunk: Any, group: Any) -> tuple[Any, ...]:

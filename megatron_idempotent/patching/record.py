@@ -286,12 +286,12 @@ class Patch(Hazard):
                 target.__dict__["parts"] = parts_of(target.address, self.id)
         unknown = [name for name in self.groups if name not in GROUPS]
         if unknown:
-            raise ValueError(f"patch {self.id} is of no group {unknown}: known are {[*GROUPS]}")
+            raise ValueError(f"patch {self.id} names groups {unknown}; allowed: {[*GROUPS]}")
         unknown = [name for name in self.provides if name not in PROVIDED]
         if unknown:
-            raise ValueError(f"patch {self.id} provides {unknown}: known are {[*PROVIDED]}")
+            raise ValueError(f"patch {self.id} provides {unknown}; allowed: {[*PROVIDED]}")
         if self.default and self.debug:
-            raise ValueError(f"patch {self.id} only looks, and has to be off by default")
+            raise ValueError(f"patch {self.id} has debug=True, so it has to have default=False")
 
     @property
     def answer(self) -> str:

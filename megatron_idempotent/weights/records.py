@@ -106,7 +106,7 @@ class TensorInfo:
 
         dtype = getattr(torch, str(fields["dtype"]), None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{fields['name']} has dtype {fields['dtype']!r}: torch has none such")
+            raise ValueError(f"{fields['name']} has dtype {fields['dtype']!r}, unknown to torch")
         return cls(name=str(fields["name"]), shape=tuple(fields["shape"]), dtype=dtype)
 
     @classmethod
@@ -132,11 +132,11 @@ class WeightUpdate:
         if not self.id:
             raise ValueError("WeightUpdate() got an empty id: engines tell updates apart by it")
         if self.version < 0:
-            raise ValueError(f"WeightUpdate() got version={self.version}: 0 or more")
+            raise ValueError(f"WeightUpdate() got version={self.version}; allowed: 0 or more")
         if self.base_version is not None and self.base_version >= self.version:
             raise ValueError(
-                f"WeightUpdate() got base_version={self.base_version} and version={self.version}: "
-                "an update builds on an older version"
+                f"WeightUpdate() got base_version={self.base_version} and version={self.version}; "
+                "allowed: an older version to build on"
             )
 
 

@@ -50,17 +50,17 @@ class Staging:
         """
         if bucket.index != self._buckets:
             raise UpdateDamaged(
-                f"update {self.update.id}: bucket {bucket.index} came, bucket {self._buckets} is "
-                "next; send the update again from its first bucket"
+                f"update {self.update.id}: bucket {bucket.index} arrived, and bucket "
+                f"{self._buckets} is next; send the update again from its first bucket"
             )
         self._check_fit(bucket.tensors)
         for name, tensor in bucket.tensors.items():
             if name in self._tensors:
                 raise UpdateDamaged(
-                    f"update {self.update.id}: {name} comes twice; is it mapped twice?"
+                    f"update {self.update.id}: {name} arrived twice; is it mapped twice?"
                 )
             if name not in bucket.checksums:
-                raise UpdateDamaged(f"update {self.update.id}: {name} came without a checksum")
+                raise UpdateDamaged(f"update {self.update.id}: {name} has no checksum")
             found = checksum(tensor)
             if found != bucket.checksums[name]:
                 raise UpdateDamaged(
@@ -79,8 +79,8 @@ class Staging:
         missing = [name for name in self._expected if name not in self._tensors]
         if missing and self.update.base_version is None:
             raise UpdateDamaged(
-                f"update {self.update.id}: {len(missing)} of {len(self._expected)} tensors did not "
-                f"come: {_listed(missing)}; send the update again, or name the version it builds on"
+                f"update {self.update.id}: {len(missing)} of {len(self._expected)} tensors are "
+                f"missing: {_listed(missing)}; send the update again, or name its base_version"
             )
         return self._tensors
 

@@ -61,8 +61,8 @@ def start_held(chunk: Any) -> None:
     wrapped = chunk.module
     if wrapped.dist_index.use_hybrid_fsdp:
         raise RuntimeError(
-            "the step ends after its last backward, and Megatron-FSDP over two groups (hybrid) "
-            "reduces in a backward only: say the total before the last call, as in "
+            "hybrid Megatron-FSDP reduces gradients inside a backward only, and this step has had "
+            "its last one: give the total before the last call, as in "
             "accumulation_window(chunks, total_microbatches)"
         )
     if wrapped.data_parallel_sharding_strategy in ("no_shard", "optim"):  # others never hold back

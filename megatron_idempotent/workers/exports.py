@@ -105,7 +105,7 @@ class RemoteWeights:
     def buckets(self, *, bucket_bytes: int) -> RemoteBuckets:
         """Yields the weights in buckets of `bucket_bytes`; the export begins with the first."""
         if type(bucket_bytes) is not int or bucket_bytes < 1:
-            raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}: a positive int")
+            raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}; allowed: 1 or more")
         return RemoteBuckets(self, bucket_bytes)
 
     def ask(self, method: str, *args: Any) -> Any:

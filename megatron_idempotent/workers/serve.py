@@ -92,7 +92,7 @@ def make_worker(spec: WorkerSpec) -> Any:
     """Calls the spec's factory. Errors: `ValueError` for a name that is none; its own."""
     module, _, name = spec.factory.partition(":")
     if not module or not name:
-        raise ValueError(f"factory {spec.factory!r}: package.module:callable")
+        raise ValueError(f"factory is {spec.factory!r}; allowed: package.module:callable")
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)

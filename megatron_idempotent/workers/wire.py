@@ -185,7 +185,7 @@ def connect(address: str, timeout_s: float) -> socket.socket:
         host, _, port = where.rpartition(":")
         connection = socket.create_connection((host, int(port)), timeout=timeout_s)
     else:
-        raise ValueError(f"address {address!r}: unix:PATH or tcp:HOST:PORT")
+        raise ValueError(f"address is {address!r}; allowed: unix:PATH, tcp:HOST:PORT")
     tune(connection)
     return connection
 
@@ -251,7 +251,7 @@ def receive_frame(connection: socket.socket) -> tuple[bytes, list[Bytes]]:
     """A frame's kind and parts. Errors: `EOFError`, `OSError`; `WireError` for a torn head."""
     kind, count = HEAD.unpack(receive(connection, HEAD.size))
     if count > MOST_PARTS:
-        raise WireError(f"a frame of {count} parts; at most {MOST_PARTS}")
+        raise WireError(f"a frame has {count} parts; allowed: {MOST_PARTS} or fewer")
     lengths = lengths_of(receive(connection, count * LENGTH.size))
     return kind, [receive(connection, length) for length in lengths]
 

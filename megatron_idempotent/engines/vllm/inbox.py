@@ -76,8 +76,8 @@ class IncomingUpdate:
             raise self.error
         if self._staging is None or self.received != buckets:
             raise UpdateDamaged(
-                f"update {self.update.id}: {self.received} of {buckets} buckets came; send the "
-                "update again"
+                f"update {self.update.id}: {self.received} of {buckets} buckets arrived; send "
+                "the update again"
             )
         try:
             self.tensors = self._staging.complete()
@@ -262,8 +262,8 @@ class Inbox:
         serving = command["serving"] if self._version is None else self._version
         if self._arrival is not None and self._arrival.busy:
             raise UpdateRefused(
-                f"update {self._arrival.update.id} is being staged; {update.id} may come when it "
-                "is there, or rolled back"
+                f"update {self._arrival.update.id} is being staged; send {update.id} when that one "
+                "is staged, or rolled back"
             )
         if update.version <= serving:
             raise UpdateRefused(

@@ -163,8 +163,8 @@ class UpdateStager:
             return self._initial_version
         if not stamp.isdecimal():
             raise EngineError(
-                f"engine {self._engine} has weights of version {stamp!r}, and versions here are "
-                "numbers; it was updated by something else: restart it"
+                f"engine {self._engine} has weights of version {stamp!r}, which is no number: "
+                "another client has updated it; restart it"
             )
         return int(stamp)
 
@@ -183,8 +183,8 @@ class UpdateStager:
             raise ValueError(f"engine {self._engine} has no transport; construct it with one")
         if self._staging:
             raise UpdateRefused(
-                f"engine {self._engine}: update {self._staging} is being staged; {update.id} may "
-                "come when it is there, or rolled back"
+                f"engine {self._engine}: update {self._staging} is being staged; send "
+                f"{update.id} when that one is staged, or rolled back"
             )
         self._staging = update.id
         try:

@@ -305,12 +305,11 @@ def _segment_of(announced: Announcement, layout: Layout, where: str) -> tuple[by
         handle, nbytes = bytes.fromhex(announced["handle"]), int(announced["segment_bytes"])
     except (KeyError, TypeError, ValueError) as error:
         raise UpdateDamaged(
-            f"{where} came without a segment that can be opened: {error!r}; pass on what "
-            "announce() gave"
+            f"{where} has no segment that can be opened: {error!r}; pass on what announce() gave"
         ) from error
     if len(handle) != HANDLE_BYTES or nbytes < layout.nbytes:
         raise UpdateDamaged(
-            f"{where} came with a handle of {len(handle)} bytes ({HANDLE_BYTES} are right) to "
-            f"{nbytes} bytes ({layout.nbytes} or more are); pass on what announce() gave"
+            f"{where} has a handle of {len(handle)} bytes (it has to be {HANDLE_BYTES}) to "
+            f"{nbytes} bytes (it has to be {layout.nbytes} or more); pass on what announce() gave"
         )
     return handle, nbytes
