@@ -213,7 +213,10 @@ def _wire(config: Any, chunks: list[Any], optimizer: Any, align: bool) -> None:
 def _model(
     config: Any, vp_stage: int | None, half: bool, tied: bool, sizes: tuple[int, int]
 ) -> Any:
-    """One pipeline stage: a GPTModel, in Float16Module where its weights are half precision."""
+    """Return one pipeline stage.
+
+    A GPTModel, in Float16Module where its weights are half precision.
+    """
     from megatron.core import parallel_state
     from megatron.core.transformer.module import Float16Module
 

@@ -158,7 +158,7 @@ def dequantize_blockwise(
 
 
 def check_scale_shape(what: str, codes: Tensor, scale_inv: Tensor) -> None:
-    """A scale for each block, and no other."""
+    """Check that there is a scale for each block, and no other."""
     expected = (*codes.shape[:-2], *map(_blocks, codes.shape[-2:]))
     if tuple(scale_inv.shape) != expected:
         raise ValueError(
@@ -213,7 +213,7 @@ def _slabs(shape: torch.Size, slab_bytes: int) -> Iterator[tuple[slice, slice, s
 
 
 def _as_blocks(slab_ERC: Tensor) -> Tensor:
-    """A copy in float32, [E, r, K, c, K], with zeros where blocks reach beyond the edge."""
+    """Return a copy in float32, [E, r, K, c, K], with zeros where blocks reach beyond the edge."""
     experts, rows, columns = slab_ERC.shape
     shape = (experts, _blocks(rows) * BLOCK, _blocks(columns) * BLOCK)
     padded = torch.zeros(shape, dtype=torch.float32, device=slab_ERC.device)

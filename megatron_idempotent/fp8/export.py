@@ -71,7 +71,7 @@ class Fp8Export:
         return weight.dim() == 3 and "experts" in module.split(".") and not self._left_out(name)
 
     def weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same weights, quantized, each followed by its scales as `name` + `_scale_inv`.
+        """Yield the same weights, quantized, each followed by its scales as `name` + `_scale_inv`.
 
         One at a time, so nothing else is held. Comes after the mapping to the engine's names and
         layout, and after shards have been put together: blocks are those of the engine's weights.

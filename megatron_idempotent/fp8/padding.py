@@ -113,7 +113,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, group: Any) -> Tensor:
-        """A collective of the group's ranks, one all-gather."""
+        """Gather the pieces of the group's ranks; all of them take part."""
         ctx.group, ctx.size = group, piece.shape[1]
         piece = piece.transpose(0, 1).contiguous()
         whole = piece.new_empty(dist.get_world_size(group) * len(piece), *piece.shape[1:])

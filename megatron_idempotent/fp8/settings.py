@@ -43,7 +43,7 @@ class Fp8Settings(NamedTuple):
     optimizer: dict[str, Any]
 
     def arguments(self) -> dict[str, Any]:
-        """The same by the names of `megatron.training`'s arguments."""
+        """Return the same by the names of `megatron.training`'s arguments."""
         named = {**self.transformer, **self.ddp, **self.optimizer}
         return {name: value for name, value in named.items() if name != "fp8_param"}
 

@@ -48,11 +48,13 @@ class FSDPWeights:
         self._outputs = [_outputs(n, p, dtype) for n, p in _parameters(model).items()]
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """All tensors in the order of the model's parameters; moves no data."""
+        """Return all tensors in the order of the model's parameters; moves no data."""
         return tuple(info for infos in self._outputs for info in infos)
 
     def buckets(self, *, bucket_bytes: int) -> BucketStream:
-        """The weights as they are now. All ranks call it, and take all buckets or close the stream.
+        """Return the weights as they are now.
+
+        All ranks call it, and take all buckets or close the stream.
 
         Errors: `ValueError` for a size that is no positive int.
         """

@@ -20,7 +20,7 @@ import torch
 
 
 def gpt_stage(config: Any, *, vp_stage: int | None, **model: Any) -> Any:
-    """A `GPTModel`; `model` holds its other arguments, `vocab_size` and so on."""
+    """Return a `GPTModel`; `model` holds its other arguments, `vocab_size` and so on."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def arguments(
     original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The call's arguments by upstream's parameter names, defaults included.
+    """Return the call's arguments by upstream's parameter names, defaults included.
 
     Raises:
         TypeError: the call does not fit the signature; the same error that upstream would raise.

@@ -101,7 +101,10 @@ class TensorInfo:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> TensorInfo:
-        """The tensor that `as_json` described. Errors: `ValueError` for a type torch lacks."""
+        """Return the tensor that `as_json` described.
+
+        Errors: `ValueError` for a type torch lacks.
+        """
         import torch
 
         dtype = getattr(torch, str(fields["dtype"]), None)
@@ -155,7 +158,7 @@ class Bucket:
 
     @classmethod
     def of(cls, index: int, tensors: Mapping[str, torch.Tensor]) -> Bucket:
-        """A bucket with the checksums of its tensors."""
+        """Return a bucket with the checksums of its tensors."""
         return cls(
             index=index,
             tensors=dict(tensors),
@@ -175,7 +178,10 @@ class WeightSource(Protocol):
     """
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """All of them in the order in which they are sent; the same on all ranks. Moves no data."""
+        """Return all of them in the order in which they are sent; the same on all ranks.
+
+        Moves no data.
+        """
         ...
 
     def buckets(self, *, bucket_bytes: int) -> Iterator[Bucket]:

@@ -128,7 +128,7 @@ def listed(texts: Sequence[str]) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object in a file. Errors: `CheckpointDamaged` naming the file."""
+    """Return an object in a file. Errors: `CheckpointDamaged` naming the file."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -197,7 +197,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         self._files.clear()  # which unmaps them
 
     def read(self, name: str, *, dim: int, start: int, size: int) -> torch.Tensor:
-        """A range of a tensor along a dimension; no more of the file is read.
+        """Return a range of a tensor along a dimension; no more of the file is read.
 
         Errors: `CheckpointDamaged` naming the file.
         """
@@ -270,7 +270,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 def expected_tensors(
     directory: Path, *, dtype: torch.dtype, tied: bool = False
 ) -> tuple[TensorInfo, ...]:
-    """Every tensor of an update, by its Hugging Face name.
+    """Return every tensor of an update, by its Hugging Face name.
 
     Names and shapes are the checkpoint's. So are types, except that tensors of its most common
     floating type come in the one that the engine computes in: what is served is what was sent,

@@ -72,7 +72,9 @@ class Staging:
         self._buckets += 1
 
     def complete(self) -> Mapping[str, torch.Tensor]:
-        """All tensors, once none is missing; of an update that builds on another, those that came.
+        """Return all tensors, once none is missing.
+
+        Of an update that builds on another, those that came.
 
         Errors: `UpdateDamaged` naming the tensors that are missing.
         """
@@ -148,7 +150,7 @@ class SideStream:
 
 
 def used_here(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, whose memory nobody gets before the current stream is done with it.
+    """Return the tensor, whose memory nobody gets before the current stream is done with it.
 
     A tensor that was made on a side stream goes back to that stream's memory, which does not know
     of kernels of other streams that still read it.

@@ -22,7 +22,7 @@ from megatron_idempotent.patching.needs import Need, check_applied
 
 
 def configs_of(chunks: Sequence[Any]) -> list[Any]:
-    """The chunks' configs, each once: mostly there is one for all of them."""
+    """Return the chunks' configs, each once: mostly there is one for all of them."""
     return list({id(config): config for config in map(get_model_config, chunks)}.values())
 
 
@@ -196,7 +196,7 @@ class AccumulationWindow:
         self.total = self.divisor = total
 
     def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
-        """One call of a schedule; the patched schedules come here by themselves."""
+        """Run one call of a schedule; the patched schedules come here by themselves."""
         if call.get("forward_only", False):
             return schedule(**call)
         after = self.done + call["num_microbatches"]

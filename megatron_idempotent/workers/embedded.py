@@ -149,7 +149,7 @@ class _Run:
         threading.Thread(target=self._wait, name="ranks", daemon=True).start()
 
     def kill(self) -> None:
-        """The ranks that do not end by themselves, such as stopped ones."""
+        """Kill the ranks that do not end by themselves, such as stopped ones."""
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -41,7 +41,7 @@ class Exports:
         self._export: Iterator[Bucket] | None = None
 
     def export_tensors(self) -> tuple[TensorInfo, ...] | None:
-        """All tensors, on rank 0; None on others. Collective."""
+        """Return all tensors, on rank 0; None on others. Collective."""
         infos = self._export_source.tensors()
         return infos if _keeps() else None
 
@@ -95,7 +95,7 @@ class RemoteWeights:
         self._ranks, self._loop, self._timeout_s = ranks, loop, timeout_s
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """All tensors in the order in which they are sent.
+        """Return all tensors in the order in which they are sent.
 
         Errors: `RankFailed`, `RanksLost`; `RuntimeError` in the event loop's own thread.
         """

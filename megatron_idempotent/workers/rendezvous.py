@@ -122,7 +122,7 @@ class ControllerAddress:
 
 
 def new_run_id() -> str:
-    """An id for a controller that is about to be started."""
+    """Return an id for a controller that is about to be started."""
     return secrets.token_hex(8)
 
 

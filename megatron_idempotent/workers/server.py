@@ -62,7 +62,7 @@ class Server:
         return address
 
     async def complete(self, timeout_s: float) -> list[Connection]:
-        """The connections of a complete generation, by rank.
+        """Return the connections of a complete generation, by rank.
 
         Errors: `asyncio.TimeoutError`; `missing` says who had come by then.
         """
@@ -143,7 +143,7 @@ class Server:
             self._spawn(self._meet(sock), self._tasks)
 
     async def _meet(self, sock: socket.socket) -> None:
-        """The introduction of one who dials."""
+        """Introduce a process that dials, and close its socket unless it is let in."""
         let_in = False
         try:
             wire.tune(sock)
@@ -196,7 +196,7 @@ class Server:
         return ""
 
     def _gone(self, connection: Connection, why: str) -> None:
-        """A rank that ended while the others are still awaited: all of its generation go."""
+        """Drop the generation of a rank that ended while the others are still awaited."""
         self._refused = f"rank {connection.hello.rank} came and was lost again: {why}"
         self._drop_generation(connection.hello.generation)
 

@@ -120,7 +120,10 @@ class TorchrunRanks(SocketRanks):
             ) from late
 
     def _listening(self) -> Server:
-        """The server, which stays for as long as the group: ranks of every restart dial it."""
+        """Return the server, which stays for as long as the group.
+
+        Ranks of every restart dial it.
+        """
         if self._server is None:
             token = wire.new_token()
             server = Server(self._size, token)
@@ -270,7 +273,10 @@ class TorchrunRank:
             return seat, found, 0
 
     def _find(self) -> tuple[ControllerAddress | None, int]:
-        """A controller that answers, started where there is none; or how it ended at once."""
+        """Return a controller that answers, started where there is none.
+
+        Or how it ended at once.
+        """
         found = ControllerAddress.read(self._directory)
         if found is not None and found.answers():
             return found, 0

@@ -57,7 +57,7 @@ def room_of(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[Import]:
-    """What a file imports from rooms that it is not in."""
+    """Yields what a file imports from rooms that it is not in."""
     folder = ["megatron_idempotent"]
     folder += path.relative_to(PACKAGE).parts[:-1] if path.is_relative_to(PACKAGE) else ["patches"]
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -94,7 +94,7 @@ def everything() -> list[Import]:
 
 
 def past(found: Import) -> bool:
-    """Whether an import goes around the doors."""
+    """Returns whether an import goes around the doors."""
     if found.name.startswith("_"):
         return True
     if not found.module:

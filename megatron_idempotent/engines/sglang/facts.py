@@ -220,7 +220,7 @@ class Liveness:
         self._gone: asyncio.Future[EngineDead] | None = None
 
     async def run(self, call: Coroutine[Any, Any, _Answer]) -> _Answer:
-        """The call's result. Errors: those of the call; `EngineDead`."""
+        """Return the call's result. Errors: those of the call; `EngineDead`."""
         task = asyncio.ensure_future(call)
         self._calls += 1
         if self._gone is None or self._gone.done():

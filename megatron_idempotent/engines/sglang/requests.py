@@ -69,7 +69,7 @@ def generate_body(
 
 
 def read_part(body: Any, *, engine: str) -> ResponsePart:
-    """The tokens of an answer with their log-probs and versions.
+    """Return the tokens of an answer with their log-probs and versions.
 
     Errors: `EngineError` for an answer that does not say what it must.
     """
@@ -94,7 +94,7 @@ def read_part(body: Any, *, engine: str) -> ResponsePart:
 
 
 def joined(request: Request, parts: Sequence[ResponsePart]) -> Sample:
-    """One sample of all parts, in order."""
+    """Return one sample of all parts, in order."""
     tokens = tuple(token for part in parts for token in part.tokens)
     finish_reason = parts[-1].finish_reason
     if finish_reason == "stop" and tokens[-1] not in request.stop_tokens:
@@ -124,7 +124,10 @@ def goes_on(request: Request, parts: Sequence[ResponsePart]) -> bool:
 
 
 def parsed_version(text: Any) -> int | None:
-    """The version that a server's string names; None for one of somebody else, as "default"."""
+    """Return the version that a server's string names.
+
+    None for one of somebody else, as "default".
+    """
     return int(text) if isinstance(text, str) and text.isdecimal() else None
 
 

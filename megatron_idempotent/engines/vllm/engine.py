@@ -213,7 +213,7 @@ def sampling_params(request: Request) -> dict[str, Any]:
 
 
 def seed_at(seed: int, continued: int) -> int:
-    """The seed of a response's part that begins at its token `continued`, 63 bits.
+    """Return the seed of a response's part that begins at its token `continued`, 63 bits.
 
     vLLM's generator starts again with every request. With one seed for all parts, the numbers that
     drew the first tokens would draw the later ones again, which would then depend on them.
@@ -250,7 +250,7 @@ def to_sample(
     version_of: Callable[[str], int],
     engine: str,
 ) -> Sample:
-    """A response, each token with its version.
+    """Return a response, each token with its version.
 
     Args:
         spans: vLLM's `weight_versions`: contiguous, by index of the token.

@@ -231,7 +231,7 @@ class VllmEngine(StagedEngine):
             )
 
     async def _ask(self) -> int:
-        """The model's positions, of a server that stamps tokens."""
+        """Return the model's positions, of a server that stamps tokens."""
         limit_s = self._timeouts.control_s
         schema = await self._calls.need(_GENERATE, timeout_s=limit_s)
         if "weight_versions" not in json.dumps(schema.get("components", {})):

@@ -161,7 +161,10 @@ class _LocalControl:
         self._llm = None
 
     async def guard(self, what: str, call: Awaitable[_T], limit_s: float | None) -> _T:
-        """A call into vLLM, with its errors as ours; what vLLM blames the caller for passes."""
+        """Return a call into vLLM, with its errors as ours.
+
+        What vLLM blames the caller for passes.
+        """
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
 

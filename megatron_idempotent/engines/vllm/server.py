@@ -114,7 +114,7 @@ class VllmServer:
         self.stop()
 
     def log(self, lines: int = _LOG_LINES) -> str:
-        """The last lines that it has written."""
+        """Return the last lines that it has written."""
         if self._log is None or not self._log.exists():
             return ""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])

@@ -404,5 +404,8 @@ class ProcessGroupReceiver:
 
 
 def _device(backend: Backend) -> int | None:
-    """The caller's CUDA device: the thread that transfers has a current device of its own."""
+    """Return the caller's CUDA device.
+
+    The thread that transfers has a current device of its own.
+    """
     return torch.cuda.current_device() if backend == "nccl" else None
