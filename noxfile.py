@@ -94,12 +94,12 @@ def fsdp(session: nox.Session, torch: str) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("version", TABLE["engine"])
-def engine(session: nox.Session, version: str) -> None:
-    """The patch engine's tests without torch or Megatron: `nox -s "engine(version='3.10')"`."""
-    folder = WORK / f"engine-{version}"
+@nox.parametrize("version", TABLE["patching"])
+def patching(session: nox.Session, version: str) -> None:
+    """The tests of patching/ without torch or Megatron: `nox -s "patching(version='3.10')"`."""
+    folder = WORK / f"patching-{version}"
     python = _environment(session, version, folder)
-    groups = nox.project.dependency_groups(PROJECT, "engine")
+    groups = nox.project.dependency_groups(PROJECT, "patching")
     _install(session, python, "-e", ".", *groups)
     cache = f"cache_dir={folder / 'pytest'}"
     chosen = session.posargs or ["tests/patching"]
@@ -156,7 +156,7 @@ def _prove(session: nox.Session, folder: Path, findings: Path) -> None:
 
 @nox.session(venv_backend="none")
 def matrix(session: nox.Session) -> None:
-    """Every release, the newest on each Python and torch, and the engine alone; logs in .nox/.
+    """Every release, the newest on each Python and torch, and patching/ alone; logs in .nox/.
 
     As many at once as there are cores (MATRIX_JOBS).
     """
@@ -166,7 +166,7 @@ def matrix(session: nox.Session) -> None:
         others += [f"older(torch='{torch}', version='{version}')" for version in pythons]
     if not session.posargs:
         others += [f"fsdp(torch='{torch}')" for torch in (*TORCHES, TABLE["torch"])]
-        others += [f"engine(version='{version}')" for version in TABLE["engine"]]
+        others += [f"patching(version='{version}')" for version in TABLE["patching"]]
     _run_all(session, [*_releases(RELEASES), *others], session.posargs)
     if not session.posargs:
         _write_down(session, PROVEN)

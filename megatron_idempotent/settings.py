@@ -126,7 +126,7 @@ class SettingsReader(Generic[Record]):
         return self
 
     def build(self, under: Mapping[str, Mapping[str, Any]] | None = None) -> Record:
-        """The record; keys that were not given are those `under` it, or keep their defaults.
+        """Return the record; keys that were not given are those `under` it, or keep their defaults.
 
         Errors: `error` with a line for everything that is wrong.
         """
@@ -144,7 +144,7 @@ class SettingsReader(Generic[Record]):
         return cast("Record", record)
 
     def _where(self, place: Place) -> str:
-        """The file, and the line of the key, unless it was set over the file."""
+        """Return the file, and the line of the key, unless it was set over the file."""
         n = len(place)
         if self._path is None or any(each[:n] == place[: len(each)] for each in self._set):
             return ""
@@ -154,7 +154,7 @@ class SettingsReader(Generic[Record]):
 
 @functools.cache
 def schema(kind: Any) -> dict[str, Any]:
-    """The JSON schema of a record, with the docstrings of its fields; do not change it."""
+    """Return the JSON schema of a record, with the docstrings of its fields; do not change it."""
     return _adapter(kind).json_schema()
 
 
@@ -185,7 +185,7 @@ _TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "
 
 
 def _problems(found: ValidationError, kind: Any, prefix: str) -> Iterator[tuple[Place, str]]:
-    """The place and the sentence of each."""
+    """Return the place and the sentence of each."""
     for each in found.errors(include_url=False):
         place, field = _at(kind, each["loc"])
         name, value, what = prefix + _dotted(place), each["input"], each["type"]
@@ -223,14 +223,14 @@ def _unknown(kind: Any, place: Place, prefix: str, value: object, siblings: Iter
 
 
 def _keys(kind: Any) -> Iterator[Place]:
-    """The keys of a record and of its sections."""
+    """Return the keys of a record and of its sections."""
     for key in schema(kind)["properties"]:
         yield (key,)
         yield from ((key, each) for each in _at(kind, (key,))[1].get("properties", {}))
 
 
 def _at(kind: Any, where: Sequence[str | int]) -> tuple[Place, Mapping[str, Any]]:
-    """A place without pydantic's tags of unions, and the schema of what belongs there."""
+    """Return a place without pydantic's tags of unions, and the schema of what belongs there."""
     root = schema(kind)
     place: list[str | int] = []
     field = root

@@ -93,12 +93,12 @@ class Areal(Windows):
                 part.grad_scaler._scale.fill_(loss_scale)
 
     def train(self, seed: int) -> float:
-        """One call of the engine's `train_batch`: its gradient norm."""
+        """Run one call of the engine's `train_batch`: its gradient norm."""
         found: float = self.engine.train_batch(self._batch(seed), None, None)["grad_norm"]
         return found
 
     def logprobs(self, seed: int) -> None:
-        """A forward-only call of the engine's `forward_backward_batch`."""
+        """Run a forward-only call of the engine's `forward_backward_batch`."""
         import torch
 
         with torch.no_grad():

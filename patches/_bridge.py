@@ -102,7 +102,7 @@ class Bridge:
         self.forward_step: Callable[..., Any] = running._forward_step
 
     def train(self, iterations: int) -> None:
-        """One call of Bridge's `train`. All ranks take part."""
+        """Run one call of Bridge's `train`. All ranks take part."""
         module = self._module("train")
         self.cfg.train.train_iters += iterations
         running = self.program
@@ -119,7 +119,7 @@ class Bridge:
         )
 
     def step(self) -> Any:
-        """One call of Bridge's `train_step`."""
+        """Run one call of Bridge's `train_step`."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -139,7 +139,7 @@ class Bridge:
         return module.train_step(**{name: offered[name] for name in parameters if name in offered})
 
     def evaluate(self) -> Any:
-        """One call of Bridge's `evaluate`."""
+        """Run one call of Bridge's `evaluate`."""
         module = self._module("eval")
         module.get_pg_collection.return_value = self.groups
         running = self.program

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def build(**options: Any) -> Tiny:
-    """A model whose output layer defers its gradient, with the fused kernel's sum in Python."""
+    """Build a model whose output layer defers its gradient; the fused kernel's sum is Python."""
     import copy
 
     from megatron.core import parallel_state
@@ -49,6 +49,6 @@ def _accumulate(total_input: Any, grad_output: Any, main_grad: Any) -> None:
 
 
 def output_weight(model: Tiny) -> Any:
-    """The output layer's weight on the last stage, None elsewhere."""
+    """Return the output layer's weight on the last stage, None elsewhere."""
     layer = getattr(model.chunks[-1].module, "output_layer", None)
     return getattr(layer, "weight", None)

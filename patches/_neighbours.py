@@ -65,7 +65,7 @@ def _run(steps: Steps) -> list[bytes]:
 
 
 def build(*, overlap: bool, distributed: bool, wired: bool = True) -> Any:
-    """A bench of one layer on all ranks, whose schedules reduce nothing by themselves.
+    """Return a bench of one layer on all ranks, whose schedules reduce nothing by themselves.
 
     It does not clip: a norm is summed in another order where buckets are others.
     """
@@ -84,7 +84,7 @@ def build(*, overlap: bool, distributed: bool, wired: bool = True) -> Any:
 
 
 def step(model: Any, calls: tuple[int, ...], *, held: bool = False, data_seed: int) -> None:
-    """The calls of one step, each with data of its own, then the reduction."""
+    """Run the calls of one step, each with data of its own, then the reduction."""
     from megatron.core.distributed import finalize_model_grads
 
     for chunk in model.chunks:

@@ -109,32 +109,32 @@ class NemoRL(Windows):
             self.worker._collect_mtp_metrics = lambda *_: None
 
     def train(self, seed: int, *, eval_mode: bool = False) -> Any:
-        """One call of the worker's `train`: a window and, unless told otherwise, a step."""
+        """Run one call of the worker's `train`: a window and, unless told otherwise, a step."""
         return self.worker.train(self._data(seed), self._loss_of, eval_mode=eval_mode)
 
     def begin(self) -> None:
-        """One call of the policy worker's `begin_train_step`."""
+        """Run one call of the policy worker's `begin_train_step`."""
         self.worker.begin_train_step(self._loss_of)
 
     def chunk(self, seed: int) -> None:
-        """One call of the policy worker's `train_microbatch`, of several microbatches."""
+        """Run one call of the policy worker's `train_microbatch`, of several microbatches."""
         self.worker.train_microbatch(self._data(seed))
 
     def logprobs(self, seed: int) -> bytes:
-        """The bits that the policy worker's `get_logprobs` returns."""
+        """Return the bits that the policy worker's `get_logprobs` returns."""
         return _bits(self.worker.get_logprobs(data=self._data(seed))["logprobs"])
 
     def reference(self, seed: int) -> bytes:
-        """The bits that the policy worker's `get_reference_policy_logprobs` returns."""
+        """Return the bits that the policy worker's `get_reference_policy_logprobs` returns."""
         found = self.worker.get_reference_policy_logprobs(data=self._data(seed))
         return _bits(found["reference_logprobs"])
 
     def values(self, seed: int) -> bytes:
-        """The bits that the value worker's `get_values` returns."""
+        """Return the bits that the value worker's `get_values` returns."""
         return _bits(self.worker.get_values(self._data(seed))["values"])
 
     def exported(self) -> bytes:
-        """The bits of the weights that the policy worker hands out."""
+        """Return the bits of the weights that the policy worker hands out."""
         import torch
 
         with torch.no_grad():
@@ -221,7 +221,7 @@ class _Data(dict):  # type: ignore[type-arg]
 
 
 def _modules(worker: str) -> tuple[Any, type]:
-    """The module of a worker, and the class whose methods it defines."""
+    """Return the module of a worker, and the class whose methods it defines."""
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
     for name in ("FullyShardedDataParallelV1", "FullyShardedDataParallelV2"):

@@ -55,7 +55,7 @@ class Roll(Windows):
         )
 
     def train(self, seed: int) -> None:
-        """One call of the strategy's `train_step`."""
+        """Run one call of the strategy's `train_step`."""
         rows = [_row(batch) for batch in self.batches(seed, MICROBATCHES)]
         batch = SimpleNamespace(
             meta_info={},

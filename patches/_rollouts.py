@@ -79,7 +79,7 @@ class Rollouts:
             chunk.module.register_forward_pre_hook(self._complete, with_kwargs=True)
 
     def train(self, steps: int, *, first: int) -> None:
-        """One rollout over the data of steps `first` to `first + steps`: one call of `train()`.
+        """Run one rollout over the data of steps `first` to `first + steps`: one call of `train()`.
 
         All ranks take part. The same step has the same data in every call.
         """
@@ -103,7 +103,7 @@ class Rollouts:
         self.module.train(**{name: offered[name] for name in parameters if name in offered})
 
     def infer(self, *, first: int) -> None:
-        """The log-probs of a step's data: one call of slime's `forward_only()`."""
+        """Compute the log-probs of a step's data: one call of slime's `forward_only()`."""
         import torch
 
         while len(self._batches) < (first + 1) * MICROBATCHES:
@@ -170,7 +170,7 @@ class Rollouts:
 
 
 def run_twice(framework: str) -> None:
-    """Two rollouts of a step each, through the framework's own `train()`."""
+    """Run two rollouts of a step each, through the framework's own `train()`."""
     rollouts = Rollouts(framework, ["--overlap-grad-reduce", "--overlap-param-gather"])
     rollouts.train(1, first=0)
     rollouts.train(1, first=1)

@@ -71,22 +71,22 @@ class SkyRL(Windows):
         )
 
     def forward_backward(self, seed: int) -> None:
-        """One call of `forward_backward_mini_batch`."""
+        """Run one call of `forward_backward_mini_batch`."""
         self.model.train()
         self._call(seed, forward_only=False)
 
     def train(self, seed: int) -> None:
-        """A window of one call, and its step."""
+        """Run a window of one call, and its step."""
         self.forward_backward(seed)
         self.step()
 
     def step(self) -> float | None:
-        """One call of the worker's `optim_step`: its gradient norm."""
+        """Run one call of the worker's `optim_step`: its gradient norm."""
         norm: float | None = self.worker.optim_step()
         return norm
 
     def logprobs(self, seed: int) -> None:
-        """A forward-only call, as for log-probs."""
+        """Run a forward-only call, as for log-probs."""
         import torch
 
         self.model.eval()
@@ -94,7 +94,7 @@ class SkyRL(Windows):
             self._call(seed, forward_only=True)
 
     def exported(self) -> bytes:
-        """The bits of the weights that the worker hands out."""
+        """Return the bits of the weights that the worker hands out."""
         import torch
 
         with torch.no_grad():

@@ -16,7 +16,7 @@ MICROBATCHES = 4
 
 
 def trainer(method: str, options: Sequence[str]) -> Any:
-    """A stand-in for a trainer, with ms-swift's own `method` as `call`.
+    """Return a stand-in for a trainer, with ms-swift's own `method` as `call`.
 
     Args:
         method: of `BaseMegatronTrainer`.
@@ -71,13 +71,13 @@ class Swift(Windows):
         )
 
     def train(self, seed: int) -> None:
-        """One `train_step`, in training mode."""
+        """Run one `train_step`, in training mode."""
         for chunk in self.bench.chunks:
             chunk.train()
         self.trainer.train_step(self._data(seed))
 
     def logprobs(self, seed: int) -> None:
-        """One `evaluate`."""
+        """Run one `evaluate`."""
         self.trainer.evaluate(self._data(seed))
 
     def _data(self, seed: int) -> Any:

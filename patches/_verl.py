@@ -56,12 +56,12 @@ class Verl(Windows):
         self._ones = torch.ones(1)
 
     def train(self, seed: int) -> None:
-        """One `train_batch` in training mode."""
+        """Run one `train_batch` in training mode."""
         with self._modes["train"](self.engine):
             self.engine.train_batch(self._data(seed), None)
 
     def logprobs(self, seed: int) -> None:
-        """One `infer_batch` in evaluation mode."""
+        """Run one `infer_batch` in evaluation mode."""
         with self._modes["eval"](self.engine):
             self.engine.infer_batch(self._data(seed), None)
 

@@ -48,13 +48,13 @@ class Windows:
         ]
 
     def reading(self, batches: list[Any]) -> Iterator[Any]:
-        """The batches one by one, until one of them cannot be read."""
+        """Yield the batches one by one, until one of them cannot be read."""
         for batch in batches:
             self._break("data")
             yield batch
 
     def loss(self, logits_BTV: Any, tokens_BT: Any) -> Any:
-        """The mean negative log-probability; it, or its backward, may fail."""
+        """Return the mean negative log-probability; it, or its backward, may fail."""
         import torch
 
         self._break("loss")
@@ -83,7 +83,7 @@ class Windows:
         raise AssertionError(f"nothing failed at {at}")
 
     def outcome(self) -> tuple[list[float], bytes]:
-        """Every loss, and the bits of the parameters on this rank once they are gathered."""
+        """Return every loss, and the bits of the parameters on this rank once they are gathered."""
         for chunk in self.bench.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -98,7 +98,7 @@ class Windows:
 
 
 def methods(*of: type, **attributes: Any) -> Any:
-    """An object with the methods of a framework's classes, the last one's first, and no others."""
+    """Make an object with the methods of a framework's classes, the last one's first."""
     own = {
         name: value
         for each in of

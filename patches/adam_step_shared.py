@@ -46,7 +46,7 @@ def load_state_dict(original: Callable[..., None], self: Any, state_dict: dict[s
 
 
 def reproduce() -> None:
-    """One step, a load of its own state, another step: all counters must be at 2."""
+    """Run one step, a load of its own state, another step: all counters must be at 2."""
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build()

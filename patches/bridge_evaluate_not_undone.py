@@ -46,7 +46,7 @@ def evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """One evaluation whose data raises."""
+    """Run one evaluation whose data raises."""
     from ._bridge import Bridge
     from ._scenarios import Broken
 

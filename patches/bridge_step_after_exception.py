@@ -38,7 +38,7 @@ def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """A step whose optimizer fails, and then a good one."""
+    """Run a step whose optimizer fails, and then a good one."""
     from ._bridge import Bridge
     from ._scenarios import Broken
 

@@ -58,7 +58,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Two calls without any overlap."""
+    """Run two calls without any overlap."""
     from ._bridge import Bridge
 
     bridge = Bridge()

@@ -49,12 +49,12 @@ def repaired() -> None:
 
 
 def neighbour() -> list[bytes]:
-    """Two steps of one call each, which weighs every loss as it should."""
+    """Run two steps of one call each, which weighs every loss as it should."""
     return _steps(lambda chunks: nullcontext())
 
 
 def helped() -> list[bytes]:
-    """The same steps, each in a window."""
+    """Run the same steps, each in a window."""
     from megatron_idempotent import accumulation_window
 
     return _steps(lambda chunks: accumulation_window(chunks, total_microbatches=3))

@@ -76,7 +76,7 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """A window, generation's calls for two models, the window again."""
+    """Run a window, generation's calls for two models, the window again."""
     import torch
     from megatron.core.inference.utils import set_decode_expert_padding
 

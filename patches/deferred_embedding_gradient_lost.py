@@ -34,7 +34,7 @@ from . import _deferred_embedding
 
 
 def reproduce() -> None:
-    """Two calls without a finalize function, then finalize by hand."""
+    """Run two calls without a finalize function, then finalize by hand."""
     from megatron.core.distributed import finalize_model_grads
 
     model = _deferred_embedding.build(overlap_grad_reduce=False)
@@ -45,7 +45,7 @@ def reproduce() -> None:
 
 
 def repaired() -> None:
-    """The same calls in a window."""
+    """Run the same calls in a window."""
     from megatron_idempotent import accumulation_window
 
     model = _deferred_embedding.build(overlap_grad_reduce=False)
@@ -55,14 +55,14 @@ def repaired() -> None:
 
 
 def neighbour() -> bytes:
-    """One call, whose finalize function is told of the whole step."""
+    """Run one call, whose finalize function is told of the whole step."""
     model = _deferred_embedding.build(overlap_grad_reduce=False)
     model.forward_backward(4, data_seed=0)
     return _gradients(model)
 
 
 def helped() -> bytes:
-    """The same call in a window."""
+    """Run the same call in a window."""
     from megatron_idempotent import accumulation_window
 
     model = _deferred_embedding.build(overlap_grad_reduce=False)

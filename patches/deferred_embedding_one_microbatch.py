@@ -51,7 +51,7 @@ def drain(
 
 
 def reproduce() -> None:
-    """A window of one microbatch: the output layer's gradient as without deferring it."""
+    """Run a window of one microbatch: the output layer's gradient as without deferring it."""
     import torch
 
     from megatron_idempotent.cpu import tiny

@@ -114,7 +114,7 @@ def drain(
 
 
 def reproduce() -> None:
-    """The second window's gradient of the output layer, deferred and not, on two replicas."""
+    """Compare the output layer's gradient of the second window, deferred and not, on two ranks."""
     import torch
 
     from megatron_idempotent.cpu import tiny

@@ -47,7 +47,7 @@ def evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """One evaluation whose data raises."""
+    """Run one evaluation whose data raises."""
     import contextlib
 
     from megatron.training import training as upstream

@@ -59,7 +59,7 @@ def _is_of_train(function: Any) -> bool:
 
 
 def reproduce() -> None:
-    """A custom function that counts its calls."""
+    """Set a custom function that counts its calls."""
     from megatron.core.distributed import finalize_model_grads
 
     from megatron_idempotent.cpu import program

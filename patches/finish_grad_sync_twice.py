@@ -69,7 +69,7 @@ def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
 
 
 def reproduce() -> None:
-    """One window, reduced by its schedule, then `finish_grad_sync` once more."""
+    """Run one window, reduced by its schedule, then `finish_grad_sync` once more."""
     import torch
 
     from megatron_idempotent.cpu import tiny

@@ -57,7 +57,7 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """A forward-only window in eval mode, with gradients enabled."""
+    """Run a forward-only window in eval mode, with gradients enabled."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_idempotent.cpu import tiny

@@ -64,7 +64,10 @@ def _freeze(module: Any) -> None:
 
 
 def reproduce() -> None:
-    """A window of a model whose embedding is tied and frozen; what is trained gets a gradient."""
+    """Run a window of a model whose embedding is tied and frozen.
+
+    What is trained gets a gradient.
+    """
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build(pp=2, tied=True, before_ddp=_freeze)

@@ -150,7 +150,10 @@ def stand_in() -> None:
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
-    """One microbatch of a bench, read as the wrapper's static buffers want it: from a dict."""
+    """Return one microbatch of a bench, read as the wrapper's static buffers want it.
+
+    From a dict.
+    """
     import torch
 
     tokens_BT = next(data_iterator)["tokens"]
@@ -166,7 +169,10 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any
 
 
 def window(schedule: Callable[..., Any], model: Any, microbatches: int, **other: Any) -> list[Any]:
-    """One window of a bench's model through `schedule`: its losses, and its gradients reduced."""
+    """Return one window of a bench's model through `schedule`.
+
+    Its losses, and its gradients reduced.
+    """
     from megatron_idempotent.cpu import tiny
 
     for chunk in model.chunks:
@@ -185,14 +191,14 @@ def window(schedule: Callable[..., Any], model: Any, microbatches: int, **other:
 
 
 def build(**options: Any) -> Any:
-    """A bench without an optimizer, which a graph can capture where there is a GPU."""
+    """Return a bench without an optimizer, which a graph can capture where there is a GPU."""
     from megatron_idempotent.cpu import is_enabled, tiny
 
     return tiny.build(with_optimizer=False, graph_safe_rng=not is_enabled(), **options)
 
 
 def reproduce() -> None:
-    """A model trained with a graph, then a second one with a wrapper of its own."""
+    """Train a model with a graph, then a second one with a wrapper of its own."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

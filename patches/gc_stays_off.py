@@ -41,7 +41,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """One call that returns."""
+    """Run one call that returns."""
     from megatron_idempotent.cpu import program
 
     running = program.start(["--manual-gc"])

@@ -105,7 +105,10 @@ def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> 
 
 
 def reproduce() -> None:
-    """The same bf16 window and step with loss scales 1 and 1024: a power of two changes no bit."""
+    """Run the same bf16 window and step with loss scales 1 and 1024.
+
+    A power of two changes no bit.
+    """
     from megatron.core.distributed import finalize_model_grads
 
     from megatron_idempotent.cpu import tiny

@@ -101,7 +101,7 @@ def _refuse(chunk: Any, counts: dict[Any, int], expected: dict[Any, int]) -> Non
 
 
 def reproduce() -> None:
-    """A microbatch that dispatches, then one inside of `no_sync`, then the end of the window."""
+    """Run a microbatch that reduces, then one inside of `no_sync`, then the end of the window."""
     import torch
 
     from megatron_idempotent.cpu import tiny

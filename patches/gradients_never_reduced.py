@@ -31,7 +31,7 @@ from megatron_idempotent.patching import UNTRIED, Helper, Reproduction
 
 
 def reproduce() -> None:
-    """One window of a program that has set nothing."""
+    """Run one window of a program that has set nothing."""
     _one_window(_build())
 
 
@@ -45,12 +45,12 @@ def repaired() -> None:
 
 
 def neighbour() -> bytes:
-    """One window of a program that has set all of it by hand."""
+    """Run one window of a program that has set all of it by hand."""
     return _one_window(_build(wire=True))
 
 
 def helped() -> bytes:
-    """The same after `wire_train_config`, which finds everything set."""
+    """Run the same after `wire_train_config`, which finds everything set."""
     from megatron_idempotent import wire_train_config
 
     model = _build(wire=True)

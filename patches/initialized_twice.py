@@ -29,7 +29,7 @@ from megatron_idempotent.patching import UNTRIED, Helper, Reproduction
 
 
 def reproduce() -> None:
-    """The same groups twice."""
+    """Set the same groups up twice."""
     from megatron.core import parallel_state
 
     for _ in range(2):
@@ -37,7 +37,7 @@ def reproduce() -> None:
 
 
 def repaired() -> None:
-    """The same globals twice."""
+    """Set the same globals up twice."""
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
     from megatron_idempotent import ensure_initialized
@@ -58,7 +58,7 @@ def repaired() -> None:
 
 
 def neighbour() -> list[int]:
-    """The groups once."""
+    """Set the groups up once."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
@@ -66,7 +66,7 @@ def neighbour() -> list[int]:
 
 
 def helped() -> list[int]:
-    """The same for a program that has set them up by itself."""
+    """Run the same for a program that has set them up by itself."""
     from megatron.core import parallel_state
 
     from megatron_idempotent import ensure_initialized

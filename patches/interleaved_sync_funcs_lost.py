@@ -46,7 +46,7 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """One microbatch is too few for two stages, which upstream says only after it took both."""
+    """Run one microbatch, too few for two stages: upstream says so after it took both functions."""
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build(pp=2, vpp=2, overlap_param_gather=True, align=True)

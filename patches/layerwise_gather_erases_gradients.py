@@ -87,7 +87,7 @@ def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> 
 
 
 def reproduce() -> None:
-    """A forward-only pass between reduction and step."""
+    """Run a forward-only pass between reduction and step."""
     import torch
 
     from megatron_idempotent.cpu import tiny

@@ -62,7 +62,7 @@ def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> 
 
 
 def reproduce() -> None:
-    """A forward-only pass between reduction and step, then one after it, hooks on throughout."""
+    """Run a forward-only pass before the step and one after it, with hooks on throughout."""
     from megatron_idempotent.cpu import bench as bench_options
     from megatron_idempotent.cpu import tiny
 

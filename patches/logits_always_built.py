@@ -168,7 +168,7 @@ def _unscaled(logits: Any) -> Any:
 
 
 def reproduce() -> None:
-    """The hidden states that the output layer would be given."""
+    """Ask for the hidden states that the output layer would be given."""
     import torch
 
     model, inputs = _model()
@@ -183,7 +183,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """The model without a processor: logits, losses, and a window's gradient."""
+    """Run the model without a processor: logits, losses, and a window's gradient."""
     model, inputs = _model()
     (chunk,) = model.chunks
     found = [chunk(*inputs), chunk(*inputs, labels=inputs[0])]

@@ -29,7 +29,7 @@ from . import _copies
 
 
 def reproduce() -> None:
-    """Two rollouts of a step each, through miles' own `train()`."""
+    """Run two rollouts of a step each, through miles' own `train()`."""
     from ._rollouts import run_twice
 
     run_twice("miles")

@@ -72,7 +72,7 @@ def _undoing(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
 
 
 def reproduce() -> None:
-    """A pass for log-probs, one for values and a window that raise, and good ones after them."""
+    """Let passes for log-probs and values and a window raise, and run good ones after them."""
     for worker in ("policy", "value"):
         _raise_and_go_on(worker)
 

@@ -51,7 +51,7 @@ def _restoring(swapped: AbstractContextManager[None]) -> Iterator[None]:
 
 
 def reproduce() -> None:
-    """A pass of the reference in which a microbatch cannot be read."""
+    """Run a pass of the reference in which a microbatch cannot be read."""
     nemo = _nemo_rl.NemoRL(overlap_param_gather=True)
     nemo.remember_reference()
     nemo.train(0)

@@ -41,7 +41,7 @@ def export(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
 
 
 def reproduce() -> None:
-    """A refit right after a step."""
+    """Run a refit right after a step."""
     nemo = _nemo_rl.NemoRL(overlap_param_gather=True)
     nemo.train(0)
     nemo.exported()

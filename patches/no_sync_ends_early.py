@@ -40,7 +40,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def reproduce() -> None:
-    """A window inside of `no_sync`, then an exit in the middle of the window after the next."""
+    """Run a window inside of `no_sync`, then an exit in the middle of the window after the next."""
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build(distributed_optimizer=False)

@@ -61,7 +61,7 @@ def is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
 
 
 def reproduce() -> None:
-    """Two calls of stock `train()` on two data-parallel ranks with overlap_grad_reduce."""
+    """Run two calls of stock `train()` on two data-parallel ranks with overlap_grad_reduce."""
     from megatron.training import get_timers
 
     from megatron_idempotent.cpu import program

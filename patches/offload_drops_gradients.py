@@ -108,7 +108,7 @@ def _pending(grad_data: Tensor) -> bool:
 
 
 def _gradients(optimizer: Any) -> list[Tensor]:
-    """The tensors that own the optimizer's gradients."""
+    """Return the tensors that own the optimizer's gradients."""
     if hasattr(optimizer, "buffers"):
         return [_whole(buffer.grad_data) for buffer in optimizer.buffers]
     if hasattr(optimizer, "float16_groups"):
@@ -131,7 +131,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def reproduce() -> None:
-    """A window, its buffers offloaded and restored, its step. A refusal is as good."""
+    """Run a window, its buffers offloaded and restored, its step. A refusal is as good."""
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build()

@@ -50,7 +50,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """A call that raises in its first microbatch."""
+    """Run a call that raises in its first microbatch."""
     from megatron_idempotent.cpu import program
 
     running = program.start(["--optimizer-cuda-graph"])

@@ -48,7 +48,7 @@ def reproduce() -> None:
 
 
 def repaired() -> None:
-    """The same with the call that the case file names."""
+    """Run the same with the call that the case file names."""
     import megatron_idempotent
 
     model = _stepped()

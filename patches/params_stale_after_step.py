@@ -50,7 +50,7 @@ def step(original: Callable[..., Any], self: Any) -> Any:
 
 
 def reproduce() -> None:
-    """A forward-only pass between reduction and step, then one after it, hooks on throughout."""
+    """Run a forward-only pass before the step and one after it, with hooks on throughout."""
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build(overlap_param_gather=True)

@@ -36,12 +36,12 @@ from megatron_idempotent.patching import UNTRIED, Helper, Reproduction
 
 
 def reproduce() -> None:
-    """Both stages meet a bad microbatch 1, the last one after it has sent a gradient back."""
+    """Let both stages meet a bad microbatch 1, the last one after it has sent a gradient back."""
     _train(guarded=False)
 
 
 def repaired() -> None:
-    """The same under the guard."""
+    """Run the same under the guard."""
     _train(guarded=True)
 
 
@@ -53,7 +53,7 @@ def neighbour() -> list[bytes]:
 
 
 def helped() -> list[bytes]:
-    """The same under the guard, with each call between windows that a failure would need."""
+    """Run the same under the guard, with each call between windows that a failure would need."""
     from megatron_idempotent import abort_window, agree, rebuild_process_groups, verify
     from megatron_idempotent.cpu import tiny
 

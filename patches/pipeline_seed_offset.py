@@ -67,7 +67,7 @@ def _missing_offset() -> int | None:
 
 
 def _drawn_from() -> int:
-    """A digest of the states that weights and dropout will be drawn from.
+    """Return a digest of the states that weights and dropout will be drawn from.
 
     Not of the seed: whether upstream has an offset of its own shows in what it seeded.
     """
@@ -115,7 +115,7 @@ def neighbour() -> list[bytes]:
 
 
 def helped() -> list[bytes]:
-    """The same with `seed_all`."""
+    """Run the same with `seed_all`."""
     from megatron_idempotent import seed_all
 
     return _drawn(seed_all)

@@ -53,7 +53,7 @@ def destroy(original: Callable[[], None]) -> None:
 
 
 def _reset_globals() -> None:
-    """The globals that upstream leaves set, emptied as its module declares them."""
+    """Empty the globals that upstream leaves set, as its module declares them."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 

@@ -63,7 +63,7 @@ def _trains(module: Any) -> bool:
 
 
 def _recorded(tensor: Any) -> Any:
-    """The same values in the same memory, no view, with a gradient that is asked for."""
+    """Return the same values in the same memory, no view, with a gradient that is asked for."""
     import torch
 
     # Not detach(), whose views cannot be put aside as distribute_saved_activations does.
@@ -73,7 +73,7 @@ def _recorded(tensor: Any) -> Any:
 
 
 def _modules(function: Any, depth: int = 4) -> Iterator[Any]:
-    """The modules that a function runs, as far as it holds them itself."""
+    """Yield the modules that a function runs, as far as it holds them itself."""
     import torch
 
     if isinstance(function, torch.nn.Module):
@@ -126,7 +126,7 @@ _FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 
 
 def reproduce() -> None:
-    """A window in which all layers are recomputed, and one in which the first one is."""
+    """Run a window in which all layers are recomputed, and one in which the first one is."""
     import torch
 
     wanted = _gradients()

@@ -81,7 +81,7 @@ def start_param_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 
 def reproduce() -> None:
-    """A program that never reduces its gradients, and steps."""
+    """Run a program that never reduces its gradients, and steps."""
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build(overlap_grad_reduce=False, distributed_optimizer=False, wire=False)

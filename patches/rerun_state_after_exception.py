@@ -61,7 +61,7 @@ def state_dict(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 
 
 def reproduce() -> None:
-    """A framework's own loop, whose first window cannot read its batch, and then a good one."""
+    """Run a framework's own loop, whose first window cannot read its batch, and then a good one."""
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build()
@@ -73,7 +73,7 @@ def reproduce() -> None:
 
 
 def _window(model: Any, forward_step: Callable[..., Any]) -> Any:
-    """Two microbatches, around which the machine is asked as NeMo-RL asks it."""
+    """Run two microbatches, around which the machine is asked as NeMo-RL asks it."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 

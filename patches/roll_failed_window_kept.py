@@ -43,7 +43,7 @@ def train_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 
 
 def reproduce() -> None:
-    """A step in which a loss raises; then what the next one finds."""
+    """Run a step in which a loss raises; then what the next one finds."""
     roll = _roll.Roll(overlap_grad_reduce=False)
     roll.failing(("loss", 2), lambda: roll.train(7))
     for chunk in roll.bench.chunks:

@@ -183,7 +183,10 @@ def _refuse(chunks: Sequence[Any], why: str) -> None:
 
 
 def reproduce() -> None:
-    """Two windows on top of each other, against the same without overlap; then a reduce-scatter."""
+    """Run two windows on top of each other, against the same without overlap.
+
+    Then a reduce-scatter.
+    """
     import torch
 
     gradients = []

@@ -66,7 +66,7 @@ def run_pending_grad_sync(original: Callable[..., None], self: Any) -> None:
 
 
 def reproduce() -> None:
-    """A window that raises, one of two calls, and one of two whose second raises."""
+    """Run a window that raises, one of two calls, and one of two whose second raises."""
     skyrl = SkyRL(overlap_grad_reduce=False)
     skyrl.failing(("loss", 2), lambda: skyrl.forward_backward(7))
     for chunk in skyrl.bench.chunks:

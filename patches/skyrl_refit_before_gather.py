@@ -39,7 +39,7 @@ def extract_weights(original: Callable[..., Any], self: Any, *args: Any, **kwarg
 
 
 def reproduce() -> None:
-    """A weight sync right after a step."""
+    """Run a weight sync right after a step."""
     skyrl = _skyrl.SkyRL(overlap_param_gather=True)
     skyrl.train(0)
     skyrl.exported()

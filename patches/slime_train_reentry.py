@@ -32,7 +32,7 @@ from . import _copies
 
 
 def reproduce() -> None:
-    """Two rollouts of a step each, through slime's own `train()`."""
+    """Run two rollouts of a step each, through slime's own `train()`."""
     from ._rollouts import run_twice
 
     run_twice("slime")

@@ -39,7 +39,7 @@ def train(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
 
 
 def reproduce() -> None:
-    """Two trainings that have no iteration left to run."""
+    """Run two trainings that have no iteration left to run."""
     from ._swift import trainer
 
     swift = trainer("train", ["--overlap-grad-reduce"])

@@ -56,7 +56,7 @@ class _Handle:
 
 
 def reproduce() -> None:
-    """Two runs, each with a telemetry of its own, and the hook at the process's end."""
+    """Run two runs, each with a telemetry of its own, and the hook at the process's end."""
     from megatron.training import global_vars, training
 
     handles = [_Handle(), _Handle()]

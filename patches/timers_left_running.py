@@ -54,7 +54,7 @@ def step(original: Callable[..., Any], self: Any) -> Any:
 
 
 def reproduce() -> None:
-    """A forward-only window that raises, and the same again in good order."""
+    """Run a forward-only window that raises, and the same again in good order."""
     from megatron.core.timers import Timers
 
     from megatron_idempotent.cpu import tiny

@@ -54,7 +54,7 @@ def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Two calls of stock `train()` without any overlap."""
+    """Run two calls of stock `train()` without any overlap."""
     from megatron_idempotent.cpu import program
 
     running = program.start()

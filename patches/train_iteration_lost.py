@@ -116,7 +116,7 @@ def _count_samples(options: Any) -> int:
 
 
 def reproduce() -> None:
-    """One call of stock `train()` over one iteration."""
+    """Run one call of stock `train()` over one iteration."""
     from megatron_idempotent.cpu import program
 
     running = program.start()

@@ -137,7 +137,7 @@ def _is_fsdp(optimizer: Any) -> bool:
 
 
 def reproduce() -> None:
-    """One window; its gradient norm with and without a look at the gradients before the step."""
+    """Compare a window's gradient norm with and without a look at gradients before the step."""
     from megatron_idempotent.cpu import tiny
 
     norms = []

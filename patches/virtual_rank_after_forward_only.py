@@ -45,7 +45,7 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """A training window, then a forward-only one."""
+    """Run a training window, then a forward-only one."""
     from megatron.core import parallel_state
 
     from megatron_idempotent.cpu import tiny

@@ -108,7 +108,7 @@ def _accept(
 
 
 def _part(target: Target, body: Body) -> str | None:
-    """The hash of what the patch relies on; None where the whole body has to be read."""
+    """Return the hash of what the patch relies on; None where the whole body has to be read."""
     if not target.relies_on or not all(body.contains(each) for each in target.relies_on):
         return None
     return None if unmet(target.wrapper, body) is not None else part_of(target, body).hash

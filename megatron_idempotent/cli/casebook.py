@@ -42,7 +42,7 @@ Proven = Mapping[str, Mapping[str, str]]
 
 
 def case_text(patch: Hazard) -> str:
-    """One case file for a terminal."""
+    """Return one case file for a terminal."""
     sections = patch.case_file
     lines = [patch.id, "=" * len(patch.id), "", sections[""], ""]
     for name in SECTIONS:
@@ -56,7 +56,7 @@ def case_text(patch: Hazard) -> str:
 
 
 def hazards_markdown(proven: Proven) -> str:
-    """The content of HAZARDS.md."""
+    """Return the content of HAZARDS.md."""
     parts = [
         "# Hazards of Megatron's train path",
         "",
@@ -98,7 +98,7 @@ def hazards_markdown(proven: Proven) -> str:
 
 
 def table_markdown(*, link: bool) -> str:
-    """One row per hazard; with `link`, ids lead into HAZARDS.md."""
+    """Return one row per hazard; with `link`, ids lead into HAZARDS.md."""
     rows = ["| id | on stock Megatron | answer | releases |", "|---|---|---|---|"]
     for patch in hazards().values():
         target = f"HAZARDS.md#{patch.id}" if link else f"#{patch.id}"
@@ -112,7 +112,7 @@ def _is_release(name: str) -> bool:
 
 
 def grid_markdown(proven: Proven) -> str:
-    """One row per hazard, one column per release or commit."""
+    """Return one row per hazard, one column per release or commit."""
     rows = [f"| id | {' | '.join(proven)} |", f"|---|{'---|' * len(proven)}"]
     for hazard_id, hazard in hazards().items():
         if hazard.distribution != MEGATRON:
@@ -166,7 +166,7 @@ def _word(row: Mapping[str, str]) -> str:
 
 
 def updated_readme(text: str) -> str:
-    """The README with its table between the markers renewed.
+    """Return the README with its table between the markers renewed.
 
     Raises:
         ValueError: the markers are not there.
@@ -234,7 +234,7 @@ def coverage(found: Mapping[str, str]) -> Coverage:
 
 
 def page(project: Mapping[str, Any], proven: Mapping[str, Mapping[str, str]]) -> str:
-    """The content of docs/compatibility.md.
+    """Return the content of docs/compatibility.md.
 
     Args:
         project: the table `tool.megatron-idempotent` of pyproject.toml.

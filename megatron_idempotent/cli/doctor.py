@@ -16,7 +16,7 @@ from megatron_idempotent.patching.table import render, terminal_width, wrapped
 from megatron_idempotent.patching.trees import contents
 from megatron_idempotent.patching.versions import installed, supported
 
-# So many problems are named in the first line.
+# The most problems that the first line names.
 _NAMED = 4
 # Status → (words of the first line after a number, heading of the group), in order.
 _GROUPS = {

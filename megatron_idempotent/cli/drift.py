@@ -57,7 +57,9 @@ class Drift:
 
 
 def open_trees(paths: Iterable[Path]) -> list[SourceTree]:
-    """The trees at these paths, oldest release first; a folder of wheels stands for all of them.
+    """Return the trees at these paths, oldest release first.
+
+    A folder of wheels stands for all of them.
 
     Raises:
         ValueError: a path that holds nothing that a patch is for.
@@ -70,7 +72,7 @@ def open_trees(paths: Iterable[Path]) -> list[SourceTree]:
 
 
 def compare(trees: Iterable[SourceTree]) -> list[Drift]:
-    """A row per patch and tree that holds the patch's distribution."""
+    """Return a row per patch and tree that holds the patch's distribution."""
     trees = list(trees)
     rows = []
     for patch in patches().values():
@@ -173,7 +175,7 @@ def _diff(target: Target, label: str, body: Body, references: Mapping[str, _Refe
 
 
 def _by_statements(target: Target, label: str, body: Body) -> str:
-    """The diff against a body that none of the trees holds: what is gone has no text."""
+    """Return the diff against a body that none of the trees holds: what is gone has no text."""
     found = change(body, target.reviewed)
     if found is None:
         return (

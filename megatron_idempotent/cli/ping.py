@@ -93,7 +93,10 @@ def _print(status: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
 
 
 def _last_metrics(directory: Path) -> dict[str, float]:
-    """The newest value of each metric in the end of the file that the run writes; {} without."""
+    """Return the newest value of each metric in the end of the file that the run writes.
+
+    {} without.
+    """
     last: dict[str, float] = {}
     try:
         with (directory / METRICS_FILE).open("rb") as file:
@@ -110,7 +113,7 @@ def _last_metrics(directory: Path) -> dict[str, float]:
 
 
 def _newest() -> Path | None:
-    """The run in `runs/` whose status is the newest."""
+    """Return the run in `runs/` whose status is the newest."""
     found = sorted(RUNS.glob(f"*/{STATUS_FILE}"), key=_changed)
     return found[-1].parent if found else None
 

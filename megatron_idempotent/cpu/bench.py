@@ -152,7 +152,7 @@ def options(strategy: Strategy) -> dict[str, Any]:
 
 
 def wrapped(config: Any, ddp_config: Any, module: Any) -> Any:
-    """The model chunk in Megatron-FSDP, with each transformer layer as a unit."""
+    """Return the model chunk in Megatron-FSDP, with each transformer layer as a unit."""
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
 
     options = {"config": config, "ddp_config": ddp_config, "module": module}
@@ -183,7 +183,7 @@ def is_wrapped(chunk: Any) -> bool:
 
 
 def gradients(chunk: Any) -> list[Any]:
-    """The gradients that this rank's optimizer would step with, in the order of the parameters."""
+    """Return the gradients that this rank's optimizer would step with, in parameter order."""
     found = []
     for parameter in _held(chunk):
         gradient = getattr(parameter, "decoupled_grad", None)
@@ -236,7 +236,9 @@ class Tiny:
         forward_only: bool = False,
         zero_first: bool = True,
     ) -> list[float]:
-        """One window through upstream's schedule; the microbatches' losses on the last stage.
+        """Return one window through upstream's schedule.
+
+        The microbatches' losses on the last stage.
 
         Zeroes the gradients first, unless forward-only or told otherwise. All ranks take part.
         Global microbatch g = i * DP size + DP rank has the same data in every layout, so that two
@@ -276,7 +278,7 @@ class Tiny:
         return result
 
     def gradients(self) -> torch.Tensor:
-        """All gradient buffers of this rank as one vector, a copy.
+        """Return all gradient buffers of this rank as one vector, a copy.
 
         With the distributed optimizer only this rank's shards are reduced. Under Megatron-FSDP it
         is what the optimizer would step with. On the host, as the parameters.
@@ -295,7 +297,7 @@ class Tiny:
         return torch.cat([tensor.float().flatten() for tensor in tensors]).cpu()
 
     def parameters(self) -> torch.Tensor:
-        """All parameters of this rank as one float32 vector, a copy.
+        """Return all parameters of this rank as one float32 vector, a copy.
 
         Under `overlap_param_gather` those of other ranks are as old as the last gather. Under
         Megatron-FSDP it is what this rank's optimizer holds of them.

@@ -71,7 +71,7 @@ class Outcome:
 
 
 def refer(function: Callable[..., Any]) -> FunctionRef:
-    """A reference to a module-level function.
+    """Return a reference to a module-level function.
 
     Raises:
         ValueError: a lambda, a closure or anything else a rank could not look up.
@@ -111,7 +111,7 @@ def resolve(ref: FunctionRef) -> Callable[..., Any]:
 
 
 def load_main(file: str | None) -> ModuleType:
-    """The caller's main module, without running what it guards by `__name__ == "__main__"`."""
+    """Load the caller's main module, without what it guards by `__name__ == "__main__"`."""
     if file is None:
         raise ValueError(
             "the function lives in a __main__ without a file (an interactive session); put it "
@@ -125,7 +125,7 @@ def load_main(file: str | None) -> ModuleType:
 
 
 def load_arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments of a call, in a rank."""
+    """Return the positional and keyword arguments of a call, in a rank."""
     if b"__main__" in call.arguments and call.main_file is not None:
         load_main(call.main_file)
     args, kwargs = pickle.loads(call.arguments)
@@ -165,7 +165,7 @@ def dump_result(result: Any) -> bytes:
 
 
 def _known_file(name: str) -> str | None:
-    """The file that importing `name` would give; None where it cannot be imported."""
+    """Return the file that importing `name` would give; None where it cannot be imported."""
     if (module := sys.modules.get(name)) is not None:
         origin = getattr(module, "__file__", None)
     else:

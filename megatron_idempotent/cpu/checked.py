@@ -138,7 +138,7 @@ def making(place: str) -> Iterator[None]:
 
 
 def _moved(tensor: torch.Tensor, place: str) -> torch.Tensor:
-    """The tensor, or a copy of it where it is not there yet."""
+    """Return the tensor, or a copy of it where it is not there yet."""
     if place != "unknown" and where(tensor) == place:
         return tensor
     with making(place):

@@ -116,7 +116,7 @@ _PLAIN = (
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """The keys that CUDA's allocator reports, each 0."""
+    """Return the keys that CUDA's allocator reports, each 0."""
     stats = {
         f"{what}.{pool}.{when}": 0
         for what in _POOLED

@@ -38,7 +38,7 @@ def collapse() -> int:
 
 
 def _private_memory() -> Iterator[tuple[int, int]]:
-    """The ranges of whole huge pages in memory that belongs to no file and no stack."""
+    """Yield the ranges of whole huge pages in memory that belongs to no file and no stack."""
     for line in Path("/proc/self/maps").read_text(encoding="ascii", errors="replace").splitlines():
         span, mode, _, _, _, *name = line.split(maxsplit=5)
         if mode != "rw-p" or name not in ([], ["[heap]"]):

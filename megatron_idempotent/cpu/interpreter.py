@@ -55,7 +55,7 @@ def round_as_a_gpu() -> None:
         return convert(self, source, wanted, rounding) if found is None else found
 
     def create_fma(_: Any, x: Any, y: Any, z: Any) -> Any:
-        """A product of float32 is exact in float64, whose sum is rounded twice at worst."""
+        """Add to a product that is exact in float64, so that the sum is rounded twice at worst."""
         exact = x.data.astype(np.float64) * y.data + z.data
         return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 

@@ -217,7 +217,7 @@ class Round:
 
 
 def _listening() -> socket.socket:
-    """A listening socket on a port that the system chose."""
+    """Return a listening socket on a port that the system chose."""
     return socket.create_server(("127.0.0.1", 0), backlog=128)
 
 

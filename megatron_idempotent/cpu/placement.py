@@ -86,7 +86,10 @@ TENSOR_TYPES = (
 
 
 def on_cpu(device: Any) -> Any:
-    """The CPU for "cuda", "cuda:1", torch.device("cuda") and bare indices; others unchanged."""
+    """Return the CPU for "cuda", "cuda:1", torch.device("cuda") and bare indices.
+
+    Others unchanged.
+    """
     if isinstance(device, torch.device):
         return CPU if device.type == "cuda" else device
     if isinstance(device, str):

@@ -83,7 +83,7 @@ class Activity:
     copies_to_host: int
 
     def totals(self) -> dict[str, int]:
-        """The four numbers."""
+        """Return the four numbers."""
         return {
             "operators": self.operators.total(),
             "launches": self.launches,

@@ -62,7 +62,7 @@ class Program:
             training.train(**offered)
 
     def parameters(self) -> torch.Tensor:
-        """All parameters of this rank as one vector [P], float32, a copy on the host.
+        """Return all parameters of this rank as one vector [P], float32, a copy on the host.
 
         Under Megatron-FSDP it is what this rank's optimizer holds of them.
         """

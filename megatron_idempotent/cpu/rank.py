@@ -104,7 +104,7 @@ class _Reporter:
 def describe(
     rank: int, exc_type: type[BaseException], exc: BaseException, tb: TracebackType | None
 ) -> RankFailure:
-    """The failure record of an exception."""
+    """Return the failure record of an exception."""
     name = exc_type.__qualname__
     if exc_type.__module__ != "builtins":
         name = f"{exc_type.__module__}.{name}"

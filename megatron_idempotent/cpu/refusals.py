@@ -20,7 +20,7 @@ SUBMODULES = (graphs, memory, nvtx, profiler, random, streams)
 
 
 def refused_names() -> list[str]:
-    """Every name that raises, e.g. "torch.cuda.CUDAGraph"."""
+    """Return every name that raises, e.g. "torch.cuda.CUDAGraph"."""
     emulated = emulated_names()
     public = [
         f"torch.cuda.{name}"
@@ -49,7 +49,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
 
 
 def elsewhere(original: Any, replacement: Any, owner: Any) -> list[tuple[Any, str, Any]]:
-    """The same object under other names in torch.cuda's modules, to be replaced too."""
+    """Return the same object under other names in torch.cuda's modules, to be replaced too."""
     return [
         (module, name, replacement)
         for module in (torch.cuda, *SUBMODULES)

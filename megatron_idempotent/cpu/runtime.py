@@ -156,7 +156,7 @@ def is_enabled() -> bool:
 
 
 def replaced_names() -> set[str]:
-    """The names that are replaced now, e.g. "torch.cuda.synchronize"; empty when off."""
+    """Return the names that are replaced now, e.g. "torch.cuda.synchronize"; empty when off."""
     return set() if _runtime.active is None else _runtime.active.ledger.names()
 
 
@@ -273,7 +273,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _later(decorate: Callable[..., Any]) -> Callable[..., Any]:
-    """The decorator, put off for plain functions; of modules and classes as it is."""
+    """Return the decorator, put off for plain functions; of modules and classes as it is."""
 
     @functools.wraps(decorate)
     def decorator(*args: Any, **options: Any) -> Any:
@@ -294,7 +294,7 @@ class _Function:
         self._decorated: Callable[..., Any] | None = None
 
     def called(self) -> Callable[..., Any]:
-        """A function, so that it binds as a method and pickles by its name."""
+        """Return a function, so that it binds as a method and pickles by its name."""
 
         @functools.wraps(self._plain)
         def call(*args: Any, **kwargs: Any) -> Any:

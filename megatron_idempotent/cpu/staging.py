@@ -101,7 +101,7 @@ def _while_staging(original: Callable[..., Any], other: Callable[..., Any]) -> C
 
 
 def _staged(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective on copies in host memory."""
+    """Return the collective on copies in host memory."""
     signature = inspect.signature(original)
     place = WRITES[original.__name__]
     writes = "" if place is None else list(signature.parameters)[place]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from types import TracebackType
 from typing import Any
 
 from megatron_idempotent.patching.per_process import PerProcess
@@ -123,12 +122,7 @@ class StreamContext:
         self._outer = _current.stream
         set_stream(self.stream)
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         set_stream(self._outer)
 
 

@@ -235,7 +235,10 @@ def _model(
     spec: Callable[[Any], Any] | None,
     **options: Any,
 ) -> Any:
-    """One pipeline stage: a GPTModel, in Float16Module where its weights are half precision."""
+    """Return one pipeline stage.
+
+    A GPTModel, in Float16Module where its weights are half precision.
+    """
     from megatron.core import parallel_state
     from megatron.core.transformer.module import Float16Module
 

@@ -122,7 +122,9 @@ class EnginePool:
         self._dead: dict[str, str] = {}
 
     async def generate(self, request: Request) -> Sample:
-        """A whole response: what an engine hands back as a part, or loses, the others continue.
+        """Return a whole response.
+
+        What an engine hands back as a part, or loses, the others continue.
 
         Errors: `EngineError` naming every engine where none is left; `ValueError` of a request that
             can never be answered.
@@ -144,7 +146,7 @@ class EnginePool:
                 self._dead.pop(each.name, None)
 
     def _serving(self) -> list[_Counted]:
-        """The engines that requests can go to."""
+        """Return the engines that requests can go to."""
         out = self._out
         return [each for each in self._counted if each.name not in out]
 
@@ -155,7 +157,7 @@ class EnginePool:
         return {**self._dead, **quarantined} if self._dead else quarantined
 
     def _pick(self) -> _Counted:
-        """The engine that runs the fewest requests, and the first of those."""
+        """Return the engine that runs the fewest requests, and the first of those."""
         serving = self._serving()
         if serving:
             return min(serving, key=lambda each: each.running)

@@ -43,15 +43,17 @@ class Request:
         if not self.prompt:
             raise ValueError(f"request {self.id!r} has an empty prompt; give at least one token")
         if self.max_tokens < 1:
-            raise ValueError(f"request {self.id!r} has max_tokens={self.max_tokens}; 1 or more")
+            raise ValueError(
+                f"request {self.id!r} has max_tokens={self.max_tokens}; allowed: 1 or more"
+            )
         if not 0 < self.temperature < math.inf:
             raise ValueError(
-                f"request {self.id!r} has temperature={self.temperature}; a number above 0"
+                f"request {self.id!r} has temperature={self.temperature}; allowed: above 0"
             )
         if not 0 <= self.continued < len(self.prompt):
             raise ValueError(
                 f"request {self.id!r} has continued={self.continued} and a prompt of "
-                f"{len(self.prompt)} tokens; the first of them was given"
+                f"{len(self.prompt)} tokens; allowed: 0 to one fewer than those"
             )
 
 
@@ -75,7 +77,7 @@ class Sample:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
             raise ValueError(
                 f"sample {self.request_id!r} has {len(self.tokens)} tokens, {len(self.logprobs)} "
-                f"log-probs and {len(self.versions)} versions; one of each per token"
+                f"log-probs and {len(self.versions)} versions; allowed: one of each per token"
             )
 
 

@@ -80,14 +80,14 @@ def quantize_blockwise(
         codes, scale_inv = quantize_blockwise(weight, scales="ue8m0")
     """
     if scales not in ("float32", "ue8m0"):
-        raise ValueError(f"quantize_blockwise() got scales={scales!r}: 'float32' or 'ue8m0'")
+        raise ValueError(f"quantize_blockwise() got scales={scales!r}; allowed: 'float32', 'ue8m0'")
     if not weight.is_floating_point() or weight.dtype.itemsize < 2 or weight.dim() not in (2, 3):
         raise ValueError(
-            f"{name} is of {weight.dtype} and shape {tuple(weight.shape)}: blocks are of floating "
-            "point [rows, columns] or [experts, rows, columns], not quantized yet"
+            f"{name} has {weight.dtype} and shape {tuple(weight.shape)}; allowed: floating point "
+            "of two bytes or more, [rows, columns] or [experts, rows, columns]"
         )
     if not dtype.is_floating_point or dtype.itemsize < 2:
-        raise ValueError(f"quantize_blockwise() got dtype={dtype}: that of weights not quantized")
+        raise ValueError(f"quantize_blockwise() got dtype={dtype}; allowed: the dtype before FP8")
     weight = weight.detach()
     weight_ERC = weight if weight.dim() == 3 else weight[None]
     experts, rows, columns = weight_ERC.shape
@@ -141,8 +141,8 @@ def dequantize_blockwise(
     """
     if codes.dtype != E4M3 or codes.dim() not in (2, 3):
         raise ValueError(
-            f"dequantize_blockwise() got codes of {codes.dtype} and shape {tuple(codes.shape)}: "
-            f"{E4M3}, [rows, columns] or [experts, rows, columns]"
+            f"dequantize_blockwise() got codes of {codes.dtype} and shape {tuple(codes.shape)}; "
+            f"allowed: {E4M3}, [rows, columns] or [experts, rows, columns]"
         )
     check_scale_shape("dequantize_blockwise()", codes, scale_inv)
     codes_ERC = codes if codes.dim() == 3 else codes[None]
@@ -158,12 +158,12 @@ def dequantize_blockwise(
 
 
 def check_scale_shape(what: str, codes: Tensor, scale_inv: Tensor) -> None:
-    """A scale for each block, and no other."""
+    """Check that there is a scale for each block, and no other."""
     expected = (*codes.shape[:-2], *map(_blocks, codes.shape[-2:]))
     if tuple(scale_inv.shape) != expected:
         raise ValueError(
             f"{what} got scales of shape {tuple(scale_inv.shape)} for codes of shape "
-            f"{tuple(codes.shape)}: {expected}, one for each block of {BLOCK} × {BLOCK}"
+            f"{tuple(codes.shape)}; allowed: {expected}, one for each block of {BLOCK} × {BLOCK}"
         )
 
 
@@ -183,7 +183,7 @@ def check_cuts(name: str, rows: int, pieces: tuple[int, ...]) -> None:
         ValueError: a cut within a block, or pieces that are not `rows` together.
     """
     if sum(pieces) != rows:
-        raise ValueError(f"{name} has {rows} rows, and pieces of {pieces} are {sum(pieces)}")
+        raise ValueError(f"{name} has {rows} rows, and its pieces {pieces} have {sum(pieces)}")
     cut = 0
     for piece in pieces[:-1]:
         cut += piece
@@ -213,7 +213,7 @@ def _slabs(shape: torch.Size, slab_bytes: int) -> Iterator[tuple[slice, slice, s
 
 
 def _as_blocks(slab_ERC: Tensor) -> Tensor:
-    """A copy in float32, [E, r, K, c, K], with zeros where blocks reach beyond the edge."""
+    """Return a copy in float32, [E, r, K, c, K], with zeros where blocks reach beyond the edge."""
     experts, rows, columns = slab_ERC.shape
     shape = (experts, _blocks(rows) * BLOCK, _blocks(columns) * BLOCK)
     padded = torch.zeros(shape, dtype=torch.float32, device=slab_ERC.device)
@@ -244,6 +244,6 @@ def _refuse_not_finite(name: str, weight: Tensor, dtype: torch.dtype, largest_Er
     place = at if weight.dim() == 2 else [e, *at]
     value = weight[tuple(place)].item()
     raise ValueError(
-        f"{name} is {value} at {place}, {block[row, column].item()} as {dtype}: a block with that "
-        "has no scale; look for the step that made it, or give a dtype that holds it"
+        f"{name} is {value} at {place}, {block[row, column].item()} as {dtype}, and a block "
+        "needs finite values; find the step that made it, or give a dtype that holds it"
     )

@@ -54,10 +54,11 @@ class Fp8Export:
 
     def __post_init__(self) -> None:
         if self.scales not in ("float32", "ue8m0"):
-            raise ValueError(f"Fp8Export() got scales={self.scales!r}: 'float32' or 'ue8m0'")
+            raise ValueError(f"Fp8Export() got scales={self.scales!r}; allowed: 'float32', 'ue8m0'")
         if isinstance(self.modules_to_not_convert, str):
             raise ValueError(
-                f"Fp8Export() got modules_to_not_convert={self.modules_to_not_convert!r}: a tuple"
+                f"Fp8Export() got modules_to_not_convert={self.modules_to_not_convert!r}; "
+                "allowed: a tuple of strings"
             )
 
     def converts(self, name: str, weight: Tensor) -> bool:
@@ -70,7 +71,7 @@ class Fp8Export:
         return weight.dim() == 3 and "experts" in module.split(".") and not self._left_out(name)
 
     def weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same weights, quantized, each followed by its scales as `name` + `_scale_inv`.
+        """Yield the same weights, quantized, each followed by its scales as `name` + `_scale_inv`.
 
         One at a time, so nothing else is held. Comes after the mapping to the engine's names and
         layout, and after shards have been put together: blocks are those of the engine's weights.
@@ -92,8 +93,8 @@ class Fp8Export:
         def once(name: str) -> None:
             if name in seen:
                 raise ValueError(
-                    f"{name} comes twice: the engine would keep either; is it mapped twice, or "
-                    "does a scale come with a weight that is not quantized yet?"
+                    f"{name} is given twice: the engine would keep either; is it mapped twice, or "
+                    "is a scale given with a weight that is not quantized yet?"
                 )
             seen.add(name)
 
@@ -116,9 +117,11 @@ class Fp8Export:
             else:
                 yield name, tensor
         for name in codes:
-            raise ValueError(f"{name} is {E4M3} and no {name}{_SCALE} came: give both, or neither")
+            raise ValueError(f"{name} is {E4M3} without {name}{_SCALE}: give both, or neither")
         for name in scales:
-            raise ValueError(f"{name}{_SCALE} came and no {name} in {E4M3}: give both, or neither")
+            raise ValueError(
+                f"{name}{_SCALE} is there without {name} in {E4M3}: give both, or neither"
+            )
 
     def quantization_config(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         """Returns the `quantization_config` for the engine's config.json.

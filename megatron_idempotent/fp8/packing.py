@@ -40,8 +40,8 @@ class TokenAlignment:
         _positive("TokenAlignment", sequence=self.sequence, pack=self.pack)
         if self.pack % self.sequence:
             raise ValueError(
-                f"TokenAlignment() got pack={self.pack} and sequence={self.sequence}: what fills "
-                "a pack is a sequence too, so the one is a multiple of the other"
+                f"TokenAlignment() got pack={self.pack} and sequence={self.sequence}; "
+                "allowed: a pack that is a multiple of a sequence, since padding is a sequence too"
             )
 
     def of_sequence(self, tokens: int) -> int:
@@ -74,8 +74,8 @@ class TokenAlignment:
             value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
             if value:
                 raise ValueError(
-                    f"{name}={value!r} has other multiples than FP8 recipes and fixed sizes have: "
-                    "give TokenAlignment(sequence=…, pack=…) those"
+                    f"{name}={value!r} is not known to of_config(); give its multiples yourself, "
+                    "as TokenAlignment(sequence=…, pack=…)"
                 )
         return token_alignment(
             recipe,
@@ -116,11 +116,13 @@ def token_alignment(
     """
     _positive("token_alignment", tp=tp, cp=cp)
     if not isinstance(sequence_parallel, bool):
-        raise ValueError(f"token_alignment() got sequence_parallel={sequence_parallel!r}: a bool")
+        raise ValueError(
+            f"token_alignment() got sequence_parallel={sequence_parallel!r}; allowed: a bool"
+        )
     if sequence_parallel and tp == 1:
         raise ValueError(
-            "token_alignment() got sequence_parallel=True with tp=1: it is the tensor-parallel "
-            "ranks that share a sequence; turn it off, as Megatron does, or give their number"
+            "token_alignment() got sequence_parallel=True with tp=1, and sequence "
+            "parallelism needs several tensor-parallel ranks; turn it off, or give their number"
         )
     pieces = tp if sequence_parallel else 1
     # Of what one context-parallel rank has.
@@ -137,8 +139,8 @@ def token_alignment(
         if recipe == "custom":
             remedy = "give TokenAlignment(sequence=…, pack=…) what its quantizers take, or name one"
         raise ValueError(
-            f"token_alignment() got recipe {str(getattr(recipe, 'value', recipe))!r}, of which no "
-            f"multiple is known: {remedy} of {', '.join(RECIPES)}, or None without FP8"
+            f"token_alignment() got recipe {str(getattr(recipe, 'value', recipe))!r}, and no "
+            f"multiple of it is known; {remedy} of {', '.join(RECIPES)}, or None without FP8"
         )
     sequence = 2 * cp if cp > 1 else 1
     return TokenAlignment(sequence=sequence, pack=math.lcm(sequence, cp * share))
@@ -147,7 +149,7 @@ def token_alignment(
 def _positive(what: str, **sizes: Any) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{what}() got {name}={size!r}: an integer from 1 on")
+            raise ValueError(f"{what}() got {name}={size!r}; allowed: integers, 1 or more")
 
 
 def _field(config: Any, name: str) -> Any:
@@ -214,13 +216,13 @@ class Pack:
             device = lengths.device if device is None else device
             lengths = lengths.tolist()
         if any(isinstance(each, float) or each < 0 for each in lengths):
-            raise ValueError(f"Pack.of() got lengths {list(lengths)}: integers from 0 on")
+            raise ValueError(f"Pack.of() got lengths {list(lengths)}; allowed: integers, 0 or more")
         needed = alignment.of_pack(lengths)
         total = needed if tokens is None else tokens
         if total < needed or total % alignment.pack:
             raise ValueError(
-                f"Pack.of() got tokens={tokens} for sequences that take {needed}: a multiple of "
-                f"{alignment.pack} from there on"
+                f"Pack.of() got tokens={tokens} for sequences that take {needed}; allowed: that or "
+                f"more, in multiples of {alignment.pack}"
             )
         segments = [alignment.of_sequence(each) for each in lengths]
         if sum(segments) < total:
@@ -264,14 +266,14 @@ class Pack:
         if not isinstance(sequences, Tensor):
             found = tuple(len(each) for each in sequences)
             if found != self.lengths:
-                raise ValueError(f"join() got lengths {found} in a pack of {self.lengths}")
+                raise ValueError(f"join() got lengths {found}; the pack has {self.lengths}")
             if not sequences:
                 raise ValueError("join() got no sequences: give an empty tensor of their type")
             sequences = torch.cat([*sequences])
         if len(sequences) != len(self.place_N):
             raise ValueError(
-                f"join() got {len(sequences)} tokens in a pack of {len(self.place_N)}: those of "
-                f"all sequences, without padding, {self.lengths}"
+                f"join() got {len(sequences)} tokens; the pack has {len(self.place_N)}: "
+                f"give all sequences without padding, of lengths {self.lengths}"
             )
         pack = sequences.new_full((self.tokens, *sequences.shape[1:]), fill)
         return pack.index_copy(0, self.place_N, sequences)
@@ -283,5 +285,5 @@ class Pack:
             ValueError: other than T values. Under context parallelism gather them first.
         """
         if len(values) != self.tokens:
-            raise ValueError(f"split() got {len(values)} tokens of a pack of {self.tokens}")
+            raise ValueError(f"split() got {len(values)} tokens; the pack has {self.tokens}")
         return torch.split(values.index_select(0, self.place_N), [*self.lengths])

@@ -113,7 +113,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, group: Any) -> Tensor:
-        """A collective of the group's ranks, one all-gather."""
+        """Gather the pieces of the group's ranks; all of them take part."""
         ctx.group, ctx.size = group, piece.shape[1]
         piece = piece.transpose(0, 1).contiguous()
         whole = piece.new_empty(dist.get_world_size(group) * len(piece), *piece.shape[1:])
@@ -153,8 +153,8 @@ def _runs(what: str, mask: Tensor) -> tuple[Tensor, Tensor, int]:
         row = int(holed_B.int().argmax())
         raise ValueError(
             f"{what}() got a mask whose row {row} has {int(length_B[row])} tokens from position "
-            f"{int(first_B[row])} on with holes in between: its tokens have to be one behind the "
-            "other; mask single tokens in the loss instead"
+            f"{int(first_B[row])} on with holes between them, and a row's tokens have to be "
+            "consecutive; mask single tokens in the loss instead"
         )
     return first_B, length_B, longest
 

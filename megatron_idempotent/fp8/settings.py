@@ -43,7 +43,7 @@ class Fp8Settings(NamedTuple):
     optimizer: dict[str, Any]
 
     def arguments(self) -> dict[str, Any]:
-        """The same by the names of `megatron.training`'s arguments."""
+        """Return the same by the names of `megatron.training`'s arguments."""
         named = {**self.transformer, **self.ddp, **self.optimizer}
         return {name: value for name, value in named.items() if name != "fp8_param"}
 
@@ -77,9 +77,9 @@ def fp8_settings(
         alignment = TokenAlignment.of_config(config)
     """
     if recipe not in RECIPES:
-        raise ValueError(f"fp8_settings() got recipe {recipe!r}: one of {', '.join(RECIPES)}")
+        raise ValueError(f"fp8_settings() got recipe {recipe!r}; allowed: {', '.join(RECIPES)}")
     if fp8 not in ("e4m3", "hybrid", None):
-        raise ValueError(f"fp8_settings() got fp8={fp8!r}: 'e4m3', 'hybrid' or None")
+        raise ValueError(f"fp8_settings() got fp8={fp8!r}; allowed: 'e4m3', 'hybrid', None")
     missing = [
         *_of_megatron(recipe, fp8_param),
         *_of_engine(recipe),

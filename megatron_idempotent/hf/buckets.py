@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -76,7 +75,7 @@ class BucketStream(Iterator[Bucket]):
         self._feed = _Feed(fetch, sources[-1] + 1 if sources else 0)
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             self.close()  # the other ranks may have been given another number
-            raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}: a positive int")
+            raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}; allowed: 1 or more")
         sizes = [sum(info.nbytes for info in infos) for infos in units]
         self._ranges = split(sizes, bucket_bytes)
         self._units, self._sources = units, sources
@@ -105,12 +104,7 @@ class BucketStream(Iterator[Bucket]):
     def __enter__(self) -> BucketStream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -68,7 +68,7 @@ _REQUIRED = (
 
 
 def architecture_fields(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of an `Architecture`.
+    """Return the fields of an `Architecture`.
 
     Errors: `UnsupportedArchitecture` listing all that GPTModel does not compute.
     """
@@ -252,7 +252,7 @@ class Architecture:
         return -(-self.vocab_size // step) * step
 
     def transformer_config(self, **overrides: Any) -> Any:
-        """A `TransformerConfig` of this model; what it does not say is Megatron's default.
+        """Return a `TransformerConfig` of this model; what it does not say is Megatron's default.
 
         Weights are of the checkpoint's type unless `params_dtype` is overridden. Experts are not
         balanced (`moe_router_load_balancing_type="none"`), as in transformers' forward.
@@ -308,7 +308,7 @@ class Architecture:
         }
 
     def megatron_arguments(self) -> list[str]:
-        """The same for the command line of a `megatron.training` program.
+        """Return the same for the command line of a `megatron.training` program.
 
         Lengths, batch sizes, parallel sizes and the optimizer are the program's own. The tokenizer
         is the NullTokenizer: it is what takes the vocabulary's size.

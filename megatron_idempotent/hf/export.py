@@ -172,7 +172,7 @@ class Shipping:
         return self._rank == 0
 
     def __call__(self, members: range) -> Mapping[str, torch.Tensor]:
-        """The tensors, whole, on rank 0; nothing on others."""
+        """Return the tensors, whole, on rank 0; nothing on others."""
         return self._receive(members) if self._rank == 0 else self._send(members)
 
     def _send(self, members: range) -> Mapping[str, torch.Tensor]:
@@ -260,7 +260,7 @@ class _Flight:
 
 
 def _consecutive(held: OwnedSlice) -> torch.Tensor | None:
-    """The share where it is consecutive in memory."""
+    """Return the share where it is consecutive in memory."""
     (start, size), *others = held.share.segments
     rows = held.placed.view.narrow(held.share.dim, start, size)
     return rows if not others and rows.is_contiguous() else None
@@ -313,7 +313,7 @@ class MegatronWeights:
         fp8: Fp8Export | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """A collective of all ranks of the group.
+        """Begin with a collective of all ranks of the group.
 
         Args:
             chunks: this rank's chunks, bare or in DDP and Float16Module; of DDP's, pending gathers
@@ -331,7 +331,7 @@ class MegatronWeights:
             ValueError: a dtype that is not of floating point.
         """
         if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"MegatronWeights() got dtype={dtype}: weights are floating point")
+            raise ValueError(f"MegatronWeights() got dtype={dtype}; allowed: floating point")
         self._chunks, self._fp8 = list(chunks), fp8
         placed, error = None, None
         try:
@@ -347,11 +347,13 @@ class MegatronWeights:
         self._fetch = Shipping(plan, infos, device, group)
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """All tensors in the order in which they go; moves no data."""
+        """Return all tensors in the order in which they go; moves no data."""
         return tuple(info for infos in self._outputs for info in infos)
 
     def buckets(self, *, bucket_bytes: int) -> BucketStream:
-        """The weights as they are now. All ranks call it, and take all buckets or close the stream.
+        """Return the weights as they are now.
+
+        All ranks call it, and take all buckets or close the stream.
 
         Errors: `ValueError` for a size that is no positive int.
         """

@@ -43,16 +43,18 @@ class FSDPWeights:
                 of floating point.
         """
         if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"FSDPWeights() got dtype={dtype}: weights are floating point")
+            raise ValueError(f"FSDPWeights() got dtype={dtype}; allowed: floating point")
         self._model, self._dtype = model, dtype
         self._outputs = [_outputs(n, p, dtype) for n, p in _parameters(model).items()]
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """All tensors in the order of the model's parameters; moves no data."""
+        """Return all tensors in the order of the model's parameters; moves no data."""
         return tuple(info for infos in self._outputs for info in infos)
 
     def buckets(self, *, bucket_bytes: int) -> BucketStream:
-        """The weights as they are now. All ranks call it, and take all buckets or close the stream.
+        """Return the weights as they are now.
+
+        All ranks call it, and take all buckets or close the stream.
 
         Errors: `ValueError` for a size that is no positive int.
         """
@@ -105,7 +107,7 @@ def _outputs(
     at = name.rpartition(".")[0]
     if not name.endswith((_GATE_UP, _DOWN)):
         raise ValueError(
-            f"{name} is {list(shape)}: what checkpoints have instead of it is not known here"
+            f"{name} has shape {list(shape)}, and its name in checkpoints is not known"
         )
     projections = ("gate_proj", "up_proj") if name.endswith(_GATE_UP) else ("down_proj",)
     experts, rows, columns = shape

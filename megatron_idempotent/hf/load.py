@@ -36,7 +36,7 @@ class Placed(NamedTuple):
 
 
 def placed_slots(chunks: Sequence[Any], arch: Architecture) -> list[Placed]:
-    """Every slot of the chunks of this rank, in the order of the parameters.
+    """Return every slot of the chunks of this rank, in the order of the parameters.
 
     Args:
         chunks: GPTModels, in whatever wrappers.
@@ -67,7 +67,7 @@ def sync(chunks: Sequence[Any]) -> None:
 
 
 def unwrapped(chunk: Any) -> Any:
-    """The GPTModel in DDP, Float16Module and the like."""
+    """Return the GPTModel in DDP, Float16Module and the like."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
@@ -229,7 +229,7 @@ def _check_types(checkpoint: Checkpoint, placed: Iterable[Placed], allow_roundin
 
 
 def _check_tied(checkpoint: Checkpoint, arch: Architecture, placed: Iterable[Placed]) -> None:
-    """An output layer that came although it is tied has to be the embedding."""
+    """Check that an output layer that is there although tied equals the embedding."""
     if not arch.tied or OUTPUT not in checkpoint.tensors:
         return
     for each in placed:
@@ -281,7 +281,7 @@ def build_gpt(
     layer_spec: Any = None,
     **model: Any,
 ) -> Any:
-    """One stage of a `GPTModel`, with random weights; `load_hf` puts in the checkpoint's.
+    """Return one stage of a `GPTModel`, with random weights; `load_hf` puts in the checkpoint's.
 
     Args:
         arch: the checkpoint's model.

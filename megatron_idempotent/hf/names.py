@@ -74,7 +74,7 @@ class ParameterSlot:
         return self.size // self.count
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The slot's elements in a parameter, oriented as Hugging Face has them; no copy."""
+        """Return the slot's elements in a parameter, oriented as Hugging Face has them; no copy."""
         if self.grouped is None:
             return tensor
         expert, experts = self.grouped
@@ -84,7 +84,7 @@ class ParameterSlot:
         return tensor.view(experts, inputs // experts, outputs)[expert].T
 
     def shares(self) -> tuple[Share, ...]:
-        """The parts that this shard holds, by Hugging Face tensor, in the order of the blocks."""
+        """Return the parts that this shard holds by Hugging Face tensor, in the order of blocks."""
         found: dict[str, list[tuple[int, int, int]]] = {}
         for name, start, local, size in self._pieces():
             if name is not None:
@@ -137,7 +137,7 @@ def gate_up_blocks(names: Sequence[str], *, ffn: int, count: int) -> list[Block]
 
 
 def vocab_blocks(name: str, *, vocab_size: int, padded: int) -> list[Block]:
-    """The vocabulary, and rows that no token has."""
+    """Return the vocabulary, and rows that no token has."""
     blocks = [Block(name, 0, vocab_size)]
     return blocks + ([Block(None, 0, padded - vocab_size)] if padded > vocab_size else [])
 
@@ -196,7 +196,7 @@ class Ranks(NamedTuple):
 
 
 def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the checkpoint and its shape, in the order of transformers' modules."""
+    """Return every tensor of the checkpoint and its shape, in transformers' order of modules."""
     hidden, ffn = arch.hidden, arch.ffn
     queries, keys = arch.heads * arch.head_dim, arch.query_groups * arch.head_dim
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (arch.vocab_size, hidden)}

@@ -103,7 +103,7 @@ class _Writer:
         replace: bool,
     ) -> None:
         if max_shard_bytes < 1:
-            raise ValueError(f"save_hf() got max_shard_bytes={max_shard_bytes}: a positive int")
+            raise ValueError(f"save_hf() got max_shard_bytes={max_shard_bytes}; allowed: 1 or more")
         if directory.exists() and not replace:
             raise ValueError(f"{directory} exists: pass replace=True to have it replaced")
         self._directory, self._like, self._infos = directory, like, infos
@@ -126,7 +126,7 @@ class _Writer:
     def write(self, bucket: Bucket) -> None:
         for name, tensor in bucket.tensors.items():
             if name not in self._file_by_name:
-                raise ValueError(f"{name} came and was not announced by tensors()")
+                raise ValueError(f"{name} arrived, and tensors() did not announce it")
             file = self._file_by_name[name]
             if file not in self._files:
                 path = self._beside / file
@@ -138,7 +138,7 @@ class _Writer:
     def finish(self, changes: Mapping[str, Any]) -> None:
         missing = [name for name, file in self._file_by_name.items() if file not in self._files]
         if missing:
-            raise ValueError(f"these did not come: {listed(missing)}")
+            raise ValueError(f"{listed(missing)} are missing")
         for file in self._files.values():
             file.close() if not file.complete else None
         if len(self._shards) > 1:

@@ -27,13 +27,13 @@ GROUP_UPSTREAM = f"{_SOURCE}/param_and_grad_buffer.py"
 
 
 def ddp_target(method: str, wrapper: Callable[..., Any]) -> Target:
-    """A method of `DistributedDataParallel`."""
+    """Return a method of `DistributedDataParallel`."""
     address = f"{_DDP}.{method}"
     return Target(address=address, wrapper=wrapper)
 
 
 def forward_target(wrapper: Callable[..., Any]) -> Target:
-    """The forward of a wrapped chunk, which Megatron-FSDP's wrapper shares."""
+    """Return the forward of a wrapped chunk, which Megatron-FSDP's wrapper shares."""
     return Target(
         address="megatron.core.distributed.data_parallel_base:_BaseDataParallel.forward",
         wrapper=wrapper,
@@ -41,13 +41,13 @@ def forward_target(wrapper: Callable[..., Any]) -> Target:
 
 
 def group_target(method: str, wrapper: Callable[..., Any]) -> Target:
-    """A method of the bucket group, which holds what one collective reduces or gathers."""
+    """Return a method of the bucket group, which holds what one collective reduces or gathers."""
     address = f"{_GROUP}.{method}"
     return Target(address=address, wrapper=wrapper)
 
 
 def buffer_reset_target(wrapper: Callable[..., Any]) -> Target:
-    """The place where a gradient buffer is zeroed, from 0.16 on."""
+    """Return the place where a gradient buffer is zeroed, from 0.16 on."""
     return Target(
         address="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.reset",
         wrapper=wrapper,
@@ -63,7 +63,7 @@ def finalize_target(wrapper: Callable[..., Any]) -> Target:
 
 
 def bucket_groups(chunk: Any) -> list[Any]:
-    """All bucket groups of a chunk in Megatron's DDP, dense ones first, as upstream walks them.
+    """Return all bucket groups of a chunk in Megatron's DDP, dense ones first, as upstream does.
 
     None of a bare module.
     """
@@ -181,7 +181,7 @@ def watch(group: Any, purpose: str) -> None:
 
 
 def arrived(group: Any, purpose: str) -> Any:
-    """The parameter whose gradient came first since `watch`; None if none has."""
+    """Return the parameter whose gradient came first since `watch`; None if none has."""
     return vars(group).get(_WATCHES, {}).get(purpose)
 
 
@@ -234,12 +234,12 @@ def dispatched(group: Any) -> bool:
 
 
 def late(group: Any) -> Any:
-    """The first parameter whose gradient came after the reduction was dispatched, or None."""
+    """Return the first parameter whose gradient came after its reduction began, or None."""
     return arrived(group, _LATE)
 
 
 def ended(chunk: Any) -> None:
-    """The chunk's reductions are finished, or its gradients are zeroed."""
+    """Note that the chunk's reductions are finished, or its gradients are zeroed."""
     for group in bucket_groups(chunk):
         setattr(group, _DISPATCHED, False)
         unwatch(group, _LATE)
@@ -337,13 +337,13 @@ def wait(chunk: Any) -> None:
 
 
 def name_of(chunk: Any, param: Any) -> str:
-    """The parameter's name in the wrapped module, for messages."""
+    """Return the parameter's name in the wrapped module, for messages."""
     names = (name for name, other in chunk.module.named_parameters() if other is param)
     return next(names, "?")
 
 
 def gradients(chunk: Any) -> list[Any]:
-    """The tensors that hold the chunk's gradients."""
+    """Return the tensors that hold the chunk's gradients."""
     return [
         tensor
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)

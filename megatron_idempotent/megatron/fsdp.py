@@ -18,12 +18,12 @@ UPSTREAM = (
 
 
 def zero_target(wrapper: Callable[..., Any]) -> Target:
-    """The method that begins a step."""
+    """Return the method that begins a step."""
     return _target("zero_grad_buffer", wrapper)
 
 
 def no_sync_target(wrapper: Callable[..., Any]) -> Target:
-    """The context in which no backward reduces, but where gradients are sharded."""
+    """Return the context in which no backward reduces, but where gradients are sharded."""
     return _target("no_sync", wrapper)
 
 

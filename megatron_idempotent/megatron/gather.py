@@ -29,7 +29,7 @@ _watched: PerProcessWeakKeys[Any, None] = PerProcessWeakKeys(__name__, "_watched
 
 
 def step_target(wrapper: Callable[..., Any]) -> Target:
-    """The method in which the distributed optimizer writes its shard of the parameters."""
+    """Return the method in which the distributed optimizer writes its shard of the parameters."""
     return Target(
         address=_STEP,
         wrapper=wrapper,
@@ -37,12 +37,12 @@ def step_target(wrapper: Callable[..., Any]) -> Target:
 
 
 def gather_target() -> Target:
-    """The method that dispatches a bucket group's gather; its wrapper clears the mark."""
+    """Return the method that dispatches a bucket group's gather; its wrapper clears the mark."""
     return group_target("start_param_sync", start_param_sync)
 
 
 def owned_groups(optimizer: Any) -> list[Any]:
-    """The chunks' bucket groups whose parameters this distributed optimizer writes.
+    """Return the chunks' bucket groups whose parameters this distributed optimizer writes.
 
     Dense and expert parameters of one chunk belong to different optimizers, and so do the chunks of
     one rank under overlap_param_gather_with_optimizer_step.
@@ -74,7 +74,7 @@ def gathers_by_lists(group: Any) -> bool:
 
 
 def mark(group: Any) -> None:
-    """The parameters of `group` are about to change on the rank that owns them."""
+    """Note that the parameters of `group` are about to change on the rank that owns them."""
     setattr(group, _MARK, True)
 
 
@@ -85,7 +85,7 @@ def marked(group: Any) -> bool | None:
 
 
 def hold_gradients(group: Any, held: bool) -> None:
-    """The reduced gradients of `group` wait for a step from here on, or no more."""
+    """Note whether the reduced gradients of `group` wait for a step from here on."""
     setattr(group, _HELD, held)
 
 
@@ -100,7 +100,7 @@ def watch(chunk: Any) -> None:
 
 
 def watched_chunks() -> list[Any]:
-    """The chunks that were updated here, in the order of their first update."""
+    """Return the chunks that were updated here, in the order of their first update."""
     return list(_watched)
 
 
@@ -188,7 +188,7 @@ _CHUNKS = "_megatron_idempotent_chunks"
 
 
 def layer_wise_step_target(wrapper: Callable[..., Any]) -> Target:
-    """The method in which the chain updates its parameters.
+    """Return the method in which the chain updates its parameters.
 
     The base class's, because 0.17 overrides `step` and later releases `step_with_ready_grads`;
     either calls this one.
@@ -200,7 +200,7 @@ def layer_wise_step_target(wrapper: Callable[..., Any]) -> Target:
 
 
 def chunks_target() -> Target:
-    """The constructor that tells the chunks to an optimizer which gathers by lists."""
+    """Return the constructor that tells the chunks to an optimizer which gathers by lists."""
     return Target(
         address=f"{_LAYER_WISE}:LayerWiseDistributedOptimizer.set_bucket_layerwise_params_list",
         wrapper=remember_chunks,
@@ -214,7 +214,7 @@ def remember_chunks(original: Callable[..., None], self: Any, model_chunks: Any)
 
 
 def deferred_groups(optimizer: Any) -> list[Any]:
-    """The bucket groups whose gather this optimizer leaves to the forward pre-hooks.
+    """Return the bucket groups whose gather this optimizer leaves to the forward pre-hooks.
 
     The same on all ranks, whether they own any of the parameters or not.
     """

@@ -26,7 +26,7 @@ def gpt_stage(
     change_spec: Callable[[Any], Any] | None = None,
     **model: Any,
 ) -> Any:
-    """Build a `GPTModel`; `model` holds its other arguments, `vocab_size` and so on.
+    """Return a `GPTModel`; `model` holds its other arguments, `vocab_size` and so on.
 
     `change_spec` makes the layer spec that is used of upstream's.
     """

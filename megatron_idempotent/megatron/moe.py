@@ -64,7 +64,7 @@ _LOGS = (
 
 
 def scalers() -> Iterator[Any]:
-    """The classes whose `main_loss_backward_scale` the schedules set, where loaded."""
+    """Yield the classes whose `main_loss_backward_scale` the schedules set, where loaded."""
     for module, name in _SCALERS:
         scaler = getattr(sys.modules.get(module), name, None)
         if scaler is not None:
@@ -72,7 +72,7 @@ def scalers() -> Iterator[Any]:
 
 
 def layer_logs() -> Iterator[Any]:
-    """The tensors that MTP and DSA layers add their losses to; those of MoE are elsewhere."""
+    """Yield the tensors that MTP and DSA layers add their losses to; those of MoE are elsewhere."""
     import torch
 
     for module, name in _LOGS:

@@ -43,7 +43,7 @@ UPSTREAM = (
 
 
 def target(method: str, wrapper: Callable[..., Any]) -> Target:
-    """A method of `DistributedOptimizer`."""
+    """Return a method of `DistributedOptimizer`."""
     return Target(
         address=f"{_MODULE}:DistributedOptimizer.{method}",
         wrapper=wrapper,

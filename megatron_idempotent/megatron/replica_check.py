@@ -93,7 +93,7 @@ def _raise(
                 f"{name_of(chunk, param)} in {where} is the first; ranks {differing} differ from "
                 f"rank {numbers[0]}"
             )
-    raise ReplicaMismatchError(f"{field} of {where} differ in their padding, by rank {ranks}")
+    raise ReplicaMismatchError(f"{field} of {where} differ between ranks in padding only: {ranks}")
 
 
 def _row(chunk: Any, group: Any) -> tuple[Any, ...]:
@@ -136,7 +136,7 @@ def _all_gather(rows: Sequence[_Row], process_group: Any) -> list[list[_Row]]:
 
 
 def checksum(values: Tensor) -> Tensor:
-    """A 64-bit sum over the bits of `values`, weighted by position; 0 where all bits are 0.
+    """Return a 64-bit sum over the bits of `values`, weighted by position; 0 where all bits are 0.
 
     Integers, so that it depends on the bits alone and not on the order of summation.
     """

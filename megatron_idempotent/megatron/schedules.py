@@ -32,12 +32,12 @@ _ALL = (
 
 
 def targets(wrapper: Callable[..., Any], *names: str) -> tuple[Target, ...]:
-    """The schedules called `names`, all three by default, under one wrapper."""
+    """Return the schedules called `names`, all three by default, under one wrapper."""
     return tuple(Target(address=f"{MODULE}:{name}", wrapper=wrapper) for name in names or _ALL)
 
 
 def chunks(model: Any) -> list[Any]:
-    """The model chunks of a schedule's `model` argument, which may be one chunk alone."""
+    """Return the model chunks of a schedule's `model` argument, which may be one chunk alone."""
     return list(model) if isinstance(model, list) else [model]
 
 
@@ -48,7 +48,7 @@ class Window(Protocol):
         """Returns whether the chunk is one of the window's."""
 
     def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
-        """One call of the schedule, as part of the window."""
+        """Run one call of the schedule, as part of the window."""
 
 
 open_windows: list[Window] = PerProcessList(__name__, "open_windows")
@@ -72,7 +72,7 @@ SCHEDULES = _ALL[1:]
 
 
 def drain_target(wrapper: Callable[..., Any]) -> Target:
-    """The function that computes the deferred gradient."""
+    """Return the function that computes the deferred gradient."""
     return Target(
         address="megatron.core.utils:drain_embedding_wgrad_compute",
         wrapper=wrapper,
@@ -88,7 +88,10 @@ def buffers(model: Any) -> tuple[list[Any], list[Any]] | None:
 
 
 def weight(chunk: Any) -> Any:
-    """The weight whose gradient the chunk defers; None where it defers none, or it is frozen."""
+    """Return the weight whose gradient the chunk defers.
+
+    None where it defers none, or it is frozen.
+    """
     holder = _holder(chunk)
     if holder is None:
         return None

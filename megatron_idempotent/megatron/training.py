@@ -124,7 +124,7 @@ _began: PerProcessWeakKeys[Any, FrameType] = PerProcessWeakKeys(__name__, "_bega
 
 
 def live_machine() -> Any:
-    """The process's rerun state machine, or None: upstream's getter would make one."""
+    """Return the process's rerun state machine, or None: upstream's getter would make one."""
     from megatron.core import rerun_state_machine
 
     return rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE

@@ -63,7 +63,7 @@ def draw_timeline(timeline: Timeline, path: Path) -> None:
 
 
 def timeline_figure(timeline: Timeline) -> Figure:
-    """The picture: rows, curves below them, and versions as vertical lines.
+    """Return the picture: rows, curves below them, and versions as vertical lines.
 
     A row per track, coloured by phase; where there are too many spans to tell apart, a bin's height
     is shared out by the time that each phase took. A track with several spans at once has lanes
@@ -244,7 +244,7 @@ _ID_AT_THE_END = re.compile(r"[\s#:/._-]*\d+$")
 
 
 def kind(name: str) -> str:
-    """A span's name without the number at its end: `group 17` is a `group`."""
+    """Return a span's name without the number at its end: `group 17` is a `group`."""
     return _ID_AT_THE_END.sub("", name) or name
 
 

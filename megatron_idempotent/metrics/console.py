@@ -43,7 +43,7 @@ class LiveTable(Protocol):
 
 
 def make_table(terminal: IO[str], *, until: int = 0, every_s: float = 30.0) -> LiveTable:
-    """A table where `terminal` is one and rich is installed; else a line every `every_s`.
+    """Return a table where `terminal` is one and rich is installed; else a line every `every_s`.
 
     `until` is the version that the run ends at, 0 for not known.
     """
@@ -117,7 +117,7 @@ def rows(
 def line(
     status: Mapping[str, Any], metrics: Mapping[str, float], *, until: int = 0, engines: str = ""
 ) -> str:
-    """The same in one line, for a log."""
+    """Return the same in one line, for a log."""
     version = f"{status['trainer_version']}{f'/{until}' if until else ''}"
     return (
         f"version {version} (engines {status['rollout_version']})  "

@@ -192,7 +192,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, oldest first; none where there is no file.
+    """Return the rows of a metrics file, oldest first; none where there is no file.
 
     A last line that was cut off by the end of its process is left out, and so are rows of steps
     that were taken again, after ranks were lost. Errors: `ValueError` naming a damaged line.

@@ -88,7 +88,7 @@ def write_trace(timeline: Timeline, path: Path) -> None:
 
 
 def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """All events of the file, names first. The first moment is 0.
+    """Yield all events of the file, names first. The first moment is 0.
 
     A track whose spans nest, or do not meet, is one thread of the process "controller". One with
     many things at once is a process of its own, which viewers can fold, with a thread per lane.

@@ -68,12 +68,15 @@ class Outline(Record):
 
 
 def specifier(since: str, before: str) -> str:
-    """The range as a version specifier."""
+    """Return the range as a version specifier."""
     return f">={since}" if before == OPEN else f">={since},<{before}"
 
 
 def index_of(hazards: Iterable[Hazard]) -> str:
-    """The content of the index: a line per hazard, for those that are no patches the id alone."""
+    """Return the content of the index.
+
+    A line per hazard, for those that are no patches the id alone.
+    """
     lines = []
     for hazard in hazards:
         targets = getattr(hazard, "targets", None)
@@ -88,7 +91,7 @@ def index_of(hazards: Iterable[Hazard]) -> str:
 
 
 def read_index(text: str) -> tuple[list[str], dict[str, Outline]]:
-    """The ids of all hazards, and the outlines of patches by id, both in order of id."""
+    """Return the ids of all hazards, and the outlines of patches by id, both in order of id."""
     ids, outlines = [], {}
     for line in text.splitlines()[1:]:
         name, switch, *rest = line.split(" ")
@@ -136,7 +139,7 @@ def outlines() -> dict[str, Outline]:
 
 
 def load(patch_id: str) -> Patch:
-    """One patch, from its case file.
+    """Return one patch, from its case file.
 
     Raises:
         RuntimeError: the case file no longer says what the index says.
@@ -156,7 +159,7 @@ def load(patch_id: str) -> Patch:
 
 
 def hazards() -> dict[str, Hazard]:
-    """All known hazards by id, in order of id. Imports every case file.
+    """Return all known hazards by id, in order of id. Imports every case file.
 
     Raises:
         TypeError: a module there declares no hazard, or more than one.
@@ -203,7 +206,9 @@ def _folders() -> list[str]:
 
 
 def _files(folders: list[str]) -> list[str] | None:
-    """The names of the case files, in order; None where they are in no folder, but in a zip file.
+    """Return the names of the case files, in order.
+
+    None where they are in no folder, but in a zip file.
 
     What pkgutil does, which imports inspect for it: more than all that `apply()` costs.
     """

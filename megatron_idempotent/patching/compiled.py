@@ -78,7 +78,7 @@ def _inside(found: CodeType | None, qualname: str) -> CodeType | None:
 
 
 def kept(file: str) -> CodeType | None:
-    """The module in the .pyc file that was made of the source as it is now, or None."""
+    """Return the module in the .pyc file that was made of the source as it is now, or None."""
     try:
         cached = importlib.util.cache_from_source(file)
         source, made = os.stat(file), os.stat(cached)
@@ -107,7 +107,7 @@ def _read_kept(cached: str, seconds: int, size: int) -> CodeType | None:
 
 @lru_cache(maxsize=64)
 def _imports(text: str) -> tuple[ast.stmt, ...]:
-    """The imports of a module outside of functions and classes, without parsing all of it."""
+    """Return a module's imports outside of functions and classes, without parsing all of it."""
     found: list[ast.stmt] = []
     outside = True
     for match in re.finditer(r"^(?:([\w@]+)|[ \t]+(?=import\b|from\b))", text, re.MULTILINE):

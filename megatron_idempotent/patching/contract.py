@@ -56,7 +56,7 @@ def unmet(wrapper: Callable[..., Any], body: Body) -> str | None:
 
 @lru_cache(maxsize=256)
 def contract_of(wrapper: Callable[..., Any]) -> Contract:
-    """The wrapper's contract.
+    """Return the wrapper's contract.
 
     Raises:
         OSError, TypeError: its source cannot be had.
@@ -184,7 +184,7 @@ def _unmet_items(
 
 
 def _own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of the function, without those of functions and classes in it."""
+    """Yield the nodes of the function, without those of functions and classes in it."""
     for child in ast.iter_child_nodes(tree):
         if not isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
             yield child
@@ -242,7 +242,10 @@ class BodyPart:
 def _touching(
     things: _Things, statements: Sequence[ast.stmt], above: tuple[_Step, ...], *, own: bool
 ) -> Iterator[tuple[_Step, ...]]:
-    """The lines of these statements. `own`: they are the function's, not of one inside of it."""
+    """Yield the lines of these statements.
+
+    `own`: they are the function's, not of one inside of it.
+    """
     for statement in statements:
         if isinstance(statement, _SCOPES):
             step = (f"def {statement.name}", ())
@@ -283,7 +286,7 @@ def _plain(statement: ast.stmt) -> _Step:
 
 
 def _declarations(arguments: ast.arguments) -> dict[str, tuple[ast.AST, ...]]:
-    """The parameters with their defaults, without their types."""
+    """Return the parameters with their defaults, without their types."""
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
     both = [
@@ -362,7 +365,7 @@ class _Things:
 
 
 def _locals(tree: ast.AST) -> set[str]:
-    """The names that the function, or one in it, binds."""
+    """Return the names that the function, or one in it, binds."""
     bound: set[str] = set()
     elsewhere: set[str] = set()
     for node in ast.walk(tree):

@@ -84,7 +84,7 @@ def version_of(hazard: Hazard | Outline) -> versions.Installed | None:
 
 
 def package_of(module: str) -> str:
-    """The package of a distribution that holds the module, such as `slime`."""
+    """Return the package of a distribution that holds the module, such as `slime`."""
     # megatron itself is a namespace that several distributions share.
     parts = module.split(".")
     return ".".join(parts[: 2 if parts[0] == "megatron" else 1])
@@ -121,7 +121,7 @@ def beyond(patch: Outline | Patch) -> str:
 
 
 def check_modules(patch: Outline | Patch) -> Verdict:
-    """The cheap half of step 3: does a file exist for every module. Reads no source."""
+    """Check that a file exists for every module: the cheap half of step 3. Reads no source."""
     for target in patch.targets:
         if find(target.module) is None:
             return Verdict(
@@ -224,7 +224,7 @@ def _drifted(target: Target, body: Body) -> str | None:
 
 
 def part_of(target: Target, body: Body) -> BodyPart:
-    """The part of the body that touches what the target relies on.
+    """Return the part of the body that touches what the target relies on.
 
     Raises:
         OSError, TypeError, ValueError: the wrapper cannot be read.

@@ -26,7 +26,10 @@ _package_paths: dict[str, list[str] | None] = {}
 
 
 def namespace(module: object) -> dict[str, Any]:
-    """The module's `__dict__`, also of a lazy one: `vars()` and `hasattr()` would load that."""
+    """Return the module's `__dict__`, also of a lazy one.
+
+    `vars()` and `hasattr()` would load that.
+    """
     try:
         found: dict[str, Any] = object.__getattribute__(module, "__dict__")
     except AttributeError:
@@ -41,7 +44,7 @@ def forget() -> None:
 
 
 def find(module: str) -> str | None:
-    """The source file of `module`, or None. Imports nothing, not even parent packages."""
+    """Return the source file of `module`, or None. Imports nothing, not even parent packages."""
     if module not in _found:
         _found[module] = _find(module)
     return _found[module]

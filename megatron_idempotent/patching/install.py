@@ -144,7 +144,7 @@ def check(patch: Patch, bodies: Mapping[str, Body]) -> None:
 
 
 def prepare(patch: Patch, bodies: Mapping[str, Body]) -> list[tuple[Target, PatchPoint]]:
-    """The sites of those targets whose modules are there; changes nothing.
+    """Return the sites of those targets whose modules are there; changes nothing.
 
     Raises:
         Conflict: somebody else's object stands at one of them.
@@ -215,7 +215,7 @@ def missing(patch: Outline) -> list[str]:
 
 
 def current(patch: Outline) -> Row:
-    """The patch's outcome as it stands now."""
+    """Return the patch's outcome as it stands now."""
     known = state.rows.get(patch.id)
     if known is None:
         return row(patch, "disabled", "apply() was not called")
@@ -229,7 +229,7 @@ def current(patch: Outline) -> Row:
 
 
 def row(patch: Outline | Patch, status: Status, reason: str) -> Row:
-    """A row about `patch` with the version that is installed."""
+    """Return a row about `patch` with the version that is installed."""
     version = decide.version_of(patch)
     return Row(
         id=patch.id,

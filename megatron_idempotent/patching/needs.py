@@ -31,7 +31,7 @@ class Need(NamedTuple):
 
 
 def providers(name: str) -> list[Outline]:
-    """The patches that provide a key of `PROVIDED`, applied or not."""
+    """Return the patches that provide a key of `PROVIDED`, applied or not."""
     return [patch for patch in outlines().values() if name in patch.provides]
 
 

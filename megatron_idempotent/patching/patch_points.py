@@ -284,7 +284,7 @@ class PatchPoint:
 
 
 def open_patch_point(target: Target, body: Body) -> PatchPoint:
-    """A site for the live function, with nothing installed yet.
+    """Return a site for the live function, with nothing installed yet.
 
     Args:
         body: what upstream's source says there.
@@ -329,7 +329,7 @@ def _inherited(owner: type, name: str) -> Any:
 
 
 def find_owner(module: types.ModuleType, qualname: str) -> Any:
-    """The module, or the class in it, whose `__dict__` has the last part of `qualname`.
+    """Return the module, or the class in it, whose `__dict__` has the last part of `qualname`.
 
     Raises:
         AttributeError: there is no such class.

@@ -72,7 +72,7 @@ class PerProcessLock(PerProcess):
         self._lock = self._allocate()
 
     def acquire(self, *, timeout: float = -1) -> bool:
-        """Take it within so many seconds; return whether that was possible."""
+        """Take it within `timeout` seconds; return whether that was possible."""
         taken: bool = self._lock.acquire(timeout=timeout)
         return taken
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def arguments(
     original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The call's arguments by upstream's parameter names, defaults included.
+    """Return the call's arguments by upstream's parameter names, defaults included.
 
     Raises:
         TypeError: the call does not fit the signature; the same error that upstream would raise.
@@ -286,12 +286,12 @@ class Patch(Hazard):
                 target.__dict__["parts"] = parts_of(target.address, self.id)
         unknown = [name for name in self.groups if name not in GROUPS]
         if unknown:
-            raise ValueError(f"patch {self.id} is of no group {unknown}: known are {[*GROUPS]}")
+            raise ValueError(f"patch {self.id} names groups {unknown}; allowed: {[*GROUPS]}")
         unknown = [name for name in self.provides if name not in PROVIDED]
         if unknown:
-            raise ValueError(f"patch {self.id} provides {unknown}: known are {[*PROVIDED]}")
+            raise ValueError(f"patch {self.id} provides {unknown}; allowed: {[*PROVIDED]}")
         if self.default and self.debug:
-            raise ValueError(f"patch {self.id} only looks, and has to be off by default")
+            raise ValueError(f"patch {self.id} has debug=True, so it has to have default=False")
 
     @property
     def answer(self) -> str:

@@ -46,7 +46,7 @@ class Row(Record):
     """`module:qualname` of everything the patch wraps."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return dict(vars(self))
 
 
@@ -106,7 +106,7 @@ class Report:
         return tuple(incomplete(self, patches()))
 
     def to_json(self) -> str:
-        """The rows as a JSON array, keys as the fields of `Row`."""
+        """Return the rows as a JSON array, keys as the fields of `Row`."""
         import json
 
         return json.dumps([row.as_dict() for row in self], indent=2)

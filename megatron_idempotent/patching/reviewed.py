@@ -69,7 +69,7 @@ _known: list[Reviewed] = []
 
 
 def reviewed() -> Reviewed:
-    """The file that this package has, read once."""
+    """Return the file that this package has, read once."""
     if not _known:
         # Not open(): the package may be in a zip file.
         loader: Any = __spec__.loader

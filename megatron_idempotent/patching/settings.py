@@ -59,7 +59,7 @@ class Settings(Record):
 
 
 def read(known: Iterable[str], environ: Mapping[str, str] | None = None) -> Settings:
-    """The settings in `environ`; None for those of this process.
+    """Return the settings in `environ`; None for those of this process.
 
     Raises:
         UnknownPatchError: an id that no case file has.

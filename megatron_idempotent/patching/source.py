@@ -59,7 +59,7 @@ WATCHING = frozenset({"_otel_trace_fn", "nvtx_decorator"})
 
 
 def locate(module: str) -> Path | None:
-    """The source file of `module`, or None. Imports nothing, not even parent packages."""
+    """Return the source file of `module`, or None. Imports nothing, not even parent packages."""
     found = find(module)
     return None if found is None else Path(found)
 
@@ -136,7 +136,7 @@ def watches(decorator: ast.expr) -> bool:
 
 
 def read_body(path: Path, qualname: str) -> Body | None:
-    """The body of `qualname` in the file, or None where the file does not define it.
+    """Return the body of `qualname` in the file, or None where the file does not define it.
 
     Raises:
         SyntaxError: this Python cannot parse the file.
@@ -153,7 +153,7 @@ def _read_body(path: Path, state: tuple[int, int], qualname: str) -> Body | None
 
 
 def parse_body(text: str, qualname: str) -> Body | None:
-    """The body of `qualname` in a module's source, or None where that does not define it.
+    """Return the body of `qualname` in a module's source, or None where that does not define it.
 
     Raises:
         SyntaxError: this Python cannot parse the source.
@@ -221,7 +221,7 @@ def digest(text: str) -> str:
 def canonical(
     node: object, note: Callable[[str, bool], None] | None = None, in_loop: bool = False
 ) -> str:
-    """A text that two syntax trees share exactly when they are the same code.
+    """Return a text that two syntax trees share exactly when they are the same code.
 
     Args:
         note: told the text of every node in the tree, and whether that is, or is in, a loop.

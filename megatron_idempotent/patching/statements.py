@@ -37,7 +37,10 @@ class Statement(NamedTuple):
 
 
 def statements(body: Body) -> list[Statement]:
-    """The body's statements in order: decorators that do something, its signature, the rest."""
+    """Return the body's statements in order.
+
+    Decorators that do something, its signature, the rest.
+    """
     tree = body.tree
     decorators = [each for each in tree.decorator_list if not watches(each)]
     kind = type(tree).__name__
@@ -49,7 +52,7 @@ def statements(body: Body) -> list[Statement]:
 
 
 def accepted_lines(bodies: Iterable[Body]) -> list[str]:
-    """A line of `accepted.txt` for each body."""
+    """Return a line of `accepted.txt` for each body."""
     found = {body.hash: "".join(each.hash for each in statements(body)) for body in bodies}
     return [f"{name} {hashes}" for name, hashes in sorted(found.items())]
 
@@ -148,7 +151,7 @@ def _statement(code: str, text: str, depth: int) -> Statement:
 
 
 def _bare(node: ast.stmt) -> ast.stmt:
-    """The statement without the blocks that it holds."""
+    """Return the statement without the blocks that it holds."""
     bare = copy.copy(node)
     for name in ("body", "orelse", "finalbody", "handlers"):
         if hasattr(bare, name):
@@ -157,7 +160,7 @@ def _bare(node: ast.stmt) -> ast.stmt:
 
 
 def _header(node: ast.stmt) -> str:
-    """The statement in one line; of a compound one, its first."""
+    """Return the statement in one line; of a compound one, its first."""
     if not hasattr(node, "body"):
         return " ".join(line.strip() for line in ast.unparse(node).splitlines())
     bare = _bare(node)

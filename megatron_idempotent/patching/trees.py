@@ -62,7 +62,7 @@ class SourceTree:
             )
 
     def text(self, module: str) -> str | None:
-        """The module's source, or None where it is not in the tree."""
+        """Return the module's source, or None where it is not in the tree."""
         stem = module.replace(".", "/")
         for name in (f"{stem}.py", f"{stem}/__init__.py"):
             if self._wheel is not None:
@@ -73,7 +73,7 @@ class SourceTree:
         return None
 
     def body(self, module: str, qualname: str) -> Body | None:
-        """The body of a function, or None where the tree lacks it.
+        """Return the body of a function, or None where the tree lacks it.
 
         Raises:
             SyntaxError: this Python cannot parse the module.

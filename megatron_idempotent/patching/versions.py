@@ -67,7 +67,7 @@ def supported(version: Installed, since: str, before: str) -> bool:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """A release like `0.12` as numbers to compare; none for any other text."""
+    """Return a release like `0.12` as numbers to compare; none for any other text."""
     parts = text.split(".")
     return _significant(tuple(map(int, parts))) if all(map(str.isdecimal, parts)) else ()
 
@@ -90,7 +90,7 @@ def _from_package_info(path: str, mtime_ns: int) -> Installed | None:
 
 
 def from_package_info(lines: Iterable[str]) -> Installed | None:
-    """The version that the lines of a `package_info.py` say, or None."""
+    """Return the version that the lines of a `package_info.py` say, or None."""
     # Line by line, because these are plain assignments and `ast` takes longer to import than the
     # rest of this file to run.
     constants: dict[str, str] = {}
@@ -105,7 +105,7 @@ def from_package_info(lines: Iterable[str]) -> Installed | None:
 
 
 def from_metadata_text(text: str, distribution: str) -> Installed | None:
-    """The version that a wheel's METADATA says, or None where it is of another distribution."""
+    """Return the version that a wheel's METADATA says; None for another distribution's."""
     from email import message_from_string
 
     from packaging.utils import canonicalize_name

@@ -98,7 +98,7 @@ def agree(error: BaseException | None = None, *, deadline_s: float = DEADLINE_S)
 
 
 def exchange(failure: str | None, deadline_s: float, group: Any = None) -> dict[int, str]:
-    """All ranks' failures by global rank. Costs one all-reduce where there are none.
+    """Return all ranks' failures by global rank. Costs one all-reduce where there are none.
 
     `group` is a gloo group with that deadline, None for the one of all ranks.
     """
@@ -120,7 +120,7 @@ def exchange(failure: str | None, deadline_s: float, group: Any = None) -> dict[
 
 
 def control_group(deadline_s: float) -> Any:
-    """The gloo group over all ranks whose operations time out after `deadline_s`."""
+    """Return the gloo group over all ranks whose operations time out after `deadline_s`."""
     world = dist.group.WORLD
     made_under, group = _control.get(("all", deadline_s), (None, None))
     if made_under is not world:
@@ -141,7 +141,7 @@ def compare(what: str, group: Any) -> list[str]:
 
 
 def lockstep_group() -> Any:
-    """The gloo group over this rank's tensor and context parallel ranks.
+    """Return the gloo group over this rank's tensor and context parallel ranks.
 
     The first call is a collective over all ranks, like that of `control_group`.
     """
@@ -152,7 +152,7 @@ def lockstep_group() -> Any:
 
 
 def shared_group(name: str, key: object, deadline_s: float) -> Any:
-    """The gloo group over all ranks that bring an equal key, made once per name and deadline.
+    """Return the gloo group over all ranks with an equal key, made once per name and deadline.
 
     The first call is a collective over all ranks, like that of `control_group`.
     """

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _combinations(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
-    """One tuple of `key=value` for each run."""
+    """Return one tuple of `key=value` for each run."""
     options = []
     for sweep in sweeps:
         key, equals, values = sweep.partition("=")

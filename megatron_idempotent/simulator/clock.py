@@ -27,7 +27,7 @@ _ASYNCIO = Path(asyncio.__file__).parent
 
 
 def describe_tasks(tasks: Iterable[asyncio.Task[Any]]) -> str:
-    """One line per place at which tasks stand, the most tasks first.
+    """Return one line per place at which tasks stand, the most tasks first.
 
     Example: `  3 tasks, such as Task-7, in Engine.generate (engine.py:80): await slot`.
     """
@@ -46,7 +46,7 @@ def describe_tasks(tasks: Iterable[asyncio.Task[Any]]) -> str:
 
 
 def _stands_at(task: asyncio.Task[Any]) -> str:
-    """The innermost frame of the coroutines that a task runs, less asyncio's own."""
+    """Return the innermost frame of the coroutines that a task runs, less asyncio's own."""
     inner: Any = task.get_coro()
     name, frame = getattr(inner, "__qualname__", repr(inner)), getattr(inner, "cr_frame", None)
     while (inner := getattr(inner, "cr_await", None)) is not None:
@@ -191,7 +191,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._measure()
 
     def _measure(self) -> None:
-        """The least step of the clock: a timer is due up to it, so that none is early or missed."""
+        """Find the clock's least step: timers are due up to it, so that none is early or missed."""
         self._clock_resolution = math.ulp(self._now)
 
 

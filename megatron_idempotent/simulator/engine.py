@@ -19,7 +19,7 @@ from .faults import Faults
 from .serving import EngineCosts, Length, SimulatedServing, Stamps, some_length
 
 Take = Callable[[float], Awaitable[None]]
-"""Takes so many seconds of an engine. Errors: `EngineDead` where it dies meanwhile."""
+"""Takes that many seconds of an engine. Errors: `EngineDead` where it dies meanwhile."""
 
 Due = Callable[[str], bool]
 """Returns whether a fault of that kind is to happen now."""
@@ -275,7 +275,7 @@ class SimulatedEngine:
             self._serving.sharing.speed_up(self._factor)
 
     def run_at(self, factor: float) -> None:
-        """Draw tokens so many times as fast as usual; 0 hangs, and health does not show it."""
+        """Draw tokens `factor` times as fast as usual; 0 hangs, and health does not show it."""
         self._factor = factor
         if not self._paused:
             self._serving.sharing.speed_up(factor)

@@ -95,7 +95,7 @@ class Faults:
         index: int = 0,
         kinds: Iterable[str] | None = None,
     ) -> Fault | None:
-        """The fault that this call is to have, if any; it counts as one of its times."""
+        """Return the fault that this call is to have, if any; it counts as one of its times."""
         for entry in self._left:
             fault, times = entry
             assert isinstance(fault, Fault)

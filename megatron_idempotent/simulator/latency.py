@@ -17,7 +17,7 @@ _MASK = (1 << 64) - 1
 
 
 def uniform(*seeds: int) -> float:
-    """A number above 0 and below 1 that looks random: a hash of the seeds (splitmix64)."""
+    """Return a number above 0 and below 1 that looks random: a hash of the seeds (splitmix64)."""
     state = 0x9E3779B97F4A7C15
     for seed in seeds:
         state = ((state ^ (seed & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
@@ -31,7 +31,7 @@ class Distribution(Protocol):
     """A distribution of seconds, or of tokens."""
 
     def quantile(self, share: float) -> float:
-        """The value that a share (above 0, below 1) of all draws stays below."""
+        """Return the value that a share (above 0, below 1) of all draws stays below."""
         ...
 
 
@@ -102,7 +102,7 @@ class Empirical:
 
 
 def _part(given: Any) -> Any:
-    """A share and what it is drawn from, out of one table."""
+    """Return a share and what it is drawn from, out of one table."""
     if not isinstance(given, Mapping):
         return given
     return given.get("share"), {key: value for key, value in given.items() if key != "share"}

@@ -23,7 +23,7 @@ class SimulationReport:
     """Least seconds that the engines need for the tokens they drew, had they nothing else to wait
     for: tokens ÷ (engines x tokens/s of one at its share of the most requests that capacity and
     concurrency admit, or at its slots if they are fewer). A lower bound, as tokens/s are
-    concave in the requests: no other split of so many requests over the engines is faster."""
+    concave in the requests: no other split of the requests over the engines is faster."""
     train_s: float
     """Seconds in which the trainer computed, steps that were undone included."""
     pause_s: float
@@ -103,7 +103,7 @@ class SimulationReport:
         return 1e3 * self.cpu_s / max(self.counts["submitted"], 1)
 
     def summary(self) -> dict[str, Any]:
-        """All numbers by name, for JSON."""
+        """Return all numbers by name, for JSON."""
         found = dataclasses.asdict(self)
         found["staleness"] = {str(lag): count for lag, count in self.staleness.items()}
         for name in (

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_idempotent.controller.controller import Controller
-from megatron_idempotent.controller.fleet import Fleet
+from megatron_idempotent.controller import Controller, Fleet
 from megatron_idempotent.controller.protocol import Status
 from megatron_idempotent.engines import Request, Sample
 from megatron_idempotent.metrics.loggers import Loggers

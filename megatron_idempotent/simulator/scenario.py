@@ -126,7 +126,7 @@ class Scenario:
                 )
 
     def settings(self) -> ControllerSettings:
-        """The controller's. Errors: `SettingsError`."""
+        """Return the controller's. Errors: `SettingsError`."""
         return ControllerSettings(
             target_groups=self.groups_per_step * self.minibatches,
             group_size=self.group_size,
@@ -140,7 +140,7 @@ class Scenario:
         )
 
     def make_sampler(self) -> Sampler:
-        """The sampler. Errors: `SettingsError`."""
+        """Return the sampler. Errors: `SettingsError`."""
         admission: dict[str, object] = {"gated": self.gated, "abort_stale": self.abort_stale}
         options: dict[str, dict[str, object]] = {
             "strict": admission,
@@ -150,17 +150,17 @@ class Scenario:
         return load_sampler(self.sampler, **options.get(self.sampler, {}))
 
     def most_requests(self) -> int:
-        """The most requests on the engines at once, by capacity and concurrency."""
+        """Return the most requests on the engines at once, by capacity and concurrency."""
         groups = self.settings().checked_capacity(self.make_sampler())
         return self.group_size * min(groups, self.concurrency or groups)
 
     def most_entries(self) -> int:
-        """The most entries of one response."""
+        """Return the most entries of one response."""
         return math.ceil(self.most_tokens / self.tokens_per_entry)
 
 
 def load_scenario(path: Path | None = None, overrides: Sequence[str] = ()) -> Scenario:
-    """The scenario in a file, with `key=value` or `section.key=value` applied in order.
+    """Return the scenario in a file, with `key=value` or `section.key=value` applied in order.
 
     Errors: `ScenarioError`, also for what a controller could not run.
     """

@@ -61,7 +61,7 @@ class Sharing:
         """
         Args:
             slots: requests that run at once; more wait their turn.
-            seconds_per_token: of each of so many requests that run.
+            seconds_per_token: maps the number of running requests to each one's.
             done: called with each job that has all its tokens.
         """
         self.tokens = 0.0
@@ -97,7 +97,7 @@ class Sharing:
         return self._live + len(self._waiting)
 
     def add(self, job: ServedRequest) -> None:
-        """One more request; it runs if there is a slot."""
+        """Take one more request; it runs if there is a slot."""
         self._advance()
         if self._live < self._slots:
             self._start(job)
@@ -106,7 +106,7 @@ class Sharing:
             self._waiting.append(job)
 
     def leave(self, job: ServedRequest) -> None:
-        """A request that nobody waits for any more. One that is gone already: no-op."""
+        """Drop a request that nobody waits for any more. One that is gone already: no-op."""
         self._advance()
         if not job.started:
             if job in self._waiting:
@@ -124,7 +124,10 @@ class Sharing:
         self._plan()
 
     def take_all(self) -> list[ServedRequest]:
-        """All requests, in the order in which they came; they are no longer this object's."""
+        """Return all requests, in the order in which they came.
+
+        They are no longer this object's.
+        """
         self._advance()
         jobs = [job for job in self._running if job not in self._left] + list(self._waiting)
         self._running, self._live = [], 0
@@ -239,7 +242,10 @@ Length = Callable[[Request], float]
 
 
 def sample_of(request: Request, versions: tuple[int, ...], reason: FinishReason) -> Sample:
-    """A sample with an entry for each version. Its tokens and log-probs are shared, not copied."""
+    """Return a sample with an entry for each version.
+
+    Its tokens and log-probs are shared, not copied.
+    """
     return Sample(
         request_id=request.id,
         tokens=_tokens(len(versions)),
@@ -307,7 +313,7 @@ class Stamps:
 
 
 def entries_of(tokens: float, per_entry: int) -> int:
-    """Whole entries in so many tokens, which are a sum of rounded numbers."""
+    """Return the number of whole entries in `tokens`, a sum of rounded numbers."""
     return max(int(tokens / per_entry + 1e-6), 0)
 
 
@@ -337,7 +343,7 @@ class SimulatedServing:
         return len(self._requests)
 
     async def answer(self, request: Request) -> Sample:
-        """The sample; a cancelled call frees what it held."""
+        """Return the sample; a cancelled call frees what it held."""
         length = max(self._length(request), 1)
         whole, most = math.inf, math.inf
         if length < math.inf:

@@ -155,7 +155,7 @@ class SimulatedPolicy:
         self._behind(fault)
 
     def lose(self) -> None:
-        """All ranks are gone, and what they had with them."""
+        """Lose all ranks, and what they had with them."""
         self.lost = True
         self._close()
 
@@ -214,7 +214,7 @@ class SimulatedPrompts:
         self._count = count
 
     def prompt(self, index: int) -> int | None:
-        """The prompt at a place: the place."""
+        """Return the prompt at a place: the place."""
         return None if self._count and index >= self._count else index
 
     def epoch(self, index: int) -> int:
@@ -239,7 +239,7 @@ class SimulatedRecipe:
         return ""
 
     def inputs(self, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
-        """The groups themselves."""
+        """Return the groups themselves."""
         return groups
 
     def batch(
@@ -248,7 +248,7 @@ class SimulatedRecipe:
         inputs: Any,
         logprobs: Mapping[LogprobsOf, Any],
     ) -> Sequence[RolloutGroup]:
-        """The groups themselves."""
+        """Return the groups themselves."""
         del inputs, logprobs
         return groups
 

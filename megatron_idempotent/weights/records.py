@@ -101,12 +101,15 @@ class TensorInfo:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> TensorInfo:
-        """The tensor that `as_json` described. Errors: `ValueError` for a type torch lacks."""
+        """Return the tensor that `as_json` described.
+
+        Errors: `ValueError` for a type torch lacks.
+        """
         import torch
 
         dtype = getattr(torch, str(fields["dtype"]), None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{fields['name']} has dtype {fields['dtype']!r}: torch has none such")
+            raise ValueError(f"{fields['name']} has dtype {fields['dtype']!r}, unknown to torch")
         return cls(name=str(fields["name"]), shape=tuple(fields["shape"]), dtype=dtype)
 
     @classmethod
@@ -159,11 +162,11 @@ class WeightUpdate:
         if not self.id:
             raise ValueError("WeightUpdate() got an empty id: engines tell updates apart by it")
         if self.version < 0:
-            raise ValueError(f"WeightUpdate() got version={self.version}: 0 or more")
+            raise ValueError(f"WeightUpdate() got version={self.version}; allowed: 0 or more")
         if self.base_version is not None and self.base_version >= self.version:
             raise ValueError(
-                f"WeightUpdate() got base_version={self.base_version} and version={self.version}: "
-                "an update builds on an older version"
+                f"WeightUpdate() got base_version={self.base_version} and version={self.version}; "
+                "allowed: an older version to build on"
             )
 
 
@@ -182,7 +185,7 @@ class Bucket:
 
     @classmethod
     def of(cls, index: int, tensors: Mapping[str, torch.Tensor]) -> Bucket:
-        """A bucket with the checksums of its tensors."""
+        """Return a bucket with the checksums of its tensors."""
         return cls(
             index=index,
             tensors=dict(tensors),
@@ -198,11 +201,14 @@ class Bucket:
 class WeightSource(Protocol):
     """A trainer's weights under Hugging Face names. Every method is collective: all ranks enter.
 
-    `models.MegatronWeights` and `models.FSDPWeights` are two.
+    `hf.MegatronWeights` and `hf.FSDPWeights` are two.
     """
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """All of them in the order in which they are sent; the same on all ranks. Moves no data."""
+        """Return all of them in the order in which they are sent; the same on all ranks.
+
+        Moves no data.
+        """
         ...
 
     def buckets(self, *, bucket_bytes: int) -> Iterator[Bucket]:

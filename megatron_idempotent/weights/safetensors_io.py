@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class SafetensorsFile:
         at = 0
         for info in sorted(infos, key=lambda info: (-info.dtype.itemsize, info.name)):
             if info.dtype not in _CODES:
-                raise ValueError(f"{info.name} is {info.dtype}: checkpoints have no such type")
+                raise ValueError(f"{info.name} is {info.dtype}, which safetensors cannot hold")
             self._offsets[info.name] = at
             header[info.name] = {
                 "dtype": _CODES[info.dtype],
@@ -70,8 +70,8 @@ class SafetensorsFile:
         if info is None or TensorInfo.of(name, tensor) != info:
             found = TensorInfo.of(name, tensor).describe()
             raise ValueError(
-                f"{self.path.name}: {name} came as {found}, and was to come once, as "
-                f"{info.describe() if info else 'nothing'}"
+                f"{self.path.name}: {name} was written as {found}; "
+                + (f"it has to be {info.describe()}" if info else "it is there already, or unknown")
             )
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
         self._file.seek(self._start + self._offsets[name])
@@ -85,7 +85,7 @@ class SafetensorsFile:
     def close(self) -> None:
         """Have it on the disk. Errors: `ValueError` where tensors are missing."""
         if self._missing:
-            raise ValueError(f"{self.path.name}: {', '.join(self._missing)} did not come")
+            raise ValueError(f"{self.path.name}: {', '.join(self._missing)} are missing")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -128,7 +128,7 @@ def listed(texts: Sequence[str]) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object in a file. Errors: `CheckpointDamaged` naming the file."""
+    """Return an object in a file. Errors: `CheckpointDamaged` naming the file."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -173,12 +173,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -202,7 +197,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         self._files.clear()  # which unmaps them
 
     def read(self, name: str, *, dim: int, start: int, size: int) -> torch.Tensor:
-        """A range of a tensor along a dimension; no more of the file is read.
+        """Return a range of a tensor along a dimension; no more of the file is read.
 
         Errors: `CheckpointDamaged` naming the file.
         """
@@ -266,7 +261,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         found = self._files[path].get_slice(name)
         if found.get_dtype() not in DTYPES:
             raise CheckpointDamaged(
-                f"{name} in {path} has type {found.get_dtype()}, and torch has none such"
+                f"{name} in {path} has type {found.get_dtype()}, unknown to torch"
             )
         dtype = DTYPES[found.get_dtype()]
         return TensorInfo(name=name, shape=tuple(found.get_shape()), dtype=dtype)
@@ -275,7 +270,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 def expected_tensors(
     directory: Path, *, dtype: torch.dtype, tied: bool = False
 ) -> tuple[TensorInfo, ...]:
-    """Every tensor of an update, by its Hugging Face name.
+    """Return every tensor of an update, by its Hugging Face name.
 
     Names and shapes are the checkpoint's. So are types, except that tensors of its most common
     floating type come in the one that the engine computes in: what is served is what was sent,

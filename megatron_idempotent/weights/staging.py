@@ -50,17 +50,17 @@ class Staging:
         """
         if bucket.index != self._buckets:
             raise UpdateDamaged(
-                f"update {self.update.id}: bucket {bucket.index} came, bucket {self._buckets} is "
-                "next; send the update again from its first bucket"
+                f"update {self.update.id}: bucket {bucket.index} arrived, and bucket "
+                f"{self._buckets} is next; send the update again from its first bucket"
             )
         self._check_fit(bucket.tensors)
         for name, tensor in bucket.tensors.items():
             if name in self._tensors:
                 raise UpdateDamaged(
-                    f"update {self.update.id}: {name} comes twice; is it mapped twice?"
+                    f"update {self.update.id}: {name} arrived twice; is it mapped twice?"
                 )
             if name not in bucket.checksums:
-                raise UpdateDamaged(f"update {self.update.id}: {name} came without a checksum")
+                raise UpdateDamaged(f"update {self.update.id}: {name} has no checksum")
             found = checksum(tensor)
             if found != bucket.checksums[name]:
                 raise UpdateDamaged(
@@ -72,15 +72,17 @@ class Staging:
         self._buckets += 1
 
     def complete(self) -> Mapping[str, torch.Tensor]:
-        """All tensors, once none is missing; of an update that builds on another, those that came.
+        """Return all tensors, once none is missing.
+
+        Of an update that builds on another, those that came.
 
         Errors: `UpdateDamaged` naming the tensors that are missing.
         """
         missing = [name for name in self._expected if name not in self._tensors]
         if missing and self.update.base_version is None:
             raise UpdateDamaged(
-                f"update {self.update.id}: {len(missing)} of {len(self._expected)} tensors did not "
-                f"come: {_listed(missing)}; send the update again, or name the version it builds on"
+                f"update {self.update.id}: {len(missing)} of {len(self._expected)} tensors are "
+                f"missing: {_listed(missing)}; send the update again, or name its base_version"
             )
         return self._tensors
 
@@ -148,7 +150,7 @@ class SideStream:
 
 
 def used_here(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, whose memory nobody gets before the current stream is done with it.
+    """Return the tensor, whose memory nobody gets before the current stream is done with it.
 
     A tensor that was made on a side stream goes back to that stream's memory, which does not know
     of kernels of other streams that still read it.

@@ -144,7 +144,7 @@ def checked(
     *,
     or_in: Callable[[Any], bool] = lambda chunk: False,
 ) -> list[Any]:
-    """The chunks as a list, if they and the optimizer are Megatron's; `what` asks for them.
+    """Return the chunks as a list, if they and the optimizer are Megatron's; `what` asks for them.
 
     Chunks are in Megatron's DDP, or in what `or_in` knows.
 

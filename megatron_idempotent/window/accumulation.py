@@ -22,7 +22,7 @@ from megatron_idempotent.patching.needs import Need, check_applied
 
 
 def configs_of(chunks: Sequence[Any]) -> list[Any]:
-    """The chunks' configs, each once: mostly there is one for all of them."""
+    """Return the chunks' configs, each once: mostly there is one for all of them."""
     return list({id(config): config for config in map(get_model_config, chunks)}.values())
 
 
@@ -61,8 +61,8 @@ def start_held(chunk: Any) -> None:
     wrapped = chunk.module
     if wrapped.dist_index.use_hybrid_fsdp:
         raise RuntimeError(
-            "the step ends after its last backward, and Megatron-FSDP over two groups (hybrid) "
-            "reduces in a backward only: say the total before the last call, as in "
+            "hybrid Megatron-FSDP reduces gradients inside a backward only, and this step has had "
+            "its last one: give the total before the last call, as in "
             "accumulation_window(chunks, total_microbatches)"
         )
     if wrapped.data_parallel_sharding_strategy in ("no_shard", "optim"):  # others never hold back
@@ -221,7 +221,7 @@ class AccumulationWindow:
         self.total = self.divisor = total
 
     def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
-        """One call of a schedule; the patched schedules come here by themselves."""
+        """Run one call of a schedule; the patched schedules come here by themselves."""
         if call.get("forward_only", False):
             return schedule(**call)
         after = self.done + call["num_microbatches"]

@@ -61,13 +61,13 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
 
 
 def no_gradient(output: Any) -> torch.Tensor:
-    """A scalar loss of zero, for which the backward through `output` is all zeros."""
+    """Return a scalar loss of zero, for which the backward through `output` is all zeros."""
     loss: torch.Tensor = _NoGradient.apply(*tensors_of(output))  # type: ignore[no-untyped-call]
     return loss
 
 
 def output_like(arguments: Mapping[str, Any], config: Any, input_tensor: Any, device: Any) -> Any:
-    """A stage's output [s, b, h] of zeros, in the structure that `forward_step` returns.
+    """Return a stage's output [s, b, h] of zeros, in the structure that `forward_step` returns.
 
     The shape is what the receiving stage has allocated: as `get_tensor_shapes` computes it, or,
     where shapes travel with the messages, that of the input.

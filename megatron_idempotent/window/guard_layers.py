@@ -38,8 +38,8 @@ class Layers:
         heads = [text.partition("\n")[0] for text in told]
         others = "".join(f" ({head})" for head in heads if head != headline)
         raise poison(
-            f"{headline}; it cannot be carried with {self._shared}, whose other ranks{others} did "
-            "not fail at the same place and may wait inside a layer"
+            f"{headline}; it cannot be reported later with {self._shared}: the other ranks{others} "
+            "did not fail at the same place and may wait inside a layer"
         ) from error
 
 

@@ -68,7 +68,7 @@ def drop_coalescing(chunks: list[Any]) -> None:
 
 
 def drop_coalescing_of(*holders: Any) -> None:
-    """The same for the process groups of these bucket groups."""
+    """Do the same for the process groups of these bucket groups."""
     _drop([value for holder in holders for value in vars(holder).values()])
 
 
@@ -94,7 +94,7 @@ def _suspended(name: str) -> list[Any]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception, and those that it came from."""
+    """Yield the exception, and those that it came from."""
     seen: set[int] = set()
     queue = [error]
     while queue:

@@ -85,7 +85,7 @@ def _known(group: Any) -> bool:
 
 
 def _watch_of(group: Any) -> str:
-    """The key of `PROVIDED` for patches that watch updates and gathers of such a group."""
+    """Return the key of `PROVIDED` for patches that watch updates and gathers of such a group."""
     if gather.gathers_by_lists(group):
         return "list-gathers-watched"
     return "layer-wise-gathers-watched" if gather.is_layer_wise(group) else "gathers-watched"

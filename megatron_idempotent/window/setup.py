@@ -129,8 +129,8 @@ def _compare(
                 )
         elif key not in defaults or value != defaults[key]:
             raise ValueError(
-                f"ensure_initialized() got {key}={value!r}, and {name} was set up elsewhere, which "
-                f"cannot be asked for its value: call {remedy} first, or leave it out"
+                f"ensure_initialized() got {key}={value!r}, and {name} was set up elsewhere, so "
+                f"its value is not known: call {remedy} first, or leave it out"
             )
 
 

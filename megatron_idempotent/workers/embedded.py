@@ -11,10 +11,9 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from megatron_idempotent.cpu import PROGRAM_PRELOAD, RankPool
 from megatron_idempotent.cpu.errors import RankError, RankTimeout, describe_exit
-from megatron_idempotent.cpu.pool import PROGRAM_PRELOAD, RankPool
 
 from . import wire
 from .protocol import RanksLost, WorkerSpec
@@ -97,19 +96,9 @@ class EmbeddedRanks(SocketRanks):
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _arrived(self, run: _Run, server: Server) -> list[Connection]:
-        arriving = asyncio.ensure_future(server.complete(self._start_timeout_s))
-        taken = False
-        try:
-            waiting: set[asyncio.Future[Any]] = {arriving, run.over}
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if arriving.done() and arriving.exception() is None:
-                taken = True
-                return arriving.result()
-        finally:
-            arriving.cancel()
-            await asyncio.wait([arriving])
-            if not taken and not arriving.cancelled() and arriving.exception() is None:
-                server.drop(arriving.result())  # all came in the moment of a cancellation
+        connections = await server.complete_unless([run.over], self._start_timeout_s)
+        if connections is not None:
+            return connections
         if run.over.done():
             error = run.over.result()
             raise RanksLost(f"the ranks could not be started: {error}") from error
@@ -160,7 +149,7 @@ class _Run:
         threading.Thread(target=self._wait, name="ranks", daemon=True).start()
 
     def kill(self) -> None:
-        """The ranks that do not end by themselves, such as stopped ones."""
+        """Kill the ranks that do not end by themselves, such as stopped ones."""
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

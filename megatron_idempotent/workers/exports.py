@@ -41,7 +41,7 @@ class Exports:
         self._export: Iterator[Bucket] | None = None
 
     def export_tensors(self) -> tuple[TensorInfo, ...] | None:
-        """All tensors, on rank 0; None on others. Collective."""
+        """Return all tensors, on rank 0; None on others. Collective."""
         infos = self._export_source.tensors()
         return infos if _keeps() else None
 
@@ -95,7 +95,7 @@ class RemoteWeights:
         self._ranks, self._loop, self._timeout_s = ranks, loop, timeout_s
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """All tensors in the order in which they are sent.
+        """Return all tensors in the order in which they are sent.
 
         Errors: `RankFailed`, `RanksLost`; `RuntimeError` in the event loop's own thread.
         """
@@ -105,7 +105,7 @@ class RemoteWeights:
     def buckets(self, *, bucket_bytes: int) -> RemoteBuckets:
         """Yields the weights in buckets of `bucket_bytes`; the export begins with the first."""
         if type(bucket_bytes) is not int or bucket_bytes < 1:
-            raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}: a positive int")
+            raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}; allowed: 1 or more")
         return RemoteBuckets(self, bucket_bytes)
 
     def ask(self, method: str, *args: Any) -> Any:

@@ -220,7 +220,8 @@ class RayRanks(SocketRanks):
         """
         super().__init__(size, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s)
         if ":" not in spec.factory:
-            raise ValueError(f"RayRanks() got factory {spec.factory!r}: `package.module:callable`")
+            what = f"RayRanks() got factory {spec.factory!r}"
+            raise ValueError(f"{what}; allowed: package.module:callable")
         self._spec = spec
         self._bundle = {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}
         self._bundle = {kind: number for kind, number in self._bundle.items() if number}
@@ -294,19 +295,9 @@ class RayRanks(SocketRanks):
         ]
 
     async def _arrived(self, actors: _Actors, server: Server) -> list[Connection]:
-        arriving = asyncio.ensure_future(server.complete(self._start_timeout_s))
-        taken = False
-        try:
-            waiting: set[asyncio.Future[Any]] = {arriving, *actors.serving}
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if arriving.done() and arriving.exception() is None:
-                taken = True
-                return arriving.result()
-        finally:
-            arriving.cancel()
-            await asyncio.wait([arriving])
-            if not taken and not arriving.cancelled() and arriving.exception() is None:
-                server.drop(arriving.result())  # all came in the moment of a cancellation
+        connections = await server.complete_unless(actors.serving, self._start_timeout_s)
+        if connections is not None:
+            return connections
         for rank in range(self._size):
             if why := actors.end_of(rank):
                 raise RanksLost(f"the ranks could not be started: rank {rank}: {why}")

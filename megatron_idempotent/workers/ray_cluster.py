@@ -17,7 +17,7 @@ _SHORT = 400
 
 
 def import_ray() -> Any:
-    """The `ray` module. Errors: `ModuleNotFoundError` that says how to install it."""
+    """Return the `ray` module. Errors: `ModuleNotFoundError` that says how to install it."""
     try:
         return importlib.import_module("ray")
     except ModuleNotFoundError as error:
@@ -105,7 +105,7 @@ def in_short(error: BaseException) -> str:
 
 
 def future(ref: Any) -> asyncio.Future[Any]:
-    """A reference as a future of the running loop, which may close before it is there.
+    """Return a reference as a future of the running loop, which may close before it is there.
 
     Dropped, its error is not reported. Wait for it with `asyncio.wait`, which does not cancel it.
     """

@@ -44,7 +44,7 @@ class ControllerAddress:
 
     @classmethod
     def here(cls, address: str, token: bytes) -> ControllerAddress:
-        """Makes the handover of this process."""
+        """Makes the address of a controller in this process."""
         life = os.environ.get(RUN_ID, "")
         node, pid = socket.gethostname(), os.getpid()
         return cls(address=address, token=token.hex(), node=node, pid=pid, life=life)
@@ -122,7 +122,7 @@ class ControllerAddress:
 
 
 def new_run_id() -> str:
-    """An id for a controller that is about to be started."""
+    """Return an id for a controller that is about to be started."""
     return secrets.token_hex(8)
 
 

@@ -92,7 +92,7 @@ def make_worker(spec: WorkerSpec) -> Any:
     """Calls the spec's factory. Errors: `ValueError` for a name that is none; its own."""
     module, _, name = spec.factory.partition(":")
     if not module or not name:
-        raise ValueError(f"factory {spec.factory!r}: package.module:callable")
+        raise ValueError(f"factory is {spec.factory!r}; allowed: package.module:callable")
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
@@ -100,7 +100,7 @@ def make_worker(spec: WorkerSpec) -> Any:
 
 
 def describe(rank: int, error: BaseException) -> RankTraceback:
-    """An exception in words, which can be read where its class is not known."""
+    """Return an exception in words, which can be read where its class is not known."""
     kind = type(error)
     try:
         message = str(error)
@@ -115,7 +115,7 @@ def describe(rank: int, error: BaseException) -> RankTraceback:
 
 
 def run_method(worker: Any, method: str, args: tuple[Any, ...]) -> Any:
-    """A worker's public method. Errors: `AttributeError` where it has none of that name."""
+    """Return a worker's public method. Errors: `AttributeError` where it has none of that name."""
     found = None if method.startswith("_") else getattr(worker, method, None)
     if not callable(found):
         raise AttributeError(f"{type(worker).__qualname__} has no public method {method!r}")

@@ -62,11 +62,32 @@ class Server:
         return address
 
     async def complete(self, timeout_s: float) -> list[Connection]:
-        """The connections of a complete generation, by rank.
+        """Return the connections of a complete generation, by rank.
 
         Errors: `asyncio.TimeoutError`; `missing` says who had come by then.
         """
         return await asyncio.wait_for(self._complete(), timeout_s)
+
+    async def complete_unless(
+        self, ended: Iterable[asyncio.Future[Any]], timeout_s: float
+    ) -> list[Connection] | None:
+        """Wait as `complete` does; return None once the time is up or one of `ended` is done.
+
+        Ranks that all came in the moment in which this call was cancelled are dropped.
+        """
+        arriving = asyncio.ensure_future(self.complete(timeout_s))
+        taken = False
+        try:
+            await asyncio.wait([arriving, *ended], return_when=asyncio.FIRST_COMPLETED)
+            if arriving.done() and arriving.exception() is None:
+                taken = True
+                return arriving.result()
+        finally:
+            arriving.cancel()
+            await asyncio.wait([arriving])
+            if not taken and not arriving.cancelled() and arriving.exception() is None:
+                self.drop(arriving.result())
+        return None
 
     async def _complete(self) -> list[Connection]:
         while True:
@@ -122,7 +143,7 @@ class Server:
             self._spawn(self._meet(sock), self._tasks)
 
     async def _meet(self, sock: socket.socket) -> None:
-        """The introduction of one who dials."""
+        """Introduce a process that dials, and close its socket unless it is let in."""
         let_in = False
         try:
             wire.tune(sock)
@@ -175,7 +196,7 @@ class Server:
         return ""
 
     def _gone(self, connection: Connection, why: str) -> None:
-        """A rank that ended while the others are still awaited: all of its generation go."""
+        """Drop the generation of a rank that ended while the others are still awaited."""
         self._refused = f"rank {connection.hello.rank} came and was lost again: {why}"
         self._drop_generation(connection.hello.generation)
 

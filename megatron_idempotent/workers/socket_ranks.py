@@ -27,7 +27,7 @@ class Connection:
     """
 
     def __init__(self, sock: socket.socket, hello: wire.Hello) -> None:
-        """The socket does not block, and is past the introduction."""
+        """Take a socket that does not block and is past the introduction."""
         self.hello = hello
         self.on_end: Callable[[Connection, str], None] | None = None
         self.ended = ""
@@ -160,7 +160,7 @@ class WorkerSession:
             self._ending = asyncio.get_running_loop().create_task(self._end(why, rank))
 
     async def why(self) -> RanksLost:
-        """The error for a call, once all ranks are ended."""
+        """Return the error for a call, once all ranks are ended."""
         return RanksLost(await asyncio.shield(self.lost))
 
     def _gone(self, connection: Connection, why: str) -> None:
@@ -254,7 +254,7 @@ class SocketRanks:
         per_rank: Sequence[Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """The method's results by rank: see `RankGroup.call`.
+        """Return the method's results by rank: see `RankGroup.call`.
 
         `timeout_s` counts from when the call has its turn. One that is cancelled before is never
         sent; after that it goes on, and so do the arguments on their way: leave them as they are.

@@ -107,7 +107,7 @@ class TorchrunRanks(SocketRanks):
         self._directory = directory
         self._host = host or os.environ.get(rendezvous.HOST, "")
         self._server: Server | None = None
-        self._handover: rendezvous.ControllerAddress | None = None
+        self._published: rendezvous.ControllerAddress | None = None
 
     async def _launch(self) -> list[Connection]:
         server = self._listening()
@@ -120,26 +120,29 @@ class TorchrunRanks(SocketRanks):
             ) from late
 
     def _listening(self) -> Server:
-        """The server, which stays for as long as the group: ranks of every restart dial it."""
+        """Return the server, which stays for as long as the group.
+
+        Ranks of every restart dial it.
+        """
         if self._server is None:
             token = wire.new_token()
             server = Server(self._size, token)
             interface = "0.0.0.0" if self._host else "127.0.0.1"
             address = server.listen(f"tcp:{interface}:0", announce=self._host)
             self._server = server
-            self._handover = rendezvous.ControllerAddress.here(address, token)
-            self._handover.write(self._directory)
+            self._published = rendezvous.ControllerAddress.here(address, token)
+            self._published.write(self._directory)
         return self._server
 
     async def _ended(self, rank: int | None) -> str:
         return "torchrun says how it ended" if rank is not None else ""
 
     async def _release(self) -> None:
-        if self._handover is not None:
-            self._handover.remove(self._directory)
+        if self._published is not None:
+            self._published.remove(self._directory)
         if self._server is not None:
             await self._server.close()
-        self._server = self._handover = None
+        self._server = self._published = None
 
 
 #: What torchrun tells its ranks, and a controller is none.
@@ -270,7 +273,10 @@ class TorchrunRank:
             return seat, found, 0
 
     def _find(self) -> tuple[ControllerAddress | None, int]:
-        """A controller that answers, started where there is none; or how it ended at once."""
+        """Return a controller that answers, started where there is none.
+
+        Or how it ended at once.
+        """
         found = ControllerAddress.read(self._directory)
         if found is not None and found.answers():
             return found, 0

@@ -117,7 +117,7 @@ HEAD = PicklableStruct("!cI")
 LENGTH = PicklableStruct("!Q")
 #: Parts of one frame: a bound on what a torn head can ask for.
 MOST_PARTS = 1 << 22
-#: One frame's parts are sent so many at a time: the system takes no more.
+#: The most parts of a frame that the system takes in one call.
 _AT_ONCE = 512
 #: Memory from here on comes from the system, page by page as it is written.
 _MAPPED = 1 << 20
@@ -140,12 +140,12 @@ class Hello:
 
 
 def new_token() -> bytes:
-    """A secret for a group."""
+    """Return a secret for a group."""
     return secrets.token_bytes(32)
 
 
 def new_generation() -> bytes:
-    """An id for one start of all ranks."""
+    """Return an id for one start of all ranks."""
     return secrets.token_bytes(16)
 
 
@@ -171,7 +171,7 @@ def lengths_of(packed: Bytes) -> list[int]:
 
 
 def connect(address: str, timeout_s: float) -> socket.socket:
-    """A connection to `unix:PATH` or `tcp:HOST:PORT`. Errors: `OSError`, `ValueError`."""
+    """Return a connection to `unix:PATH` or `tcp:HOST:PORT`. Errors: `OSError`, `ValueError`."""
     kind, _, where = address.partition(":")
     if kind == "unix":
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -185,7 +185,7 @@ def connect(address: str, timeout_s: float) -> socket.socket:
         host, _, port = where.rpartition(":")
         connection = socket.create_connection((host, int(port)), timeout=timeout_s)
     else:
-        raise ValueError(f"address {address!r}: unix:PATH or tcp:HOST:PORT")
+        raise ValueError(f"address is {address!r}; allowed: unix:PATH, tcp:HOST:PORT")
     tune(connection)
     return connection
 
@@ -206,7 +206,7 @@ def tune(connection: socket.socket) -> None:
 
 
 def introduce(connection: socket.socket, token: bytes, hello: Hello) -> None:
-    """A rank's part of the introduction, with the socket's own timeout.
+    """Do a rank's part of the introduction, with the socket's own timeout.
 
     Errors: `WireError` where the other side is no controller of this group, or refuses the rank.
     """
@@ -248,16 +248,19 @@ def receive(connection: socket.socket, size: int) -> bytearray | mmap.mmap:
 
 
 def receive_frame(connection: socket.socket) -> tuple[bytes, list[Bytes]]:
-    """A frame's kind and parts. Errors: `EOFError`, `OSError`; `WireError` for a torn head."""
+    """Return a frame's kind and parts.
+
+    Errors: `EOFError`, `OSError`; `WireError` for a torn head.
+    """
     kind, count = HEAD.unpack(receive(connection, HEAD.size))
     if count > MOST_PARTS:
-        raise WireError(f"a frame of {count} parts; at most {MOST_PARTS}")
+        raise WireError(f"a frame has {count} parts; allowed: {MOST_PARTS} or fewer")
     lengths = lengths_of(receive(connection, count * LENGTH.size))
     return kind, [receive(connection, length) for length in lengths]
 
 
 def send_frame(connection: socket.socket, kind: bytes, parts: Sequence[Bytes]) -> None:
-    """All of it, without a copy of the parts. Errors: `OSError`."""
+    """Send all of it, without a copy of the parts. Errors: `OSError`."""
     waiting = [memoryview(heads(kind, parts)), *(memoryview(part).cast("B") for part in parts)]
     waiting = [view for view in waiting if view.nbytes]
     while waiting:

@@ -291,7 +291,7 @@ def test_aiohttp_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         ({"output_token_logprobs": [[-0.1, 8, None]]}, "log-probs of 1"),
         ({"output_token_logprobs": [[-0.1, 8, None], [-0.1, 7, None]]}, "not of the same ones"),
-        ({"weight_versions": [{"version": "3", "start": 0, "end": 1}]}, "came with versions"),
+        ({"weight_versions": [{"version": "3", "start": 0, "end": 1}]}, "tokens have versions"),
         ({"weight_versions": [{"version": "3", "start": 1, "end": 3}]}, "of versions"),
         ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, "somebody else"),
         ({"finish_reason": {"type": "stop", "matched": "NaN happened"}}, "not finite"),

@@ -179,7 +179,7 @@ def test_an_update_that_goes_silent_fails_and_makes_room(worker: Worker) -> None
 def test_an_update_is_complete_with_all_of_its_buckets(worker: Worker) -> None:
     worker.open(WeightUpdate(id="u", version=1))
     answer = worker.tell("complete", id="u", buckets=2)
-    assert answer["error"]["message"].startswith("update u: 0 of 2 buckets came")
+    assert answer["error"]["message"].startswith("update u: 0 of 2 buckets arrived")
     assert answer["holds"] == {}
 
 

@@ -168,7 +168,7 @@ def test_pieces_cut_within_a_block_have_other_codes_and_are_refused(scales):
         else:
             with pytest.raises(ValueError, match="w is cut at row 176, within a block of 128"):
                 check_cuts("w", sum(pieces), pieces)
-    with pytest.raises(ValueError, match=r"w has 300 rows, and pieces of \(128, 128\) are 256"):
+    with pytest.raises(ValueError, match=r"w has 300 rows, and its pieces \(128, 128\) have 256"):
         check_cuts("w", 300, (128, 128))
 
 

@@ -134,8 +134,8 @@ CODES, SCALE = quantize_blockwise(ONES)
 @pytest.mark.parametrize(
     ("pairs", "texts"),
     [
-        ([("a.weight", CODES)], ["a.weight is torch.float8_e4m3fn", "no a.weight_scale_inv"]),
-        ([("a.weight_scale_inv", SCALE)], ["a.weight_scale_inv came", "no a.weight in"]),
+        ([("a.weight", CODES)], ["a.weight is torch.float8_e4m3fn", "without a.weight_scale_inv"]),
+        ([("a.weight_scale_inv", SCALE)], ["a.weight_scale_inv is there", "without a.weight in"]),
         (
             [("a.weight", CODES), ("a.weight_scale_inv", SCALE[:1])],
             ["a.weight got scales of shape (1, 2)", "(2, 2)"],
@@ -144,15 +144,15 @@ CODES, SCALE = quantize_blockwise(ONES)
             [("a.weight_scale_inv", SCALE[:1]), ("a.weight", CODES)],
             ["a.weight got scales of shape (1, 2)"],
         ),
-        ([("a.weight", ONES), ("a.weight", ONES)], ["a.weight comes twice"]),
-        ([("a.bias", ONES[0]), ("a.bias", ONES[0])], ["a.bias comes twice"]),
+        ([("a.weight", ONES), ("a.weight", ONES)], ["a.weight is given twice"]),
+        ([("a.bias", ONES[0]), ("a.bias", ONES[0])], ["a.bias is given twice"]),
         (
             [("a.weight", ONES), ("a.weight_scale_inv", SCALE)],
-            ["a.weight_scale_inv comes twice", "not quantized yet"],
+            ["a.weight_scale_inv is given twice", "not quantized yet"],
         ),
         (
             [("a.weight_scale_inv", SCALE), ("a.weight", ONES)],
-            ["a.weight_scale_inv comes twice"],
+            ["a.weight_scale_inv is given twice"],
         ),
         ([("a.weight", ONES * torch.nan)], ["a.weight is nan at [0, 0]"]),
         (
@@ -184,7 +184,7 @@ def test_fused_weights_whose_pieces_are_known_are_quantized_where_cuts_are_betwe
 
 @pytest.mark.parametrize(
     ("settings", "text"),
-    [({"scales": "e8m0"}, "'e8m0'"), ({"modules_to_not_convert": "visual"}, "'visual': a tuple")],
+    [({"scales": "e8m0"}, "'e8m0'"), ({"modules_to_not_convert": "visual"}, "'visual'; allowed: a tuple")],
 )
 def test_settings_that_mean_nothing_are_refused(settings, text):
     with pytest.raises(ValueError, match=text):

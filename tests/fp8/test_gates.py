@@ -176,7 +176,7 @@ def test_a_format_that_is_asked_for_is_set(hopper):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"recipe": "auto"}, "recipe 'auto': one of delayed"),
+        ({"recipe": "auto"}, "recipe 'auto'; allowed: delayed"),
         ({"recipe": "custom"}, "recipe 'custom'"),
         ({"recipe": "delayed", "fp8": "e5m2"}, "fp8='e5m2'"),
     ],

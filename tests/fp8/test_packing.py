@@ -122,11 +122,11 @@ def test_a_padded_batch_is_packed_by_its_mask():
         (lambda pack: Pack.of(torch.ones(2), TokenAlignment(sequence=1, pack=1)), "[1.0, 1.0]"),
         (lambda pack: Pack.of([9], TokenAlignment(sequence=1, pack=8), tokens=8), "take 16"),
         (lambda pack: Pack.of([3], TokenAlignment(sequence=1, pack=8), tokens=12), "tokens=12"),
-        (lambda pack: pack.join([torch.ones(2), torch.ones(3)]), "(2, 3) in a pack of (3, 2)"),
-        (lambda pack: pack.join(torch.ones(8)), "8 tokens in a pack of 5"),
-        (lambda pack: pack.join([]), "() in a pack of (3, 2)"),
+        (lambda pack: pack.join([torch.ones(2), torch.ones(3)]), "(2, 3); the pack has (3, 2)"),
+        (lambda pack: pack.join(torch.ones(8)), "8 tokens; the pack has 5"),
+        (lambda pack: pack.join([]), "(); the pack has (3, 2)"),
         (lambda pack: Pack.of([], TokenAlignment(sequence=1, pack=8)).join([]), "no sequences"),
-        (lambda pack: pack.split(torch.ones(5)), "5 tokens of a pack of 8"),
+        (lambda pack: pack.split(torch.ones(5)), "5 tokens; the pack has 8"),
     ],
 )
 def test_what_does_not_fit_the_pack_is_refused(call, text):

@@ -129,7 +129,7 @@ def test_a_checkpoint_that_cannot_be_finished_leaves_nothing(checkpoints, tmp_pa
         "more is [51, 24], ",
     ):
         assert part in str(caught.value)
-    with pytest.raises(ValueError, match="max_shard_bytes=0: a positive int"):
+    with pytest.raises(ValueError, match="max_shard_bytes=0; allowed: 1 or more"):
         save_hf(Failing({}), tmp_path / "new", like=like, max_shard_bytes=0)
     assert names(tmp_path) == []
 
@@ -165,10 +165,10 @@ def test_tensors_that_are_not_those_announced_are_refused(checkpoints, tmp_path)
     one = TensorInfo(name="a", shape=(2, 3), dtype=torch.float32)
     file = SafetensorsFile(tmp_path / "x", [one])
     for name, tensor in (("a", torch.zeros(3, 2)), ("b", torch.zeros(2, 3))):
-        with pytest.raises(ValueError, match="was to come once, as"):
+        with pytest.raises(ValueError, match="it has to be"):
             file.write(name, tensor)
     file.abandon()
-    with pytest.raises(ValueError, match="no such type"):
+    with pytest.raises(ValueError, match="safetensors cannot hold"):
         SafetensorsFile(tmp_path / "y", [TensorInfo(name="c", shape=(1,), dtype=torch.complex64)])
 
 

@@ -61,7 +61,7 @@ def test_the_library_imports_no_case_file():
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_a_case_file_is_built_on_the_patch_engine_and_megatrons_accessors(path):
+def test_a_case_file_is_built_on_patching_and_megatrons_accessors(path):
     assert not [module for module in imported(path) if is_case(module)], "another case file"
     ours = [module for module in imported(path, at_import=True) if "megatron_idempotent" in module]
     shared = f"{NAME}._"

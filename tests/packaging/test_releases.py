@@ -108,13 +108,13 @@ def test_the_hazards_were_run_on_the_tabled_releases():
 
 def test_the_ci_workflow_takes_its_releases_from_nox():
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    assert "nox --session release newest older fsdp engine --list --json" in workflow
+    assert "nox --session release newest older fsdp patching --list --json" in workflow
     assert not [release for release in (*RELEASES, *TORCHES) if release in workflow]
 
 
 @pytest.mark.skipif(find_spec("nox") is None, reason="nox is for development, not for the matrix")
 def test_nox_has_a_session_per_release():
-    asked = ["--session", "release", "newest", "older", "fsdp", "engine", "--list", "--json"]
+    asked = ["--session", "release", "newest", "older", "fsdp", "patching", "--list", "--json"]
     command = [sys.executable, "-m", "nox", *asked]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     sessions = [session["session"] for session in json.loads(listed)]
@@ -127,7 +127,7 @@ def test_nox_has_a_session_per_release():
             for version in each.get("suites", ())
         ),
         *(f"fsdp(torch='{torch}')" for torch in TORCHES),
-        *(f"engine(version='{version}')" for version in TABLE["engine"]),
+        *(f"patching(version='{version}')" for version in TABLE["patching"]),
     ]
 
 
@@ -136,7 +136,7 @@ def test_every_python_that_is_tested_on_is_promised_and_the_oldest_and_newest_ar
     promised = [c.removeprefix(said) for c in PROJECT["project"]["classifiers"] if said in c]
     promised = [version for version in promised if "." in version]
     assert set(promised) >= PYTHONS
-    assert TABLE["engine"] == [promised[0], promised[-1]]
+    assert TABLE["patching"] == [promised[0], promised[-1]]
     assert PROJECT["project"]["requires-python"] == f">={promised[0]}"
 
 

@@ -151,7 +151,7 @@ def _interrupt(index, loss):
 
 def test_a_failure_inside_a_tensor_parallel_layer_poisons_until_groups_are_new(megatron_ranks):
     told = megatron_ranks(2, _poisoned_and_rebuilt, {"tp": 2}, "layer@1", timeout_s=120)
-    assert "Broken: layer@1; it cannot be carried with tensor_model_parallel_size=2" in told[1]
+    assert "layer@1; it cannot be reported later with tensor_model_parallel_size=2" in told[1]
     assert "(forward of the model, microbatch 1: Broken: layer@1)" in told[0]
 
 

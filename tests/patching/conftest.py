@@ -1,4 +1,4 @@
-"""Shared by the engine's tests: processes to fork from, copies of Megatron, a toy to patch."""
+"""Shared by the tests of patching/: processes to fork from, copies of Megatron, a toy to patch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def megatron() -> None:
-    """Skips where there is no Megatron: the engine is tested without one on other Pythons."""
+    """Skips where there is no Megatron: patching/ is tested without one on other Pythons."""
     if locate("megatron.core.package_info") is None:
         pytest.skip("there is no Megatron in this environment")
 

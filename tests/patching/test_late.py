@@ -26,7 +26,7 @@ def applying(monkeypatch, toys):
 def test_apply_in_the_middle_of_the_targets_import_lands_with_its_end(toys, applying):
     toys.write("toy_up.greet", "import toy_apply\n" + GREET)
     toys.patch("toy-a", "toy_up.greet:greet")
-    # Nothing is imported after it that could give the engine another chance.
+    # Nothing is imported after it that could give `apply()` another chance.
     module = importlib.import_module("toy_up.greet")
     assert module.greet("x") == "hello x!"
     assert toys.status("toy-a") == "applied"

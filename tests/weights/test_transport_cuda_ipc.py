@@ -86,8 +86,8 @@ def test_what_cannot_be_opened_is_named(peers: Peers) -> None:
             receiver.receive(announced)
         for broken, why in (
             ({"handle": "x"}, "without a segment that can be opened"),
-            ({"handle": "00" * 8}, r"a handle of 8 bytes \(64 are right\)"),
-            ({"segment_bytes": 1000}, r"to 1000 bytes \(1048576 or more are\)"),
+            ({"handle": "00" * 8}, r"a handle of 8 bytes \(it has to be 64\)"),
+            ({"segment_bytes": 1000}, r"to 1000 bytes \(it has to be 1048576 or more\)"),
             ({"segment_bytes": None}, "without a segment that can be opened"),
         ):
             with pytest.raises(UpdateDamaged, match=why):

@@ -71,7 +71,7 @@ def test_metadata_that_lacks_something_is_refused(key: str) -> None:
     ("change", "message"),
     [
         ({"name": "b"}, "lists a tensor twice, among b, b"),
-        ({"dtype": "float33"}, "cannot be read: a has dtype 'float33': torch has none such"),
+        ({"dtype": "float33"}, "cannot be read: a has dtype 'float33', unknown to torch"),
         ({"checksum": "xyz"}, "cannot be read: invalid literal"),
         ({"shape": None}, "cannot be read: 'NoneType'"),
         ({"shape": [-3]}, r"has a of shape \[-3\]"),

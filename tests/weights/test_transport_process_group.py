@@ -113,7 +113,7 @@ def test_a_trainer_killed_in_mid_transfer_is_told_at_once(peers: Peers) -> None:
     assert receiver.receive(made["announced"]).index == 0
     peers[1].answer()
     peers[1].kill()
-    with pytest.raises(UpdateDamaged, match="bucket 0 did not come: the transfer broke off"):
+    with pytest.raises(UpdateDamaged, match="bucket 0 did not arrive: the transfer broke off"):
         receiver.receive(made["announced"])
     with pytest.raises(UpdateDamaged, match="failed before, or is closed"):
         receiver.receive(made["announced"])
@@ -125,7 +125,7 @@ def test_a_trainer_that_does_not_send_is_an_error_when_the_time_is_over(peers: P
     async def scenario() -> None:
         await opened(sender, peers)
         announced = await sender.announce(SMALL)
-        with pytest.raises(PeerError, match="bucket 0 did not come: the process group was not"):
+        with pytest.raises(PeerError, match="bucket 0 did not arrive: the process group was not"):
             await peers[0].answers("receive", name="r", announced=announced)
         await sender.close()
 

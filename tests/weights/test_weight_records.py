@@ -28,7 +28,7 @@ def test_a_tensor_info_describes_itself() -> None:
 
 @pytest.mark.parametrize("dtype", ["float33", "zeros", "nn"])
 def test_a_type_that_torch_lacks_is_refused(dtype: str) -> None:
-    with pytest.raises(ValueError, match=f"w has dtype '{dtype}': torch has none such"):
+    with pytest.raises(ValueError, match=f"w has dtype '{dtype}', unknown to torch"):
         TensorInfo.from_json({"name": "w", "shape": [3], "dtype": dtype})
 
 
@@ -36,7 +36,7 @@ def test_a_type_that_torch_lacks_is_refused(dtype: str) -> None:
     ("fields", "message"),
     [
         ({"id": "", "version": 1}, "an empty id"),
-        ({"id": "u", "version": -1}, "version=-1: 0 or more"),
+        ({"id": "u", "version": -1}, "version=-1; allowed: 0 or more"),
         ({"id": "u", "version": 2, "base_version": 2}, "base_version=2 and version=2"),
         ({"id": "u", "version": 2, "base_version": 3}, "base_version=3 and version=2"),
     ],

@@ -45,7 +45,7 @@ def test_all_tensors_in_any_order_of_buckets_are_given_as_they_came() -> None:
 BAD: list[tuple[Bucket, type[Exception], str]] = [
     (bucket(0, "b"), UpdateDamaged, "bucket 0 came, bucket 1 is next; send the update again"),
     (bucket(2, "b"), UpdateDamaged, "bucket 2 came, bucket 1 is next"),
-    (bucket(1, "b", "a"), UpdateDamaged, "a comes twice; is it mapped twice"),
+    (bucket(1, "b", "a"), UpdateDamaged, "a arrived twice; is it mapped twice"),
     (bucket(1, "b", d=torch.ones(1)), UpdateMismatch, "d: the model has no such tensor"),
     (
         bucket(1, "c", b=torch.ones(5, dtype=torch.bfloat16)),
@@ -72,7 +72,7 @@ BAD: list[tuple[Bucket, type[Exception], str]] = [
             index=1, tensors=dict(bucket(1, "c", "b").tensors), checksums=bucket(1, "c").checksums
         ),
         UpdateDamaged,
-        "b came without a checksum",
+        "b has no checksum",
     ),
 ]
 
@@ -85,7 +85,7 @@ def test_a_bucket_that_fails_leaves_nothing_of_itself_behind(
     staged.add(bucket(0, "a"))
     with pytest.raises(error, match=f"update run/3.*{message}"):
         staged.add(bad)
-    with pytest.raises(UpdateDamaged, match="2 of 3 tensors did not come: b, c;"):
+    with pytest.raises(UpdateDamaged, match="2 of 3 tensors are missing: b, c;"):
         staged.complete()
     staged.add(bucket(1, "b", "c"))  # the same place, and the same tensors, are still to come
     assert staged.complete().keys() == WEIGHTS.keys()
@@ -116,7 +116,7 @@ def test_values_are_let_go_once_they_are_checked_where_nobody_wants_them() -> No
     infos = [TensorInfo.of(*item) for item in WEIGHTS.items()]
     staged = Staging(FULL, expected=infos, keep=False)
     staged.add(bucket(0, "a", "b"))
-    with pytest.raises(UpdateDamaged, match="a comes twice"):
+    with pytest.raises(UpdateDamaged, match="a arrived twice"):
         staged.add(bucket(1, "c", "a"))
     staged.add(bucket(1, "c"))
     found = staged.complete()

@@ -61,6 +61,27 @@ def test_ranks_come_in_any_order_and_are_handed_out_by_rank(tmp_path) -> None:
     run(scenario)
 
 
+def test_a_start_is_over_when_ranks_end_before_they_dial_or_the_time_is_up(tmp_path) -> None:
+    async def scenario() -> None:
+        async with listening(tmp_path, size=1) as (server, address):
+            over = asyncio.get_running_loop().create_future()
+            assert await server.complete_unless([over], 0.05) is None
+            waiting = asyncio.ensure_future(server.complete_unless([over], 10.0))
+            await asyncio.sleep(0)
+            over.set_result(None)
+            assert await waiting is None
+            end = await asyncio.to_thread(dial, address, 0)
+            still = asyncio.get_running_loop().create_future()
+            found = await server.complete_unless([still], 10.0)
+            assert found is not None
+            assert found[0].hello.rank == 0
+            found[0].shut()
+            await found[0].closed()
+            end.close()
+
+    run(scenario)
+
+
 def test_another_token_is_refused_before_anything_is_unpickled(tmp_path) -> None:
     async def scenario() -> None:
         async with listening(tmp_path, size=1) as (server, address):

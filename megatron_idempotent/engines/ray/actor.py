@@ -46,13 +46,13 @@ class CallResult:
 
     @classmethod
     def of(cls, error: Exception) -> CallResult:
-        """An error, in a form that needs none of the engine's own classes."""
+        """Return an error, in a form that needs none of the engine's own classes."""
         kind = next((name for name, known in _CLASSES.items() if isinstance(error, known)), "other")
         message = str(error) if kind != "other" else f"{type(error).__name__}: {error}"
         return cls(kind=kind, message=message, traceback="".join(traceback.format_exception(error)))
 
     def unwrap(self, name: str) -> Any:
-        """The value. Errors: the error, of the same class; of others, an `EngineError`."""
+        """Return the value. Errors: the error, of the same class; of others, an `EngineError`."""
         if not self.kind:
             return self.value
         known = _CLASSES.get(self.kind)
@@ -74,7 +74,7 @@ class PackedBucket:
 
 
 def pack(bucket: Bucket) -> PackedBucket:
-    """A bucket's bytes, in host memory."""
+    """Return a bucket's bytes, in host memory."""
     return PackedBucket(
         index=bucket.index,
         tensors=tuple(
@@ -89,7 +89,10 @@ def pack(bucket: Bucket) -> PackedBucket:
 
 
 def unpack(packed: PackedBucket) -> Bucket:
-    """The bucket, in memory of its own: what Ray hands out is shared and cannot be written."""
+    """Return the bucket, in memory of its own.
+
+    What Ray hands out is shared and cannot be written.
+    """
     tensors = {info.name: _tensor(info, data) for info, data in packed.tensors}
     return Bucket(index=packed.index, tensors=tensors, checksums=packed.checksums)
 
@@ -128,13 +131,13 @@ class BucketQueue:
             await self._changed.wait_for(lambda: self._next > place or self._closed)
 
     async def end(self, count: int) -> None:
-        """There are so many buckets."""
+        """Say how many buckets there are."""
         async with self._changed:
             self._count = count
             self._changed.notify_all()
 
     async def close(self) -> None:
-        """The engine reads no more."""
+        """End the buckets: the engine reads no more."""
         async with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -210,12 +213,12 @@ class HostedEngine:
         return arrival is not None and await arrival.wanted()
 
     async def put(self, number: int, place: int, packed: PackedBucket) -> None:
-        """A bucket for it; returns once it is taken, or will never be."""
+        """Hand over a bucket; return once it is taken, or will never be."""
         if number in self._arrivals:
             await self._arrivals[number].put(place, packed)
 
     async def end(self, number: int, count: int) -> None:
-        """There are so many."""
+        """Say how many buckets there are."""
         if number in self._arrivals:
             await self._arrivals[number].end(count)
 

@@ -31,7 +31,7 @@ class BucketRef:
         return self.storing.result()
 
     def release(self) -> None:
-        """One engine has it, or wants it no more; once for each `hold`."""
+        """Let go for one engine, which has it or wants it no more; once for each `hold`."""
         self.users -= 1
         if not self.users:
             _held.pop(self.key, None)
@@ -78,7 +78,7 @@ class ActorReceiver(Protocol):
         ...
 
     async def end(self, count: int) -> None:
-        """There are so many."""
+        """Say how many buckets there are."""
         ...
 
 

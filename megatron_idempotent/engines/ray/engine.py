@@ -257,11 +257,13 @@ class RayEngine:
             health_timeout_s: without an answer for so long, it is DEAD.
         """
         if ":" not in factory:
-            raise ValueError(f"RayEngine() got factory {factory!r}: `package.module:callable`")
+            raise ValueError(
+                f"RayEngine() got factory {factory!r}; allowed: package.module:callable"
+            )
         if max_running < 1 or restarts < 0:
             raise ValueError(
-                f"RayEngine() got max_running={max_running} and restarts={restarts}: at least 1 "
-                "and at least 0"
+                f"RayEngine() got max_running={max_running} and restarts={restarts}; "
+                "allowed: 1 or more, and 0 or more"
             )
         self._name = name
         self._health_timeout_s = health_timeout_s

@@ -63,7 +63,10 @@ class Api:
     async def done(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = -1.0
     ) -> Any:
-        """The body of an answer that says that it is done. Errors: `EngineError` for any other."""
+        """Return the body of an answer that says that it is done.
+
+        Errors: `EngineError` for any other.
+        """
         answer = await self.call(method, path, body, timeout_s=timeout_s)
         if not is_done(answer):
             raise EngineError(

@@ -185,7 +185,7 @@ class ServerMemory:
     async def take(self, tags: Sequence[str]) -> None:
         """Have some again; those that are there: no-op. Errors: `ValueError` for other tags."""
         if unknown := [tag for tag in tags if tag not in TAGS]:
-            raise ValueError(f"wake() got {unknown}: some of {list(TAGS)}")
+            raise ValueError(f"wake() got {unknown}; allowed: {list(TAGS)}")
         freed = [tag for tag in TAGS if tag in tags and tag in self._freed]
         if freed:
             await self._change("/resume_memory_occupation", freed)
@@ -220,7 +220,7 @@ class Liveness:
         self._gone: asyncio.Future[EngineDead] | None = None
 
     async def run(self, call: Coroutine[Any, Any, _Answer]) -> _Answer:
-        """The call's result. Errors: those of the call; `EngineDead`."""
+        """Return the call's result. Errors: those of the call; `EngineDead`."""
         task = asyncio.ensure_future(call)
         self._calls += 1
         if self._gone is None or self._gone.done():

@@ -69,7 +69,7 @@ def generate_body(
 
 
 def read_part(body: Any, *, engine: str) -> ResponsePart:
-    """The tokens of an answer with their log-probs and versions.
+    """Return the tokens of an answer with their log-probs and versions.
 
     Errors: `EngineError` for an answer that does not say what it must.
     """
@@ -82,8 +82,8 @@ def read_part(body: Any, *, engine: str) -> ResponsePart:
         raise EngineError(f"engine {engine}: /generate answered {str(body)[:500]}") from error
     if tuple(token for _, token in scored) != tokens:
         raise EngineError(
-            f"engine {engine}: {len(tokens)} tokens came with log-probs of {len(scored)}, not of "
-            "the same ones; speculative decoding that reports none of its own?"
+            f"engine {engine}: its {len(tokens)} tokens and the {len(scored)} that have log-probs "
+            "are not the same; does speculative decoding report none for its own?"
         )
     return ResponsePart(
         tokens=tokens,
@@ -94,7 +94,7 @@ def read_part(body: Any, *, engine: str) -> ResponsePart:
 
 
 def joined(request: Request, parts: Sequence[ResponsePart]) -> Sample:
-    """One sample of all parts, in order."""
+    """Return one sample of all parts, in order."""
     tokens = tuple(token for part in parts for token in part.tokens)
     finish_reason = parts[-1].finish_reason
     if finish_reason == "stop" and tokens[-1] not in request.stop_tokens:
@@ -124,7 +124,10 @@ def goes_on(request: Request, parts: Sequence[ResponsePart]) -> bool:
 
 
 def parsed_version(text: Any) -> int | None:
-    """The version that a server's string names; None for one of somebody else, as "default"."""
+    """Return the version that a server's string names.
+
+    None for one of somebody else, as "default".
+    """
     return int(text) if isinstance(text, str) and text.isdecimal() else None
 
 
@@ -138,12 +141,12 @@ def _versions(meta: Mapping[str, Any], tokens: int, engine: str) -> tuple[int, .
         version = parsed_version(span["version"])
         if version is None or span["start"] != len(versions):
             raise EngineError(
-                f"engine {engine}: tokens of versions {spans}: are its weights loaded by somebody "
-                "else too?"
+                f"engine {engine}: its tokens have versions {spans}; does another client load its "
+                "weights, too?"
             )
         versions += [version] * (span["end"] - span["start"])
     if len(versions) != tokens:
-        raise EngineError(f"engine {engine}: {tokens} tokens came with versions {spans}")
+        raise EngineError(f"engine {engine}: {tokens} tokens have versions {spans}")
     return tuple(versions)
 
 
@@ -154,14 +157,16 @@ def _finish_reason(finish: Any, engine: str) -> FinishReason:
         if isinstance(finish, dict) and isinstance(finish.get("matched"), str):
             raise EngineError(
                 f"engine {engine}: a response ended with {finish['matched']!r}: the logits are not "
-                "finite, so are the weights what they should be?"
+                "finite; are the weights?"
             )
         return "stop"
     if kind == "length":
         return "length"
     if kind == "abort":
         return "abort"
-    raise EngineError(f"engine {engine}: a response ended with {finish!r}: stop, length or abort")
+    raise EngineError(
+        f"engine {engine}: a response ended with {finish!r}; allowed: stop, length, abort"
+    )
 
 
 class Requests:
@@ -274,9 +279,9 @@ class Requests:
                 )
         if request.seed is not None and self._seeds and not self._facts.deterministic:
             raise EngineUnsupported(
-                f"engine {self._api.name}: request {request.id!r} has a seed, and the server draws "
-                "without: start it with --enable-deterministic-inference, or give seeds=False to "
-                "sample at random"
+                f"engine {self._api.name}: request {request.id!r} has a seed, and the server "
+                "ignores seeds: start it with --enable-deterministic-inference, or give "
+                "seeds=False to sample at random"
             )
         if request.temperature == 1.0:
             return

@@ -236,7 +236,7 @@ class DiskUpdates:
             self._now_serves(target)
 
     def lost(self, reason: str) -> None:
-        """The weights are not what they were, and loading them is what is left."""
+        """Note that the weights are not what they were, and have to be loaded."""
         self.dirty = reason
         self._half = self._half or self.served
 

@@ -83,7 +83,7 @@ class RowCache(Cache):
         return order
 
     def advance(self) -> None:
-        """A forward wrote one position in each row."""
+        """Note that a forward wrote one position in each row."""
         self._places.put(self._places.lengths_B + 1)
 
 
@@ -166,7 +166,7 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no typ
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """The same, as transformers 5.0 calls it."""
+        """Return the same, as transformers 5.0 calls it."""
         return -1
 
     def _room(self, mine: str, like: torch.Tensor, rows: int, width: int) -> torch.Tensor:
@@ -215,7 +215,7 @@ def keyed_uniforms(*, seeds_B: torch.Tensor, places_B: torch.Tensor) -> torch.Te
 
 
 def fold_seed(seed: int) -> int:
-    """The seed modulo 2**64, as a signed number: what fits an int64."""
+    """Return the seed modulo 2**64, as a signed number: what fits an int64."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
@@ -322,7 +322,10 @@ class DecodeBatch:
 
     @torch.no_grad()
     def draw(self, turns: Sequence[Turn]) -> tuple[list[int], list[float]]:
-        """The next token of every row and its log-prob, by one forward; NaN as `sampling.draw`."""
+        """Return the next token of every row and its log-prob, by one forward.
+
+        NaN as `sampling.draw`.
+        """
         device = self._model.device
         lengths_B = self._cache.lengths_B
         positions = torch.arange(self._cache.get_seq_length() + 1, device=device)

@@ -69,7 +69,7 @@ class TransformersEngine:
         if max_running < 1 or prefill_tokens < 1:
             raise ValueError(
                 f"TransformersEngine() got max_running={max_running} and "
-                f"prefill_tokens={prefill_tokens}: 1 or more"
+                f"prefill_tokens={prefill_tokens}; allowed: 1 or more"
             )
         if isinstance(model, (str, os.PathLike)):
             model = _load(Path(model), device)
@@ -194,7 +194,7 @@ class TransformersEngine:
         self._check_open()
         unknown = sorted(set(tags) - set(_TAGS))
         if unknown:
-            raise ValueError(f"wake() got {unknown}: any of {list(_TAGS)}")
+            raise ValueError(f"wake() got {unknown}; allowed: {list(_TAGS)}")
         left = self._asleep - set(tags)
         if left == {"weights"}:
             raise EngineError(

@@ -43,11 +43,11 @@ class RequestSlot:
         self.seed = fold_seed(secrets.randbits(64) if given is None else given)
 
     def computed(self) -> tuple[int, ...]:
-        """The tokens in its cache: all but the last one."""
+        """Return the tokens in its cache: all but the last one."""
         return (*self.request.prompt, *self.tokens)[:-1]
 
     def turn(self) -> Turn:
-        """The inputs of its next token."""
+        """Return the inputs of its next token."""
         request = self.request
         return Turn(
             token=self.tokens[-1] if self.tokens else request.prompt[-1],
@@ -299,7 +299,7 @@ class Scheduler:
             return None
 
     def _forget(self) -> list[RequestSlot]:
-        """All requests, which are no longer this object's."""
+        """Return all requests, which are no longer this object's."""
         slots = [*self._rows, *self._joining, *self._waiting.values()]
         self._rows, self._joining, self._waiting = [], [], {}
         self._batch.clear()

@@ -64,7 +64,9 @@ class ServedWeights:
 
     @torch.no_grad()
     def assemble(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model's own tensors made of those of a checkpoint; what is served does not change.
+        """Return the model's own tensors made of those of a checkpoint.
+
+        What is served does not change.
 
         Where only some parts of a tensor come, the others are copied from what is served.
         """
@@ -189,7 +191,7 @@ class Incoming(Staging):
             super().add(dataclasses.replace(bucket, tensors=copies))
 
     def complete(self) -> Mapping[str, torch.Tensor]:
-        """All tensors in the model's own types. Errors: those of `Staging.complete`."""
+        """Return all tensors in the model's own types. Errors: those of `Staging.complete`."""
         came = super().complete()
         whole = {}
         for name, tensor in came.items():
@@ -293,7 +295,7 @@ class WeightVersions:
         return update.version
 
     def committed(self, update_id: str) -> int | None:
-        """The version of the last commit, where this is its id and its weights are served."""
+        """Return the version of the last commit if this is its id and its weights are served."""
         if self._committed is None or self._committed.id != update_id:
             return None
         return self.version

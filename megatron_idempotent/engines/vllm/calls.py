@@ -29,7 +29,7 @@ class Calls:
         self._asking = asyncio.Lock()
 
     async def get(self, path: str, *, timeout_s: float | None) -> Any:
-        """The JSON answer. Errors: as in `post`."""
+        """Return the JSON answer. Errors: as in `post`."""
         return await self._call("GET", path, timeout_s=timeout_s)
 
     async def post(
@@ -40,14 +40,19 @@ class Calls:
         timeout_s: float | None,
         **query: str,
     ) -> Any:
-        """The JSON answer, or None for none. Tried once: only the caller knows what twice would do.
+        """Return the JSON answer, or None for none.
+
+        Tried once: only the caller knows what twice would do.
 
         Errors: `BadRequest`, `EngineDead`, `EngineTimeout`, `EngineUnsupported`, `EngineError`.
         """
         return await self._call("POST", path, body, query, timeout_s=timeout_s)
 
     async def need(self, *paths: str, timeout_s: float | None) -> Mapping[str, Any]:
-        """The server's OpenAPI schema. Errors: `EngineUnsupported` naming the paths it lacks."""
+        """Return the server's OpenAPI schema.
+
+        Errors: `EngineUnsupported` naming the paths it lacks.
+        """
         async with self._asking:  # it is long, and a thousand requests may begin at once
             if self._schema is None:
                 self._schema = await self.get("/openapi.json", timeout_s=timeout_s)

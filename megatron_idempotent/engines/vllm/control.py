@@ -37,7 +37,7 @@ class Timeouts:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None and not value > 0:
-                raise ValueError(f"Timeouts() got {field.name}={value}: seconds, above 0")
+                raise ValueError(f"Timeouts() got {field.name}={value}; allowed: seconds above 0")
 
 
 class Control(Protocol):

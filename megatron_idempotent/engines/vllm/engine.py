@@ -213,7 +213,7 @@ def sampling_params(request: Request) -> dict[str, Any]:
 
 
 def seed_at(seed: int, continued: int) -> int:
-    """The seed of a response's part that begins at its token `continued`, 63 bits.
+    """Return the seed of a response's part that begins at its token `continued`, 63 bits.
 
     vLLM's generator starts again with every request. With one seed for all parts, the numbers that
     drew the first tokens would draw the later ones again, which would then depend on them.
@@ -229,8 +229,8 @@ def check_request(request: Request, *, longest: int | None) -> None:
     """Errors: `ValueError` for what vLLM would silently change: a temperature, or the length."""
     if request.temperature < LOWEST_TEMPERATURE:
         raise ValueError(
-            f"request {request.id!r} has temperature={request.temperature}; vLLM would draw at "
-            f"{LOWEST_TEMPERATURE} instead, its lowest"
+            f"request {request.id!r} has temperature={request.temperature}; allowed: "
+            f"{LOWEST_TEMPERATURE} or more, below which vLLM would draw at that"
         )
     positions = len(request.prompt) + request.max_tokens
     if longest is not None and positions > longest:
@@ -250,7 +250,7 @@ def to_sample(
     version_of: Callable[[str], int],
     engine: str,
 ) -> Sample:
-    """A response, each token with its version.
+    """Return a response, each token with its version.
 
     Args:
         spans: vLLM's `weight_versions`: contiguous, by index of the token.
@@ -262,8 +262,8 @@ def to_sample(
         raise EngineError(f"engine {engine}: request {request.id!r} ended with {finish_reason!r}")
     if len(logprobs) != len(tokens) or any(value <= _NO_LOGPROB for value in logprobs):
         raise EngineError(
-            f"engine {engine}: request {request.id!r} came with {len(tokens)} tokens and not as "
-            "many log-probs; are its weights finite?"
+            f"engine {engine}: request {request.id!r} has {len(tokens)} tokens, and not all "
+            "of them have a log-prob; are its weights finite?"
         )
     versions = [
         version_of(str(span["version"]))
@@ -272,8 +272,8 @@ def to_sample(
     ]
     if len(versions) != len(tokens):
         raise EngineError(
-            f"engine {engine}: request {request.id!r} came with {len(tokens)} tokens and weight "
-            f"versions of {len(versions)}; use a vLLM that answers with weight_versions, as 0.32"
+            f"engine {engine}: request {request.id!r} has {len(tokens)} tokens and weight versions "
+            f"of {len(versions)}; use a vLLM that answers with weight_versions, as 0.32"
         )
     return Sample(
         request_id=request.id,

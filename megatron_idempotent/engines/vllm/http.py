@@ -54,7 +54,7 @@ class HttpControl:
             if "no attribute 'megatron_idempotent'" in str(error):
                 raise EngineUnsupported(
                     f"engine {self._engine} was started without --worker-extension-cls "
-                    f"{EXTENSION}; start it with it"
+                    f"{EXTENSION}; start it with that option"
                 ) from error
             raise
         results: list[Mapping[str, Any]] = answer["results"]
@@ -85,8 +85,8 @@ class HttpControl:
         )
         if answer is not None and not answer["success"]:
             raise EngineError(
-                f"engine {self._engine} could not forget its key-value cache, which the weights "
-                "before were used for; try again"
+                f"engine {self._engine} could not clear its key-value cache, which the old "
+                "weights computed; try again"
             )
         await self._calls.post("/reset_encoder_cache", timeout_s=limit_s)
 
@@ -231,13 +231,13 @@ class VllmEngine(StagedEngine):
             )
 
     async def _ask(self) -> int:
-        """The model's positions, of a server that stamps tokens."""
+        """Return the model's positions, of a server that stamps tokens."""
         limit_s = self._timeouts.control_s
         schema = await self._calls.need(_GENERATE, timeout_s=limit_s)
         if "weight_versions" not in json.dumps(schema.get("components", {})):
             raise EngineUnsupported(
-                f"engine {self._name}: {_GENERATE} does not answer with weight_versions, so tokens "
-                "of a request that runs through an update would have none; use a newer vLLM"
+                f"engine {self._name}: {_GENERATE} does not answer with weight_versions, so a "
+                "request could not say which weights drew each token; use a newer vLLM"
             )
         models = (await self._calls.get("/v1/models", timeout_s=limit_s))["data"]
         named = [each for each in models if self._model in (None, each["id"])]

@@ -67,17 +67,17 @@ class IncomingUpdate:
         return self.tensors is None and self.error is None
 
     def announce(self, announced: Mapping[str, Any]) -> None:
-        """A bucket that comes, or is there; returns at once."""
+        """Note a bucket that comes, or is there; return at once."""
         self._announced.put(announced)
 
     def complete(self, buckets: int) -> None:
-        """All buckets were announced and have been received. Errors: `UpdateDamaged` if not."""
+        """Check that all buckets were announced and received. Errors: `UpdateDamaged` if not."""
         if self.error is not None:
             raise self.error
         if self._staging is None or self.received != buckets:
             raise UpdateDamaged(
-                f"update {self.update.id}: {self.received} of {buckets} buckets came; send the "
-                "update again"
+                f"update {self.update.id}: {self.received} of {buckets} buckets arrived; send "
+                "the update again"
             )
         try:
             self.tensors = self._staging.complete()
@@ -181,7 +181,7 @@ class Inbox:
         return self._state()
 
     def to_load(self, update_id: str, *, restore: bool) -> Weights:
-        """The weights that a commit, or a rollback, is to load. Errors: `UpdateRefused`."""
+        """Return the weights that a commit, or a rollback, is to load. Errors: `UpdateRefused`."""
         if restore:
             self._restored, base = True, self._base()
             return base
@@ -209,7 +209,7 @@ class Inbox:
         return self._loaded[0].kv_scales if self._loaded is not None else None
 
     def began(self) -> None:
-        """The model's layers are being taken apart: until `finished` it must not serve."""
+        """Note that the layers are being taken apart: until `finished` it must not serve."""
         self._loaded, self._restored = None, False
         self._updating = True
         self._dirty_before = self._dirty
@@ -222,7 +222,7 @@ class Inbox:
         self._dirty = self._dirty_before = f"a commit failed half-way: {error}"
 
     def finished(self) -> None:
-        """The model is whole and has what `to_load` gave, or where nothing was, what it had."""
+        """Note that the model is whole, with what `to_load` gave or, without that, what it had."""
         self._updating = False
         self._dirty = "" if self._restored or self._loaded else self._dirty_before
         self._half = self._half if self._dirty else ""
@@ -275,8 +275,8 @@ class Inbox:
         serving = command["serving"] if self._version is None else self._version
         if self._arrival is not None and self._arrival.busy:
             raise UpdateRefused(
-                f"update {self._arrival.update.id} is being staged; {update.id} may come when it "
-                "is there, or rolled back"
+                f"update {self._arrival.update.id} is being staged; send {update.id} when that one "
+                "is staged, or rolled back"
             )
         if update.version <= serving:
             raise UpdateRefused(

@@ -161,7 +161,10 @@ class _LocalControl:
         self._llm = None
 
     async def guard(self, what: str, call: Awaitable[_T], limit_s: float | None) -> _T:
-        """A call into vLLM, with its errors as ours; what vLLM blames the caller for passes."""
+        """Return a call into vLLM, with its errors as ours.
+
+        What vLLM blames the caller for passes.
+        """
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -169,7 +172,7 @@ class _LocalControl:
             return await asyncio.wait_for(call, limit_s)
         except asyncio.TimeoutError as error:
             raise EngineTimeout(
-                f"engine {self._engine} has not done {what} in {limit_s} s; ask its health"
+                f"engine {self._engine} has not finished {what} in {limit_s} s; ask its health"
             ) from error
         except EngineDeadError as error:
             raise EngineDead(f"engine {self._engine} died: {error}") from error
@@ -203,8 +206,8 @@ class _LocalControl:
         resetting = self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         if not await self._short("reset_prefix_cache", resetting):
             raise EngineError(
-                f"engine {self._engine} could not forget its key-value cache, which the weights "
-                "before were used for; try again"
+                f"engine {self._engine} could not clear its key-value cache, which the old "
+                "weights computed; try again"
             )
         await self._short("reset_encoder_cache", self.llm.reset_encoder_cache())
 

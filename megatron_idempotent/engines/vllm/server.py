@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -111,16 +110,11 @@ class VllmServer:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def log(self, lines: int = _LOG_LINES) -> str:
-        """The last lines that it has written."""
+        """Return the last lines that it has written."""
         if self._log is None or not self._log.exists():
             return ""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])

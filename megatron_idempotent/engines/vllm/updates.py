@@ -71,7 +71,10 @@ class WorkersState:
 
     @classmethod
     def whatever(cls, answers: Sequence[Mapping[str, Any]], *, engine: str) -> WorkersState:
-        """The state, also where an update has failed. Errors: a worker that cannot answer."""
+        """Return the state, also where an update has failed.
+
+        Errors: a worker that cannot answer.
+        """
         for answer in answers:
             if answer.get("error"):
                 raise raised(answer["error"], engine=engine)
@@ -103,7 +106,7 @@ class WorkersState:
 
 
 def raised(error: Mapping[str, str], *, engine: str) -> Exception:
-    """A worker's error, of its own class where that is one of ours."""
+    """Return a worker's error, of its own class where that is one of ours."""
     kind, message = error["kind"], error["message"]
     if kind in _KINDS:
         return _KINDS[kind](f"engine {engine}: {message}")
@@ -158,13 +161,16 @@ class UpdateStager:
         return state
 
     def version_of(self, stamp: str) -> int:
-        """The version that vLLM's own stamp stands for. Errors: `EngineError` for another's."""
+        """Return the version that vLLM's own stamp stands for.
+
+        Errors: `EngineError` for another's.
+        """
         if stamp == UNSTAMPED:
             return self._initial_version
         if not stamp.isdecimal():
             raise EngineError(
-                f"engine {self._engine} has weights of version {stamp!r}, and versions here are "
-                "numbers; it was updated by something else: restart it"
+                f"engine {self._engine} has weights of version {stamp!r}, which is no number: "
+                "another client has updated it; restart it"
             )
         return int(stamp)
 
@@ -183,8 +189,8 @@ class UpdateStager:
             raise ValueError(f"engine {self._engine} has no transport; construct it with one")
         if self._staging:
             raise UpdateRefused(
-                f"engine {self._engine}: update {self._staging} is being staged; {update.id} may "
-                "come when it is there, or rolled back"
+                f"engine {self._engine}: update {self._staging} is being staged; send "
+                f"{update.id} when that one is staged, or rolled back"
             )
         self._staging = update.id
         try:
@@ -270,7 +276,7 @@ class UpdateStager:
             await sender.close()
 
     async def _received(self, update_id: str, buckets: int) -> None:
-        """Wait until all workers have so many. Errors: theirs; `EngineTimeout`."""
+        """Wait until all workers have that many buckets. Errors: theirs; `EngineTimeout`."""
         deadline = time.monotonic() + self._timeouts.bucket_s
         pause_s = _POLL_S[0]
         while True:
@@ -309,7 +315,7 @@ class UpdateStager:
 
 
 async def _both(*calls: Coroutine[Any, Any, None]) -> None:
-    """Both at once; where one fails the other is cancelled: its peer is gone."""
+    """Run both at once; where one fails, cancel the other: its peer is gone."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         await asyncio.gather(*tasks)

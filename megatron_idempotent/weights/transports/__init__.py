@@ -33,7 +33,7 @@ __all__ = [
 
 
 def receiver(opened: Announcement, *, rank: int = 1) -> Receiver:
-    """A worker's end of what a sender's `open()` announced.
+    """Return a worker's end of what a sender's `open()` announced.
 
     Args:
         opened: as the sender gave it.

@@ -42,7 +42,7 @@ class Sender(Protocol):
         ...
 
     async def release(self, bucket: Bucket) -> None:
-        """All workers have the bucket: free what it held."""
+        """Free what the bucket held, once all workers have it."""
         ...
 
     async def close(self) -> None:
@@ -54,7 +54,9 @@ class Receiver(Protocol):
     """A worker's end. Its methods block: call them in a thread, beside the model."""
 
     def receive(self, announced: Announcement) -> Bucket:
-        """The bucket, in memory of this process: CPU tensors, or the GPU's for a CUDA transport.
+        """Return the bucket, in memory of this process.
+
+        CPU tensors, or the GPU's for a CUDA transport.
 
         Errors: `UpdateDamaged` for a bucket that is incomplete, or did not come in time.
         """
@@ -111,7 +113,7 @@ class SessionSender:
         self._update: WeightUpdate | None = None
 
     def _begin(self, update: WeightUpdate) -> tuple[Session, Mapping[str, Any]]:
-        """A session, and what a receiver needs to find it."""
+        """Return a session, and what a receiver needs to find it."""
         raise NotImplementedError
 
     async def open(self, update: WeightUpdate) -> Announcement:
@@ -140,7 +142,7 @@ class SessionSender:
         return {"format": FORMAT, "kind": self.kind, "update": update.id, **fields}
 
     async def announce(self, bucket: Bucket) -> Announcement:
-        """The bucket's metadata, once it is where workers find it or about to come."""
+        """Return the bucket's metadata, once it is where workers find it or about to come."""
         session, layout = self._opened("announce"), self._layout(bucket)
         fields = await self._call(lambda: session.announce(layout, bucket))
         return {**layout.as_json(), **fields}
@@ -151,7 +153,7 @@ class SessionSender:
         await self._call(lambda: session.transmit(layout, bucket))
 
     async def release(self, bucket: Bucket) -> None:
-        """All workers have the bucket: free what it held."""
+        """Free what the bucket held, once all workers have it."""
         session, index = self._opened("release"), bucket.index
         await self._call(lambda: session.release(index))
 

@@ -52,7 +52,7 @@ class CudaDriver:
             function.argtypes, function.restype = arguments, ctypes.c_int
 
     def allocate(self, nbytes: int) -> int:
-        """The address of fresh memory on the current device."""
+        """Return the address of fresh memory on the current device."""
         pointer = _Pointer()
         self._call("cuMemAlloc_v2", ctypes.byref(pointer), nbytes)
         return pointer.value
@@ -68,7 +68,7 @@ class CudaDriver:
         return bytes(handle.reserved)
 
     def open(self, handle: bytes) -> int:
-        """The address, in this process, of another one's memory."""
+        """Return the address, in this process, of another one's memory."""
         pointer = _Pointer()
         given = self._handle.from_buffer_copy(handle)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), given, _LAZY_PEER_ACCESS)
@@ -95,7 +95,7 @@ def _handle_type() -> Any:
 
 
 def _arguments(handle: Any) -> dict[str, tuple[Any, ...]]:
-    """The types of each function's arguments."""
+    """Return the types of each function's arguments."""
     return {
         "cuMemAlloc_v2": (ctypes.POINTER(_Pointer), ctypes.c_size_t),
         "cuMemFree_v2": (_Pointer,),
@@ -233,7 +233,10 @@ class Gpu:
 
     @classmethod
     def of(cls, uuid: str) -> Gpu:
-        """The one that another process names. Errors: `TransportError` where it is not seen."""
+        """Return the one that another process names.
+
+        Errors: `TransportError` where it is not seen.
+        """
         seen = cls._seen()
         if uuid not in seen:
             raise TransportError(
@@ -251,7 +254,7 @@ class Gpu:
 
     @staticmethod
     def _seen() -> list[str]:
-        """The UUID of each GPU that this process sees, by index."""
+        """Return the UUID of each GPU that this process sees, by index."""
         count = torch.cuda.device_count()
         return [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
 
@@ -268,7 +271,7 @@ class Gpu:
         torch.empty(1, device=self.device)  # makes its context, where torch has not yet
 
     def bytes_at(self, pointer: int, nbytes: int) -> torch.Tensor:
-        """The memory at an address, uint8 [nbytes]; it stays the caller's to free."""
+        """Return the memory at an address, uint8 [nbytes]; it stays the caller's to free."""
         return torch.as_tensor(_Array(pointer, nbytes), device=self.device)
 
     def allocate(self, nbytes: int) -> int:
@@ -300,17 +303,19 @@ class _Array:
 
 
 def _segment_of(announced: Announcement, layout: Layout, where: str) -> tuple[bytes, int]:
-    """The handle and size of a bucket's segment. Errors: `UpdateDamaged` for malformed ones."""
+    """Return the handle and size of a bucket's segment.
+
+    Errors: `UpdateDamaged` for malformed ones.
+    """
     try:
         handle, nbytes = bytes.fromhex(announced["handle"]), int(announced["segment_bytes"])
     except (KeyError, TypeError, ValueError) as error:
         raise UpdateDamaged(
-            f"{where} came without a segment that can be opened: {error!r}; pass on what "
-            "announce() gave"
+            f"{where} has no segment that can be opened: {error!r}; pass on what announce() gave"
         ) from error
     if len(handle) != HANDLE_BYTES or nbytes < layout.nbytes:
         raise UpdateDamaged(
-            f"{where} came with a handle of {len(handle)} bytes ({HANDLE_BYTES} are right) to "
-            f"{nbytes} bytes ({layout.nbytes} or more are); pass on what announce() gave"
+            f"{where} has a handle of {len(handle)} bytes (it has to be {HANDLE_BYTES}) to "
+            f"{nbytes} bytes (it has to be {layout.nbytes} or more); pass on what announce() gave"
         )
     return handle, nbytes

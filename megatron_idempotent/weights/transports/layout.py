@@ -72,7 +72,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, announced: Mapping[str, Any], *, update_id: str) -> Layout:
-        """The layout that `as_json` described.
+        """Return the layout that `as_json` described.
 
         Errors: `UpdateDamaged` where it is another update's, or anything in it is absent,
             malformed, or outside of the bucket's bytes.
@@ -122,7 +122,7 @@ class Layout:
             _view(info, offset, flat_N).copy_(tensors[info.name].detach())
 
     def unpack(self, flat_N: torch.Tensor, *, device: torch.device | str = "cpu") -> Bucket:
-        """The bucket, copied out of its bytes into tensors on a device."""
+        """Return the bucket, copied out of its bytes into tensors on a device."""
         return self.bucket(
             {
                 info.name: _view(info, offset, flat_N).to(device, copy=True)
@@ -131,7 +131,7 @@ class Layout:
         )
 
     def bucket(self, tensors: Mapping[str, torch.Tensor]) -> Bucket:
-        """The bucket with these tensors, and the checksums that it was sent with."""
+        """Return the bucket with these tensors, and the checksums that it was sent with."""
         return Bucket(index=self.index, tensors=tensors, checksums=self.checksums)
 
 
@@ -140,7 +140,7 @@ def _view(info: TensorInfo, offset: int, flat_N: torch.Tensor) -> torch.Tensor:
 
 
 def read_tensor(descriptor: int, info: TensorInfo, offset: int) -> torch.Tensor:
-    """A tensor out of an open file, in memory of its own.
+    """Return a tensor out of an open file, in memory of its own.
 
     Read, and not mapped: a mapping of a file that shrinks kills the process that touches it.
     Errors: `EOFError` where the file ends before the tensor does; `OSError`.

@@ -245,11 +245,13 @@ class ProcessGroupSender(SessionSender):
         """
         super().__init__()
         if ranks < 1:
-            raise ValueError(f"ProcessGroupSender() got ranks={ranks}; 1 or more workers")
+            raise ValueError(f"ProcessGroupSender() got ranks={ranks}; allowed: 1 or more")
         if backend not in ("gloo", "nccl"):
-            raise ValueError(f"ProcessGroupSender() got backend={backend!r}: 'gloo' or 'nccl'")
+            raise ValueError(
+                f"ProcessGroupSender() got backend={backend!r}; allowed: 'gloo', 'nccl'"
+            )
         if timeout_s <= 0:
-            raise ValueError(f"ProcessGroupSender() got timeout_s={timeout_s}; above 0")
+            raise ValueError(f"ProcessGroupSender() got timeout_s={timeout_s}; allowed: above 0")
         self._address, self._port = address, port
         self._ranks, self._backend, self._timeout_s = ranks, backend, timeout_s
         self._device = _device(backend)
@@ -374,8 +376,8 @@ class ProcessGroupReceiver:
             return self._end.receive(layout)
         except TransportError as error:
             raise UpdateDamaged(
-                f"update {self._update_id}: bucket {layout.index} did not come: {error}; send the "
-                "update again"
+                f"update {self._update_id}: bucket {layout.index} did not arrive: {error}; send "
+                "the update again"
             ) from error
 
     def _reach(self) -> _Broadcasts:
@@ -402,5 +404,8 @@ class ProcessGroupReceiver:
 
 
 def _device(backend: Backend) -> int | None:
-    """The caller's CUDA device: the thread that transfers has a current device of its own."""
+    """Return the caller's CUDA device.
+
+    The thread that transfers has a current device of its own.
+    """
     return torch.cuda.current_device() if backend == "nccl" else None

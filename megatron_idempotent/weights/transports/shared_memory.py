@@ -52,7 +52,7 @@ class Segment:
             ) from error
 
     def announced(self) -> Mapping[str, Any]:
-        """The name and size by which a receiver opens it."""
+        """Return the name and size by which a receiver opens it."""
         return {"segment": self.name, "segment_bytes": self.nbytes}
 
     def unlink(self) -> None:
@@ -89,7 +89,7 @@ def _is_stale(name: str) -> bool:
 
 
 def _namespace() -> int:
-    """The PID namespace in which this process's PID means something."""
+    """Return the PID namespace in which this process's PID means something."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 

@@ -16,18 +16,18 @@ from megatron_idempotent.workers.rendezvous import ControllerAddress, Rendezvous
 from megatron_idempotent.workers.server import Server
 
 
-def a_handover(address: str = "tcp:127.0.0.1:1", **changes: object) -> ControllerAddress:
+def an_address(address: str = "tcp:127.0.0.1:1", **changes: object) -> ControllerAddress:
     fields = {"address": address, "token": "ab" * 32, "node": socket.gethostname(), "pid": 1}
     return ControllerAddress(**{**fields, **changes})
 
 
 def test_it_is_read_as_it_was_written_and_by_nobody_else(tmp_path) -> None:
-    written = a_handover(life="x")
+    written = an_address(life="x")
     written.write(tmp_path / "run")
     assert ControllerAddress.read(tmp_path / "run") == written
     assert (tmp_path / "run" / rendezvous.FILE).stat().st_mode & 0o777 == 0o600
     assert [path.name for path in (tmp_path / "run").iterdir()] == [rendezvous.FILE]
-    a_handover(life="y").remove(tmp_path / "run")  # another controller's is left alone
+    an_address(life="y").remove(tmp_path / "run")  # another controller's is left alone
     assert ControllerAddress.read(tmp_path / "run") == written
     written.remove(tmp_path / "run")
     assert ControllerAddress.read(tmp_path / "run") is None
@@ -52,7 +52,7 @@ def test_one_that_is_cut_short_names_the_file(tmp_path, text, says) -> None:
 
 
 def test_one_that_others_may_read_or_that_is_a_link_is_not_trusted(tmp_path) -> None:
-    a_handover().write(tmp_path)
+    an_address().write(tmp_path)
     path = tmp_path / rendezvous.FILE
     path.chmod(0o640)
     with pytest.raises(RendezvousError, match="mode 640"):
@@ -64,7 +64,7 @@ def test_one_that_others_may_read_or_that_is_a_link_is_not_trusted(tmp_path) -> 
 
 
 def test_one_of_another_user_is_not_trusted(tmp_path, monkeypatch) -> None:
-    a_handover().write(tmp_path)
+    an_address().write(tmp_path)
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
     with pytest.raises(RendezvousError, match=rf"of user {other - 1}, and this is user {other}"):
@@ -84,8 +84,8 @@ def test_a_controller_answers_only_where_it_is_and_knows_the_token() -> None:
         token = wire.new_token()
         server = Server(1, token)
         address = server.listen("tcp:127.0.0.1:0")
-        good = a_handover(address, token=token.hex())
-        other = a_handover(address, token=wire.new_token().hex())
+        good = an_address(address, token=token.hex())
+        other = an_address(address, token=wire.new_token().hex())
         assert await asyncio.to_thread(good.answers)
         assert not await asyncio.to_thread(other.answers)
         await server.close()
@@ -99,8 +99,8 @@ def test_a_controller_that_lives_and_is_silent_is_not_given_a_second_one(monkeyp
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:
         address = f"tcp:127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(RendezvousError, match=f"process id {os.getpid()} does not answer"):
-            a_handover(address, pid=os.getpid()).answers()
-        assert not a_handover(address, pid=_dead_pid()).answers()
+            an_address(address, pid=os.getpid()).answers()
+        assert not an_address(address, pid=_dead_pid()).answers()
 
 
 def _dead_pid() -> int:
