@@ -184,7 +184,10 @@ def test_fused_weights_whose_pieces_are_known_are_quantized_where_cuts_are_betwe
 
 @pytest.mark.parametrize(
     ("settings", "text"),
-    [({"scales": "e8m0"}, "'e8m0'"), ({"modules_to_not_convert": "visual"}, "'visual'; allowed: a tuple")],
+    [
+        ({"scales": "e8m0"}, "'e8m0'"),
+        ({"modules_to_not_convert": "visual"}, "'visual'; allowed: a tuple"),
+    ],
 )
 def test_settings_that_mean_nothing_are_refused(settings, text):
     with pytest.raises(ValueError, match=text):

@@ -22,7 +22,7 @@ DOORS = {
     "engines": "protocol ray sglang transformers vllm",
     "fp8": "blockwise export packing padding settings",
     "hf": "buckets",
-    "logprobs": "api model request sources targets",
+    "logprobs": "api kl model request sources targets topk",
     "megatron": "ddp fsdp gather layer_specs moe optimizers process_groups replica_check schedules"
     " training",
     "metrics": "chart console loggers names timeline",
@@ -31,7 +31,7 @@ DOORS = {
     " scoped settings source statements table trees verify versions weak_keys",
     "ranks": "agreement",
     "simulator": "",
-    "step": "fsdp loss megatron results",
+    "step": "context_parallel fsdp loss megatron results",
     "sync": "recovery",
     "trainer": "",
     "weights": "records safetensors_io staging transports transports.base",

@@ -65,7 +65,7 @@ class CacheScales:
             raise UpdateMismatch(f"kv_scales lack {_listed(missing)}; give those of all layers")
 
     def read(self) -> dict[str, LayerScales]:
-        """The scales that are in use, by layer."""
+        """Return the scales that are in use, by layer."""
         return {
             name: {which: float(getattr(layer, f"_{which}_scale")) for which in ("k", "v", "q")}
             for name, layer in self._layers.items()
