@@ -25,6 +25,7 @@ class Watched(ToyGenerator):
     slow = types.MappingProxyType({})
     stubborn = failing = frozenset()
     cancelled = ()
+    cancelled_at = types.MappingProxyType({})
 
     async def generate(self, group_id, prompt, *, attempt):
         try:
@@ -33,6 +34,7 @@ class Watched(ToyGenerator):
             return await super().generate(group_id, prompt, attempt=attempt)
         except asyncio.CancelledError:
             self.cancelled = (*self.cancelled, group_id)
+            self.cancelled_at = {**self.cancelled_at, group_id: self.version}
             if group_id in self.failing:
                 raise OSError("the connection was closed") from None
             if group_id in self.stubborn:
@@ -55,6 +57,7 @@ ABORTING = WindowedSampler(1, abort_stale=True)
 def test_a_group_that_is_too_old_is_aborted_while_it_is_generated():
     toy = watched(sampler=ABORTING, slow={1: 19.0}).run(8)
     assert toy.generator.cancelled[0] == 1
+    assert toy.generator.cancelled_at[1] <= 3, "by the end of the run, and not before"
     counts = toy.status.counts
     assert counts["aborted"] == 1 <= counts["evicted"]
     assert conserved(toy.status)
@@ -93,6 +96,7 @@ def test_a_group_that_comes_in_spite_of_its_abort_counts_once_and_leaves_nothing
     assert toy.status.counts["aborted"] == 1
     assert conserved(toy.status)
     assert 1 not in toy.trained()
+    assert dict(toy.logger.rows)[12]["rollouts/retries"] == 0
     asked = [group_id for _, group_id in toy.kinds("generate")]
     assert asked.count(1) <= 1, "a group that was given up is not tried again"
     assert set(plane._groups) == {held.id for held in toy.controller._shared.buffer.ready}
@@ -247,7 +251,16 @@ def test_without_a_gate_capacity_alone_holds_groups_back(ungated):
 
 def test_without_a_gate_nothing_is_started_with_weights_that_are_too_old_already():
     """Publishing takes longer than a step: groups of version 0 could not train from version 2."""
-    toy = watched(sampler=WindowedSampler(0, gated=False, abort_stale=True), groups=1, capacity=8)
+
+    class Counted(WindowedSampler):
+        calls = 0
+
+        def abort(self, ready, *, version):
+            self.calls += 1
+            assert self.calls < 2000, "one group after another is started and aborted"
+            return super().abort(ready, version=version)
+
+    toy = watched(sampler=Counted(0, gated=False, abort_stale=True), groups=1, capacity=8)
     toy.generator.publish_seconds = 5.0
     toy.run(4)
     assert toy.status.trainer_version == 4
