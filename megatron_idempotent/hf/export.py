@@ -18,7 +18,7 @@ from megatron_idempotent.weights.safetensors_io import listed
 from .buckets import BucketStream
 from .config import Architecture, CheckpointMismatch, FailedElsewhere
 from .load import Placed, placed_slots, sync
-from .names import Share, hf_shapes
+from .names import SlotPart, hf_shapes
 
 
 class TensorPart(NamedTuple):
@@ -33,7 +33,7 @@ class TensorPart(NamedTuple):
 class OwnedSlice(NamedTuple):
     """A share of this rank's, and the slot that it is in."""
 
-    share: Share
+    share: SlotPart
     placed: Placed
 
 

@@ -17,7 +17,7 @@ from megatron_idempotent.weights.safetensors_io import Checkpoint, listed
 from megatron_idempotent.window.params import ensure_params_synced
 
 from .config import Architecture, CheckpointMismatch, agree_on
-from .names import EMBEDDING, NORM, OUTPUT, Names, ParameterSlot, Ranks, Share, hf_shapes
+from .names import EMBEDDING, NORM, OUTPUT, Names, ParameterSlot, Ranks, SlotPart, hf_shapes
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
@@ -261,7 +261,7 @@ def _fill(checkpoint: Checkpoint, placed: Iterable[Placed]) -> None:
                     at += size
 
 
-def _read(checkpoint: Checkpoint, share: Share) -> torch.Tensor:
+def _read(checkpoint: Checkpoint, share: SlotPart) -> torch.Tensor:
     return checkpoint.read(share.name, dim=share.dim, start=share.start, size=share.size)
 
 

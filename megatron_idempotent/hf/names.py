@@ -29,7 +29,7 @@ class Block(NamedTuple):
     size: int
 
 
-class Share(NamedTuple):
+class SlotPart(NamedTuple):
     """The part of one Hugging Face tensor in one shard: a range of it along `dim`."""
 
     name: str
@@ -83,7 +83,7 @@ class ParameterSlot:
             return tensor.view(experts, inputs, outputs // experts)[expert].T
         return tensor.view(experts, inputs // experts, outputs)[expert].T
 
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self) -> tuple[SlotPart, ...]:
         """Return the parts that this shard holds by Hugging Face tensor, in the order of blocks."""
         found: dict[str, list[tuple[int, int, int]]] = {}
         for name, start, local, size in self._pieces():
@@ -105,7 +105,7 @@ class ParameterSlot:
                 yield block.name, block.start + first - at, first - low, last - first
             at += block.size
 
-    def _share(self, name: str, pieces: Sequence[tuple[int, int, int]]) -> Share:
+    def _share(self, name: str, pieces: Sequence[tuple[int, int, int]]) -> SlotPart:
         starts = [start for start, _, _ in pieces]
         sizes = [size for _, _, size in pieces]
         total = sum(sizes)
@@ -115,7 +115,7 @@ class ParameterSlot:
             for start, size, following in zip(starts, sizes, starts[1:], strict=False)
         ), f"{self.parameter}: parts of {name} are not consecutive"
         segments = tuple((local, size) for _, local, size in pieces)
-        return Share(name, self.dim, starts[0], total, segments)
+        return SlotPart(name, self.dim, starts[0], total, segments)
 
 
 def qkv_blocks(names: Sequence[str], *, heads: int, groups: int, head_dim: int) -> list[Block]:
