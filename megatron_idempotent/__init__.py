@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     from megatron_idempotent.logprobs.kl import TokenKL, token_kl, topk_kl
     from megatron_idempotent.logprobs.model import logprobs_processor, model_logprobs
     from megatron_idempotent.logprobs.request import Sampling
-    from megatron_idempotent.logprobs.targets import context_parallel_part, shift_targets
+    from megatron_idempotent.logprobs.targets import (
+        context_parallel_part,
+        context_parallel_whole,
+        shift_targets,
+    )
     from megatron_idempotent.logprobs.topk import TopK, vocab_topk
     from megatron_idempotent.megatron.replica_check import ReplicaMismatchError
     from megatron_idempotent.patching.scoped import patched
@@ -87,6 +91,7 @@ __all__ = [
     "all_positions",
     "apply",
     "context_parallel_part",
+    "context_parallel_whole",
     "dequantize_blockwise",
     "ensure_initialized",
     "ensure_params_synced",
@@ -137,6 +142,7 @@ _LAZY = {
     "agree": "ranks.agreement",
     "all_positions": "step.context_parallel",
     "context_parallel_part": "logprobs.targets",
+    "context_parallel_whole": "logprobs.targets",
     "dequantize_blockwise": "fp8.blockwise",
     "ensure_initialized": "window.setup",
     "ensure_params_synced": "window.params",
