@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from megatron_idempotent.patching.scoped import patched
     from megatron_idempotent.patching.verify import verify
     from megatron_idempotent.ranks.agreement import SessionPoisoned, WindowAborted, agree
+    from megatron_idempotent.step.bins import bin_sequences
     from megatron_idempotent.step.context_parallel import all_positions, own_positions
     from megatron_idempotent.step.fsdp import FSDPTrainStep
     from megatron_idempotent.step.loss import (
@@ -90,6 +91,7 @@ __all__ = [
     "agree",
     "all_positions",
     "apply",
+    "bin_sequences",
     "context_parallel_part",
     "context_parallel_whole",
     "dequantize_blockwise",
@@ -141,6 +143,7 @@ _LAZY = {
     "accumulation_window": "window.accumulation",
     "agree": "ranks.agreement",
     "all_positions": "step.context_parallel",
+    "bin_sequences": "step.bins",
     "context_parallel_part": "logprobs.targets",
     "context_parallel_whole": "logprobs.targets",
     "dequantize_blockwise": "fp8.blockwise",
