@@ -47,12 +47,14 @@ if TYPE_CHECKING:
     from megatron_idempotent.step.bins import bin_sequences
     from megatron_idempotent.step.context_parallel import all_positions, own_positions
     from megatron_idempotent.step.fsdp import FSDPTrainStep
+    from megatron_idempotent.step.gpt import gpt_forward, gpt_inputs
     from megatron_idempotent.step.loss import (
         POLICY_GRADIENT_NORMALIZERS,
         StepCounts,
         StepLoss,
     )
     from megatron_idempotent.step.megatron import TrainStep
+    from megatron_idempotent.step.packed import pack_batches
     from megatron_idempotent.step.results import Receipt, StepResult
     from megatron_idempotent.window.abort import abort_window
     from megatron_idempotent.window.accumulation import accumulation_window
@@ -98,10 +100,13 @@ __all__ = [
     "ensure_initialized",
     "ensure_params_synced",
     "fp8_settings",
+    "gpt_forward",
+    "gpt_inputs",
     "guarded_window",
     "logprobs_processor",
     "model_logprobs",
     "own_positions",
+    "pack_batches",
     "patched",
     "quantize_blockwise",
     "rebuild_process_groups",
@@ -150,10 +155,13 @@ _LAZY = {
     "ensure_initialized": "window.setup",
     "ensure_params_synced": "window.params",
     "fp8_settings": "fp8.settings",
+    "gpt_forward": "step.gpt",
+    "gpt_inputs": "step.gpt",
     "guarded_window": "window.guard",
     "logprobs_processor": "logprobs.model",
     "model_logprobs": "logprobs.model",
     "own_positions": "step.context_parallel",
+    "pack_batches": "step.packed",
     "patched": "patching.scoped",
     "quantize_blockwise": "fp8.blockwise",
     "rebuild_process_groups": "window.rebuild",

@@ -31,7 +31,7 @@ DOORS = {
     " scoped settings source statements table trees verify versions weak_keys",
     "ranks": "agreement",
     "simulator": "",
-    "step": "bins context_parallel fsdp loss megatron results",
+    "step": "bins context_parallel fsdp gpt loss megatron packed results",
     "sync": "recovery",
     "trainer": "",
     "weights": "records safetensors_io staging transports transports.base",
