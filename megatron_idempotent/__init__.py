@@ -34,20 +34,27 @@ if TYPE_CHECKING:
     from megatron_idempotent.logprobs.kl import TokenKL, token_kl, topk_kl
     from megatron_idempotent.logprobs.model import logprobs_processor, model_logprobs
     from megatron_idempotent.logprobs.request import Sampling
-    from megatron_idempotent.logprobs.targets import context_parallel_part, shift_targets
+    from megatron_idempotent.logprobs.targets import (
+        context_parallel_part,
+        context_parallel_whole,
+        shift_targets,
+    )
     from megatron_idempotent.logprobs.topk import TopK, vocab_topk
     from megatron_idempotent.megatron.replica_check import ReplicaMismatchError
     from megatron_idempotent.patching.scoped import patched
     from megatron_idempotent.patching.verify import verify
     from megatron_idempotent.ranks.agreement import SessionPoisoned, WindowAborted, agree
+    from megatron_idempotent.step.bins import bin_sequences
     from megatron_idempotent.step.context_parallel import all_positions, own_positions
     from megatron_idempotent.step.fsdp import FSDPTrainStep
+    from megatron_idempotent.step.gpt import gpt_forward, gpt_inputs
     from megatron_idempotent.step.loss import (
         POLICY_GRADIENT_NORMALIZERS,
         StepCounts,
         StepLoss,
     )
     from megatron_idempotent.step.megatron import TrainStep
+    from megatron_idempotent.step.packed import pack_batches
     from megatron_idempotent.step.results import Receipt, StepResult
     from megatron_idempotent.window.abort import abort_window
     from megatron_idempotent.window.accumulation import accumulation_window
@@ -86,15 +93,20 @@ __all__ = [
     "agree",
     "all_positions",
     "apply",
+    "bin_sequences",
     "context_parallel_part",
+    "context_parallel_whole",
     "dequantize_blockwise",
     "ensure_initialized",
     "ensure_params_synced",
     "fp8_settings",
+    "gpt_forward",
+    "gpt_inputs",
     "guarded_window",
     "logprobs_processor",
     "model_logprobs",
     "own_positions",
+    "pack_batches",
     "patched",
     "quantize_blockwise",
     "rebuild_process_groups",
@@ -136,15 +148,20 @@ _LAZY = {
     "accumulation_window": "window.accumulation",
     "agree": "ranks.agreement",
     "all_positions": "step.context_parallel",
+    "bin_sequences": "step.bins",
     "context_parallel_part": "logprobs.targets",
+    "context_parallel_whole": "logprobs.targets",
     "dequantize_blockwise": "fp8.blockwise",
     "ensure_initialized": "window.setup",
     "ensure_params_synced": "window.params",
     "fp8_settings": "fp8.settings",
+    "gpt_forward": "step.gpt",
+    "gpt_inputs": "step.gpt",
     "guarded_window": "window.guard",
     "logprobs_processor": "logprobs.model",
     "model_logprobs": "logprobs.model",
     "own_positions": "step.context_parallel",
+    "pack_batches": "step.packed",
     "patched": "patching.scoped",
     "quantize_blockwise": "fp8.blockwise",
     "rebuild_process_groups": "window.rebuild",

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_idempotent.logprobs.targets import context_parallel_part
+
 #: Tokens of a tile along which Transformer Engine scales a block, and those that a GEMM over tokens
 #: (the weight's gradient) wants to find: cuBLAS takes leading dimensions of 16 bytes.
 _MXFP8, _BLOCK, _GEMM = 32, 128, 16
@@ -172,13 +174,17 @@ class Pack:
         pack = Pack.of([5, 3], token_alignment("mxfp8", tp=1, cp=1, sequence_parallel=False))
         tokens = pack.join(sequences, fill=pad_id)
         targets = shift_targets(tokens, mask=pack.mask, cu_seqlens=pack.cu_seqlens)
-        logprobs = pack.split(token_logprobs(logits=model(tokens), targets=targets).logprob)
+        stats = token_logprobs(logits=model(tokens), targets=targets)
+        logprobs = pack.split(stats.logprob)  # [length] of each sequence
+        sequence_logprobs_n = pack.sums(stats.logprob)
     """
 
     lengths: tuple[int, ...]
     """Tokens of each sequence, without padding."""
     tokens: int
     """T, padding included: a multiple of `alignment.pack`."""
+    segments: tuple[int, ...]
+    """Tokens of each segment, padding included; one more than `lengths` where one is padding."""
     max_seqlen: int
     """Tokens of the longest segment, padding included."""
     cu_seqlens: Tensor
@@ -228,11 +234,26 @@ class Pack:
         if sum(segments) < total:
             segments.append(total - sum(segments))
 
+        return cls.laid_out(lengths, segments, device=device)
+
+    @classmethod
+    def laid_out(
+        cls,
+        lengths: Sequence[int],
+        segments: Sequence[int],
+        *,
+        device: torch.device | str | None = None,
+    ) -> Pack:
+        """Lay out sequences of those lengths in segments of those sizes.
+
+        Example: `Pack.laid_out(pack.lengths, pack.segments)` is that pack again.
+        """
+
         def on_device(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
         # What is known on the host gives every size, so nothing below waits for the device.
-        n, size = len(lengths), sum(lengths)
+        n, size, total = len(lengths), sum(lengths), sum(segments)
         lengths_n, segments_m = on_device(lengths), on_device(segments)
         ends_m = segments_m.cumsum(0)
         starts_m = ends_m - segments_m
@@ -245,6 +266,7 @@ class Pack:
         return cls(
             lengths=tuple(lengths),
             tokens=total,
+            segments=tuple(segments),
             max_seqlen=max(segments, default=0),
             cu_seqlens=torch.cat([ends_m.new_zeros(1), ends_m]).int(),
             position_ids=torch.arange(total, device=device) - begin_T,
@@ -279,11 +301,141 @@ class Pack:
         return pack.index_copy(0, self.place_N, sequences)
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Splits values of the pack, [T, ...], into each sequence's, [length, ...]; differentiable.
+        """Splits values of the pack into each sequence's, [length, ...]; differentiable.
+
+        Args:
+            values: [T, ...], or [1, T, ...] as a model returns it.
 
         Raises:
-            ValueError: other than T values. Under context parallelism gather them first.
+            ValueError: other than T values. Under context parallelism gather them first, with
+                `context_parallel_whole`.
         """
-        if len(values) != self.tokens:
-            raise ValueError(f"split() got {len(values)} tokens; the pack has {self.tokens}")
+        values = self._flat("split", values, 1)
         return torch.split(values.index_select(0, self.place_N), [*self.lengths])
+
+    def sums(self, values: Tensor, *, rank: int = 0, size: int = 1) -> Tensor:
+        """Adds up each sequence's values; differentiable, and padding takes no part.
+
+        In float64 inside, from each sequence's first token to its last: a sequence has the same
+        sum in every pack. No loop over sequences, and nothing waits for the device.
+
+        Args:
+            values: [T, ...] or [1, T, ...]. Under context parallelism a rank's part of it,
+                [T / size, ...], as `context_parallel_part` cuts it; its sums are that rank's then,
+                to be added up over the group.
+            rank: in the context-parallel group.
+            size: ranks in that group.
+
+        Returns:
+            [n, ...] of the values' type; float32 for half precision, masks and integers.
+
+        Raises:
+            ValueError: other than T / size values.
+
+        Example:
+            nll_n = -pack.sums(stats.logprob * valid) / pack.sums(valid).clamp(min=1)
+            return (nll_n * microbatch["sample_mask"]).sum(), {}
+        """
+        values = self._flat("sums", values, size)
+        exact = values.dtype in (torch.float32, torch.float64)
+        mask = self._part(self.mask, rank, size)
+        # Not a product: what padding holds may be no number.
+        real = mask.view(-1, *[1] * (values.dim() - 1))
+        summed: Tensor = _SegmentSums.apply(  # type: ignore[no-untyped-call]
+            torch.where(real, values, 0).double(), self._borders(size)
+        )
+        return summed[: len(self.lengths)].to(values.dtype if exact else torch.float32)
+
+    def expand(self, values: Tensor, *, fill: float = 0, rank: int = 0, size: int = 1) -> Tensor:
+        """Gives each token the value of its sequence, such as an advantage; differentiable.
+
+        Args:
+            values: [n, ...]
+            fill: the value of padding.
+            rank: in the context-parallel group, whose part of the pack is returned.
+            size: ranks in that group.
+
+        Returns:
+            [T / size, ...]
+
+        Raises:
+            ValueError: other than n values.
+        """
+        n = len(self.lengths)
+        if values.dim() < 1 or len(values) != n:
+            raise ValueError(
+                f"expand() got values of shape {tuple(values.shape)} in a pack of {n} sequences: "
+                "one for each"
+            )
+        filler = values.new_full((len(self.segments) - n, *values.shape[1:]), fill)
+        spread: Tensor = _Spread.apply(  # type: ignore[no-untyped-call]
+            torch.cat([values, filler]), self._borders(size), self.tokens // size
+        )
+        mask = self._part(self.mask, rank, size)
+        return torch.where(mask.view(-1, *[1] * (values.dim() - 1)), spread, fill)
+
+    def _flat(self, what: str, values: Tensor, size: int) -> Tensor:
+        """[T / size, ...], without the dimension of rows that a model's output has."""
+        wanted = self.tokens // size
+        if values.dim() > 1 and tuple(values.shape[:2]) == (1, wanted):
+            values = values[0]
+        if values.dim() < 1 or len(values) != wanted or self.tokens % size:
+            share = "" if size == 1 else f" on each of {size} ranks"
+            raise ValueError(
+                f"{what}() got values of shape {tuple(values.shape)}; the pack has {self.tokens} "
+                f"tokens{share}"
+            )
+        return values
+
+    def _part(self, values_T: Tensor, rank: int, size: int) -> Tensor:
+        if size == 1:
+            return values_T
+        return context_parallel_part(values_T, rank=rank, size=size, cu_seqlens=self.cu_seqlens)
+
+    def _borders(self, size: int) -> Tensor:
+        # A rank has its share of each segment, in order.
+        return self.cu_seqlens.long() // size
+
+
+class _SegmentSums(torch.autograd.Function):
+    """Sums [T, ...] between borders [m + 1] to [m, ...]; `_Spread` is its transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, borders: Tensor) -> Tensor:
+        ctx.save_for_backward(borders)
+        ctx.tokens = len(values)
+        return _segment_sums(values, borders)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (borders,) = ctx.saved_tensors
+        return _spread(gradient, borders, ctx.tokens), None
+
+
+class _Spread(torch.autograd.Function):
+    """Repeats [m, ...] between borders to [T, ...], with sums in order as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, borders: Tensor, tokens: int) -> Tensor:
+        ctx.save_for_backward(borders)
+        return _spread(values, borders, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (borders,) = ctx.saved_tensors
+        return _segment_sums(gradient.double(), borders).to(gradient.dtype), None, None
+
+
+def _segment_sums(values: Tensor, borders: Tensor) -> Tensor:
+    # In a fixed order on every device; `index_add` has none on a GPU. Checks would read lengths.
+    sums: Tensor = torch.segment_reduce(
+        values.contiguous(), "sum", offsets=borders, axis=0, unsafe=True
+    )
+    return sums
+
+
+def _spread(values: Tensor, borders: Tensor, tokens: int) -> Tensor:
+    number_T = torch.searchsorted(
+        borders[1:].contiguous(), torch.arange(tokens, device=borders.device), right=True
+    )
+    return values.index_select(0, number_T)

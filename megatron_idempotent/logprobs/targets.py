@@ -1,11 +1,15 @@
-"""Makes the target of each position, in padded and packed batches, and each rank's part.
+"""Makes the target of each position, in padded and packed batches, and each rank's part of both.
 
 Legend: B rows, T positions. No loop over sequences, and nothing waits for the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Literal
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .request import ID_DTYPES
@@ -115,6 +119,111 @@ def context_parallel_part(
     return values.index_select(
         dim, start + torch.where(offset < half, rank * half + offset, behind)
     )
+
+
+def context_parallel_whole(
+    parts: Tensor | Sequence[Tensor],
+    *,
+    group: Any = None,
+    cu_seqlens: Tensor | None = None,
+    dim: int = -1,
+    losses: Literal["same", "parts"] = "same",
+) -> Tensor:
+    """Puts the parts of context-parallel ranks together: undoes `context_parallel_part`, exactly.
+
+    Differentiable. With a group all of its ranks take part in the forward, and with
+    `losses="parts"` in the backward too.
+
+    Args:
+        parts: [size, ..., T / size, ...] or one tensor per rank, of all ranks in order; with a
+            group this rank's alone, [..., T / size, ...].
+        group: the context-parallel group to gather over; None where the parts are here.
+        cu_seqlens: [n + 1] of integers, as `context_parallel_part` was given it.
+        dim: the dimension of positions in one rank's part.
+        losses: with a group, what ranks do with the whole. "same": each computes the same loss,
+            which is meant once, so a rank keeps its own part of the gradient. "parts": each
+            computes another part of the loss, so the gradients of all are added up.
+
+    Returns:
+        [..., T, ...]
+
+    Raises:
+        ValueError: parts of differing shapes, positions that cannot be of so many ranks, or shapes
+            and types that do not fit.
+
+    Example:
+        logprobs = context_parallel_whole(stats.logprob, group=cp_group, cu_seqlens=pack.cu_seqlens)
+        sequence_logprobs_n = pack.sums(logprobs)
+    """
+    if losses not in ("same", "parts"):
+        raise ValueError(f"context_parallel_whole() got losses={losses!r}: 'same' or 'parts'")
+    if group is not None:
+        if not isinstance(parts, Tensor):
+            raise ValueError(
+                f"context_parallel_whole() got a group and a {type(parts).__name__}: this rank's "
+                "part alone, a tensor"
+            )
+        parts = _Gathered.apply(  # type: ignore[no-untyped-call]
+            parts, group, losses == "parts"
+        )
+    each = list(parts.unbind() if isinstance(parts, Tensor) else parts)
+    shapes = sorted({tuple(part.shape) for part in each})
+    if len(shapes) != 1 or not shapes[0]:
+        raise ValueError(
+            f"context_parallel_whole() got {len(each)} parts of shapes {shapes}: those of all "
+            "ranks, of one shape"
+        )
+    size = len(each)
+    if size == 1:
+        return each[0]
+    joined = torch.cat(each, dim)
+    positions = joined.shape[dim]
+    if positions % (2 * size):
+        raise ValueError(
+            f"context_parallel_whole() got {positions // size} positions from each of {size} "
+            f"ranks: a rank has an even number of them"
+        )
+    return joined.index_select(dim, _places(positions, size, cu_seqlens, joined.device))
+
+
+def _places(positions: int, size: int, cu_seqlens: Tensor | None, device: Any) -> Tensor:
+    """Returns where each position is among the parts of all ranks, one after the other."""
+    place_T = torch.arange(positions, device=device)
+    if cu_seqlens is None:
+        start, half = torch.zeros_like(place_T), torch.full_like(place_T, positions // (2 * size))
+    else:
+        _check_lengths("context_parallel_whole", cu_seqlens)
+        starts = cu_seqlens.to(place_T)
+        number = torch.searchsorted(starts[1:].contiguous(), place_T, right=True)
+        number = number.clamp(max=len(starts) - 2)
+        start = starts[number]
+        # At least 1: positions after the last sequence have none.
+        half = ((starts[number + 1] - start) // (2 * size)).clamp(min=1)
+    piece = (place_T - start) // half
+    front = piece < size
+    rank = torch.where(front, piece, 2 * size - 1 - piece)
+    offset = (place_T - start) % half + torch.where(front, 0, half)
+    return rank * (positions // size) + start // size + offset
+
+
+class _Gathered(torch.autograd.Function):
+    """[size, ...] of all ranks' parts; the gradient is this rank's, or the sum of all ranks'."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any, adds_up: bool) -> Tensor:
+        ctx.group, ctx.adds_up = group, adds_up
+        parts = part.new_empty((dist.get_world_size(group), *part.shape))
+        dist.all_gather(list(parts.unbind()), part.contiguous(), group=group)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.adds_up:
+            # A copy, because autograd may have handed it to others. Not a reduce-scatter, which
+            # gloo has on newer releases of torch only.
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(gradient, group=ctx.group)
+        return gradient[dist.get_rank(ctx.group)], None, None
 
 
 def _check_lengths(what: str, cu_seqlens: Tensor) -> None:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from megatron_idempotent.fp8.packing import TokenAlignment
+
 from .loss import StepLoss
 from .outputs import Reported
 from .pieces import Piece
@@ -58,6 +60,18 @@ class Backend(Protocol):
     @property
     def narrow(self) -> bool:
         """True if gradients of sums over a whole step may leave the range of their type."""
+
+    @property
+    def alignment(self) -> TokenAlignment:
+        """Multiples of tokens that packs are padded to. `ValueError` where none are known."""
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """The number of microbatches in a call is a multiple of it."""
+
+    @property
+    def attention(self) -> float:
+        """Work of a token for each token of its sequence, where a token costs 1 besides."""
 
     @property
     def partially_updated(self) -> bool:

@@ -6,14 +6,10 @@ and masks cut in the same way, or the log-probs of whole sequences.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_idempotent.logprobs.targets import context_parallel_part
+from megatron_idempotent.logprobs.targets import context_parallel_part, context_parallel_whole
 
 
 def context_parallel_ranks() -> tuple[int, int]:
@@ -69,32 +65,7 @@ def all_positions(part: Tensor, *, dim: int = 1, cu_seqlens: Tensor | None = Non
     Example:
         logprob_BT = all_positions(stats.logprob)  # and the loss says context_parallel = "whole"
     """
-    _, size = context_parallel_ranks()
-    if size == 1:
+    if context_parallel_ranks()[1] == 1:
         return part
-    places = torch.arange(part.shape[dim] * size, device=part.device)
-    place_T = torch.cat(
-        [
-            context_parallel_part(places, rank=rank, size=size, cu_seqlens=cu_seqlens)
-            for rank in range(size)
-        ]
-    )
-    gather: Any = _Gather.apply
-    whole: Tensor = gather(part.movedim(dim, 0), place_T)
-    return whole.movedim(0, dim)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, place_T: Tensor) -> Tensor:
-        rank, size = context_parallel_ranks()
-        ctx.save_for_backward(place_T.chunk(size)[rank])
-        whole = part.new_empty(len(place_T), *part.shape[1:])
-        group = parallel_state.get_context_parallel_group()
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
-        return torch.empty_like(whole).index_copy_(0, place_T, whole)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (own,) = ctx.saved_tensors
-        return gradient.index_select(0, own), None
+    group = parallel_state.get_context_parallel_group()
+    return context_parallel_whole(part, group=group, cu_seqlens=cu_seqlens, dim=dim)

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.ranks.agreement import DEADLINE_S, collective_timeout
 
 from .backend import Update
+from .bins import NO_ALIGNMENT
 from .fsdp_internals import check_internals
 from .fsdp_run import (
     AccumulatedSnapshot,
@@ -119,6 +121,18 @@ class FSDPBackend:
         return self.shards.device
 
     @property
+    def alignment(self) -> TokenAlignment:
+        return NO_ALIGNMENT
+
+    @property
+    def microbatch_multiple(self) -> int:
+        return 1
+
+    @property
+    def attention(self) -> float:
+        return 0.0  # of a model of which nothing is known
+
+    @property
     def partially_updated(self) -> bool:
         return self._updating and self._undo is None
 
@@ -146,7 +160,14 @@ class FSDPBackend:
         """Models here add no loss of their own that the step could weigh."""
 
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
-        """Microbatches of any shape are run."""
+        """Microbatches of any shape are run, if `forward` keeps the sequences of packs apart."""
+        packed = any(piece.segments is not None for pieces in lists for piece in pieces)
+        if packed and self._forward is tokens_forward:
+            raise ValueError(
+                "microbatch() got packs, and FSDPTrainStep() no forward, without which a model "
+                "would take a pack for one sequence: give it a forward that hands the pack's "
+                "cu_seqlens and position_ids on to the model's attention"
+            )
 
     def lockstep_group(self) -> tuple[bool, Any]:
         return True, None  # every layer's parameters are gathered from all ranks
@@ -337,6 +358,8 @@ class FSDPTrainStep(SplitStep):
             back to; may be None.
         forward: makes the output, a tensor, from (model, microbatch).
         shared: names in batches that are the same for all rows, see `TrainStep`.
+        shape, counts: of ready microbatches, see `TrainStep`.
+        alignment: multiples of tokens that packs of a budget are padded to; None for no padding.
         non_finite: what `finish()` does where a loss or the norm of the gradients is NaN or
             infinite, and no scaler lowers its scale for it, see `TrainStep`.
         nothing_valid: what it does where nothing is valid on any rank, see `TrainStep`.
@@ -370,6 +393,7 @@ class FSDPTrainStep(SplitStep):
         shared: Collection[str] = (),
         shape: Callable[[Any], tuple[int, int]] | None = None,
         counts: Callable[[Any], Any] | None = None,
+        alignment: TokenAlignment | None = None,
         non_finite: NonFinite = "refuse",
         nothing_valid: NothingValid = "skip",
         clip_grad: float | None = 1.0,
@@ -381,7 +405,9 @@ class FSDPTrainStep(SplitStep):
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad must be positive or None, got {clip_grad!r}")
         _check_scheduler(scheduler)
-        options = checked_options(deadline_s, non_finite, shared, shape, counts, nothing_valid)
+        options = checked_options(
+            deadline_s, non_finite, shared, shape, counts, nothing_valid, alignment
+        )
         backend = FSDPBackend(
             self._shards,
             optimizer,

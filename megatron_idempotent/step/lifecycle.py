@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_idempotent.ranks.agreement import control_group, refuse_if_poisoned
 
 from .backend import Backend, no_way_back
+from .bins import capacity_of
 from .loss import Divisor, StepLoss, check_begin, check_divisor
 from .open_step import OpenStep
 from .records import Batch, Options, check_lr, check_size
@@ -45,6 +46,7 @@ class SplitStep:
         *,
         global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
+        max_tokens_per_microbatch: int | None = None,
         rank_batch_size: int | None = None,
         divisor: Divisor | None = None,
         step_id: str | None = None,
@@ -59,6 +61,9 @@ class SplitStep:
                 None where `finish()` is told.
             micro_batch_size: rows of a microbatch; the last one of a batch may have fewer. Replicas
                 may have different ones. None where all microbatches come ready.
+            max_tokens_per_microbatch: in its place, the most tokens of a microbatch, padding
+                included: the rows of a batch, whose `lengths` or `attention_mask` say what is real,
+                become packs of about one size; the same on all ranks.
             rank_batch_size: rows that this rank will get in the step, where that is known: the
                 batch that completes them is the last one, see `microbatch`.
             divisor: what gradients are divided by, in place of what the loss's kind counts; the
@@ -72,9 +77,10 @@ class SplitStep:
         Raises:
             RuntimeError: a step is open, or this id was aborted, or the parameters are half
                 updated.
-            ValueError: a size that is not a positive integer, a loss that does not say its kind, or
-                one of groups, or already divided, that does not weigh the model's MoE, MTP or
-                other auxiliary losses (`auxiliary_weight`).
+            ValueError: a size that is not a positive integer, two that exclude each other, a budget
+                below the least pack, a loss that does not say its kind, or one of groups, or
+                already divided, that does not weigh the model's MoE, MTP or other auxiliary losses
+                (`auxiliary_weight`).
             SessionPoisoned: ranks of an earlier step went apart.
 
         Ranks that begin with different arguments are told so (`WindowAborted`) where they next
@@ -88,11 +94,18 @@ class SplitStep:
             "loss": loss,
             "global_batch_size": global_batch_size,
             "micro_batch_size": micro_batch_size,
+            "max_tokens_per_microbatch": max_tokens_per_microbatch,
             "rank_batch_size": rank_batch_size,
             "divisor": divisor,
         }
         check_begin(begun_with, step_id)
         self._backend.accept_loss(loss)
+        if max_tokens_per_microbatch is not None:
+            alignment = self._options.alignment or self._backend.alignment
+            try:
+                capacity_of(max_tokens_per_microbatch, alignment)
+            except ValueError as error:
+                raise ValueError(f"begin() got {error}") from None
         if step_id is not None and self._is_repeated(step_id, begun_with):
             return step_id
         refuse_if_poisoned()
@@ -141,7 +154,8 @@ class SplitStep:
             batch: a mapping with `input_ids` [B, T], and `sample_mask` [B] and `token_mask` [B, T]
                 where not all is valid. Tensors have B as their first dimension, lists and tuples B
                 items; scalars, and what the step was made to share, are the same for all rows. B
-                may be 0.
+                may be 0. A step with a budget of tokens needs `lengths` [B] or `attention_mask`
+                [B, T] besides, or nested `input_ids`.
             microbatches: in place of a batch, a list of anything that `forward` and the loss take:
                 mappings, TensorDicts, dataclasses, packs, nested tensors. Their shape is that of
                 `input_ids`, or what the step's `shape` says. Valid are what the masks say in rows
@@ -159,8 +173,9 @@ class SplitStep:
 
         Raises:
             RuntimeError: no such step is open, it has failed, or has had its last batch.
-            ValueError: not a batch, or one with a `Pack`; a microbatch whose shape or counts are
-                unknown, or whose `cu_seqlens` do not fit. The step is as it was.
+            ValueError: not a batch, or one with a `Pack`; rows of unknown lengths, or one that is
+                longer than the budget; a microbatch whose shape or counts are unknown, or whose
+                masks or `cu_seqlens` do not fit. The step is as it was.
             WindowAborted: a rank failed, and all who wait for it know. Where the message says so
                 the step is as it was; else it has failed.
             SessionPoisoned: a failure that cannot be carried, or a rank that did not come.

@@ -88,8 +88,9 @@ class StepLoss(Protocol):
     Two attributes more are read where a loss has them. `outputs` names what it returns for each
     sample, beside its metrics: see `microbatch()`. `auxiliary_weight`, a number or a function of
     the microbatch, is what MoE and MTP losses of a microbatch are multiplied with before they are
-    divided as the loss is; without it they count by the microbatch's positions (its sequences, if
-    the loss is of sequences). Losses of groups, and those that the caller has divided, need it.
+    divided as the loss is; without it they count by the microbatch's positions (its tokens, where
+    the model is told where the padding of a pack is; its sequences, if the loss is of sequences).
+    Losses of groups, and those that the caller has divided, need it.
 
     Example:
         class PolicyGradient:
@@ -185,8 +186,15 @@ def check_begin(begun_with: Mapping[str, Any], step_id: str | None) -> None:
     """Raise `ValueError` unless a step can begin with these arguments."""
     check_loss(begun_with["loss"])
     check_divisor("begin", begun_with["divisor"])
-    for name in ("global_batch_size", "micro_batch_size", "rank_batch_size"):
+    sizes = "micro_batch_size", "max_tokens_per_microbatch"
+    for name in ("global_batch_size", *sizes, "rank_batch_size"):
         check_size("begin", name, begun_with[name])
+    if all(begun_with[name] is not None for name in sizes):
+        told = ", ".join(f"{name}={begun_with[name]!r}" for name in sizes)
+        raise ValueError(
+            f"begin() got {told}: a microbatch has so many rows, or at most so many tokens; give "
+            "one of the two"
+        )
     if step_id is not None and not isinstance(step_id, str):
         raise ValueError(f"begin() takes a str as step_id, got {step_id!r}")
 
@@ -202,12 +210,15 @@ def needs_weight(loss: StepLoss) -> bool:
     return loss.kind in ("group", "none") and not given
 
 
-def auxiliary_weight(loss: StepLoss, piece: Piece) -> float:
-    """Returns what a microbatch's auxiliary losses, which are means over it, count as."""
+def auxiliary_weight(loss: StepLoss, piece: Piece, number: int) -> float:
+    """Returns what a microbatch's auxiliary losses, which are means over it, count as.
+
+    `number` is what they are means over: its positions, or without the padding its tokens.
+    """
     given = getattr(loss, "auxiliary_weight", None)
     if given is not None:
         return float(given(piece.batch) if callable(given) else given)
-    return float(piece.positions if loss.kind == "token" else piece.sequences)
+    return float(number if loss.kind == "token" else piece.sequences)
 
 
 def check_divisor(what: str, divisor: Any) -> None:

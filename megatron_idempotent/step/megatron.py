@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.ddp import bucket_groups, start_held
 from megatron_idempotent.megatron.schedules import are_held, open_windows
@@ -25,14 +26,15 @@ from megatron_idempotent.window.abort import abort_window, checked, drop_collect
 from megatron_idempotent.window.missed_collectives import gather_params
 
 from .backend import Update
-from .context_parallel import context_parallel_ranks, own_positions
+from .context_parallel import context_parallel_ranks
+from .gpt import gpt_forward
 from .lifecycle import SplitStep
 from .loss import StepLoss
 from .megatron_run import Forward, MegatronSnapshot, Runner, forget_inference
 from .megatron_update import CheckedUpdate
 from .outputs import Reported
 from .pieces import Piece
-from .records import TOKENS, Batch, NonFinite, NothingValid, Options, checked_options
+from .records import NonFinite, NothingValid, Options, checked_options
 from .snapshot import evaluating, lr_and_weight_decay, set_learning_rate
 from .totals import Totals
 
@@ -102,6 +104,19 @@ class MegatronBackend:
         )
 
     @property
+    def alignment(self) -> TokenAlignment:
+        return TokenAlignment.of_config(self._runner.configs[0])
+
+    @property
+    def microbatch_multiple(self) -> int:
+        return self._runner.microbatch_multiple
+
+    @property
+    def attention(self) -> float:
+        # A layer has 12 x hidden x hidden weights, and 2 x hidden products for each token before.
+        return 1.0 / (6 * int(self._runner.configs[0].hidden_size))
+
+    @property
     def partially_updated(self) -> bool:
         return self._step.updating and self._step.undo is None
 
@@ -129,7 +144,7 @@ class MegatronBackend:
 
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
         if self._cuts_positions:
-            _check_positions(lists)
+            _check_positions(lists, self._runner.configs[0])
         self._runner.accept(lists)
 
     def lockstep_group(self) -> tuple[bool, Any]:
@@ -246,14 +261,30 @@ class MegatronBackend:
         return torch.tensor(counted, device=self.device).to(kind)
 
 
-def _check_positions(lists: Sequence[Sequence[Piece]]) -> None:
+def _check_positions(lists: Sequence[Sequence[Piece]], config: Any) -> None:
+    """Ranks can share the positions, and under context parallelism each sequence of a pack."""
     _, size = context_parallel_ranks()
-    for length in {piece.shape[1] for pieces in lists for piece in pieces}:
+    sharing = size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    for piece in (each for pieces in lists for each in pieces):
+        length = piece.shape[1]
         if size > 1 and length % (2 * size):
             raise ValueError(
                 f"microbatch() got rows of {length} positions for {size} context-parallel ranks: "
                 f"pad them to a multiple of {2 * size}"
             )
+        if length % sharing:
+            raise ValueError(
+                f"microbatch() got {length} positions for {sharing} ranks that share them by "
+                f"sequence parallelism: pad them to a multiple of {sharing}"
+            )
+        starts = () if piece.segments is None else piece.segments.starts
+        for index, start in enumerate(starts):
+            if size > 1 and start % (2 * size):
+                raise ValueError(
+                    f"microbatch() got a pack whose sequence {index} begins at {start}, for "
+                    f"{size} context-parallel ranks: pad each to a multiple of {2 * size}, as "
+                    "TokenAlignment.of_config(config) says"
+                )
 
 
 def _refuse(chunks: Sequence[Any]) -> None:
@@ -347,33 +378,15 @@ def check_patches(chunks: Sequence[Any]) -> None:
     check_applied("TrainStep()", _NEEDS, chunks)
 
 
-def gpt_forward(model: Any, microbatch: Batch) -> torch.Tensor:
-    """Calls a `GPTModel` with `input_ids` [B, T], `position_ids` and `attention_mask`.
-
-    Returns logits [B, T, V] on the last pipeline stage, hidden states on the others. Positions
-    are 0..T-1 if the batch has none. Under context parallelism rows come whole, and logits are
-    those of this rank's `own_positions`; a mask [B, 1, T, T] is cut to the rank's queries.
-    """
-    tokens_BT = microbatch[TOKENS]
-    positions_BT = microbatch.get("position_ids")
-    if positions_BT is None:
-        positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        positions_BT = positions_BT.expand_as(tokens_BT)
-    mask = microbatch.get("attention_mask")
-    if mask is not None and mask.dim() == 4 and mask.shape[2] == tokens_BT.shape[1]:
-        mask = own_positions(mask, dim=2)
-    output: torch.Tensor = model(own_positions(tokens_BT), own_positions(positions_BT), mask)
-    return output
-
-
 class TrainStep(SplitStep):
     """One optimizer step of Megatron's, in any number of pieces, safe to stop anywhere.
 
     The gradient is that of one schedule call with all microbatches in the same order, bit for bit:
     of a loss that is summed, divided by what is valid on all ranks. It is reduced and finalized
     once. MoE, MTP and other auxiliary losses, which are means over a microbatch, count by its
-    positions (its rows, if the loss is of sequences) against the same divisor, as they do under
-    `calculate_per_token_loss`; with that set or not, gradients are the same but for rounding.
+    positions (a pack's tokens, where the model is told of padding; its sequences, if the loss is of
+    these) against the same divisor, as they do under `calculate_per_token_loss`; with that set or
+    not, gradients are the same but for rounding.
 
     Log-probs, evaluation and export while a step is open belong into `reading()`.
 
@@ -389,6 +402,8 @@ class TrainStep(SplitStep):
         shape: gives rows and positions of a ready microbatch; None for those of its `input_ids`.
         counts: gives valid sequences and tokens of a ready microbatch, as two numbers or a tensor
             [2]; None to count them by its masks.
+        alignment: multiples of tokens that packs of a budget are padded to; None for those that the
+            model's config needs.
         non_finite: what `finish()` does where a loss or the norm of the gradients is NaN or
             infinite. "refuse" raises `WindowAborted` on all ranks, before anything is updated;
             "skip" drops the gradients, and the result says why; "update" updates all the same, as
@@ -426,12 +441,15 @@ class TrainStep(SplitStep):
         shared: Collection[str] = (),
         shape: Callable[[Any], tuple[int, int]] | None = None,
         counts: Callable[[Any], Any] | None = None,
+        alignment: TokenAlignment | None = None,
         non_finite: NonFinite = "refuse",
         nothing_valid: NothingValid = "skip",
         deadline_s: float = DEADLINE_S,
         undo: bool = False,
     ) -> None:
-        options = checked_options(deadline_s, non_finite, shared, shape, counts, nothing_valid)
+        options = checked_options(
+            deadline_s, non_finite, shared, shape, counts, nothing_valid, alignment
+        )
         backend = MegatronBackend(
             model_chunks, optimizer, scheduler, forward, options=options, undo=undo
         )

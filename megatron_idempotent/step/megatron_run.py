@@ -231,10 +231,17 @@ class Runner:
                 "which says what each of these means counts as against the divisor"
             )
 
+    @property
+    def microbatch_multiple(self) -> int:
+        """Pipeline stages under an interleaved schedule, which takes multiples of them."""
+        if len(self.chunks) == 1:
+            return 1
+        return int(parallel_state.get_pipeline_model_parallel_world_size())
+
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
-        stages = int(parallel_state.get_pipeline_model_parallel_world_size())
+        stages = self.microbatch_multiple
         for microbatches in lists:
-            if len(self.chunks) > 1 and len(microbatches) % stages:
+            if len(microbatches) % stages:
                 raise ValueError(
                     f"microbatch() got {len(microbatches)} microbatches of equal size for an "
                     f"interleaved pipeline of {stages} stages, whose schedule takes multiples of "
@@ -269,20 +276,27 @@ class Runner:
             "micro_batch_size": pieces[0].shape[0],
             "forward_only": False,
         }
-        now = _Now(arguments, weigh=lambda piece: self._weight(loss, piece, ghosts))
+        now = _Now(arguments, weigh=functools.partial(self._weight, loss, ghosts))
         arguments["forward_step_func"] = self._forward_step(loss, found, ghosts, now)
+        # What auxiliary losses of a pack are means over is known once its forward was called.
+        packed = any(piece.segments is not None for piece in pieces)
         weights = {now.weigh(piece) for piece in pieces}
+        even = len(weights) == 1 and not packed
         with ExitStack() as stack:
             if ghosts:
                 # Routing counts and logs of microbatches that nobody has are not kept.
                 kept = MegatronSnapshot(self.chunks, None, None)
                 stack.callback(kept.restore)
             self._hold(stack, reduce)
-            weight = weights.pop() if len(weights) == 1 else now.weight
+            weight = weights.pop() if even else now.weight
             # The ranks' sums are added up as they are; `update` takes back what DDP averages.
             stack.enter_context(dividing_by(1, auxiliary_weight=weight, context_parallel=False))
-            if weights:
+            if not even:
                 _scale_with_their_forward(stack)
+            if packed:
+                for chunk in self.chunks:
+                    hook = chunk.register_forward_pre_hook(now.look, with_kwargs=True)
+                    stack.callback(hook.remove)
             if len({piece.shape for piece in pieces}) > 1:
                 for config in self.configs:
                     set_for(stack, config, "variable_seq_lengths", True)
@@ -387,17 +401,19 @@ class Runner:
 
         return forward_step
 
-    def _weight(self, loss: StepLoss, piece: Piece, ghosts: bool) -> float:
+    def _weight(self, loss: StepLoss, ghosts: bool, piece: Piece, masked: bool = False) -> float:
         """Returns the weight that makes a microbatch's auxiliary losses count by its share.
 
-        They are means over a microbatch. With calculate_per_token_loss Megatron multiplies them
-        with the tokens itself, and all else is divided by the step's normalizer at the end.
+        They are means over a microbatch: over its positions, or over its tokens if the model was
+        told where padding is. With calculate_per_token_loss Megatron multiplies them with that
+        number itself, and all else is divided by the step's normalizer at the end.
         """
-        if ghosts:
+        if ghosts or not piece.sequences:
             return 0.0
-        share = auxiliary_weight(loss, piece)
+        number = piece.tokens if masked else piece.positions
+        share = auxiliary_weight(loss, piece, number)
         if self.per_token:
-            share /= piece.positions
+            share /= number
         return share * 2.0**-self.shift
 
     def _note_finalize(self, model: Any, num_tokens: Any = None, **options: Any) -> None:
@@ -407,20 +423,25 @@ class Runner:
 class _Now:
     """The microbatch that a call runs forward now, for what has to know its size."""
 
-    def __init__(self, arguments: dict[str, Any], *, weigh: Callable[[Piece], float]) -> None:
+    def __init__(self, arguments: dict[str, Any], *, weigh: Callable[..., float]) -> None:
         self._arguments = arguments
         self.weigh = weigh
         self._piece: Piece | None = None
+        self._masked = False
 
     def begin(self, piece: Piece) -> None:
         """Its forward begins."""
-        self._piece = piece
+        self._piece, self._masked = piece, False
         # Read where this rank's forward fails and zeros go to the next stage in its place.
         self._arguments.update(micro_batch_size=piece.shape[0], seq_length=piece.shape[1])
 
     def weight(self) -> float:
         """The weight of its auxiliary losses."""
-        return 0.0 if self._piece is None else self.weigh(self._piece)
+        return 0.0 if self._piece is None else self.weigh(self._piece, self._masked)
+
+    def look(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """The model is called: note whether it is told where padding is."""
+        self._masked = kwargs.get("padding_mask") is not None
 
 
 def _scale_with_their_forward(stack: ExitStack) -> None:

@@ -51,6 +51,8 @@ class RankStatus:
     """The batch as microbatches, one entry per call."""
     specs: tuple[tuple[Any, tuple[int, int]], ...] = ()
     """A microbatch of each entry without its values, and its shape, for ranks that have none."""
+    bins: int = 0
+    """Microbatches that the batch takes at least, where a budget of tokens makes them."""
     shift: int | None = None
     """Losses are divided by 2 ** shift on this rank, or should be; None without a batch."""
     counts: tuple[float, float] = (0.0, 0.0)

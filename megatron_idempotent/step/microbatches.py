@@ -64,6 +64,12 @@ def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
                 f"microbatch() got {name!r} of {_told_value(mask)}: {SAMPLE_MASK!r} is [rows] and "
                 f"{TOKEN_MASK!r} [rows, positions], of zeros and ones"
             )
+    mask_BT = batch.get(TOKEN_MASK)
+    if mask_BT is not None and not tokens_BT.is_nested and mask_BT.shape != tokens_BT.shape[:2]:
+        raise ValueError(
+            f"microbatch() got {TOKEN_MASK!r} of {tuple(mask_BT.shape)} for {TOKENS!r} of "
+            f"{tuple(tokens_BT.shape)}: one for each position"
+        )
     return rows
 
 
@@ -128,7 +134,10 @@ def list_shape(pieces: Sequence[Piece]) -> ListShape:
     positions = max(piece.shape[1] for piece in pieces)
     shapes = [piece.shape for piece in pieces]
     # In short: a list may have hundreds, and what ranks exchange should fit into one gather.
-    told = 0 if len(set(shapes)) == 1 else zlib.crc32(repr(shapes).encode())
+    lengths = [piece.segments.lengths for piece in pieces if piece.segments is not None]
+    told = 0
+    if lengths or len(set(shapes)) > 1:
+        told = zlib.crc32(repr((shapes, lengths)).encode())
     return len(pieces), rows, positions, told
 
 
@@ -141,22 +150,27 @@ def _slice(batch: Batch, start: int, end: int, shared: Collection[str]) -> Batch
     }
 
 
-def spec(microbatch: Any) -> Any:
+def spec(microbatch: Any, name: str = "") -> Any:
     """Describe a microbatch so that another rank can make its `ghost`.
 
     Tensors, however deep in mappings, dataclasses, lists and tuples, are replaced by a description;
-    all else is sent along.
+    all else is sent along. So are packs and `cu_seqlens`, without which attention knows no
+    sequences; `name` is the value's.
     """
+    if isinstance(microbatch, Pack):
+        return _PACK, microbatch.lengths, microbatch.segments
+    if isinstance(microbatch, Tensor) and name.startswith("cu_seqlens"):
+        return _BORDERS, microbatch.tolist(), microbatch.dtype
     if isinstance(microbatch, Tensor):
         lengths = [len(each) for each in microbatch.unbind()] if microbatch.is_nested else None
         shape = microbatch.shape if lengths is None else microbatch.values().shape
         return _TENSOR, tuple(shape), microbatch.dtype, lengths
     if hasattr(microbatch, "keys") and hasattr(microbatch, "items"):  # a TensorDict is no Mapping
-        return {name: spec(value) for name, value in microbatch.items()}
+        return {name: spec(value, str(name)) for name, value in microbatch.items()}
     if dataclasses.is_dataclass(microbatch) and not isinstance(microbatch, type):
         found = copy.copy(microbatch)
         for field in dataclasses.fields(found):
-            object.__setattr__(found, field.name, spec(getattr(found, field.name)))
+            object.__setattr__(found, field.name, spec(getattr(found, field.name), field.name))
         return found
     described: Any = _pytree.tree_map_only(Tensor, spec, microbatch)
     return described
@@ -166,9 +180,13 @@ def ghost(example: Any, device: Any) -> Any:
     """Make a microbatch of zeros that looks like a peer's `spec`; nothing in it is valid."""
     if _is_tensor(example):
         return _zeros(example, device)
+    if _is_marked(example, _PACK):
+        return Pack.laid_out(*example[1:], device=device)
+    if _is_marked(example, _BORDERS):
+        return torch.tensor(example[1], dtype=example[2], device=device)
     if isinstance(example, Mapping):
         batch = {name: ghost(value, device) for name, value in example.items()}
-        if isinstance(batch.get(TOKENS), Tensor):
+        if isinstance(batch.get(TOKENS), Tensor) and SAMPLE_MASK not in batch:
             batch[SAMPLE_MASK] = torch.zeros(batch[TOKENS].shape[0], device=device)
         return batch
     if dataclasses.is_dataclass(example) and not isinstance(example, type):
@@ -186,10 +204,16 @@ def ghost(example: Any, device: Any) -> Any:
 #: Begins the description of a tensor: its shape, type, and the lengths of a nested one's rows. No
 #: class, because plain pickle does not find one that has itself arrived pickled by value.
 _TENSOR = "megatron_idempotent tensor"
+#: Begin the descriptions of a pack, by its lengths and segments, and of borders, by their values.
+_PACK, _BORDERS = "megatron_idempotent pack", "megatron_idempotent borders"
 
 
 def _is_tensor(value: Any) -> bool:
     return type(value) is tuple and len(value) == 4 and value[0] == _TENSOR
+
+
+def _is_marked(value: Any, mark: str) -> bool:
+    return type(value) is tuple and len(value) == 3 and value[0] == mark
 
 
 def _zeros(described: tuple[Any, ...], device: Any) -> Tensor:
@@ -251,6 +275,7 @@ def differing_replicas(said: Sequence[RankStatus]) -> str | None:
 def _told_share(say: RankStatus) -> str:
     shapes = ", ".join(
         f"{n} microbatches of {'' if not told else 'up to '}{rows} x {t}"
+        + (f" (shapes and lengths {told:08x})" if told else "")
         for n, rows, t, told in say.lists
     )
     return f"{say.doing}({shapes or 'nothing'})"

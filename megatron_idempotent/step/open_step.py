@@ -20,6 +20,7 @@ from .groups import distinct
 from .loss import StepCounts, divided_by, returned_by
 from .messages import Doing, RankStatus, failures, stop
 from .outputs import Reported, as_numbers
+from .packed import PackedRows, packed_rows
 from .records import Batch
 from .results import Receipt, StepResult, result_of
 from .rounds import Rounds, told_divisor
@@ -54,24 +55,30 @@ class OpenStep(Rounds):
     ) -> Receipt:
         """Run a batch, after ranks that would wait for each other agree on what it is."""
         coupled, group = self._backend.lockstep_group()
-        share = Share()
+        share, packed = Share(), None
         bad: ValueError | None = None
         try:
-            share = share_of(batch, ready, self.begun_with, self._options)
+            packed = packed_rows(batch, ready, self.begun_with, self._options, self._backend)
+            if packed is None:
+                share = share_of(batch, ready, self.begun_with, self._options)
+            else:
+                share = packed.share(packed.bins)
             last = self._is_last(share.sequences) or last
             self._backend.accept(share.lists)
         except ValueError as error:
             if not coupled:
                 raise
-            share, bad = Share(), error
+            share, packed, bad = Share(), None, error
         said: list[RankStatus] = []
         release = False
         with self._failing(unless=WindowAborted):
             if last:
                 # A peer in its first forward waits for this, and is not yet where ranks meet.
                 self._backend.join(wait=False)
+            doing: Doing = "last" if last else "chunk"
+            if coupled and group is None and self.begun_with["max_tokens_per_microbatch"]:
+                share = self._as_many_bins(doing, share, packed, bad)
             if coupled:
-                doing: Doing = "last" if last else "chunk"
                 said = self._meet(doing, share.lists, bad, group, uneven=group is None)
                 release = last and group is None and all(say.doing == "last" for say in said)
             if last and (group is not None or not coupled):
@@ -85,6 +92,17 @@ class OpenStep(Rounds):
             self._microbatches += number
             self.last = last
             return self._receipt(microbatch_id, share, number, found)
+
+    def _as_many_bins(
+        self, doing: Doing, share: Share, packed: PackedRows | None, bad: ValueError | None
+    ) -> Share:
+        """Agree on a number of packs, so that no rank sends zeros through a model that all share.
+
+        Those with fewer make smaller ones, up to one sequence each. All ranks take part.
+        """
+        said = self._meet(doing, [], bad, None, bins=0 if packed is None else packed.bins)
+        most = max(say.bins for say in said)
+        return share if packed is None or most == packed.bins else packed.share(most)
 
     def _receipt(
         self, microbatch_id: str | None, share: Share, number: int, found: Sequence[Reported]

@@ -6,8 +6,8 @@ Legend: B rows, T positions of a row, n sequences of a pack, T of a pack all of 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,6 +50,11 @@ class Piece:
         """Positions of all rows."""
         return self.shape[0] * self.shape[1]
 
+    @property
+    def tokens(self) -> int:
+        """Positions without the padding of a pack."""
+        return self.positions if self.segments is None else sum(self.segments.lengths)
+
 
 def ready_pieces(microbatches: Sequence[Any], options: Options) -> list[Piece]:
     """Look at microbatches that a caller has made; all of them are run as they are.
@@ -82,6 +87,7 @@ def _piece(batch: Any, options: Options) -> Piece:
     elif segments is not None:
         counts = packed_counts(batch, segments)
     elif isinstance(field_of(batch, TOKENS), Tensor):
+        _check_masks(batch)
         counts = valid_counts(batch)
     else:
         raise ValueError(
@@ -172,10 +178,8 @@ def segments_of(batch: Any) -> Segments | None:
     """
     for value in _values(batch):
         if isinstance(value, Pack):
-            return Segments(
-                starts=tuple(value.cu_seqlens[: len(value.lengths)].tolist()),
-                lengths=value.lengths,
-            )
+            _check_pack(value, batch)
+            return segments_of_pack(value)
         if getattr(value, "cu_seqlens_q", None) is not None:
             padded = getattr(value, "cu_seqlens_q_padded", None)
             return _checked(value.cu_seqlens_q, padded, batch)
@@ -183,6 +187,18 @@ def segments_of(batch: Any) -> Segments | None:
     if borders is None:
         return None
     return _checked(borders, field_of(batch, "cu_seqlens_padded"), batch)
+
+
+def segments_of_pack(pack: Pack) -> Segments:
+    """The sequences of a pack, which the host knows."""
+    starts = itertools.accumulate(pack.segments, initial=0)
+    return Segments(starts=tuple(starts)[: len(pack.lengths)], lengths=pack.lengths)
+
+
+def _check_pack(pack: Pack, batch: Any) -> None:
+    tokens = field_of(batch, TOKENS)
+    if isinstance(tokens, Tensor) and tokens.numel() != pack.tokens:
+        raise ValueError(f"whose Pack has {pack.tokens} tokens, and which has {tokens.numel()}")
 
 
 def _values(batch: Any) -> list[Any]:
@@ -201,11 +217,11 @@ def _checked(borders: Any, padded: Any, batch: Any) -> Segments:
     for name, found in (("cu_seqlens", ends), ("cu_seqlens_padded", places)):
         if not found or found[0] != 0:
             raise ValueError(f"whose {name} begin with {found[:1]}: they begin with 0")
-        for index, (start, end) in enumerate(pairwise(found)):
+        for index, (start, end) in enumerate(itertools.pairwise(found)):
             if end < start:
                 raise ValueError(f"whose {name} fall from {start} to {end} in sequence {index}")
-    lengths = [end - start for start, end in pairwise(ends)]
-    rooms = [end - start for start, end in pairwise(places)]
+    lengths = [end - start for start, end in itertools.pairwise(ends)]
+    rooms = [end - start for start, end in itertools.pairwise(places)]
     if len(rooms) != len(lengths):
         raise ValueError(
             f"whose cu_seqlens have {len(lengths)} sequences, and cu_seqlens_padded {len(rooms)}"
@@ -230,7 +246,7 @@ def packed_counts(batch: Any, segments: Segments) -> Tensor:
     sample_mask_n, token_mask_T = field_of(batch, SAMPLE_MASK), field_of(batch, TOKEN_MASK)
     masks = [each for each in (sample_mask_n, token_mask_T) if isinstance(each, Tensor)]
     device = masks[0].device if masks else torch.device("cpu")
-    lengths_n = torch.tensor(segments.lengths, device=device)
+    lengths_n = torch.tensor(segments.lengths, dtype=torch.int64, device=device)
     there_n = (lengths_n > 0).double()
     if sample_mask_n is not None:
         if sample_mask_n.numel() != len(segments.lengths):
@@ -242,14 +258,35 @@ def packed_counts(batch: Any, segments: Segments) -> Tensor:
     if token_mask_T is None:
         tokens_n = (lengths_n - 1).clamp(min=0).double()
     else:
-        sums_T = torch.nn.functional.pad(token_mask_T.reshape(-1).double(), (1, 0)).cumsum(0)
-        starts_n = torch.tensor(segments.starts, device=device)
-        last = len(sums_T) - 1
         ends = [sum(each) for each in zip(segments.starts, segments.lengths, strict=True)]
-        if max(ends, default=0) > last:
-            raise ValueError(
-                f"whose {TOKEN_MASK!r} has {last} entries, and whose sequences end at {max(ends)}"
-            )
+        _check_packed_mask(batch, token_mask_T, max(ends, default=0))
+        sums_T = torch.nn.functional.pad(token_mask_T.reshape(-1).double(), (1, 0)).cumsum(0)
+        starts_n = torch.tensor(segments.starts, dtype=torch.int64, device=device)
+        last = len(sums_T) - 1
         first_n = (starts_n + 1).clamp(max=last)
         tokens_n = (sums_T[starts_n + lengths_n] - sums_T[first_n]) * (lengths_n > 0)
     return torch.stack((there_n, there_n * tokens_n)).sum(1)
+
+
+def _check_packed_mask(batch: Any, token_mask: Tensor, end: int) -> None:
+    """There is an entry for each token; without tokens, for those of all sequences."""
+    tokens = field_of(batch, TOKENS)
+    known = isinstance(tokens, Tensor) and not tokens.is_nested
+    whole = tokens.numel() if known else token_mask.numel()
+    if token_mask.numel() != whole or token_mask.numel() < end:
+        needed = f"which has {whole} tokens" if known else f"whose sequences end at {end}"
+        raise ValueError(f"whose {TOKEN_MASK!r} has {token_mask.numel()} entries, and {needed}")
+
+
+def _check_masks(batch: Any) -> None:
+    """Masks of rows have the shape of their tokens."""
+    tokens_BT = field_of(batch, TOKENS)
+    if tokens_BT.is_nested or tokens_BT.dim() < 2:
+        return
+    wanted = {SAMPLE_MASK: tuple(tokens_BT.shape[:1]), TOKEN_MASK: tuple(tokens_BT.shape[:2])}
+    for name, shape in wanted.items():
+        mask = field_of(batch, name)
+        if isinstance(mask, Tensor) and tuple(mask.shape) != shape:
+            raise ValueError(
+                f"whose {name!r} has shape {tuple(mask.shape)}: {shape}, as its tokens"
+            )

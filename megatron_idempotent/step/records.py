@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, get_args
 
+from megatron_idempotent.fp8.packing import TokenAlignment
+
 NonFinite = Literal["refuse", "skip", "update"]
 """The act of `finish` where a loss or the norm of the gradients is NaN or infinite: raise, drop the
 gradients and go on, or update all the same."""
@@ -23,6 +25,12 @@ TOKENS, SAMPLE_MASK, TOKEN_MASK = "input_ids", "sample_mask", "token_mask"
 
 COUNTS = "counts"
 """Name in a ready microbatch of its valid sequences and tokens, where the caller has counted."""
+
+LENGTHS, ATTENTION_MASK = "lengths", "attention_mask"
+"""Names in a batch of how many tokens each row really has, and of which; for budgets of tokens."""
+
+PACK = "pack"
+"""Name in a microbatch of the `Pack` that a step has made of rows."""
 
 GROUP_IDS = "group_ids"
 """Name in a batch of the group of each sequence, where a loss is divided by groups."""
@@ -41,6 +49,8 @@ class Options:
     counts: Callable[[Any], Any] | None = None
     """Gives valid sequences and tokens of a ready microbatch; None to count them."""
     nothing_valid: NothingValid = "skip"
+    alignment: TokenAlignment | None = None
+    """Multiples of tokens that packs are padded to; None for those of the model's config."""
 
 
 def check_size(what: str, name: str, value: Any) -> None:
@@ -65,14 +75,17 @@ def checked_options(
     shape: Any = None,
     counts: Any = None,
     nothing_valid: Any = "skip",
+    alignment: Any = None,
 ) -> Options:
     """Put the options together.
 
     Raises:
         ValueError: a deadline that is no positive number, an unknown choice, `shared` that
             is no collection of names, or names what is counted, or a `shape` or `counts` that
-            cannot be called.
+            cannot be called, or an alignment that is none.
     """
+    if alignment is not None and not isinstance(alignment, TokenAlignment):
+        raise ValueError(f"alignment takes a TokenAlignment, got {alignment!r}")
     for name, function in (("shape", shape), ("counts", counts)):
         if function is not None and not callable(function):
             raise ValueError(f"{name} takes a function of a ready microbatch, got {function!r}")
@@ -98,6 +111,7 @@ def checked_options(
         shape=shape,
         counts=counts,
         nothing_valid=nothing_valid,
+        alignment=alignment,
     )
 
 

@@ -71,6 +71,7 @@ class Rounds:
             "divisor": told_divisor(begun_with["divisor"]),
             "non_finite": options.non_finite,
             "nothing_valid": options.nothing_valid,
+            "max_tokens_per_microbatch": begun_with["max_tokens_per_microbatch"],
             **backend.must_agree,
         }
         self._begun = {name: repr(value) for name, value in alike.items()}
@@ -84,6 +85,7 @@ class Rounds:
         group: Any,
         *,
         uneven: bool = False,
+        bins: int = 0,
     ) -> list[RankStatus]:
         """Tell the group what this rank is about to run, and hear whether anybody cannot.
 
@@ -94,6 +96,7 @@ class Rounds:
             failure=None if bad is None else describe(bad),
             replica=self._backend.replica,
             begun=self._begun,
+            bins=bins,
             shift=self._shift_for(lists),
             lists=tuple(map(list_shape, lists)),
             specs=tuple((spec(each[0].batch), each[0].shape) for each in lists) if uneven else (),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -61,20 +61,30 @@ def share_of(
     if size is None:
         raise ValueError(
             f"microbatch() got {rows} rows, and begin() no micro_batch_size to cut them by: "
-            "begin with one, or pass microbatches=[…]"
+            "begin with one or with max_tokens_per_microbatch, or pass microbatches=[…]"
         )
-    if grouped and GROUP_IDS in options.shared:
-        raise ValueError(f"microbatch() got {GROUP_IDS!r} that all rows share: one for each row")
-    try:
-        groups = [group_ids(batch, rows)] if grouped else []
-    except ValueError as error:
-        raise ValueError(f"microbatch() got {error}") from None
     return Share(
         sequences=rows,
         lists=split(batch, rows, size, options.shared),
         counts=[valid_counts(batch)],
-        groups=groups,
+        groups=groups_of_rows(batch, rows, options.shared) if grouped else (),
     )
+
+
+def groups_of_rows(
+    batch: Batch, rows: int, shared: Collection[str]
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Group ids of all rows, and which of them are valid.
+
+    Raises:
+        ValueError: a batch without one id for each row.
+    """
+    if GROUP_IDS in shared:
+        raise ValueError(f"microbatch() got {GROUP_IDS!r} that all rows share: one for each row")
+    try:
+        return [group_ids(batch, rows)]
+    except ValueError as error:
+        raise ValueError(f"microbatch() got {error}") from None
 
 
 def _groups_of(index: int, piece: Piece) -> tuple[Tensor, Tensor | None]:

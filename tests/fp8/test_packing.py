@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -79,6 +81,85 @@ def test_the_last_sequence_is_not_made_longer_by_what_the_pack_needs():
     assert Pack.of([], alignment, tokens=64).cu_seqlens.tolist() == [0, 64]
 
 
+@given(LENGTHS, alignments(), st.integers(0, 2**31))
+@settings(max_examples=100, deadline=None)
+def test_sums_are_those_of_each_sequence_in_its_order(lengths, alignment, seed):
+    pack = Pack.of(lengths, alignment)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(pack.tokens, 2, generator=generator)
+    values[~pack.mask] = torch.nan  # padding takes no part, whatever it holds
+    values.requires_grad_()
+    sums = pack.sums(values)
+    # One addition after the other, in float64: what a loop does.
+    expected = []
+    for part in pack.split(values.detach()):
+        total = torch.zeros(2, dtype=torch.float64)
+        for token in part:
+            total = total + token.double()
+        expected.append(total.float())
+    assert torch.equal(sums, torch.stack(expected) if lengths else torch.empty(0, 2))
+    weights = torch.randn(len(lengths), 2, generator=generator)
+    (sums * weights).sum().backward()
+    want = pack.join(weights.repeat_interleave(torch.tensor(lengths, dtype=torch.int64), 0))
+    if pack.tokens:
+        assert torch.equal(values.grad, want)
+
+
+@given(LENGTHS, alignments())
+@settings(max_examples=100, deadline=None)
+def test_each_token_is_given_what_its_sequence_has(lengths, alignment):
+    pack = Pack.of(lengths, alignment)
+    values = torch.arange(1.0, len(lengths) + 1).requires_grad_()
+    spread = pack.expand(values, fill=-1.0)
+    of_tokens = [n + 1.0 for n, length in enumerate(lengths) for _ in range(length)]
+    assert spread[pack.mask].tolist() == of_tokens
+    assert (spread[~pack.mask] == -1).all()
+    spread.sum().backward()
+    assert values.grad.tolist() == [float(length) for length in lengths]
+
+
+def test_a_loss_of_sequences_takes_the_output_of_a_model_as_it_is():
+    pack = Pack.of([3, 2], TokenAlignment(sequence=2, pack=8))
+    logprob = torch.arange(8.0)[None]
+    assert pack.sums(logprob).tolist() == [0 + 1 + 2, 4 + 5]
+    assert pack.sums(pack.mask).tolist() == [3, 2]
+    assert [each.tolist() for each in pack.split(logprob)] == [[0, 1, 2], [4, 5]]
+    assert pack.sums(logprob.bfloat16()).dtype == torch.float32
+    assert pack.sums(logprob.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_of_ranks_add_up_to_those_of_the_pack(size):
+    pack = Pack.of([5, 0, 17], TokenAlignment(sequence=8, pack=96))
+    values = torch.arange(96.0)
+    parts = [
+        context_parallel_part(values, rank=rank, size=size, cu_seqlens=pack.cu_seqlens)
+        for rank in range(size)
+    ]
+    sums = [pack.sums(part, rank=rank, size=size) for rank, part in enumerate(parts)]
+    assert torch.equal(sum(sums), pack.sums(values))
+    each = torch.tensor([1.0, 2.0, 3.0])
+    whole = pack.expand(each)
+    for rank in range(size):
+        part = context_parallel_part(whole, rank=rank, size=size, cu_seqlens=pack.cu_seqlens)
+        assert torch.equal(pack.expand(each, rank=rank, size=size), part)
+
+
+def test_no_sum_waits_for_the_device():
+    pack = Pack.of([3, 2], TokenAlignment(sequence=2, pack=8))
+    there = {
+        name: getattr(pack, name).to("meta")
+        for name in ("cu_seqlens", "position_ids", "mask", "place_N")
+    }
+    # A tensor without values: a caller that asked for one would raise.
+    elsewhere = dataclasses.replace(pack, **there)
+    values = torch.empty(8, device="meta", requires_grad=True)
+    sums = elsewhere.sums(values)
+    assert sums.shape == (2,)
+    assert elsewhere.expand(sums).shape == (8,)
+    elsewhere.expand(sums).sum().backward()
+
+
 def test_the_parts_of_ranks_have_each_token_once_and_padding_too():
     alignment = TokenAlignment(sequence=8, pack=96)
     pack = Pack.of([5, 0, 17], alignment)
@@ -126,7 +207,10 @@ def test_a_padded_batch_is_packed_by_its_mask():
         (lambda pack: pack.join(torch.ones(8)), "8 tokens; the pack has 5"),
         (lambda pack: pack.join([]), "(); the pack has (3, 2)"),
         (lambda pack: Pack.of([], TokenAlignment(sequence=1, pack=8)).join([]), "no sequences"),
-        (lambda pack: pack.split(torch.ones(5)), "5 tokens; the pack has 8"),
+        (lambda pack: pack.split(torch.ones(5)), "(5,); the pack has 8 tokens"),
+        (lambda pack: pack.sums(torch.ones(2, 8)), "(2, 8); the pack has 8"),
+        (lambda pack: pack.sums(torch.ones(8), size=2), "8 tokens on each of 2 ranks"),
+        (lambda pack: pack.expand(torch.ones(3)), "(3,) in a pack of 2 sequences"),
     ],
 )
 def test_what_does_not_fit_the_pack_is_refused(call, text):

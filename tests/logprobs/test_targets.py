@@ -95,19 +95,93 @@ def test_parts_are_those_of_megatron(megatron_ranks, ranks):
     megatron_ranks(ranks, parts)
 
 
+def wholes() -> None:
+    """Runs on a rank: parts of all ranks put together again, rows and packs of any lengths."""
+    import torch
+
+    from megatron_idempotent import context_parallel_part, context_parallel_whole
+
+    for seed in range(200):
+        draw = random.Random(seed)
+        size = draw.choice([1, 2, 3, 4, 8])
+        multiple = 2 * size if size > 1 else 1
+        lengths = [multiple * draw.choice([0, 1, 2, 5]) for _ in range(draw.randrange(1, 6))]
+        packed = draw.random() < 0.7
+        total = sum(lengths) if packed else multiple * draw.randrange(1, 5)
+        ends = torch.tensor([0, *lengths]).cumsum(0).int() if packed else None
+        dim = draw.choice([0, 1, -1])
+        shape = [2, 3]
+        shape.insert(dim if dim >= 0 else 2, total)
+        whole = torch.randn(shape, requires_grad=True)
+        arguments: dict[str, Any] = {"cu_seqlens": ends, "dim": dim}
+        parts = [
+            context_parallel_part(whole, rank=rank, size=size, **arguments) for rank in range(size)
+        ]
+        again = context_parallel_whole(torch.stack(parts), **arguments)
+        assert torch.equal(again, whole)
+        assert torch.equal(context_parallel_whole(parts, **arguments), whole)
+        weight = torch.randn(shape)
+        (again * weight).sum().backward()
+        assert torch.equal(whole.grad, weight)
+
+
+def test_the_parts_of_all_ranks_are_the_whole_again(megatron_ranks):
+    megatron_ranks(1, wholes)
+
+
+def gathered() -> None:
+    """Runs on a rank: the same over a group, and both gradients that a loss may mean."""
+    import torch
+
+    from megatron_idempotent import context_parallel_part, context_parallel_whole
+
+    group = torch.distributed.group.WORLD
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    lengths = [2 * size, 0, 6 * size, 4 * size]
+    ends = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    whole = torch.arange(float(sum(lengths))).cuda() + 1
+    mine = context_parallel_part(whole, rank=rank, size=size, cu_seqlens=ends)
+    for losses in ("same", "parts"):
+        leaf = mine.clone().requires_grad_()
+        found = context_parallel_whole(leaf, group=group, cu_seqlens=ends, losses=losses)
+        assert torch.equal(found, whole)
+        # One loss, of all positions; or of one of its parts on each rank.
+        theirs = [
+            context_parallel_part(whole, rank=each, size=size, cu_seqlens=ends)
+            for each in range(size)
+        ]
+        counted = torch.isin(whole, theirs[rank]) if losses == "parts" else 1
+        (found**2 * counted).sum().backward()
+        assert torch.equal(leaf.grad, 2 * mine)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_loss_of_gathered_parts_has_the_gradient_of_one_rank(megatron_ranks, ranks):
+    megatron_ranks(ranks, gathered)
+
+
 def refused() -> None:
     """Runs on a rank: what does not fit, or would wait for the device."""
     import torch
 
-    from megatron_idempotent import context_parallel_part, shift_targets
+    from megatron_idempotent import (
+        context_parallel_part,
+        context_parallel_whole,
+        shift_targets,
+    )
 
     tokens = torch.zeros(2, 8, dtype=torch.int64)
+    two = [torch.zeros(4), torch.zeros(6)]
     wrong: list[tuple[str, Any, dict[str, Any]]] = [
         ("float32", shift_targets, {"tokens": tokens.float()}),
         ("mask of shape (2, 7)", shift_targets, {"tokens": tokens, "mask": tokens[:, 1:]}),
         ("cu_seqlens of", shift_targets, {"tokens": tokens, "cu_seqlens": torch.tensor([0.0, 1])}),
         ("rank 2 of 2", context_parallel_part, {"values": tokens, "rank": 2, "size": 2}),
         ("multiple of 6", context_parallel_part, {"values": tokens, "rank": 0, "size": 3}),
+        ("shapes [(4,), (6,)]", context_parallel_whole, {"parts": two}),
+        ("3 positions from each of 2", context_parallel_whole, {"parts": torch.zeros(2, 3)}),
+        ("losses='all'", context_parallel_whole, {"parts": two, "losses": "all"}),
+        ("a group and a list", context_parallel_whole, {"parts": two, "group": 1}),
     ]
     for text, call, arguments in wrong:
         with pytest.raises(ValueError) as told:  # noqa: PT011  the text is looked at
@@ -122,6 +196,7 @@ def refused() -> None:
     assert shift_targets(there, mask=there, cu_seqlens=ends).shape == tokens.shape
     part = context_parallel_part(there, rank=0, size=2, cu_seqlens=ends)
     assert part.shape == (2, 4)
+    assert context_parallel_whole([part, part], cu_seqlens=ends).shape == (2, 8)
 
 
 def test_errors_name_the_fact_and_no_value_is_read(megatron_ranks):

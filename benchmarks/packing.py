@@ -1,0 +1,221 @@
+"""Measures packs: how full and alike microbatches are, and a packed step ÷ a padded one.
+
+    python -m benchmarks.packing [--seeds 10] [--ranks 8] [--sequences 512] [--budget 8192]
+                                 [--rounds 15] [--hidden 256] [--json] [--only-bins]
+
+Bins of log-normal lengths, with a mean of an eighth of the budget and sigma 1. Beside them the
+packers of NeMo-RL and verl on the same lengths, if NEMO_RL_SOURCE and VERL_SOURCE name checkouts.
+Ours three times: of the whole batch, dealt out to ranks in turn, by tokens and by work, and of what
+each rank was given, with the number of bins that ranks agree on. There `given` is what no packer
+could save, because ranks have other sums of tokens.
+
+    above      most tokens of a microbatch ÷ the budget; above 1 it may not fit into memory
+    padding    of all microbatches, if each is as long as the longest, as one shape needs
+    waiting    of ranks that meet in each microbatch, for the one with most tokens
+    by work    the same, with attention: a token of a sequence of 24576 costs twice (verl's measure)
+    ms         for all ranks' bins
+
+Then a step of `TrainStep` on one CPU rank, with the same sequences as padded rows and as packs:
+the ratio of times beside that of tokens. Medians of rounds, in which the two take turns, of the
+process's CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks._packing_peers import Packer, peers
+from megatron_idempotent import bin_sequences, cpu
+
+WARM_UP = 2
+#: Six times a hidden size of 4096.
+WORK = 24576
+#: Positions of a row in the step.
+T = 256
+
+
+def lengths_of(seed: int, number: int, budget: int, longest: int) -> list[int]:
+    """Log-normal lengths with a mean of an eighth of the budget and sigma 1."""
+    draw = random.Random(seed)
+    location = math.log(budget / 8) - 0.5
+    return [max(1, min(longest, int(draw.lognormvariate(location, 1)))) for _ in range(number)]
+
+
+def whole(attention: float) -> Packer:
+    """Bins of the whole batch, dealt out to ranks in turn."""
+
+    def pack(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list[int]]]:
+        bins = bin_sequences(lengths, budget, multiple=ranks, attention=attention)
+        return [[list(each) for each in bins[rank::ranks]] for rank in range(ranks)]
+
+    return pack
+
+
+def each_rank(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list[int]]]:
+    """Bins of each rank's own sequences, as many on all ranks."""
+    shares = [list(range(rank, len(lengths), ranks)) for rank in range(ranks)]
+    given = [[lengths[index] for index in share] for share in shares]
+    number = max(len(bin_sequences(each, budget)) for each in given)
+    return [
+        [[share[place] for place in each] for each in bin_sequences(its, budget, bins=number)]
+        for share, its in zip(shares, given, strict=True)
+    ]
+
+
+def measured(packer: Packer, lengths: Sequence[int], budget: int, ranks: int) -> dict[str, float]:
+    """Measures how full and alike a packer's microbatches are."""
+    start = time.perf_counter()
+    found = packer(lengths, budget, ranks)
+    took = time.perf_counter() - start
+    if sorted(index for rank in found for each in rank for index in each) != [*range(len(lengths))]:
+        raise RuntimeError("a packer has lost a sequence, or made two of it")
+
+    def waiting(cost: Any) -> float:
+        loads = [[sum(cost(lengths[index]) for index in each) for each in rank] for rank in found]
+        turns = list(zip(*loads, strict=True))
+        return 1 - sum(map(sum, turns)) / (ranks * sum(map(max, turns)))
+
+    tokens = [sum(lengths[index] for index in each) for rank in found for each in rank]
+    return {
+        "microbatches": len(tokens),
+        "above": max(tokens) / budget,
+        "padding": 1 - sum(tokens) / (len(tokens) * max(tokens)),
+        "waiting": waiting(lambda length: length),
+        "by work": waiting(lambda length: length * (1 + length / WORK)),
+        "ms": 1000 * took,
+    }
+
+
+def bins(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Means over seeds, by packer; the most for `above`."""
+    sides: dict[str, Packer | str] = {
+        "ours, of the whole batch": whole(0.0),
+        "ours, of the whole batch, by work": whole(1 / WORK),
+        "ours, of each rank's": each_rank,
+        **peers(),
+    }
+    found: dict[str, Any] = {}
+    for name, packer in sides.items():
+        if isinstance(packer, str):
+            found[name] = packer
+            continue
+        rounds = []
+        for seed in range(arguments.seeds):
+            budget = arguments.budget
+            lengths = lengths_of(seed, arguments.sequences, budget, budget)
+            rounds.append(measured(packer, lengths, budget, arguments.ranks))
+            if packer is each_rank:
+                sums = [sum(lengths[rank :: arguments.ranks]) for rank in range(arguments.ranks)]
+                rounds[-1]["given"] = 1 - sum(sums) / (arguments.ranks * max(sums))
+        found[name] = {
+            key: (max if key == "above" else statistics.fmean)(each[key] for each in rounds)
+            for key in rounds[0]
+        }
+    return found
+
+
+class _Loss:
+    """Negative log-probs of rows or of a pack, summed over valid tokens."""
+
+    kind = "token"
+
+    def __init__(self) -> None:
+        self.normalizers: dict[str, Any] = {}
+
+    def __call__(self, output: Any, microbatch: Any) -> tuple[Any, dict[str, Any]]:
+        import torch
+
+        from megatron_idempotent import shift_targets, token_logprobs
+
+        pack, tokens = microbatch.get("pack"), microbatch["input_ids"]
+        targets = shift_targets(tokens, cu_seqlens=None if pack is None else pack.cu_seqlens)
+        mask = torch.nn.functional.pad(microbatch["token_mask"][:, 1:], (0, 1)) > 0
+        stats = token_logprobs(logits=output, targets=targets, token_mask=mask)
+        return -stats.logprob.sum(), {}
+
+
+def steps(hidden: int, rounds: int, rows: int) -> dict[str, float]:
+    """Runs on a rank: medians of the ratio of a packed step's time to a padded one's."""
+    import torch
+
+    import megatron_idempotent
+    from megatron_idempotent import TrainStep
+    from megatron_idempotent.cpu import tiny
+
+    megatron_idempotent.apply()
+    model = tiny.build(
+        exact_attention=True,
+        sequence=T,
+        config_overrides={"hidden_size": hidden, "calculate_per_token_loss": True},
+    )
+    step = TrainStep(model.chunks, model.optimizer)
+    lengths = torch.tensor(lengths_of(1, rows, T * 2, T))
+    tokens = torch.randint(0, tiny.VOCABULARY, (rows, T))
+    mask = (torch.arange(T) < lengths[:, None]).float()
+    batch = {"input_ids": tokens, "token_mask": mask, "lengths": lengths}
+    sides = {"padded": {"micro_batch_size": 4}, "packed": {"max_tokens_per_microbatch": 4 * T}}
+
+    def run(arguments: dict[str, int]) -> float:
+        start = time.process_time()
+        step_id = step.begin(_Loss(), global_batch_size=rows, **arguments)
+        step.microbatch(step_id, batch)
+        step.finish(step_id)
+        return time.process_time() - start
+
+    taken = [{name: run(side) for name, side in sides.items()} for _ in range(WARM_UP + rounds)]
+    ratios = [each["packed"] / each["padded"] for each in taken[WARM_UP:]]
+    share = float(lengths.sum()) / (rows * T)
+    return {
+        "tokens": share,
+        "time": statistics.median(ratios),
+        "time by tokens": statistics.median(ratios) / share,
+    }
+
+
+def main() -> None:
+    """Prints both tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--sequences", type=int, default=512)
+    parser.add_argument("--budget", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only-bins", action="store_true")
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {"bins": bins(arguments)}
+    if not arguments.only_bins:
+        options = arguments.hidden, arguments.rounds, arguments.rows
+        found["step"] = cpu.run_ranks(1, steps, *options, timeout_s=1200.0)[0]
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return
+    for name, values in found["bins"].items():
+        if isinstance(values, str):
+            print(f"{name:44} {values}")
+            continue
+        print(
+            f"{name:44} {values['microbatches']:6.1f} microbatches, above {values['above']:.3f}, "
+            f"padding {values['padding']:.3%}, waiting {values['waiting']:.3%}, "
+            f"by work {values['by work']:.3%}, {values['ms']:.1f} ms"
+            + (f", given {values['given']:.3%}" if "given" in values else "")
+        )
+    if "step" in found:
+        print(
+            f"packed ÷ padded step: time {found['step']['time']:.3f}, tokens "
+            f"{found['step']['tokens']:.3f}, time ÷ tokens {found['step']['time by tokens']:.3f} "
+            "(aim: 1.1)"
+        )
+
+
+if __name__ == "__main__":
+    main()

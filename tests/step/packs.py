@@ -1,0 +1,146 @@
+"""Sequences as rows and as packs, and losses that take either; runs on a rank.
+
+Legend: n sequences, B rows, T positions of a row or of a pack, V columns of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from megatron.core import parallel_state
+from split_bench import build
+
+import megatron_idempotent
+from megatron_idempotent import own_positions, shift_targets, token_logprobs
+from megatron_idempotent.cpu import tiny
+
+T = 32
+LENGTHS = (9, 1, 30, 17, 4, 0, 12, 26, 7, 21, 3, 14)
+
+
+def rows(
+    replica: int = 0, lengths: tuple[int, ...] = LENGTHS, seed: int = 0, dtype: Any = None
+) -> dict[str, Any]:
+    """A batch of rows that are padded at the end, about half of whose tokens are valid."""
+    generator = torch.Generator().manual_seed(100 * seed + replica)
+    n = len(lengths)
+    tokens_BT = torch.randint(0, tiny.VOCABULARY, (n, T), generator=generator)
+    mask_BT = (torch.rand(n, T, generator=generator) < 0.5).float()
+    sample_mask_B = (torch.rand(n, generator=generator) < 0.8).float()
+    weight_B = torch.rand(n, generator=generator)
+    lengths_B = torch.tensor(lengths, dtype=torch.int64)
+    mask_BT *= torch.arange(T) < lengths_B[:, None]
+    sample_mask_B *= lengths_B > 0  # a row counts, and an empty sequence does not
+    batch = {
+        "input_ids": tokens_BT.cuda(),
+        "token_mask": mask_BT.cuda(),
+        "sample_mask": sample_mask_B.cuda(),
+        "advantages": weight_B.to(dtype or torch.float32).cuda(),
+        "lengths": lengths_B.cuda(),
+    }
+    return batch
+
+
+def one_by_one(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each sequence as a row of its own length; the empty ones are left out."""
+    found = []
+    for row, length in enumerate(batch["lengths"].tolist()):
+        if length:
+            one = {name: value[row : row + 1] for name, value in batch.items()}
+            one["input_ids"] = one["input_ids"][:, :length]
+            one["token_mask"] = one["token_mask"][:, :length]
+            found.append(one)
+    return found
+
+
+class PackLoss:
+    """Weighed log-probs, summed over valid tokens, of rows or of a pack."""
+
+    kind = "token"
+    normalizers: ClassVar[dict[str, Any]] = {"sequences": "none"}
+
+    def __call__(self, output: Any, microbatch: Any) -> Any:
+        logprob_BT, valid_BT, weight_BT = self.terms(output, microbatch)
+        total = -(logprob_BT * valid_BT * weight_BT).sum()
+        return total, {"nll": -(logprob_BT * valid_BT).sum()}
+
+    @staticmethod
+    def terms(output: Any, microbatch: Any) -> Any:
+        """Log-probs, masks and weights [B, T] of the positions that predict."""
+        pack = microbatch.get("pack")
+        targets_BT = shift_targets(
+            microbatch["input_ids"],
+            mask=None if pack is None else pack.mask[None],
+            cu_seqlens=None if pack is None else pack.cu_seqlens,
+        )
+        group = parallel_state.get_tensor_model_parallel_group()
+        borders = None if pack is None else pack.cu_seqlens
+        stats = token_logprobs(
+            logits=output, targets=own_positions(targets_BT, cu_seqlens=borders), tp_group=group
+        )
+        each_n = microbatch["sample_mask"], microbatch["advantages"]
+        if pack is None:
+            sample_BT, weight_BT = (each[:, None] for each in each_n)
+        else:
+            sample_BT, weight_BT = (pack.expand(each)[None] for each in each_n)
+        mask_BT = torch.nn.functional.pad(microbatch["token_mask"][:, 1:], (0, 1))
+        valid_BT = mask_BT * sample_BT * (targets_BT >= 0)
+        own = [
+            own_positions(each.expand_as(valid_BT), cu_seqlens=borders)
+            for each in (valid_BT, weight_BT)
+        ]
+        return stats.logprob, *own
+
+
+class PackSequenceLoss(PackLoss):
+    """A mean over each sequence's valid tokens, summed over sequences."""
+
+    kind = "sequence"
+    normalizers: ClassVar[dict[str, Any]] = {}
+
+    def __call__(self, output: Any, microbatch: Any) -> Any:
+        logprob_BT, valid_BT, weight_BT = self.terms(output, microbatch)
+        pack = microbatch.get("pack")
+        if pack is None:
+            return -(
+                (logprob_BT * weight_BT * valid_BT).sum(1) / valid_BT.sum(1).clamp(min=1)
+            ).sum(), {}
+        sums_n = pack.sums(logprob_BT * weight_BT * valid_BT)
+        return -(sums_n / pack.sums(valid_BT).clamp(min=1)).sum(), {}
+
+
+def make(**options: Any) -> Any:
+    """A tiny model whose attention takes packs, its scheduler and replica."""
+    clip = {"optimizer_overrides": {"clip_grad": 1e3}}  # none, which would hide a scale
+    return build(exact_attention=True, sequence=T, **clip, **options)
+
+
+def double(**options: Any) -> Any:
+    """The same in float64, for which there is no optimizer: gradients are looked at before it."""
+    overrides = {
+        "params_dtype": torch.float64,
+        "pipeline_dtype": torch.float64,
+        "attention_softmax_in_fp32": False,
+        **options.pop("config_overrides", {}),
+    }
+    torch.set_default_dtype(torch.float64)
+    try:
+        megatron_idempotent.apply()
+        return tiny.build(
+            exact_attention=True,
+            sequence=T,
+            with_optimizer=False,
+            distributed_optimizer=False,
+            ddp_overrides={"grad_reduce_in_fp32": False},
+            config_overrides=overrides,
+            **options,
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def exact_gradients(model: Any) -> Any:
+    """All gradient buffers of this rank as they are, a copy."""
+    buffers = [b for c in model.chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
+    return torch.cat([buffer.grad_data.flatten() for buffer in buffers]).clone()

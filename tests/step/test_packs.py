@@ -1,0 +1,296 @@
+"""The same sequences as rows, as packs, in other bins and in any number of calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+#: Roundings on the way to an element of the gradient: dot products of at most 256 terms and sums of
+#: some hundred tokens, in two layers and their backward, each term with a few more of its own.
+ROUNDINGS = 1e4
+
+
+def gradients(ways: list[str], kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Runs on a rank in float64: the gradient of the same sequences, made in several ways."""
+    import torch
+    from packs import PackLoss, PackSequenceLoss, double, exact_gradients, one_by_one, rows
+    from split_bench import DEADLINE_S
+
+    from megatron_idempotent import TokenAlignment, TrainStep, pack_batches
+
+    loss = PackLoss() if kind == "token" else PackSequenceLoss()
+    model = double(**options)
+    padded = TokenAlignment(sequence=4, pack=16)
+    found: dict[str, Any] = {}
+    for way in ways:
+        step = TrainStep(
+            model.chunks, alignment=padded if "padded" in way else None, deadline_s=DEADLINE_S
+        )
+        batch = rows(dtype=torch.float64)
+        budget = {"packs of 32": 32, "padded packs of 64": 64, "packs of 96": 96}.get(way)
+        step_id = step.begin(loss, global_batch_size=12, max_tokens_per_microbatch=budget)
+        if budget is not None:
+            step.microbatch(step_id, batch)
+        elif way == "one by one":
+            step.microbatch(step_id, microbatches=one_by_one(batch))
+        elif way == "ready":
+            step.microbatch(step_id, microbatches=pack_batches(batch, 96))
+        elif way == "a call each":
+            for each in pack_batches(batch, 96):
+                step.microbatch(step_id, microbatches=[each])
+        else:
+            assert way == "in two calls"
+            for cut in (slice(0, 5), slice(5, None)):
+                piece = {name: value[cut] for name, value in batch.items()}
+                step.microbatch(step_id, microbatches=pack_batches(piece, 96, alignment=padded))
+        found[way] = exact_gradients(model)
+        step.abort(step_id)
+    return found
+
+
+def largest_difference(found: dict[str, Any]) -> dict[str, float]:
+    """Runs on a rank: what each way differs by from the first, in roundings of the largest."""
+    first = next(iter(found.values()))
+    assert first.abs().max() > 0
+    unit = 2.0**-53 * float(first.abs().max())
+    return {way: float((each - first).abs().max()) / unit for way, each in found.items()}
+
+
+WAYS = ["one by one", "packs of 32", "padded packs of 64", "packs of 96", "in two calls"]
+
+
+def compared(kind: str, options: dict[str, Any], ways: list[str] = WAYS) -> dict[str, float]:
+    return largest_difference(gradients(ways, kind, options))
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence"])
+def test_packs_have_the_gradient_of_their_sequences_as_rows(megatron_ranks, kind):
+    (found,) = megatron_ranks(1, compared, kind, {})
+    assert max(found.values()) < ROUNDINGS, found
+
+
+def routed(config: dict[str, Any]) -> list[dict[str, float]]:
+    """Runs on a rank: losses of routers too, each with calculate_per_token_loss and without."""
+    found = []
+    for per_token in (True, False):
+        overrides = {"moe_aux_loss_coeff": 0.0, "calculate_per_token_loss": per_token, **config}
+        options = {"experts": 4, "config_overrides": overrides}
+        found.append(compared("token", options, ["one by one", *WAYS[1:4]]))
+    return found
+
+
+def test_losses_that_are_means_over_tokens_do_not_depend_on_packing(megatron_ranks):
+    (found,) = megatron_ranks(1, routed, {"moe_z_loss_coeff": 1.0})
+    assert max(max(each.values()) for each in found) < ROUNDINGS, found
+
+
+def stepped(options: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Runs on a rank: whole steps with the same rows, cut and packed; norms and gradients."""
+    import torch
+    from packs import PackLoss, PackSequenceLoss, make, rows
+    from split_bench import DEADLINE_S
+
+    from megatron_idempotent import TrainStep
+
+    loss = PackLoss() if kind == "token" else PackSequenceLoss()
+    begin: dict[str, dict[str, Any]] = {
+        "rows": {"micro_batch_size": 2},
+        "packs of 64": {"max_tokens_per_microbatch": 64},
+        "packs of 96, in two calls": {"max_tokens_per_microbatch": 96},
+    }
+    gradients: dict[str, Any] = {}
+    told: dict[str, Any] = {}
+    for way, arguments in begin.items():
+        model, scheduler, replica = make(**options)
+        step = TrainStep(model.chunks, model.optimizer, scheduler, deadline_s=DEADLINE_S)
+        batch = rows(replica)
+        step_id = step.begin(loss, global_batch_size=24, **arguments)
+        cuts = (slice(0, 4), slice(4, None)) if "two" in way else (slice(None),)
+        number = 0
+        for index, cut in enumerate(cuts):
+            piece = {name: value[cut] for name, value in batch.items()}
+            receipt = step.microbatch(step_id, piece, last=index == len(cuts) - 1)
+            assert receipt.rows == len(piece["input_ids"])
+            number += receipt.microbatches
+        result = step.finish(step_id)
+        gradients[way] = model.gradients().double()
+        told[way] = (
+            result.global_valid_sequences,
+            result.global_valid_tokens,
+            result.grad_norm,
+            number,
+        )
+    unit = 2.0**-24 * float(gradients["rows"].abs().max())
+    assert unit > 0
+    differing = {
+        way: float((each - gradients["rows"]).abs().max()) / unit for way, each in gradients.items()
+    }
+    del torch
+    return {"differing": differing, "told": told}
+
+
+ROUTED = {"experts": 4, "ep": 2, "config_overrides": {"moe_aux_loss_coeff": 0.0}}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "pp2": (2, {"pp": 2}),
+    "pp2 vpp2": (2, {"pp": 2, "vpp": 2, "layers_per_stage": 1}),
+    "tp2": (2, {"tp": 2, "sequence_parallel": True}),
+    "ep2": (2, ROUTED),
+    # All gradients on each rank: shards of others would be of other positions.
+    "cp2": (2, {"cp": 2, "distributed_optimizer": False}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_budget_gives_the_step_of_rows_in_every_layout(megatron_ranks, layout):
+    ranks, options = LAYOUTS[layout]
+    kind = "sequence" if layout == "pp2" else "token"
+    for found in megatron_ranks(ranks, stepped, options, kind):
+        assert max(found["differing"].values()) < ROUNDINGS, found
+        counted = {each[:2] for each in found["told"].values()}
+        assert len(counted) == 1, found
+        norms = [each[2] for each in found["told"].values()]
+        assert norms == pytest.approx([norms[0]] * len(norms), rel=ROUNDINGS * 2.0**-24)
+        # Each is one call: of the 144 tokens in packs of 64, and of four sequences and the rest.
+        multiple = 2 if "vpp" in layout else 1
+        assert [each[3] for each in found["told"].values()] == [
+            6,
+            -(-3 // multiple) * multiple,
+            (1 if multiple == 1 else 2) + -(-1 // multiple) * multiple,
+        ], found
+
+
+def shared_experts() -> tuple[list[int], float, int]:
+    """Runs on a rank that shares experts: replicas with other numbers of rows, or none."""
+    import torch
+    from packs import PackLoss, make, rows
+    from split_bench import DEADLINE_S
+
+    from megatron_idempotent import TrainStep
+
+    model, scheduler, replica = make(**ROUTED)
+    step = TrainStep(model.chunks, model.optimizer, scheduler, deadline_s=DEADLINE_S)
+    batch = rows(replica)
+    step_id = step.begin(PackLoss(), global_batch_size=24, max_tokens_per_microbatch=32)
+    made = []
+    # As many packs on both, though one has less; fewer sequences than packs; and nothing.
+    for number in ((12, 6), (12, 2), (12, 0)):
+        piece = {name: value[: number[replica]] for name, value in batch.items()}
+        made.append(step.microbatch(step_id, piece if number[replica] else None).microbatches)
+    result = step.finish(step_id)
+    assert torch.isfinite(model.gradients()).all()
+    return made, float(result.grad_norm), result.microbatches
+
+
+def test_ranks_that_share_experts_make_as_many_packs(megatron_ranks):
+    first, second = megatron_ranks(2, shared_experts)
+    assert first[1:] == second[1:]
+    assert first[0] == [5, 5, 5]
+    assert second[0] == [5, 2, 0]
+    assert first[2] == sum(first[0]) + sum(second[0])
+
+
+def ready_or_rows() -> list[bool]:
+    """Runs on a rank: a budget, and the packs that it would make as a list, and one by one."""
+    import torch
+    from packs import PackLoss, make, rows
+    from split_bench import DEADLINE_S
+
+    from megatron_idempotent import TrainStep, gpt_forward, pack_batches
+
+    def named(model: Any, microbatch: Any) -> Any:
+        """The same pack as other callers have it, with nothing but names that Megatron knows."""
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        pack = microbatch["pack"]
+        tokens = microbatch["input_ids"]
+        if style == "PackedSeqParams":
+            lengths = {"max_seqlen_q": pack.max_seqlen, "max_seqlen_kv": pack.max_seqlen}
+            borders = {"cu_seqlens_q": pack.cu_seqlens, "cu_seqlens_kv": pack.cu_seqlens}
+            params = PackedSeqParams(qkv_format="thd", **borders, **lengths)
+            return gpt_forward(model, {"input_ids": tokens[0], "params": params})
+        if style == "cu_seqlens":
+            real = torch.tensor([0, *pack.lengths]).cumsum(0)
+            padded = pack.cu_seqlens[: len(real)]
+            if int(padded[-1]) < pack.tokens:
+                real, padded = torch.cat([real, real[-1:]]), pack.cu_seqlens
+            borders = {"cu_seqlens": real, "cu_seqlens_padded": padded}
+            return gpt_forward(model, {"input_ids": tokens, **borders})
+        return gpt_forward(model, microbatch)
+
+    found = []
+    for style in ("budget", "list", "a call each", "PackedSeqParams", "cu_seqlens"):
+        model, scheduler, replica = make()
+        step = TrainStep(
+            model.chunks, model.optimizer, scheduler, forward=named, deadline_s=DEADLINE_S
+        )
+        batch = rows(replica)
+        budget = 64 if style == "budget" else None
+        step_id = step.begin(PackLoss(), global_batch_size=12, max_tokens_per_microbatch=budget)
+        if budget:
+            step.microbatch(step_id, batch)
+        elif style == "a call each":
+            for each in pack_batches(batch, 64, attention=1 / (6 * 64)):
+                step.microbatch(step_id, microbatches=[each])
+        else:
+            step.microbatch(step_id, microbatches=pack_batches(batch, 64, attention=1 / (6 * 64)))
+        step.finish(step_id)
+        found.append([model.gradients(), model.parameters()])
+    return [torch.equal(a, b) for each in found for a, b in zip(each, found[0], strict=True)]
+
+
+def test_the_same_packs_have_the_same_bits_whoever_made_them(megatron_ranks):
+    (same,) = megatron_ranks(1, ready_or_rows)
+    assert all(same)
+
+
+def heads() -> dict[str, float]:
+    """Runs on a rank in float64: MTP heads of a pack, with padding in it and without."""
+    import torch
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
+    from packs import double, rows
+
+    from megatron_idempotent import TokenAlignment, gpt_forward, pack_batches
+    from megatron_idempotent.cpu import tiny
+    from megatron_idempotent.cpu.attention import with_exact_attention
+    from megatron_idempotent.megatron.layer_specs import gpt_stage
+
+    config = double(config_overrides={"mtp_num_layers": 2}).config
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(5)
+        model = gpt_stage(
+            config,
+            vp_stage=None,
+            change_spec=with_exact_attention,
+            vocab_size=tiny.VOCABULARY,
+            max_sequence_length=64,
+            mtp_block_spec=with_exact_attention(
+                get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+            ),
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    batch = rows(dtype=torch.float64)
+    found: dict[str, Any] = {}
+    for name, alignment in {
+        "without": TokenAlignment(sequence=1, pack=1),
+        "padded": TokenAlignment(sequence=4, pack=64),
+    }.items():
+        (microbatch,) = pack_batches(batch, 192, alignment=alignment)
+        model.zero_grad(set_to_none=True)
+        # Nothing of the logits: what is left is the heads' own loss.
+        (gpt_forward(model, microbatch) * 0.0).sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found[name] = torch.cat([each.flatten() for each in gradients])
+    return largest_difference(found)
+
+
+def test_mtp_heads_learn_nothing_of_padding(megatron_ranks):
+    (found,) = megatron_ranks(1, heads)
+    assert max(found.values()) < ROUNDINGS, found
