@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from megatron_idempotent.settings import Field, SettingsReader, settings
 
+from .layout import Named, RankLayout, misfit
+
 
 class TrainerError(ValueError):
     """A mistake outside the program: the command prints the message alone, with exit code 2."""
@@ -45,7 +47,8 @@ class RunConfig:
     seed: int = Field(default=1, ge=0, le=2**31 - 1)
     """Seed of the initial weights, the order of the prompts and the sampled tokens."""
     ranks: int = Field(default=2, ge=1, le=64)
-    """Data-parallel processes on this machine, connected by gloo, or by NCCL on GPUs."""
+    """Processes on this machine, connected by gloo, or by NCCL on GPUs. Each has a replica of the
+    model, unless `[parallel]` has several share one."""
     device: Literal["cpu", "cuda", "checked"] = "cpu"
     """The device of ranks and engines: the CPU, this machine's GPUs, or a CPU that refuses what a
     GPU would refuse, to try a change without one."""
@@ -59,6 +62,44 @@ class RunConfig:
     timeout_s: float = Field(default=3600.0, gt=0)
     """Deadline of the whole run, in seconds; past it all ranks are ended. An asynchronous run has
     the limits in `[controller]` instead."""
+
+
+@settings(ConfigError, "parallel.")
+class ParallelConfig:
+    """The layout: how ranks share a replica of the model. Example: `ParallelConfig(tp=2, pp=2)`."""
+
+    tp: int = Field(default=1, ge=1, le=64)
+    """Tensor-parallel ranks; they cut heads, feed-forward blocks and the vocabulary."""
+    pp: int = Field(default=1, ge=1, le=64)
+    """Pipeline stages; they cut the layers."""
+    vpp: int = Field(default=1, ge=1, le=64)
+    """Chunks of layers on each pipeline stage; above 1 the schedule is interleaved."""
+    ep: int = Field(default=1, ge=1, le=64)
+    """Expert-parallel ranks; they cut the experts, and are ranks of different replicas."""
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks cut the positions too, where they have nothing else to cut."""
+
+    def __post_init__(self) -> None:
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(
+                f"parallel.vpp is {self.vpp} and parallel.pp is 1; allowed: 2 or more stages, "
+                "between which chunks alternate, or vpp = 1"
+            )
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError(
+                "parallel.sequence_parallel is true and parallel.tp is 1; allowed: 2 or more "
+                "ranks, which cut the positions, or false"
+            )
+
+    @property
+    def is_whole(self) -> bool:
+        """True where every rank has the whole model."""
+        return self.tp == self.pp == self.ep == 1
+
+    def rounded(self, positions: int) -> int:
+        """The length of training sequences that ranks can cut, from the least that is needed."""
+        by = self.tp if self.sequence_parallel else 1
+        return -(-positions // by) * by
 
 
 @settings(ConfigError, "task.")
@@ -75,7 +116,8 @@ class TaskConfig:
 class ModelConfig:
     """The decoder that is trained. Example: `ModelConfig(path="checkpoints/Qwen3-0.6B")`.
 
-    Without a path it is a small Llama with random weights, of the shape that the other keys give.
+    Without a path it is a small Llama, or a small Qwen3-MoE where it has experts, with random
+    weights, of the shape that the other keys give.
     """
 
     path: str = ""
@@ -86,11 +128,17 @@ class ModelConfig:
     hidden: int = Field(default=64, ge=8, le=8192)
     """Width of the residual stream."""
     ffn: int = Field(default=128, ge=8, le=32768)
-    """Width of the SwiGLU block after gating."""
+    """Width of the SwiGLU block after gating, where there are no experts."""
     heads: int = Field(default=4, ge=1, le=128)
     """Query heads; they divide `hidden` into heads of an even width."""
     query_groups: int = Field(default=2, ge=1, le=128)
     """Key and value heads; they divide `heads`."""
+    num_experts: int = Field(default=0, ge=0, le=1024)
+    """Experts in each layer, as Qwen3-MoE has them; 0 for a Llama, which has none."""
+    experts_per_token: int = Field(default=2, ge=1, le=1024)
+    """Experts that a token is sent to, at most `num_experts`."""
+    expert_ffn: int = Field(default=64, ge=8, le=32768)
+    """Width of an expert after gating."""
     rotary_base: int = Field(default=10000, ge=2)
     """Base of the rotary position frequencies."""
     init_std: float = Field(default=0.06, gt=0, le=1)
@@ -106,6 +154,11 @@ class ModelConfig:
             raise ValueError(
                 f"model.query_groups is {self.query_groups}; allowed: a divisor of model.heads, "
                 f"which is {self.heads}"
+            )
+        if self.num_experts and self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"model.experts_per_token is {self.experts_per_token} and model.num_experts is "
+                f"{self.num_experts}; allowed: at most as many"
             )
 
 
@@ -208,8 +261,8 @@ class OptimizerConfig:
     microbatches_per_step: int = Field(default=2, ge=1, le=1024)
     """Microbatches per optimizer step on each rank; gradients are reduced in the last one."""
     chunks_per_step: int = Field(default=0, ge=0, le=1024)
-    """Chunks that a step's microbatches come in, a divisor of them; 0 for one each. Weights do not
-    depend on it."""
+    """Chunks that a step's microbatches come in, a divisor of them; 0 for one each or, in a
+    pipeline, one for as many as it has stages. Weights do not depend on it."""
     beta1: float = Field(default=0.9, ge=0, le=0.9999)
     """Adam's decay of the first moment."""
     beta2: float = Field(default=0.95, ge=0, le=0.99999)
@@ -220,16 +273,11 @@ class OptimizerConfig:
     """Gradient norm is clipped at this value; 0 never clips."""
 
     def __post_init__(self) -> None:
-        if self.microbatches_per_step % self.chunks:
+        if self.chunks_per_step and self.microbatches_per_step % self.chunks_per_step:
             raise ValueError(
                 f"optimizer.chunks_per_step is {self.chunks_per_step}; allowed: a divisor of "
                 f"optimizer.microbatches_per_step, which is {self.microbatches_per_step}"
             )
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of one optimizer step."""
-        return self.chunks_per_step or self.microbatches_per_step
 
 
 @settings(ConfigError, "controller.")
@@ -313,6 +361,7 @@ class Config:
     """
 
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
@@ -328,43 +377,97 @@ class Config:
                 f"controller.cluster is {self.controller.cluster!r} and run.mode is 'sync'; "
                 "allowed: run.mode = 'async', which --async is short for"
             )
-        if self.rollout.prompts % self.run.ranks:
+        self._check_layout()
+        if self.rollout.prompts % self.replicas:
+            replicas = "run.ranks" if self.replicas == self.run.ranks else "run.ranks / (tp x pp)"
             raise ValueError(
-                f"rollout.prompts is {self.rollout.prompts}; allowed: a multiple of run.ranks, "
-                f"which is {self.run.ranks}, because every rank takes whole groups"
+                f"rollout.prompts is {self.rollout.prompts}; allowed: a multiple of {replicas}, "
+                f"which is {self.replicas}, because every replica takes whole groups"
             )
         pieces = self.optimizer.steps_per_rollout * self.optimizer.microbatches_per_step
-        if self.samples_per_rank % pieces:
+        if self.samples_per_replica % pieces:
             raise ValueError(
                 f"optimizer.steps_per_rollout x microbatches_per_step is {pieces}; allowed: a "
-                f"divisor of the {self.samples_per_rank} samples each rank holds per rollout"
+                f"divisor of the {self.samples_per_replica} samples each rank holds per rollout"
+            )
+
+    def _check_layout(self) -> None:
+        parallel, model, ranks = self.parallel, self.model, self.run.ranks
+        if ranks % (parallel.tp * parallel.pp):
+            raise ValueError(
+                f"parallel.tp x pp is {parallel.tp * parallel.pp} and run.ranks is {ranks}; "
+                "allowed: a divisor of run.ranks"
+            )
+        if self.replicas % parallel.ep:
+            raise ValueError(
+                f"parallel.ep is {parallel.ep} and run.ranks / (tp x pp) is {self.replicas}; "
+                "allowed: a divisor of it, because experts are cut over replicas"
+            )
+        if not model.path:
+            ffn = Named("model.ffn", model.ffn)
+            wrong = misfit(
+                parallel,
+                layers=Named("model.layers", model.layers),
+                heads=Named("model.heads", model.heads),
+                query_groups=Named("model.query_groups", model.query_groups),
+                ffn=Named("model.expert_ffn", model.expert_ffn) if model.num_experts else ffn,
+                experts=Named("model.num_experts", model.num_experts),
+            )
+            if wrong:
+                raise ValueError(wrong)
+        together = self.optimizer.microbatches_per_step // self.chunks
+        if parallel.vpp > 1 and together % parallel.pp:
+            raise ValueError(
+                f"optimizer.microbatches_per_step / chunks_per_step is {together} and parallel.pp "
+                f"is {parallel.pp}; allowed: a multiple of it, which an interleaved schedule takes"
             )
 
     @property
-    def samples_per_rank(self) -> int:
-        """Sequences that one rank samples, and trains on, per rollout."""
-        return self.rollout.prompts * self.rollout.group_size // self.run.ranks
+    def layout(self) -> RankLayout:
+        """The place of each rank."""
+        parallel = self.parallel
+        return RankLayout(tp=parallel.tp, pp=parallel.pp, replicas=self.replicas)
+
+    @property
+    def replicas(self) -> int:
+        """Whole models that the ranks have between them: data-parallel ranks."""
+        return self.run.ranks // (self.parallel.tp * self.parallel.pp)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of one optimizer step."""
+        optimizer, stages = self.optimizer, self.parallel.pp
+        if optimizer.chunks_per_step:
+            return optimizer.chunks_per_step
+        # Fewer microbatches than stages would leave stages idle.
+        whole, rest = divmod(optimizer.microbatches_per_step, stages)
+        return 1 if rest else whole
+
+    @property
+    def samples_per_replica(self) -> int:
+        """Sequences that one replica trains on per rollout; its ranks sample them together."""
+        return self.rollout.prompts * self.rollout.group_size // self.replicas
 
     @property
     def microbatch_size(self) -> int:
-        """Sequences per microbatch on one rank."""
+        """Sequences per microbatch on one replica."""
         pieces = self.optimizer.steps_per_rollout * self.optimizer.microbatches_per_step
-        return self.samples_per_rank // pieces
+        return self.samples_per_replica // pieces
 
     @property
     def rank_batch_size(self) -> int:
-        """Sequences that one rank trains on in one optimizer step."""
+        """Sequences that one replica, and each of its ranks, trains on in one optimizer step."""
         return self.microbatch_size * self.optimizer.microbatches_per_step
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences of all ranks in one optimizer step."""
-        return self.rank_batch_size * self.run.ranks
+        """Sequences of all replicas in one optimizer step."""
+        return self.rank_batch_size * self.replicas
 
     @property
     def chunk_size(self) -> int:
-        """Sequences that one rank hands over at once, in whole microbatches."""
-        return self.rank_batch_size // self.optimizer.chunks
+        """Sequences that one replica hands over at once, in whole microbatches."""
+        return self.rank_batch_size // self.chunks
 
 
 SECTIONS: dict[str, Any] = {

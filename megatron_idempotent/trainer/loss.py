@@ -241,6 +241,8 @@ def causal_mask(positions: int) -> torch.Tensor:
 def decoder_logits(module: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
     """Logits [B, T, V] of right-padded sequences; what follows a position does not reach it.
 
+    Of V they are this rank's columns; on a pipeline stage before the last, hidden states.
+
     A rank's device is "cuda": the CPU runtime makes that the CPU.
     """
     positions = tokens_BT.shape[1]
@@ -263,13 +265,23 @@ class PolicyLoss:
 
     kind: Literal["token"] = "token"
 
-    def __init__(self, config: LossConfig, *, temperature: float) -> None:
+    def __init__(
+        self,
+        config: LossConfig,
+        *,
+        temperature: float,
+        tp_group: Any = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        """With `tp_group`, logits are this rank's columns of `vocab_size` tokens."""
         self.normalizers: Mapping[str, Literal["tokens"]] = {
             "kl": "tokens",
             "clip_fraction": "tokens",
         }
         self._config = config
         self._temperature = temperature
+        self._tp_group = tp_group
+        self._vocab_size = vocab_size
 
     @property
     def needs_recomputed_logprobs(self) -> bool:
@@ -295,6 +307,8 @@ class PolicyLoss:
             targets=microbatch["targets"],
             temperature=self._temperature,
             token_mask=loss_mask_BT > 0,
+            tp_group=self._tp_group,
+            vocab_size=self._vocab_size,
             ownership="consume",  # nobody else reads them
         )
         parts = grpo_loss(

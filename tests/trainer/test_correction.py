@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_idempotent.step.microbatches import valid_counts  # noqa: E402 - after the skip
+from megatron_idempotent.step.pieces import valid_counts  # noqa: E402 - after the skip
 from megatron_idempotent.trainer.batch import Batch  # noqa: E402
 from megatron_idempotent.trainer.config import (  # noqa: E402
     Config,

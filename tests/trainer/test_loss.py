@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_idempotent import token_logprobs  # noqa: E402 - after the skip
-from megatron_idempotent.step.microbatches import valid_counts  # noqa: E402
+from megatron_idempotent.step.pieces import valid_counts  # noqa: E402
 from megatron_idempotent.trainer.batch import Batch  # noqa: E402
 from megatron_idempotent.trainer.config import LossConfig  # noqa: E402
 from megatron_idempotent.trainer.loss import PolicyLoss, grpo_loss  # noqa: E402
