@@ -154,7 +154,8 @@ class StepMetrics:
 
     `loss`, `kl` and `clip_fraction` are means over response tokens on all ranks; `grad_norm` is
     the mean over optimizer steps of the norm before clipping, and `learning_rate` that of the last
-    one. Example: `metrics.loss`.
+    one. `positions` are those that were computed, padding and prompts included, for
+    `response_tokens` that count. Example: `metrics.loss`.
     """
 
     loss: float
@@ -163,4 +164,5 @@ class StepMetrics:
     grad_norm: float
     learning_rate: float
     response_tokens: int
+    positions: int
     optimizer_steps: int

@@ -13,27 +13,12 @@ from typing import Any, Literal
 
 from megatron_idempotent.settings import Field, SettingsReader, settings
 
-from .layout import Named, RankLayout, misfit
-
-
-class TrainerError(ValueError):
-    """A mistake outside the program: the command prints the message alone, with exit code 2."""
-
-
-class ConfigError(TrainerError):
-    """A setting that does not exist, or that cannot be what it is."""
-
-
-class DataError(TrainerError):
-    """A prompt file that cannot be used; the message starts with the path and the line."""
-
-
-class OutputError(TrainerError):
-    """An output directory that cannot be written, or that belongs to another run."""
-
-
-class CheckpointError(TrainerError):
-    """A checkpoint that is incomplete or damaged; the message names the file."""
+from .errors import CheckpointError as CheckpointError
+from .errors import ConfigError as ConfigError
+from .errors import DataError as DataError
+from .errors import OutputError as OutputError
+from .errors import TrainerError as TrainerError
+from .layout import ParallelConfig, RankLayout, check_layout
 
 
 @settings(ConfigError, "run.")
@@ -62,44 +47,6 @@ class RunConfig:
     timeout_s: float = Field(default=3600.0, gt=0)
     """Deadline of the whole run, in seconds; past it all ranks are ended. An asynchronous run has
     the limits in `[controller]` instead."""
-
-
-@settings(ConfigError, "parallel.")
-class ParallelConfig:
-    """The layout: how ranks share a replica of the model. Example: `ParallelConfig(tp=2, pp=2)`."""
-
-    tp: int = Field(default=1, ge=1, le=64)
-    """Tensor-parallel ranks; they cut heads, feed-forward blocks and the vocabulary."""
-    pp: int = Field(default=1, ge=1, le=64)
-    """Pipeline stages; they cut the layers."""
-    vpp: int = Field(default=1, ge=1, le=64)
-    """Chunks of layers on each pipeline stage; above 1 the schedule is interleaved."""
-    ep: int = Field(default=1, ge=1, le=64)
-    """Expert-parallel ranks; they cut the experts, and are ranks of different replicas."""
-    sequence_parallel: bool = False
-    """Tensor-parallel ranks cut the positions too, where they have nothing else to cut."""
-
-    def __post_init__(self) -> None:
-        if self.vpp > 1 and self.pp == 1:
-            raise ValueError(
-                f"parallel.vpp is {self.vpp} and parallel.pp is 1; allowed: 2 or more stages, "
-                "between which chunks alternate, or vpp = 1"
-            )
-        if self.sequence_parallel and self.tp == 1:
-            raise ValueError(
-                "parallel.sequence_parallel is true and parallel.tp is 1; allowed: 2 or more "
-                "ranks, which cut the positions, or false"
-            )
-
-    @property
-    def is_whole(self) -> bool:
-        """True where every rank has the whole model."""
-        return self.tp == self.pp == self.ep == 1
-
-    def rounded(self, positions: int) -> int:
-        """The length of training sequences that ranks can cut, from the least that is needed."""
-        by = self.tp if self.sequence_parallel else 1
-        return -(-positions // by) * by
 
 
 @settings(ConfigError, "task.")
@@ -377,7 +324,7 @@ class Config:
                 f"controller.cluster is {self.controller.cluster!r} and run.mode is 'sync'; "
                 "allowed: run.mode = 'async', which --async is short for"
             )
-        self._check_layout()
+        check_layout(self)
         if self.rollout.prompts % self.replicas:
             replicas = "run.ranks" if self.replicas == self.run.ranks else "run.ranks / (tp x pp)"
             raise ValueError(
@@ -389,37 +336,6 @@ class Config:
             raise ValueError(
                 f"optimizer.steps_per_rollout x microbatches_per_step is {pieces}; allowed: a "
                 f"divisor of the {self.samples_per_replica} samples each rank holds per rollout"
-            )
-
-    def _check_layout(self) -> None:
-        parallel, model, ranks = self.parallel, self.model, self.run.ranks
-        if ranks % (parallel.tp * parallel.pp):
-            raise ValueError(
-                f"parallel.tp x pp is {parallel.tp * parallel.pp} and run.ranks is {ranks}; "
-                "allowed: a divisor of run.ranks"
-            )
-        if self.replicas % parallel.ep:
-            raise ValueError(
-                f"parallel.ep is {parallel.ep} and run.ranks / (tp x pp) is {self.replicas}; "
-                "allowed: a divisor of it, because experts are cut over replicas"
-            )
-        if not model.path:
-            ffn = Named("model.ffn", model.ffn)
-            wrong = misfit(
-                parallel,
-                layers=Named("model.layers", model.layers),
-                heads=Named("model.heads", model.heads),
-                query_groups=Named("model.query_groups", model.query_groups),
-                ffn=Named("model.expert_ffn", model.expert_ffn) if model.num_experts else ffn,
-                experts=Named("model.num_experts", model.num_experts),
-            )
-            if wrong:
-                raise ValueError(wrong)
-        together = self.optimizer.microbatches_per_step // self.chunks
-        if parallel.vpp > 1 and together % parallel.pp:
-            raise ValueError(
-                f"optimizer.microbatches_per_step / chunks_per_step is {together} and parallel.pp "
-                f"is {parallel.pp}; allowed: a multiple of it, which an interleaved schedule takes"
             )
 
     @property

@@ -12,8 +12,8 @@ from megatron_idempotent.trainer.task.prompts import PromptSet, check_answers_fi
 from megatron_idempotent.trainer.task.tokenizer import make_tokenizer
 
 from . import checkpoint_dir
-from .config import CheckpointError, Config, ConfigError, ParallelConfig
-from .layout import Named, misfit
+from .config import CheckpointError, Config, ConfigError
+from .layout import Named, ParallelConfig, misfit
 from .output import Job
 from .report import CURVES_FILE, draw_curves, print_summary, summarize
 

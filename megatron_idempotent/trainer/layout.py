@@ -10,10 +10,52 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from megatron_idempotent.settings import Field, settings
+
+from .errors import ConfigError
+
 if TYPE_CHECKING:
-    from .config import ParallelConfig
+    from .config import Config
 
 Item = TypeVar("Item")
+
+
+@settings(ConfigError, "parallel.")
+class ParallelConfig:
+    """The layout: how ranks share a replica of the model. Example: `ParallelConfig(tp=2, pp=2)`."""
+
+    tp: int = Field(default=1, ge=1, le=64)
+    """Tensor-parallel ranks; they cut heads, feed-forward blocks and the vocabulary."""
+    pp: int = Field(default=1, ge=1, le=64)
+    """Pipeline stages; they cut the layers."""
+    vpp: int = Field(default=1, ge=1, le=64)
+    """Chunks of layers on each pipeline stage; above 1 the schedule is interleaved."""
+    ep: int = Field(default=1, ge=1, le=64)
+    """Expert-parallel ranks; they cut the experts, and are ranks of different replicas."""
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks cut the positions too, where they have nothing else to cut."""
+
+    def __post_init__(self) -> None:
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(
+                f"parallel.vpp is {self.vpp} and parallel.pp is 1; allowed: 2 or more stages, "
+                "between which chunks alternate, or vpp = 1"
+            )
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError(
+                "parallel.sequence_parallel is true and parallel.tp is 1; allowed: 2 or more "
+                "ranks, which cut the positions, or false"
+            )
+
+    @property
+    def is_whole(self) -> bool:
+        """True where every rank has the whole model."""
+        return self.tp == self.pp == self.ep == 1
+
+    def rounded(self, positions: int) -> int:
+        """The length of training sequences that ranks can cut, from the least that is needed."""
+        by = self.tp if self.sequence_parallel else 1
+        return -(-positions // by) * by
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,3 +148,39 @@ def misfit(
             "beside tensor parallelism"
         )
     return ""
+
+
+def check_layout(config: Config) -> None:
+    """Check that ranks, model and microbatches divide into the layout that is asked for.
+
+    Errors: `ValueError` with both numbers. A checkpoint's model is checked where it is read.
+    """
+    parallel, model, ranks = config.parallel, config.model, config.run.ranks
+    if ranks % (parallel.tp * parallel.pp):
+        raise ValueError(
+            f"parallel.tp x pp is {parallel.tp * parallel.pp} and run.ranks is {ranks}; "
+            "allowed: a divisor of run.ranks"
+        )
+    if config.replicas % parallel.ep:
+        raise ValueError(
+            f"parallel.ep is {parallel.ep} and run.ranks / (tp x pp) is {config.replicas}; "
+            "allowed: a divisor of it, because experts are cut over replicas"
+        )
+    if not model.path:
+        ffn = Named("model.ffn", model.ffn)
+        wrong = misfit(
+            parallel,
+            layers=Named("model.layers", model.layers),
+            heads=Named("model.heads", model.heads),
+            query_groups=Named("model.query_groups", model.query_groups),
+            ffn=Named("model.expert_ffn", model.expert_ffn) if model.num_experts else ffn,
+            experts=Named("model.num_experts", model.num_experts),
+        )
+        if wrong:
+            raise ValueError(wrong)
+    together = config.optimizer.microbatches_per_step // config.chunks
+    if parallel.vpp > 1 and together % parallel.pp:
+        raise ValueError(
+            f"optimizer.microbatches_per_step / chunks_per_step is {together} and parallel.pp "
+            f"is {parallel.pp}; allowed: a multiple of it, which an interleaved schedule takes"
+        )

@@ -274,9 +274,10 @@ class PolicyLoss:
         vocab_size: int | None = None,
     ) -> None:
         """With `tp_group`, logits are this rank's columns of `vocab_size` tokens."""
-        self.normalizers: Mapping[str, Literal["tokens"]] = {
+        self.normalizers: Mapping[str, Literal["tokens", "none"]] = {
             "kl": "tokens",
             "clip_fraction": "tokens",
+            "positions": "none",
         }
         self._config = config
         self._temperature = temperature
@@ -322,4 +323,5 @@ class PolicyLoss:
             kl_coefficient=self._config.kl_coefficient,
             weights_BT=microbatch.get("weights"),
         )
-        return parts.loss, {"kl": parts.kl, "clip_fraction": parts.clipped}
+        positions = microbatch["input_ids"].numel()
+        return parts.loss, {"kl": parts.kl, "clip_fraction": parts.clipped, "positions": positions}

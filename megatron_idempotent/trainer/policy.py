@@ -219,6 +219,7 @@ def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> StepM
         grad_norm=sum(norms) / (len(norms) or 1),
         learning_rate=results[-1].lr,
         response_tokens=int(tokens),
+        positions=int(sum(result.metrics["positions"] for result in results)),
         optimizer_steps=len(updates),
     )
 

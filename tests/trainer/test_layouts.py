@@ -151,6 +151,8 @@ def assert_same(one, job, noted):
     mine_before, mine = (reproducible(job)[step] for step in (0, 1))
     assert mine_before == pytest.approx(before, rel=2**-40)  # means, in float64
     sampled = ("train/reward", "train/response_tokens", "train/tied_group_fraction")
+    assert first["train/positions"] == len(alone.batch) * alone.batch.tokens_BT.shape[1]
+    assert mine["train/positions"] == len(alone.batch) * noted[0].batch.tokens_BT.shape[1]
     for name in sampled:
         assert mine[name] == pytest.approx(first[name], rel=2**-40)
     # A norm differs by no more than the norm of what the gradient differs by: so much of each row.

@@ -143,7 +143,8 @@ def test_a_split_steps_loss_is_the_objective_of_the_batch():
         kl_coefficient=KL,
     )
     assert torch.equal(loss, parts.loss)
-    assert metrics == {"kl": parts.kl, "clip_fraction": parts.clipped}
+    positions = targets.numel()
+    assert metrics == {"kl": parts.kl, "clip_fraction": parts.clipped, "positions": positions}
     # What the step divides by is what the sums go over.
     assert valid_counts(batch.tensors()).tolist() == [B, int(parts.tokens)]
 
