@@ -80,7 +80,7 @@ class RankPolicy:
     async def train(self, step_id: str, batch: Batch) -> StepOutcome:
         """A whole optimizer step over the batch's rows, in one call of the ranks."""
         outcomes: list[StepOutcome] = await self._call(
-            "train", step_id, per_rank=_shares(batch, self._ranks.size)
+            "train", step_id, per_rank=self._shares(batch)
         )
         return outcomes[0]
 
@@ -144,8 +144,8 @@ class PolicyWorker(Exports):
         )
 
     def train(self, step_id: str, batch: Batch) -> StepOutcome:
-        """A whole optimizer step over this rank's rows. Sent again, it is not made twice; where it
-        raises, it is undone on all ranks.
+        """A whole optimizer step over this replica's rows. Sent again, it is not made twice; where
+        it raises, it is undone on all ranks.
         """
         self.begin(step_id)
         try:

@@ -326,7 +326,9 @@ class Config:
             )
         check_layout(self)
         if self.rollout.prompts % self.replicas:
-            replicas = "run.ranks" if self.replicas == self.run.ranks else "run.ranks / (tp x pp)"
+            replicas = (
+                "run.ranks" if self.replicas == self.run.ranks else "run.ranks / (tp x cp x pp)"
+            )
             raise ValueError(
                 f"rollout.prompts is {self.rollout.prompts}; allowed: a multiple of {replicas}, "
                 f"which is {self.replicas}, because every replica takes whole groups"
@@ -342,12 +344,12 @@ class Config:
     def layout(self) -> RankLayout:
         """The place of each rank."""
         parallel = self.parallel
-        return RankLayout(tp=parallel.tp, pp=parallel.pp, replicas=self.replicas)
+        return RankLayout(tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, replicas=self.replicas)
 
     @property
     def replicas(self) -> int:
         """Whole models that the ranks have between them: data-parallel ranks."""
-        return self.run.ranks // (self.parallel.tp * self.parallel.pp)
+        return self.run.ranks // self.parallel.members
 
     @property
     def chunks(self) -> int:

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_idempotent import token_logprobs
-
 from .batch import Batch
-from .loss import decoder_logits
+from .loss import LogitsOf, decoder_logits
 
 Weights = Mapping[str, torch.Tensor]
 """Parameters of one chunk by their names, in place of its own."""
@@ -24,33 +22,27 @@ Weights = Mapping[str, torch.Tensor]
 class LogprobForward:
     """Computes log-probs: of a batch as a whole or, in a pipeline, in microbatches.
 
-    Example: `LogprobForward(modules, temperature=1.0, microbatch_size=8)(batch)`.
+    Example: `LogprobForward(modules, of=of, microbatch_size=8)(batch)`.
     """
 
     def __init__(
         self,
         modules: Sequence[torch.nn.Module],
         *,
-        temperature: float,
+        of: LogitsOf,
         microbatch_size: int,
-        tp_group: Any = None,
-        vocab_size: int | None = None,
     ) -> None:
         """
         Args:
             modules: this rank's chunks, without DDP.
-            temperature: that tokens are sampled at.
+            of: what the logits are of.
             microbatch_size: sequences that a pipeline's stages pass on at once.
-            tp_group: ranks that have the columns of the logits between them.
-            vocab_size: tokens, where those ranks pad the vocabulary.
         """
         from megatron.core import parallel_state
 
         self._modules = list(modules)
-        self._temperature = temperature
+        self._logits = of
         self._microbatch_size = microbatch_size
-        self._tp_group = tp_group
-        self._vocab_size = vocab_size
         self._stages = int(parallel_state.get_pipeline_model_parallel_world_size())
 
     def __call__(self, batch: Batch, weights: Sequence[Weights] | None = None) -> torch.Tensor:
@@ -69,15 +61,7 @@ class LogprobForward:
         return self._piped(batch, dict(zip(map(id, self._modules), forwards, strict=True)))
 
     def _of(self, logits_BTV: torch.Tensor, batch: Batch) -> torch.Tensor:
-        found = token_logprobs(
-            logits=logits_BTV,
-            targets=batch.targets_BT,
-            temperature=self._temperature,
-            token_mask=batch.loss_mask_BT > 0,
-            tp_group=self._tp_group,
-            vocab_size=self._vocab_size,
-        )
-        return found.logprob
+        return self._logits.logprobs(logits_BTV, batch.targets_BT, batch.loss_mask_BT > 0)
 
     def _piped(self, batch: Batch, forwards: Mapping[int, Callable[..., Any]]) -> torch.Tensor:
         from megatron.core import parallel_state

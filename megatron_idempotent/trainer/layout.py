@@ -28,10 +28,13 @@ class ParallelConfig:
     """Tensor-parallel ranks; they cut heads, feed-forward blocks and the vocabulary."""
     pp: int = Field(default=1, ge=1, le=64)
     """Pipeline stages; they cut the layers."""
+    cp: int = Field(default=1, ge=1, le=64)
+    """Context-parallel ranks; they cut the positions of each sequence."""
     vpp: int = Field(default=1, ge=1, le=64)
     """Chunks of layers on each pipeline stage; above 1 the schedule is interleaved."""
     ep: int = Field(default=1, ge=1, le=64)
-    """Expert-parallel ranks; they cut the experts, and are ranks of different replicas."""
+    """Expert-parallel ranks; they cut the experts, and are those of several replicas, or of one
+    that context-parallel ranks share."""
     sequence_parallel: bool = False
     """Tensor-parallel ranks cut the positions too, where they have nothing else to cut."""
 
@@ -52,27 +55,33 @@ class ParallelConfig:
         """True where every rank has the whole model."""
         return self.tp == self.pp == self.ep == 1
 
+    @property
+    def members(self) -> int:
+        """Ranks that share a replica."""
+        return self.tp * self.cp * self.pp
+
     def rounded(self, positions: int) -> int:
         """The length of training sequences that ranks can cut, from the least that is needed."""
-        by = self.tp if self.sequence_parallel else 1
+        by = (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
         return -(-positions // by) * by
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankLayout:
-    """Which rank is where. A replica is a whole model; its members are the ranks that share it.
+    """Tells which rank is where. A replica is a whole model; its members are the ranks that share it.
 
     Example: `RankLayout(tp=2, pp=2, replicas=2).replica(4)` is 0: ranks 0, 1, 4 and 5 share one.
     """
 
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     replicas: int = 1
 
     @property
     def members(self) -> int:
         """Ranks that share a replica."""
-        return self.tp * self.pp
+        return self.tp * self.cp * self.pp
 
     @property
     def ranks(self) -> int:
@@ -81,11 +90,12 @@ class RankLayout:
 
     def replica(self, rank: int) -> int:
         """The replica that a rank has a part of: its data-parallel rank."""
-        return rank // self.tp % self.replicas
+        return rank // (self.tp * self.cp) % self.replicas
 
     def member(self, rank: int) -> int:
         """The place of a rank among those of its replica, from 0."""
-        return rank // (self.tp * self.replicas) * self.tp + rank % self.tp
+        of_stage = self.tp * self.cp
+        return rank // (of_stage * self.replicas) * of_stage + rank % of_stage
 
     def ranks_of(self, replica: int) -> tuple[int, ...]:
         """The ranks of a replica, in the order of their places."""
@@ -156,15 +166,16 @@ def check_layout(config: Config) -> None:
     Errors: `ValueError` with both numbers. A checkpoint's model is checked where it is read.
     """
     parallel, model, ranks = config.parallel, config.model, config.run.ranks
-    if ranks % (parallel.tp * parallel.pp):
+    if ranks % parallel.members:
         raise ValueError(
-            f"parallel.tp x pp is {parallel.tp * parallel.pp} and run.ranks is {ranks}; "
+            f"parallel.tp x cp x pp is {parallel.members} and run.ranks is {ranks}; "
             "allowed: a divisor of run.ranks"
         )
-    if config.replicas % parallel.ep:
+    apart = config.replicas * parallel.cp
+    if apart % parallel.ep:
         raise ValueError(
-            f"parallel.ep is {parallel.ep} and run.ranks / (tp x pp) is {config.replicas}; "
-            "allowed: a divisor of it, because experts are cut over replicas"
+            f"parallel.ep is {parallel.ep} and run.ranks / (tp x pp) is {apart}; allowed: a "
+            "divisor of it, because experts are cut over replicas and context-parallel ranks"
         )
     if not model.path:
         ffn = Named("model.ffn", model.ffn)

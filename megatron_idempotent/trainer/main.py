@@ -23,6 +23,7 @@ _NAMED = {
     "tp": "parallel.tp",
     "pp": "parallel.pp",
     "vpp": "parallel.vpp",
+    "cp": "parallel.cp",
     "ep": "parallel.ep",
     "out": "run.out",
     "data": "task.data",
@@ -175,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tp", metavar="N", help="tensor-parallel ranks of a replica")
     parser.add_argument("--pp", metavar="N", help="pipeline stages of a replica")
     parser.add_argument("--vpp", metavar="N", help="chunks of layers on each pipeline stage")
+    parser.add_argument("--cp", metavar="N", help="context-parallel ranks of a replica")
     parser.add_argument("--ep", metavar="N", help="expert-parallel ranks")
     parser.add_argument("--device", metavar="NAME", help="cpu, or cuda for this machine's GPUs")
     parser.add_argument("--out", metavar="DIR", help="output directory, empty or new")

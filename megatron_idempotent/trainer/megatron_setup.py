@@ -6,8 +6,9 @@ The configuration becomes the argument list that Megatron's stock parser reads.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,9 +40,12 @@ class MegatronModel:
 
 
 def build_megatron_model(
-    arguments: Sequence[str], arch: Architecture, *, positions: int
+    arguments: Sequence[str], arch: Architecture, *, positions: int, packs: bool = False
 ) -> MegatronModel:
-    """Parse, initialise and build. All ranks take part: the optimizer makes process groups."""
+    """Parse, initialise and build. All ranks take part: the optimizer makes process groups.
+
+    `packs` is for a model that is given several sequences in a row.
+    """
     from megatron.core.enums import ModelType
     from megatron.training import get_args, training
 
@@ -53,7 +57,9 @@ def build_megatron_model(
         vp_stage: int | None = None,
         **newer: Any,
     ) -> torch.nn.Module:
-        return gpt_model(arch, pre_process, post_process, vp_stage=vp_stage, positions=positions)
+        return gpt_model(
+            arch, pre_process, post_process, vp_stage=vp_stage, positions=positions, packs=packs
+        )
 
     chunks, optimizer, scheduler = training.setup_model_and_optimizer(
         model_provider_func=provide_model, model_type=ModelType.encoder_or_decoder
@@ -68,6 +74,7 @@ def gpt_model(
     *,
     vp_stage: int | None = None,
     positions: int,
+    packs: bool = False,
 ) -> torch.nn.Module:
     """A stage of the checkpoint's decoder, configured by Megatron's global arguments.
 
@@ -76,6 +83,13 @@ def gpt_model(
     from megatron.training import get_args
     from megatron.training.arguments import core_transformer_config_from_args
 
+    change: Callable[[Any], Any] | None = None
+    alone = importlib.util.find_spec("transformer_engine") is None
+    if alone and (packs or get_args().context_parallel_size > 1):
+        # Megatron's own attention takes neither; Transformer Engine's takes both.
+        from megatron_idempotent.cpu.attention import with_exact_attention
+
+        change = with_exact_attention
     model: torch.nn.Module = build_gpt(
         arch,
         core_transformer_config_from_args(get_args()),
@@ -83,6 +97,7 @@ def gpt_model(
         post_process=post_process,
         vp_stage=vp_stage,
         max_positions=positions,
+        change_spec=change,
         parallel_output=True,
     )
     return model
@@ -163,6 +178,7 @@ def _layout(config: Config, arch: Architecture) -> list[str]:
     arguments = [
         f"--tensor-model-parallel-size={parallel.tp}",
         f"--pipeline-model-parallel-size={parallel.pp}",
+        f"--context-parallel-size={parallel.cp}",
         f"--expert-model-parallel-size={parallel.ep}",
     ]
     if parallel.vpp > 1:

@@ -28,7 +28,7 @@ from . import checkpoint_dir
 from .batch import Batch, StepMetrics, chunks
 from .config import Config, ModelConfig
 from .forward_only import LogprobForward
-from .loss import PolicyLoss, corrected, forward
+from .loss import LogitsOf, PolicyLoss, corrected, forward
 from .megatron_setup import MegatronModel, build_megatron_model, megatron_arguments
 from .output import INITIAL, Job, data_path
 from .replica import Replica, SpreadWeights
@@ -74,13 +74,16 @@ class MegatronPolicy:
             # A verifier may keep one rank busy for as long as the run may take.
             deadline_s=config.run.timeout_s,
         )
-        logits: dict[str, Any] = {"temperature": config.rollout.temperature}
-        if config.parallel.tp > 1:
-            logits["tp_group"] = parallel_state.get_tensor_model_parallel_group()
-            logits["vocab_size"] = self.architecture.vocab_size
-        self._loss = PolicyLoss(config.loss, **logits)
+        tp = config.parallel.tp > 1
+        of = LogitsOf(
+            temperature=config.rollout.temperature,
+            tp_group=parallel_state.get_tensor_model_parallel_group() if tp else None,
+            vocab_size=self.architecture.vocab_size if tp else None,
+            cuts_positions=config.parallel.cp > 1,
+        )
+        self._loss = PolicyLoss(config.loss, of=of)
         self._logprobs = LogprobForward(
-            self.stock.modules, microbatch_size=config.microbatch_size, **logits
+            self.stock.modules, of=of, microbatch_size=config.microbatch_size
         )
         self.replica = Replica(config.layout)
 

@@ -35,7 +35,7 @@ def job_for(out, *overrides, resume=False):
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Noted:
-    """What a rank saw. Example: `Noted().engine[0]`."""
+    """Collects what a rank saw. Example: `Noted().engine[0]`."""
 
     engine: dict[int, dict[str, str]] = dataclasses.field(default_factory=dict)
     """Hashes of what the rank's engine serves, by name, after each update."""

@@ -91,7 +91,7 @@ def test_a_configuration_survives_the_way_through_toml(tmp_path):
             "optimizer.microbatches_per_step, which is 2",
         ),
         ("optimizer.steps_per_rollout=7", "allowed: a divisor of the 512 samples each rank"),
-        ("parallel.tp=4", "parallel.tp x pp is 4 and run.ranks is 2; allowed: a divisor"),
+        ("parallel.tp=4", "parallel.tp x cp x pp is 4 and run.ranks is 2; allowed: a divisor"),
         ("parallel.ep=2", "parallel.ep is 2 and model.num_experts is 0; allowed: a divisor"),
         ("parallel.vpp=2", "parallel.vpp is 2 and parallel.pp is 1; allowed: 2 or more stages"),
         ("parallel.sequence_parallel=true", "parallel.tp is 1; allowed: 2 or more ranks"),
@@ -127,7 +127,7 @@ def test_an_impossible_value_is_refused_with_key_value_and_range(override, messa
         ),
         (
             ["run.ranks=4", "parallel.tp=2", "rollout.prompts=63"],
-            "rollout.prompts is 63; allowed: a multiple of run.ranks / (tp x pp), which is 2",
+            "rollout.prompts is 63; allowed: a multiple of run.ranks / (tp x cp x pp), which is 2",
         ),
         (
             [

@@ -43,6 +43,10 @@ def layout(name, ranks, *settings, always=False):
 DENSE = [
     layout("tp2", 2, "tp=2", always=True),
     layout("all of them", 4, "tp=2", "pp=2", "vpp=2", "sequence_parallel=true", always=True),
+    layout("cp2", 2, "cp=2", always=True),
+    layout("tp2 cp2", 4, "tp=2", "cp=2", "sequence_parallel=true"),
+    layout("cp2 pp2", 4, "cp=2", "pp=2"),
+    layout("cp2 dp2", 4, "cp=2"),
     layout("tp2 sequence parallel", 2, "tp=2", "sequence_parallel=true"),
     layout("pp2", 2, "pp=2"),
     layout("pp2 interleaved", 2, "pp=2", "vpp=2"),
@@ -53,6 +57,7 @@ DENSE = [
 MOE = [
     layout("ep2", 2, "ep=2"),
     layout("tp2 ep2", 4, "tp=2", "ep=2", "sequence_parallel=true", always=True),
+    layout("cp2 ep2", 2, "cp=2", "ep=2"),
     layout("pp2 ep2", 4, "pp=2", "ep=2"),
     layout("tp2 pp2 with experts", 4, "tp=2", "pp=2", "sequence_parallel=true"),
 ]
@@ -165,7 +170,8 @@ def assert_same(one, job, noted):
 
 
 ASYNC = [
-    layout("tp2 dp2", 4, "tp=2"),
+    layout("tp2 dp2", 4, "tp=2", "sequence_parallel=true"),
+    layout("cp2 ep2", 4, "cp=2", "ep=2"),
     # Rows that are no multiple of what an interleaved schedule takes, and replicas without any.
     layout("interleaved with experts", 4, "pp=2", "vpp=2", "ep=2", always=True),
 ]
