@@ -118,7 +118,7 @@ async def measure(
             sampler=WindowedSampler(STALENESS, order="oldest"),
             prompts=stream,
             generator=generator,
-            policy=RankPolicy(ranks, timeout_s=120.0),
+            policy=RankPolicy(ranks, config.layout, timeout_s=120.0),
             recipe=GrpoRecipe(config, tokenizer, positions=positions),
             plane=MemoryPlane(),
         )

@@ -6,7 +6,7 @@ import copy
 import importlib.util
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -279,6 +279,7 @@ def build_gpt(
     vocab_divisible_by: int = 1,
     max_positions: int | None = None,
     layer_spec: Any = None,
+    change_spec: Callable[[Any], Any] | None = None,
     **model: Any,
 ) -> Any:
     """Return one stage of a `GPTModel`, with random weights; `load_hf` puts in the checkpoint's.
@@ -293,6 +294,7 @@ def build_gpt(
         max_positions: longest sequence, where that is not the checkpoint's.
         layer_spec: the layers' modules; otherwise Transformer Engine's where it is installed, and
             Megatron's own where it is not.
+        change_spec: makes the spec that is used of that one.
         model: other arguments of GPTModel, such as `parallel_output`.
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -302,9 +304,10 @@ def build_gpt(
     scaling: dict[str, Any] = {}
     if arch.rope_factor is not None:
         scaling = {"rope_scaling": True, "rope_scaling_factor": arch.rope_factor}
+    layer_spec = layer_spec or _layer_spec(config, vp_stage)
     return GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec or _layer_spec(config, vp_stage),
+        transformer_layer_spec=change_spec(layer_spec) if change_spec else layer_spec,
         vocab_size=arch.padded_vocab_size(
             config.tensor_model_parallel_size, divisible_by=vocab_divisible_by
         ),

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 REWARD = "train/reward"
 LOSS = "train/loss"
+POSITIONS = "train/positions"
+"""Positions that were computed forward and backward, prompts and padding included."""
+RESPONSE_TOKENS = "train/response_tokens"
+"""Tokens among them that the loss counts; in synchronous runs."""
 STALENESS_MEAN = "train/staleness_mean"
 STALENESS_MAX = "train/staleness_max"
 STALENESS_FRACTION = "train/staleness_fraction/"

@@ -391,6 +391,10 @@ class Runner:
                     return no_gradient(output), one, {}
                 # A token count of one, because dividing by what is valid comes at the end.
                 total = total.reshape(())
+                if total._base is not None:
+                    # With deallocate_pipeline_outputs, which Megatron's arguments set, a schedule
+                    # frees what the last stage returns as well, and refuses a view.
+                    total = total.clone()
                 if multiplied > 1:
                     total = total / multiplied
                 if self.shift:

@@ -14,7 +14,8 @@ from megatron_idempotent.cpu import PROGRAM_PRELOAD, RankPool
 from megatron_idempotent.workers import EmbeddedRanks, Exports, RankGroup, WorkerSpec
 
 from .batch import Batch
-from .checkpoint import load_weights, save_weights, weights_digest
+from .checkpoint import load_weights, run_digest, save_weights
+from .layout import RankLayout
 from .output import Job
 from .policy import start_policy
 
@@ -22,14 +23,24 @@ from .policy import start_policy
 class RankPolicy:
     """A `controller.Policy` over ranks that hold `stream.worker.PolicyWorker`.
 
-    Row i of a batch goes to rank i modulo their number, whatever else happens.
-    Example: `await RankPolicy(ranks, timeout_s=600.0).begin("run/0/0")`.
+    Row i of a batch goes to replica i modulo their number, whatever else happens.
+    Example: `await RankPolicy(ranks, config.layout, timeout_s=600.0).begin("run/0/0")`.
     """
 
-    def __init__(self, ranks: RankGroup, *, timeout_s: float) -> None:
-        """`timeout_s` limits every call: after it the ranks count as lost."""
+    def __init__(
+        self, ranks: RankGroup, layout: RankLayout, *, timeout_s: float, meet: bool = False
+    ) -> None:
+        """
+        Args:
+            ranks: those of the policy.
+            layout: the replica of each.
+            timeout_s: of every call; after it the ranks count as lost.
+            meet: whether replicas meet inside of the model, as where experts are cut over them.
+        """
         self._ranks = ranks
+        self._layout = layout
         self._timeout_s = timeout_s
+        self._meet = meet
 
     async def begin(self, step_id: str) -> None:
         """See `controller.Policy`, as for the others."""
@@ -37,12 +48,16 @@ class RankPolicy:
 
     async def logprobs(self, batch: Batch, which: LogprobsOf) -> torch.Tensor:
         """Log-probs [B, T], 0 where the loss mask is."""
-        parts: list[torch.Tensor] = await self._call(
-            "logprobs", which, per_rank=_shares(batch, self._ranks.size)
-        )
+        replicas = self._layout.replicas
+        shares = self._shares(batch)
+        if self._meet:
+            # Each forward has all of them in it, also those that have fewer rows.
+            shares = [share.padded(-(-len(batch) // replicas)) for share in shares]
+        parts: list[torch.Tensor] = await self._call("logprobs", which, per_rank=shares)
         found_BT = torch.empty_like(batch.old_logprobs_BT)
-        for rank, part_BT in enumerate(parts):
-            found_BT[rank :: self._ranks.size] = part_BT
+        for replica in range(replicas):
+            mine_BT = found_BT[replica::replicas]
+            mine_BT.copy_(parts[self._layout.ranks_of(replica)[0]][: len(mine_BT)])
         return found_BT
 
     async def microbatch(
@@ -54,7 +69,7 @@ class RankPolicy:
             step_id,
             microbatch_id,
             last,
-            per_rank=_shares(batch, self._ranks.size),
+            per_rank=self._shares(batch),
         )
 
     async def finish(self, step_id: str) -> StepOutcome:
@@ -65,7 +80,7 @@ class RankPolicy:
     async def train(self, step_id: str, batch: Batch) -> StepOutcome:
         """A whole optimizer step over the batch's rows, in one call of the ranks."""
         outcomes: list[StepOutcome] = await self._call(
-            "train", step_id, per_rank=_shares(batch, self._ranks.size)
+            "train", step_id, per_rank=self._shares(batch)
         )
         return outcomes[0]
 
@@ -73,16 +88,18 @@ class RankPolicy:
         """Undo an open step; one that was never begun is none."""
         await self._call("abort", step_id)
 
+    def _shares(self, batch: Batch) -> list[Batch]:
+        """The rows of each rank; those of a replica have the same."""
+        layout = self._layout
+        if layout.replicas == 1:
+            return [batch] * layout.ranks
+        # Some may get no row: a batch of one group, of which samples failed, on many ranks.
+        places = torch.arange(len(batch))
+        shares = [batch.rows(places[first :: layout.replicas]) for first in range(layout.replicas)]
+        return [shares[layout.replica(rank)] for rank in range(layout.ranks)]
+
     async def _call(self, method: str, *args: Any, per_rank: Any = None) -> list[Any]:
         return await self._ranks.call(method, *args, per_rank=per_rank, timeout_s=self._timeout_s)
-
-
-def _shares(batch: Batch, ranks: int) -> list[Batch]:
-    if ranks == 1:
-        return [batch]
-    # Some may get no row: a batch of one group, of which samples failed, on many ranks.
-    places = torch.arange(len(batch))
-    return [batch.rows(places[rank::ranks]) for rank in range(ranks)]
 
 
 def make_worker(job: Job) -> PolicyWorker:
@@ -99,6 +116,7 @@ class PolicyWorker(Exports):
 
     def __init__(self, job: Job) -> None:
         """Model and optimizer of the run that the job describes. Collective."""
+        self._config = job.config
         self._policy = start_policy(job).policy
         super().__init__(self._policy.source(shared=True))
 
@@ -107,11 +125,11 @@ class PolicyWorker(Exports):
         self._policy.begin(step_id)
 
     def logprobs(self, which: LogprobsOf, batch: Batch) -> torch.Tensor:
-        """Log-probs [B, T] of this rank's rows."""
+        """Log-probs [B, T] of this replica's rows."""
         return self._policy.logprobs(batch, which)
 
     def microbatch(self, step_id: str, microbatch_id: str, last: bool, batch: Batch) -> None:
-        """Forward and backward of this rank's rows."""
+        """Forward and backward of this replica's rows."""
         self._policy.microbatch(step_id, batch, microbatch_id=microbatch_id, last=last)
 
     def finish(self, step_id: str) -> StepOutcome:
@@ -126,8 +144,8 @@ class PolicyWorker(Exports):
         )
 
     def train(self, step_id: str, batch: Batch) -> StepOutcome:
-        """A whole optimizer step over this rank's rows. Sent again, it is not made twice; where it
-        raises, it is undone on all ranks.
+        """A whole optimizer step over this replica's rows. Sent again, it is not made twice; where
+        it raises, it is undone on all ranks.
         """
         self.begin(step_id)
         try:
@@ -145,9 +163,9 @@ class PolicyWorker(Exports):
 
     def save(self, directory: str, iteration: int) -> str:
         """Write Megatron's checkpoint; the digest of the weights."""
-        with self._policy.weights() as module:
+        with self._policy.weights() as modules:
             save_weights(self._policy.stock, Path(directory), iteration=iteration)
-            return weights_digest(module)
+            return run_digest(modules, self._config)
 
     def load(self, directory: str) -> int:
         """Read Megatron's checkpoint; its iteration."""

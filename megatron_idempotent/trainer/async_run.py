@@ -38,7 +38,7 @@ from megatron_idempotent.metrics.timeline import Timeline
 from megatron_idempotent.sync import SyncSettings
 from megatron_idempotent.trainer.task.prompts import PromptSet
 from megatron_idempotent.trainer.task.reward import import_from_here, load_reward
-from megatron_idempotent.trainer.task.tokenizer import make_tokenizer, sequence_positions
+from megatron_idempotent.trainer.task.tokenizer import make_tokenizer
 from megatron_idempotent.workers import RankGroup, RemoteWeights
 
 from .async_ranks import RankPolicy, make_ranks
@@ -46,6 +46,7 @@ from .checkpoint import CheckpointStore
 from .config import Config, ConfigError, load_config
 from .engines import MB, make_async_engines
 from .output import INITIAL, TRAINED, Job
+from .policy import training_positions
 from .report import make_loggers
 from .rewards import Evaluation, GrpoRecipe, PromptStream, RequestMaker, Scorer
 
@@ -227,9 +228,7 @@ async def _controller(
         changed_only=config.sync.changed_only,
     )
     stack.push_async_callback(fleet.close)
-    positions = sequence_positions(
-        prompts, tokenizer, max_response_tokens=config.rollout.max_response_tokens
-    )
+    positions = training_positions(config, prompts, tokenizer)
     plane = make_plane(config)
     stack.push_async_callback(plane.close)
     steps = config.optimizer.steps_per_rollout
@@ -240,7 +239,12 @@ async def _controller(
         sampler=make_sampler(config),
         prompts=PromptStream(prompts.train, seed=config.run.seed),
         generator=fleet,
-        policy=RankPolicy(ranks, timeout_s=config.controller.call_timeout_s),
+        policy=RankPolicy(
+            ranks,
+            config.layout,
+            timeout_s=config.controller.call_timeout_s,
+            meet=config.parallel.ep > 1,
+        ),
         recipe=GrpoRecipe(config, tokenizer, positions=positions),
         plane=plane,
         store=CheckpointStore(job, ranks),

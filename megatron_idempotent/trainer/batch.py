@@ -48,6 +48,19 @@ class Batch:
             weights_BT=None if weights is None else weights[index],
         )
 
+    def padded(self, rows: int) -> Batch:
+        """The batch with rows of zeros after its own, of which no token counts; `rows` in all."""
+        more = rows - len(self)
+        if not more:
+            return self
+        held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        wider = {
+            name: torch.cat([each, each.new_zeros(more, *each.shape[1:])])
+            for name, each in held.items()
+            if each is not None
+        }
+        return dataclasses.replace(self, **wider)
+
     def on_device(self) -> Batch:
         """A copy on this rank's device; batches are made, cut and sent on the host."""
         held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -141,7 +154,8 @@ class StepMetrics:
 
     `loss`, `kl` and `clip_fraction` are means over response tokens on all ranks; `grad_norm` is
     the mean over optimizer steps of the norm before clipping, and `learning_rate` that of the last
-    one. Example: `metrics.loss`.
+    one. `positions` are those that were computed, padding and prompts included, for
+    `response_tokens` that count. Example: `metrics.loss`.
     """
 
     loss: float
@@ -150,4 +164,5 @@ class StepMetrics:
     grad_norm: float
     learning_rate: float
     response_tokens: int
+    positions: int
     optimizer_steps: int

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import json
 import queue
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,9 @@ class PolicyCheckpoints:
             checkpoint_dir.make_empty(unfinished)
         dist.barrier()  # no rank may write before the directory is empty
         iteration = done * self._config.optimizer.steps_per_rollout
-        with self._policy.weights() as module:
+        with self._policy.weights() as modules:
             save_weights(self._policy.stock, unfinished / "megatron", iteration=iteration)
-            digest = weights_digest(module)
+            digest = run_digest(modules, self._config)
         dist.barrier()  # rank 0 lists the files of all ranks
         if dist.get_rank() == 0:
             seal_checkpoint(self._directory, done, self._config, digest=digest)
@@ -93,13 +93,30 @@ def load_weights(stock: MegatronModel, directory: Path) -> int:
     return found
 
 
-def weights_digest(module: torch.nn.Module) -> str:
-    """SHA-256 over all parameters, in the order of their names: equal if and only if bit-equal."""
+def weights_digest(modules: Sequence[torch.nn.Module]) -> str:
+    """SHA-256 over all parameters of some chunks, in the order of their names.
+
+    Equal if and only if these are bit-equal.
+    """
     digest = hashlib.sha256()
-    for name, parameter in sorted(module.named_parameters()):
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    for module in modules:
+        for name, parameter in sorted(module.named_parameters()):
+            digest.update(name.encode())
+            digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def run_digest(modules: Sequence[torch.nn.Module], config: Config) -> str:
+    """The digest of the model: of this rank's chunks, or of all ranks' where each has a part.
+
+    Collective. Two runs' are equal if and only if their weights are, where their layouts are.
+    """
+    digest = weights_digest(modules)
+    if config.parallel.is_whole:
+        return digest
+    parts = [""] * dist.get_world_size()
+    dist.all_gather_object(parts, digest)
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
 def _collect_results_in_this_process() -> None:

@@ -13,25 +13,12 @@ from typing import Any, Literal
 
 from megatron_idempotent.settings import Field, SettingsReader, settings
 
-
-class TrainerError(ValueError):
-    """A mistake outside the program: the command prints the message alone, with exit code 2."""
-
-
-class ConfigError(TrainerError):
-    """A setting that does not exist, or that cannot be what it is."""
-
-
-class DataError(TrainerError):
-    """A prompt file that cannot be used; the message starts with the path and the line."""
-
-
-class OutputError(TrainerError):
-    """An output directory that cannot be written, or that belongs to another run."""
-
-
-class CheckpointError(TrainerError):
-    """A checkpoint that is incomplete or damaged; the message names the file."""
+from .errors import CheckpointError as CheckpointError
+from .errors import ConfigError as ConfigError
+from .errors import DataError as DataError
+from .errors import OutputError as OutputError
+from .errors import TrainerError as TrainerError
+from .layout import ParallelConfig, RankLayout, check_layout
 
 
 @settings(ConfigError, "run.")
@@ -45,7 +32,8 @@ class RunConfig:
     seed: int = Field(default=1, ge=0, le=2**31 - 1)
     """Seed of the initial weights, the order of the prompts and the sampled tokens."""
     ranks: int = Field(default=2, ge=1, le=64)
-    """Data-parallel processes on this machine, connected by gloo, or by NCCL on GPUs."""
+    """Processes on this machine, connected by gloo, or by NCCL on GPUs. Each has a replica of the
+    model, unless `[parallel]` has several share one."""
     device: Literal["cpu", "cuda", "checked"] = "cpu"
     """The device of ranks and engines: the CPU, this machine's GPUs, or a CPU that refuses what a
     GPU would refuse, to try a change without one."""
@@ -75,7 +63,8 @@ class TaskConfig:
 class ModelConfig:
     """The decoder that is trained. Example: `ModelConfig(path="checkpoints/Qwen3-0.6B")`.
 
-    Without a path it is a small Llama with random weights, of the shape that the other keys give.
+    Without a path it is a small Llama, or a small Qwen3-MoE where it has experts, with random
+    weights, of the shape that the other keys give.
     """
 
     path: str = ""
@@ -86,11 +75,17 @@ class ModelConfig:
     hidden: int = Field(default=64, ge=8, le=8192)
     """Width of the residual stream."""
     ffn: int = Field(default=128, ge=8, le=32768)
-    """Width of the SwiGLU block after gating."""
+    """Width of the SwiGLU block after gating, where there are no experts."""
     heads: int = Field(default=4, ge=1, le=128)
     """Query heads; they divide `hidden` into heads of an even width."""
     query_groups: int = Field(default=2, ge=1, le=128)
     """Key and value heads; they divide `heads`."""
+    num_experts: int = Field(default=0, ge=0, le=1024)
+    """Experts in each layer, as Qwen3-MoE has them; 0 for a Llama, which has none."""
+    experts_per_token: int = Field(default=2, ge=1, le=1024)
+    """Experts that a token is sent to, at most `num_experts`."""
+    expert_ffn: int = Field(default=64, ge=8, le=32768)
+    """Width of an expert after gating."""
     rotary_base: int = Field(default=10000, ge=2)
     """Base of the rotary position frequencies."""
     init_std: float = Field(default=0.06, gt=0, le=1)
@@ -106,6 +101,11 @@ class ModelConfig:
             raise ValueError(
                 f"model.query_groups is {self.query_groups}; allowed: a divisor of model.heads, "
                 f"which is {self.heads}"
+            )
+        if self.num_experts and self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"model.experts_per_token is {self.experts_per_token} and model.num_experts is "
+                f"{self.num_experts}; allowed: at most as many"
             )
 
 
@@ -208,8 +208,8 @@ class OptimizerConfig:
     microbatches_per_step: int = Field(default=2, ge=1, le=1024)
     """Microbatches per optimizer step on each rank; gradients are reduced in the last one."""
     chunks_per_step: int = Field(default=0, ge=0, le=1024)
-    """Chunks that a step's microbatches come in, a divisor of them; 0 for one each. Weights do not
-    depend on it."""
+    """Chunks that a step's microbatches come in, a divisor of them; 0 for one each or, in a
+    pipeline, one for as many as it has stages. Weights do not depend on it."""
     beta1: float = Field(default=0.9, ge=0, le=0.9999)
     """Adam's decay of the first moment."""
     beta2: float = Field(default=0.95, ge=0, le=0.99999)
@@ -220,16 +220,11 @@ class OptimizerConfig:
     """Gradient norm is clipped at this value; 0 never clips."""
 
     def __post_init__(self) -> None:
-        if self.microbatches_per_step % self.chunks:
+        if self.chunks_per_step and self.microbatches_per_step % self.chunks_per_step:
             raise ValueError(
                 f"optimizer.chunks_per_step is {self.chunks_per_step}; allowed: a divisor of "
                 f"optimizer.microbatches_per_step, which is {self.microbatches_per_step}"
             )
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of one optimizer step."""
-        return self.chunks_per_step or self.microbatches_per_step
 
 
 @settings(ConfigError, "controller.")
@@ -313,6 +308,7 @@ class Config:
     """
 
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
@@ -328,43 +324,68 @@ class Config:
                 f"controller.cluster is {self.controller.cluster!r} and run.mode is 'sync'; "
                 "allowed: run.mode = 'async', which --async is short for"
             )
-        if self.rollout.prompts % self.run.ranks:
+        check_layout(self)
+        if self.rollout.prompts % self.replicas:
+            replicas = (
+                "run.ranks" if self.replicas == self.run.ranks else "run.ranks / (tp x cp x pp)"
+            )
             raise ValueError(
-                f"rollout.prompts is {self.rollout.prompts}; allowed: a multiple of run.ranks, "
-                f"which is {self.run.ranks}, because every rank takes whole groups"
+                f"rollout.prompts is {self.rollout.prompts}; allowed: a multiple of {replicas}, "
+                f"which is {self.replicas}, because every replica takes whole groups"
             )
         pieces = self.optimizer.steps_per_rollout * self.optimizer.microbatches_per_step
-        if self.samples_per_rank % pieces:
+        if self.samples_per_replica % pieces:
             raise ValueError(
                 f"optimizer.steps_per_rollout x microbatches_per_step is {pieces}; allowed: a "
-                f"divisor of the {self.samples_per_rank} samples each rank holds per rollout"
+                f"divisor of the {self.samples_per_replica} samples each rank holds per rollout"
             )
 
     @property
-    def samples_per_rank(self) -> int:
-        """Sequences that one rank samples, and trains on, per rollout."""
-        return self.rollout.prompts * self.rollout.group_size // self.run.ranks
+    def layout(self) -> RankLayout:
+        """The place of each rank."""
+        parallel = self.parallel
+        return RankLayout(tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, replicas=self.replicas)
+
+    @property
+    def replicas(self) -> int:
+        """Whole models that the ranks have between them: data-parallel ranks."""
+        return self.run.ranks // self.parallel.members
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of one optimizer step."""
+        optimizer, stages = self.optimizer, self.parallel.pp
+        if optimizer.chunks_per_step:
+            return optimizer.chunks_per_step
+        # Fewer microbatches than stages would leave stages idle.
+        whole, rest = divmod(optimizer.microbatches_per_step, stages)
+        return 1 if rest else whole
+
+    @property
+    def samples_per_replica(self) -> int:
+        """Sequences that one replica trains on per rollout; its ranks sample them together."""
+        return self.rollout.prompts * self.rollout.group_size // self.replicas
 
     @property
     def microbatch_size(self) -> int:
-        """Sequences per microbatch on one rank."""
+        """Sequences per microbatch on one replica."""
         pieces = self.optimizer.steps_per_rollout * self.optimizer.microbatches_per_step
-        return self.samples_per_rank // pieces
+        return self.samples_per_replica // pieces
 
     @property
     def rank_batch_size(self) -> int:
-        """Sequences that one rank trains on in one optimizer step."""
+        """Sequences that one replica, and each of its ranks, trains on in one optimizer step."""
         return self.microbatch_size * self.optimizer.microbatches_per_step
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences of all ranks in one optimizer step."""
-        return self.rank_batch_size * self.run.ranks
+        """Sequences of all replicas in one optimizer step."""
+        return self.rank_batch_size * self.replicas
 
     @property
     def chunk_size(self) -> int:
-        """Sequences that one rank hands over at once, in whole microbatches."""
-        return self.rank_batch_size // self.optimizer.chunks
+        """Sequences that one replica hands over at once, in whole microbatches."""
+        return self.rank_batch_size // self.chunks
 
 
 SECTIONS: dict[str, Any] = {

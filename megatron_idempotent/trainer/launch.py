@@ -12,7 +12,8 @@ from megatron_idempotent.trainer.task.prompts import PromptSet, check_answers_fi
 from megatron_idempotent.trainer.task.tokenizer import make_tokenizer
 
 from . import checkpoint_dir
-from .config import CheckpointError, Config
+from .config import CheckpointError, Config, ConfigError
+from .layout import Named, ParallelConfig, misfit
 from .output import Job
 from .report import CURVES_FILE, draw_curves, print_summary, summarize
 
@@ -44,7 +45,8 @@ def check(config: Config, prompts: PromptSet) -> None:
 
     Errors: `DataError` for words that the tokenizer reserves, `CheckpointError` for a checkpoint
     without a tokenizer or with a damaged file, `ConfigError` where answers do not fit into a
-    response, or for a sampler or logger that there is none of, in both modes.
+    response, where ranks cannot cut the model as `[parallel]` asks, or for a sampler or logger that
+    there is none of, in both modes.
     """
     from .async_run import make_sampler, make_settings
     from .report import named_loggers
@@ -55,12 +57,12 @@ def check(config: Config, prompts: PromptSet) -> None:
         make_settings(config)
     tokenizer = make_tokenizer(config, prompts)
     if config.model.path:
-        _check_checkpoint(Path(config.model.path))
+        _check_checkpoint(Path(config.model.path), config.parallel)
     longest = config.rollout.max_response_tokens
     check_answers_fit(prompts, tokenizer.encode_answer, max_response_tokens=longest)
 
 
-def _check_checkpoint(folder: Path) -> None:
+def _check_checkpoint(folder: Path, parallel: ParallelConfig) -> None:
     """Errors: `CheckpointError` for what ranks could not load, or would load damaged."""
     from megatron_idempotent.hf import Architecture
     from megatron_idempotent.weights.safetensors_io import Checkpoint
@@ -68,10 +70,21 @@ def _check_checkpoint(folder: Path) -> None:
     remedy = f"fetch it again, or write {checkpoint_dir.SUMS} again if you have changed it"
     checkpoint_dir.check_sums(folder, remedy)
     try:
-        Architecture.read(folder)
+        arch = Architecture.read(folder)
         Checkpoint(folder).close()
     except ValueError as error:
         raise CheckpointError(str(error)) from error
+    ffn = Named("intermediate_size", arch.ffn)
+    wrong = misfit(
+        parallel,
+        layers=Named("num_hidden_layers", arch.layers),
+        heads=Named("num_attention_heads", arch.heads),
+        query_groups=Named("num_key_value_heads", arch.query_groups),
+        ffn=Named("moe_intermediate_size", arch.expert_ffn) if arch.experts else ffn,
+        experts=Named("num_experts", arch.experts),
+    )
+    if wrong:
+        raise ConfigError(f"{folder / 'config.json'}: {wrong}")
 
 
 def launch(job: Job, prompts: PromptSet) -> bool:

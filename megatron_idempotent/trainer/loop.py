@@ -1,8 +1,9 @@
 """Group-relative policy optimisation, top to bottom as in the paper, and a rank that runs it.
 
-This runs on every rank. Each rank takes its share of the prompts, in whole groups; the policy's
-`train`, and the metrics, are where the ranks meet. The asynchronous run (`async_run`) is built of
-the same parts: requests, scorer, recipe and policy.
+This runs on every rank. Each takes its share of the prompts, in whole groups; ranks that share a
+replica of the model train on the groups of all of them. The policy's `train`, and the metrics, are
+where all ranks meet. The asynchronous run (`async_run`) is built of the same parts: requests,
+scorer, recipe and policy.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import IO, TypeVar
+from typing import IO
 
-from torch.distributed import barrier, get_rank, get_world_size
+from torch.distributed import barrier, get_rank
 
 from megatron_idempotent.controller import RolloutGroup
 from megatron_idempotent.engines import Request, Sample
@@ -30,8 +31,6 @@ from .output import TRAINED, Job, output_to
 from .policy import MegatronPolicy, start_policy
 from .report import make_loggers, make_progress
 from .rewards import EVALUATION_STREAM, GrpoRecipe, RequestMaker, Scorer
-
-Item = TypeVar("Item")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +56,7 @@ class TrainerParts:
 def train(config: Config, prompts: PromptSet, parts: TrainerParts, *, first_rollout: int) -> None:
     """Run rollouts `first_rollout` to the last. Collective."""
     count, last = config.rollout.prompts, config.run.rollouts
+    replica = parts.policy.replica
     parts.publish(first_rollout)
     if first_rollout == 0:
         parts.logger.log(evaluate(config, prompts, parts, done=0), step=0)
@@ -64,10 +64,11 @@ def train(config: Config, prompts: PromptSet, parts: TrainerParts, *, first_roll
         watch = Stopwatch()
         asked = rollout_prompts(prompts.train, index=index, count=count, seed=config.run.seed)
         with watch.phase("generation"):
-            drawn = draw(parts, share(asked), samples=config.rollout.group_size, stream=index)
+            mine = replica.share(asked)
+            drawn = draw(parts, mine, samples=config.rollout.group_size, stream=index)
         with watch.phase("advantages"):
             groups = score(parts.scorer, drawn)
-            batch = parts.recipe.inputs(groups)
+            batch = parts.recipe.inputs(replica.gather(groups))
         with watch.phase("policy_training"):
             step = parts.policy.train(batch, index=index)
 
@@ -89,7 +90,7 @@ def evaluate(
     config: Config, prompts: PromptSet, parts: TrainerParts, *, done: int
 ) -> Mapping[str, float]:
     """Mean reward on held-out prompts, one sample each, at the training temperature. Collective."""
-    held_out = share(prompts.held_out[: config.evaluation.prompts])
+    held_out = parts.policy.replica.share(prompts.held_out[: config.evaluation.prompts])
     started = time.perf_counter()
     drawn = draw(parts, held_out, samples=1, stream=EVALUATION_STREAM + done)
     groups = score(parts.scorer, drawn)
@@ -124,11 +125,6 @@ def score(scorer: Scorer, drawn: Sequence[tuple[Prompt, tuple[Sample, ...]]]) ->
         )
         for prompt, samples in drawn
     ]
-
-
-def share(items: Sequence[Item]) -> tuple[Item, ...]:
-    """This rank's items: every world-size-th, starting at its rank."""
-    return tuple(items[get_rank() :: get_world_size()])
 
 
 def _due(done: int, every: int, last: int) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+import megatron_idempotent
 from megatron_idempotent import token_logprobs
 
 from .batch import Batch
@@ -241,12 +242,60 @@ def causal_mask(positions: int) -> torch.Tensor:
 def decoder_logits(module: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
     """Logits [B, T, V] of right-padded sequences; what follows a position does not reach it.
 
+    Of T and V they are this rank's positions and columns; on a pipeline stage before the last,
+    hidden states.
+
     A rank's device is "cuda": the CPU runtime makes that the CPU.
     """
     positions = tokens_BT.shape[1]
     position_ids_BT = torch.arange(positions, device="cuda").expand_as(tokens_BT)
-    logits_BTV: torch.Tensor = module(tokens_BT, position_ids_BT, causal_mask(positions))
+    mine_BT = megatron_idempotent.own_positions(tokens_BT)
+    places_BT = megatron_idempotent.own_positions(position_ids_BT)
+    logits_BTV: torch.Tensor = module(mine_BT, places_BT, causal_mask(positions))
     return logits_BTV
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LogitsOf:
+    """Says what a rank's logits are of, and computes log-probs of them.
+
+    Example: `LogitsOf(temperature=0.7).logprobs(logits_BTV, targets_BT, mask_BT)`.
+    """
+
+    temperature: float
+    tp_group: Any = None
+    """Ranks that have the columns of the logits between them."""
+    vocab_size: int | None = None
+    """Tokens, where those ranks pad the vocabulary."""
+    cuts_positions: bool = False
+    """Context-parallel ranks have the positions of the logits between them."""
+
+    def logprobs(
+        self,
+        logits_BTV: torch.Tensor,
+        targets_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
+        *,
+        ownership: Literal["borrow", "consume"] = "borrow",
+    ) -> torch.Tensor:
+        """Log-probs [B, T] of whole rows, 0 where the mask is.
+
+        Collective over tensor-parallel ranks, which have the columns of the logits between them,
+        and context-parallel ones, which have the positions.
+        """
+        if self.cuts_positions:
+            targets_BT = megatron_idempotent.own_positions(targets_BT)
+            mask_BT = megatron_idempotent.own_positions(mask_BT)
+        found = token_logprobs(
+            logits=logits_BTV,
+            targets=targets_BT,
+            temperature=self.temperature,
+            token_mask=mask_BT,
+            tp_group=self.tp_group,
+            vocab_size=self.vocab_size,
+            ownership=ownership,
+        ).logprob
+        return megatron_idempotent.all_positions(found) if self.cuts_positions else found
 
 
 def forward(module: Any, microbatch: Mapping[str, Any]) -> torch.Tensor:
@@ -258,18 +307,22 @@ class PolicyLoss:
     """The GRPO objective as a split step asks for it, over `Batch.tensors()`.
 
     Its gradient is divided by the response tokens of all ranks in the optimizer step, and so are
-    its metrics. Example: `step.begin(PolicyLoss(config.loss, temperature=1.0), …)`.
+    its metrics. Example: `step.begin(PolicyLoss(config.loss, of=LogitsOf(temperature=1.0)), …)`.
     """
 
     kind: Literal["token"] = "token"
+    #: Context-parallel ranks compute it of whole rows, all the same.
+    context_parallel: Literal["whole"] = "whole"
 
-    def __init__(self, config: LossConfig, *, temperature: float) -> None:
-        self.normalizers: Mapping[str, Literal["tokens"]] = {
+    def __init__(self, config: LossConfig, *, of: LogitsOf) -> None:
+        """Take `of`, which says what the logits are of."""
+        self.normalizers: Mapping[str, Literal["tokens", "none"]] = {
             "kl": "tokens",
             "clip_fraction": "tokens",
+            "positions": "none",
         }
         self._config = config
-        self._temperature = temperature
+        self._of = of
 
     @property
     def needs_recomputed_logprobs(self) -> bool:
@@ -290,15 +343,14 @@ class PolicyLoss:
                 f"{self._config.correction!r}, and the batch has no weights_BT; recompute the "
                 "log-probs and pass the batch through correction.corrected()"
             )
-        stats = token_logprobs(
-            logits=logits_BTV,
-            targets=microbatch["targets"],
-            temperature=self._temperature,
-            token_mask=loss_mask_BT > 0,
+        logprobs_BT = self._of.logprobs(
+            logits_BTV,
+            microbatch["targets"],
+            loss_mask_BT > 0,
             ownership="consume",  # nobody else reads them
         )
         parts = grpo_loss(
-            stats.logprob,
+            logprobs_BT,
             microbatch["old_logprobs"],
             microbatch["advantages"],
             loss_mask_BT,
@@ -308,4 +360,5 @@ class PolicyLoss:
             kl_coefficient=self._config.kl_coefficient,
             weights_BT=microbatch.get("weights"),
         )
-        return parts.loss, {"kl": parts.kl, "clip_fraction": parts.clipped}
+        positions = microbatch["input_ids"].numel()
+        return parts.loss, {"kl": parts.kl, "clip_fraction": parts.clipped, "positions": positions}

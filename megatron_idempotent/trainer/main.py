@@ -20,6 +20,11 @@ _NAMED = {
     "seed": "run.seed",
     "ranks": "run.ranks",
     "device": "run.device",
+    "tp": "parallel.tp",
+    "pp": "parallel.pp",
+    "vpp": "parallel.vpp",
+    "cp": "parallel.cp",
+    "ep": "parallel.ep",
     "out": "run.out",
     "data": "task.data",
     "model": "model.path",
@@ -167,7 +172,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rollouts", metavar="N", help="rollouts in the whole run")
     parser.add_argument("--seed", metavar="N", help="seed of everything random")
-    parser.add_argument("--ranks", metavar="N", help="data-parallel processes")
+    parser.add_argument("--ranks", metavar="N", help="processes, over all replicas")
+    parser.add_argument("--tp", metavar="N", help="tensor-parallel ranks of a replica")
+    parser.add_argument("--pp", metavar="N", help="pipeline stages of a replica")
+    parser.add_argument("--vpp", metavar="N", help="chunks of layers on each pipeline stage")
+    parser.add_argument("--cp", metavar="N", help="context-parallel ranks of a replica")
+    parser.add_argument("--ep", metavar="N", help="expert-parallel ranks")
     parser.add_argument("--device", metavar="NAME", help="cpu, or cuda for this machine's GPUs")
     parser.add_argument("--out", metavar="DIR", help="output directory, empty or new")
     parser.add_argument("--data", metavar="FILE", help="prompts in JSONL")

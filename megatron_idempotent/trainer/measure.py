@@ -20,7 +20,14 @@ import torch.distributed as dist
 
 from megatron_idempotent import cpu
 from megatron_idempotent.controller import RolloutGroup
-from megatron_idempotent.metrics.names import GRAD_NORM, LOSS, TOKENS_PER_S, TOTAL_S
+from megatron_idempotent.metrics.names import (
+    GRAD_NORM,
+    LOSS,
+    POSITIONS,
+    RESPONSE_TOKENS,
+    TOKENS_PER_S,
+    TOTAL_S,
+)
 
 from .batch import StepMetrics
 from .rewards import evaluation_means, group_means, group_sums
@@ -150,7 +157,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], step: StepMetrics) -> dict[s
     return {
         **{f"train/{name}": value for name, value in group_means(total).items()},
         "train/response_length": step.response_tokens / total["samples"],
-        "train/response_tokens": float(step.response_tokens),
+        RESPONSE_TOKENS: float(step.response_tokens),
+        POSITIONS: float(step.positions),
         LOSS: step.loss,
         "train/kl": step.kl,
         "train/clip_fraction": step.clip_fraction,

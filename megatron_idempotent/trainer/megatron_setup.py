@@ -6,8 +6,9 @@ The configuration becomes the argument list that Megatron's stock parser reads.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ class MegatronModel:
 
     Example: `MegatronModel(args=args, chunks=[ddp], ...)`.
 
-    `args` is Megatron's global namespace, `chunks` the DDP-wrapped pipeline chunks of this rank
-    (one: the trainer has no pipeline).
+    `args` is Megatron's global namespace, `chunks` the DDP-wrapped pipeline chunks of this rank:
+    one, unless the schedule is interleaved.
     """
 
     args: Any
@@ -33,25 +34,32 @@ class MegatronModel:
     scheduler: Any
 
     @property
-    def module(self) -> torch.nn.Module:
-        """The `GPTModel` without its wrappers."""
-        module: torch.nn.Module = self.chunks[0].module
-        return module
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """The chunks' models, without DDP."""
+        return tuple(chunk.module for chunk in self.chunks)
 
 
 def build_megatron_model(
-    arguments: Sequence[str], arch: Architecture, *, positions: int
+    arguments: Sequence[str], arch: Architecture, *, positions: int, packs: bool = False
 ) -> MegatronModel:
-    """Parse, initialise and build. All ranks take part: the optimizer makes process groups."""
+    """Parse, initialise and build. All ranks take part: the optimizer makes process groups.
+
+    `packs` is for a model that is given several sequences in a row.
+    """
     from megatron.core.enums import ModelType
     from megatron.training import get_args, training
 
     _initialize(arguments)
 
     def provide_model(
-        pre_process: bool = True, post_process: bool = True, **newer: Any
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        **newer: Any,
     ) -> torch.nn.Module:
-        return gpt_model(arch, pre_process, post_process, positions=positions)
+        return gpt_model(
+            arch, pre_process, post_process, vp_stage=vp_stage, positions=positions, packs=packs
+        )
 
     chunks, optimizer, scheduler = training.setup_model_and_optimizer(
         model_provider_func=provide_model, model_type=ModelType.encoder_or_decoder
@@ -60,19 +68,37 @@ def build_megatron_model(
 
 
 def gpt_model(
-    arch: Architecture, pre_process: bool, post_process: bool, *, positions: int
+    arch: Architecture,
+    pre_process: bool,
+    post_process: bool,
+    *,
+    vp_stage: int | None = None,
+    positions: int,
+    packs: bool = False,
 ) -> torch.nn.Module:
-    """The checkpoint's decoder, configured by Megatron's global arguments; random weights."""
+    """A stage of the checkpoint's decoder, configured by Megatron's global arguments.
+
+    Its weights are random; its logits are this rank's columns of the vocabulary.
+    """
     from megatron.training import get_args
     from megatron.training.arguments import core_transformer_config_from_args
 
+    change: Callable[[Any], Any] | None = None
+    alone = importlib.util.find_spec("transformer_engine") is None
+    if alone and (packs or get_args().context_parallel_size > 1):
+        # Megatron's own attention takes neither; Transformer Engine's takes both.
+        from megatron_idempotent.cpu.attention import with_exact_attention
+
+        change = with_exact_attention
     model: torch.nn.Module = build_gpt(
         arch,
         core_transformer_config_from_args(get_args()),
         pre_process=pre_process,
         post_process=post_process,
+        vp_stage=vp_stage,
         max_positions=positions,
-        parallel_output=False,
+        change_spec=change,
+        parallel_output=True,
     )
     return model
 
@@ -116,6 +142,7 @@ def megatron_arguments(config: Config, arch: Architecture, *, positions: int) ->
         "--attention-dropout=0",
         f"--seq-length={positions}",
         f"--seed={config.run.seed}",
+        *_layout(config, arch),
         *_optimizer(config),
         *_OVERLAP,
         *_CPU,
@@ -144,6 +171,22 @@ _CPU = (
     "--no-rope-fusion",
     "--rerun-mode=disabled",
 )
+
+
+def _layout(config: Config, arch: Architecture) -> list[str]:
+    parallel = config.parallel
+    arguments = [
+        f"--tensor-model-parallel-size={parallel.tp}",
+        f"--pipeline-model-parallel-size={parallel.pp}",
+        f"--context-parallel-size={parallel.cp}",
+        f"--expert-model-parallel-size={parallel.ep}",
+    ]
+    if parallel.vpp > 1:
+        layers = arch.layers // (parallel.pp * parallel.vpp)
+        arguments.append(f"--num-layers-per-virtual-pipeline-stage={layers}")
+    if parallel.sequence_parallel:
+        arguments.append("--sequence-parallel")
+    return arguments
 
 
 def _optimizer(config: Config) -> list[str]:

@@ -152,10 +152,14 @@ def seal_checkpoint(directory: Path, done: int, config: Config, *, digest: str) 
 
 
 def _same_settings(written: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
+    default = Config()
     for key in sorted({*written, *now}):
-        if written.get(key) != now.get(key):
+        section, _, name = key.partition(".")
+        # What the release that wrote it did not know was as it is by default.
+        before = written.get(key, getattr(getattr(default, section, None), name, None))
+        if before != now.get(key):
             raise CheckpointError(
-                f"{checkpoint}: written with {key} = {written.get(key)!r}, now it is "
+                f"{checkpoint}: written with {key} = {before!r}, now it is "
                 f"{now.get(key)!r}; resume with the same settings, or start a new run with --out"
             )
 

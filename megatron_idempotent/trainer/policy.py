@@ -27,13 +27,15 @@ from megatron_idempotent.weights import WeightSource
 from . import checkpoint_dir
 from .batch import Batch, StepMetrics, chunks
 from .config import Config, ModelConfig
-from .loss import PolicyLoss, corrected, decoder_logits, forward
+from .forward_only import LogprobForward
+from .loss import LogitsOf, PolicyLoss, corrected, forward
 from .megatron_setup import MegatronModel, build_megatron_model, megatron_arguments
 from .output import INITIAL, Job, data_path
+from .replica import Replica, SpreadWeights
 
 
 class MegatronPolicy:
-    """A decoder, its optimizer and its schedule, on all data-parallel ranks.
+    """A decoder, its optimizer and its schedule, on all ranks, in any layout of them.
 
     Building it, `weights` and `train` are collective: every rank of the default group takes part.
     Example: `metrics = policy.train(batch, index=0)`.
@@ -41,6 +43,8 @@ class MegatronPolicy:
 
     def __init__(self, config: Config, checkpoint: Path, *, positions: int) -> None:
         """`checkpoint` is a Hugging Face one; `positions` the length of training sequences."""
+        from megatron.core import parallel_state
+
         self._config = config
         self._checkpoint = checkpoint
         self.architecture = Architecture.read(checkpoint)
@@ -57,9 +61,10 @@ class MegatronPolicy:
         )
         # Taken before any checkpoint of the run is loaded: a resumed one penalises the distance
         # from the same weights.
-        self._initial = {
-            name: value.detach().clone() for name, value in self.stock.module.named_parameters()
-        }
+        self._initial = [
+            {name: value.detach().clone() for name, value in module.named_parameters()}
+            for module in self.stock.modules
+        ]
         megatron_idempotent.wire_train_config(self.stock.chunks, self.stock.optimizer)
         self._step = megatron_idempotent.TrainStep(
             self.stock.chunks,
@@ -69,24 +74,38 @@ class MegatronPolicy:
             # A verifier may keep one rank busy for as long as the run may take.
             deadline_s=config.run.timeout_s,
         )
-        self._loss = PolicyLoss(config.loss, temperature=config.rollout.temperature)
+        tp = config.parallel.tp > 1
+        of = LogitsOf(
+            temperature=config.rollout.temperature,
+            tp_group=parallel_state.get_tensor_model_parallel_group() if tp else None,
+            vocab_size=self.architecture.vocab_size if tp else None,
+            cuts_positions=config.parallel.cp > 1,
+        )
+        self._loss = PolicyLoss(config.loss, of=of)
+        self._logprobs = LogprobForward(
+            self.stock.modules, of=of, microbatch_size=config.microbatch_size
+        )
+        self.replica = Replica(config.layout)
 
     @contextmanager
-    def weights(self) -> Iterator[torch.nn.Module]:
-        """The decoder, to sample from or to export: up to date, in eval mode, without gradients."""
-        with self._step.reading() as (chunk,):
-            yield chunk.module
+    def weights(self) -> Iterator[tuple[torch.nn.Module, ...]]:
+        """This rank's chunks, to compute with or to export: up to date, in eval mode, without
+        gradients.
+        """
+        with self._step.reading() as chunks:
+            yield tuple(chunk.module for chunk in chunks)
 
     def source(self, *, shared: bool) -> WeightSource:
         """The weights under Hugging Face names; read them within `weights()`.
 
-        For rank 0 alone where they are shared, and else for every rank by itself: the trainer is
-        data-parallel, so each has all of them. Collective.
+        For rank 0 alone where they are shared, and else for every rank: from those of its replica
+        or, where experts are spread over replicas, from all. Collective.
         """
-        group = None
-        if not shared:
-            group, _ = dist.new_subgroups(1)  # type: ignore[no-untyped-call]
-        return MegatronWeights(self.stock.chunks, self.architecture, group=group)
+        if shared:
+            return MegatronWeights(self.stock.chunks, self.architecture)
+        group = None if self._config.parallel.ep > 1 else self.replica.group
+        weights = MegatronWeights(self.stock.chunks, self.architecture, group=group)
+        return weights if dist.get_world_size(group) == 1 else SpreadWeights(weights, group)
 
     def save_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint, with configuration and tokenizer of the one it began
@@ -115,7 +134,7 @@ class MegatronPolicy:
         )
         return training_metrics(
             [
-                self._optimizer_step(itertools.islice(stream, optimizer.chunks))
+                self._optimizer_step(itertools.islice(stream, self._config.chunks))
                 for _ in range(optimizer.steps_per_rollout)
             ]
         )
@@ -138,7 +157,11 @@ class MegatronPolicy:
     def microbatch(
         self, step_id: str, batch: Batch, *, microbatch_id: str | None = None, last: bool = False
     ) -> None:
-        """Forward and backward of this rank's rows."""
+        """Forward and backward of this replica's rows."""
+        if self._config.parallel.vpp > 1:
+            # An interleaved schedule takes as many microbatches as stages, or a multiple of them.
+            whole = self._config.microbatch_size * self._config.parallel.pp
+            batch = batch.padded(-(-len(batch) // whole) * whole)
         tensors = batch.on_device().tensors()
         self._step.microbatch(step_id, tensors, microbatch_id=microbatch_id, last=last)
 
@@ -155,16 +178,10 @@ class MegatronPolicy:
 
         Of the weights as they are, or of those that the run began with.
         """
-        with self.weights() as module:
+        with self.weights():
             if not len(batch):  # attention refuses to be of nothing
                 return torch.empty_like(batch.old_logprobs_BT)
-            if which == "policy":
-                return self._logprobs(module, batch)
-
-            def at_initial_weights(*inputs: torch.Tensor) -> Any:
-                return torch.func.functional_call(module, self._initial, inputs)
-
-            return self._logprobs(at_initial_weights, batch)
+            return self._logprobs(batch, self._initial if which == "reference" else None)
 
     def _optimizer_step(self, stream: Iterable[Batch]) -> megatron_idempotent.StepResult:
         # Known here, so that the last chunk's backward overlaps the reductions.
@@ -186,20 +203,6 @@ class MegatronPolicy:
             return batch.old_logprobs_BT
         return self.logprobs(batch, "reference")
 
-    def _logprobs(self, module: Any, batch: Batch) -> torch.Tensor:
-        """Log-probs [B, T] of a batch's targets, at the temperature that they are sampled at.
-
-        On the host, as the batch is.
-        """
-        batch = batch.on_device()
-        found = megatron_idempotent.token_logprobs(
-            logits=decoder_logits(module, batch.tokens_BT),
-            targets=batch.targets_BT,
-            temperature=self._config.rollout.temperature,
-            token_mask=batch.loss_mask_BT > 0,
-        )
-        return found.logprob.cpu()
-
 
 def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> StepMetrics:
     """The steps of a rollout as one: means over their response tokens, and over their updates."""
@@ -219,6 +222,7 @@ def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> StepM
         grad_norm=sum(norms) / (len(norms) or 1),
         learning_rate=results[-1].lr,
         response_tokens=int(tokens),
+        positions=int(sum(result.metrics["positions"] for result in results)),
         optimizer_steps=len(updates),
     )
 
@@ -245,33 +249,56 @@ def write_checkpoint(
     directory: Path, model: ModelConfig, tokenizer: TextTokenizer, *, seed: int, positions: int
 ) -> None:
     """Write it, in this process alone; the random state is left as it was."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=tokenizer.vocabulary_size,
-        hidden_size=model.hidden,
-        intermediate_size=model.ffn,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.query_groups,
-        max_position_embeddings=positions,
-        rope_parameters={"rope_type": "default", "rope_theta": float(model.rotary_base)},
-        initializer_range=model.init_std,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.end_ids[0],
-        pad_token_id=tokenizer.pad_id,
-    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        decoder = LlamaForCausalLM(config)
+        decoder = _random_decoder(model, tokenizer, positions)
     with torch.no_grad():
         # As Megatron begins: what adds to the residual stream is smaller in a deeper model.
         for name, parameter in decoder.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
                 parameter.mul_((2 * model.layers) ** -0.5)
     decoder.save_pretrained(directory)
     tokenizer.save(directory / TOKENIZER_FILE)
+
+
+def _random_decoder(model: ModelConfig, tokenizer: TextTokenizer, positions: int) -> Any:
+    """A Llama or, where the model has experts, a Qwen3-MoE."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": tokenizer.vocabulary_size,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.query_groups,
+        "max_position_embeddings": positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(model.rotary_base)},
+        "initializer_range": model.init_std,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.end_ids[0],
+        "pad_token_id": tokenizer.pad_id,
+    }
+    if not model.num_experts:
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+    experts: dict[str, Any] = {
+        "head_dim": model.hidden // model.heads,
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": model.expert_ffn,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.0,
+    }
+    # Named after it is made: transformers makes the embedding of padding zero, and a policy that
+    # samples padding would have a gradient of 1 / epsilon there, through the norms of queries and
+    # keys.
+    pad_token_id = sizes.pop("pad_token_id")
+    decoder = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
+    decoder.config.pad_token_id = pad_token_id
+    return decoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,15 +314,21 @@ class Started:
     """The Hugging Face one that the weights are from."""
 
 
+def training_positions(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -> int:
+    """Length T of the training sequences: the least that holds them all and that ranks can cut."""
+    least = sequence_positions(
+        prompts, tokenizer, max_response_tokens=config.rollout.max_response_tokens
+    )
+    return config.parallel.rounded(least)
+
+
 def start_policy(job: Job) -> Started:
     """Patches applied, data read, model and optimizer built. Collective."""
     megatron_idempotent.apply()
     config = job.config
     prompts = read_prompts(data_path(config))
     tokenizer = make_tokenizer(config, prompts)
-    positions = sequence_positions(
-        prompts, tokenizer, max_response_tokens=config.rollout.max_response_tokens
-    )
+    positions = training_positions(config, prompts, tokenizer)
     if config.model.path:
         checkpoint = Path(config.model.path)
     else:

@@ -25,6 +25,7 @@ from megatron_idempotent.metrics.names import (
     GRAD_NORM,
     HELD_OUT,
     LOSS,
+    POSITIONS,
     REWARD,
     TOKENS_PER_S,
     TOTAL_S,
@@ -39,7 +40,7 @@ CURVES_FILE = "curves.png"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """A run in six numbers. Rewards are from 0 to 1, `seconds` leaves the set-up aside.
+    """A run in seven numbers. Rewards are from 0 to 1, `seconds` leaves the set-up aside.
 
     Example: `Summary(rollouts=110, first_held_out=0.04, last_held_out=0.96, ...)`.
     """
@@ -50,6 +51,8 @@ class Summary:
     best_held_out: float
     seconds: float
     tokens_per_s: float
+    positions_per_token: float
+    """Positions computed in training for each response token that counts; 0 if unknown."""
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> Summary:
@@ -65,6 +68,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> Summary:
         best_held_out=max(held_out),
         seconds=seconds,
         tokens_per_s=tokens / seconds if seconds else 0.0,
+        positions_per_token=sum(row.get(POSITIONS, 0.0) for row in trained) / (tokens or 1.0),
     )
 
 
@@ -81,6 +85,7 @@ def print_summary(summary: Summary, out: Path) -> None:
         ("best held-out reward", f"{summary.best_held_out:.3f}"),
         ("time, set-up aside", f"{summary.seconds:.1f} s"),
         ("response tokens per second", f"{summary.tokens_per_s:.0f}"),
+        ("positions computed per token", f"{summary.positions_per_token:.2f}"),
     ):
         table.add_row(name, value)
     Console().print(table)

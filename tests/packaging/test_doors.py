@@ -18,7 +18,7 @@ PACKAGE = ROOT / "megatron_idempotent"
 DOORS = {
     "cli": "main",
     "controller": "protocol samplers settings status_file data_plane",
-    "cpu": "bench calls errors gpu program tiny",
+    "cpu": "attention bench calls errors gpu program tiny",
     "engines": "protocol ray sglang transformers vllm",
     "fp8": "blockwise export packing",
     "hf": "buckets",

@@ -63,6 +63,7 @@ BIAS = {
     "moe_router_score_function": "sigmoid",
     "moe_router_load_balancing_type": "none",
 }
+FREED = {"deallocate_pipeline_outputs": True}  # as Megatron's command-line arguments have it
 BY_SEQUENCE = {"moe_router_load_balancing_type": "seq_aux_loss"}
 LAYOUTS: dict[str, tuple[int, Sizes, dict[str, Any]]] = {
     "dp2": (2, SIZES, {}),
@@ -74,7 +75,16 @@ LAYOUTS: dict[str, tuple[int, Sizes, dict[str, Any]]] = {
     "dp2, fp16": (2, SIZES, {"dtype": "fp16", "loss_scale": 256.0}),
     "pp2": (2, SIZES, {"pp": 2}),
     # One bucket: with more, 0.12 maps the shared weight to two of them, and asserts.
-    "pp2, tied": (2, SIZES, {"pp": 2, "tied": True, "ddp_overrides": {"bucket_size": 1 << 30}}),
+    "pp2, tied": (
+        2,
+        SIZES,
+        {
+            "pp": 2,
+            "tied": True,
+            "config_overrides": FREED,
+            "ddp_overrides": {"bucket_size": 1 << 30},
+        },
+    ),
     "pp2 dp2, gathers": (4, SIZES, {"pp": 2, "overlap_param_gather": True}),
     "pp2 vpp2": (2, EVEN, VPP),
     "pp2 vpp2 dp2, aligned": (4, EVEN, {**VPP, "align": True, "overlap_param_gather": True}),

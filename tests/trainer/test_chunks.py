@@ -121,10 +121,10 @@ def train_with_failures(job, failing):
         except (IndexError, megatron_idempotent.WindowAborted) as error:
             raised.append(f"{type(error).__name__}: {error}")
     metrics = policy.train(batch(), index=0)
-    with policy.weights() as module:
-        assert not module.training
+    with policy.weights() as modules:
+        assert not modules[0].training
         assert not torch.is_grad_enabled()
-        return raised, metrics, weights_digest(module)
+        return raised, metrics, weights_digest(modules)
 
 
 def vars_of(batch):

@@ -91,6 +91,11 @@ def test_a_configuration_survives_the_way_through_toml(tmp_path):
             "optimizer.microbatches_per_step, which is 2",
         ),
         ("optimizer.steps_per_rollout=7", "allowed: a divisor of the 512 samples each rank"),
+        ("parallel.tp=4", "parallel.tp x cp x pp is 4 and run.ranks is 2; allowed: a divisor"),
+        ("parallel.ep=2", "parallel.ep is 2 and model.num_experts is 0; allowed: a divisor"),
+        ("parallel.vpp=2", "parallel.vpp is 2 and parallel.pp is 1; allowed: 2 or more stages"),
+        ("parallel.sequence_parallel=true", "parallel.tp is 1; allowed: 2 or more ranks"),
+        ("model={num_experts=1}", "model.experts_per_token is 2 and model.num_experts is 1"),
     ],
 )
 def test_an_impossible_value_is_refused_with_key_value_and_range(override, message):
@@ -98,6 +103,55 @@ def test_an_impossible_value_is_refused_with_key_value_and_range(override, messa
         load_config(overrides=[override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.ranks=8", "parallel.tp=8"], "parallel.tp is 8 and model.heads is 4"),
+        (["run.ranks=4", "parallel.tp=4"], "parallel.tp is 4 and model.query_groups is 2"),
+        (["parallel.tp=2", "model.ffn=9"], "parallel.tp is 2 and model.ffn is 9; allowed: a"),
+        (["parallel.pp=2", "model.layers=3"], "parallel.pp x vpp is 2 and model.layers is 3"),
+        (["parallel.pp=2", "parallel.vpp=2"], "parallel.pp x vpp is 4 and model.layers is 2"),
+        (
+            ["parallel.ep=2", "model.num_experts=3"],
+            "parallel.ep is 2 and model.num_experts is 3; allowed: a divisor",
+        ),
+        (
+            ["parallel.tp=2", "parallel.ep=2", "model.num_experts=4"],
+            "parallel.ep is 2 and run.ranks / (tp x pp) is 1; allowed: a divisor",
+        ),
+        (
+            ["parallel.tp=2", "model.num_experts=4"],
+            "parallel.sequence_parallel is false, parallel.tp is 2 and model.num_experts is 4",
+        ),
+        (
+            ["run.ranks=4", "parallel.tp=2", "rollout.prompts=63"],
+            "rollout.prompts is 63; allowed: a multiple of run.ranks / (tp x cp x pp), which is 2",
+        ),
+        (
+            [
+                *("parallel.pp=2", "parallel.vpp=2", "model.layers=4"),
+                "optimizer.chunks_per_step=2",
+            ],
+            "optimizer.microbatches_per_step / chunks_per_step is 1 and parallel.pp is 2",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_with_both_numbers(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=overrides)
+    assert message in str(caught.value)
+
+
+def test_a_chunk_has_a_microbatch_for_each_stage_where_that_is_possible():
+    def chunks(microbatches, *overrides):
+        settings = [f"optimizer.microbatches_per_step={microbatches}", *overrides]
+        return load_config(overrides=settings).chunks
+
+    piped = ("run.ranks=4", "parallel.pp=4", "model.layers=4")
+    assert (chunks(8), chunks(8, *piped), chunks(2, *piped)) == (8, 2, 1)
+    assert chunks(8, *piped, "optimizer.chunks_per_step=8") == 8
 
 
 def test_all_mistakes_of_a_file_are_told_at_once_each_with_its_line(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_idempotent.step.microbatches import valid_counts  # noqa: E402 - after the skip
+from megatron_idempotent.step.pieces import valid_counts  # noqa: E402 - after the skip
 from megatron_idempotent.trainer.batch import Batch  # noqa: E402
 from megatron_idempotent.trainer.config import (  # noqa: E402
     Config,
@@ -15,6 +15,7 @@ from megatron_idempotent.trainer.config import (  # noqa: E402
     LossConfig,
 )
 from megatron_idempotent.trainer.loss import (  # noqa: E402
+    LogitsOf,
     PolicyLoss,
     corrected,
     grpo_loss,
@@ -302,7 +303,7 @@ def test_a_split_steps_loss_is_weighted():
     new, _ = corrected(batch, proximal, config)
     logits = torch.randn(B, T, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     logprobs_BT = logits.log_softmax(-1).gather(-1, batch.targets_BT[..., None])[..., 0]
-    loss, _ = PolicyLoss(config, temperature=1.0)(logits.clone(), new.tensors())
+    loss, _ = PolicyLoss(config, of=LogitsOf(temperature=1.0))(logits.clone(), new.tensors())
     clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     parts = grpo_loss(
         logprobs_BT,
@@ -316,9 +317,11 @@ def test_a_split_steps_loss_is_weighted():
 
 
 def test_a_loss_that_needs_recomputed_logprobs_says_so():
-    assert not PolicyLoss(LossConfig(), temperature=1.0).needs_recomputed_logprobs
+    assert not PolicyLoss(LossConfig(), of=LogitsOf(temperature=1.0)).needs_recomputed_logprobs
     for correction in MODES:
-        loss = PolicyLoss(LossConfig(**SETTINGS, correction=correction), temperature=1.0)
+        loss = PolicyLoss(
+            LossConfig(**SETTINGS, correction=correction), of=LogitsOf(temperature=1.0)
+        )
         assert loss.needs_recomputed_logprobs
         batch, _ = make_batch()
         with pytest.raises(ValueError, match=f"correction is '{correction}', and the batch has no"):

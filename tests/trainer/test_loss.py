@@ -8,10 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_idempotent import token_logprobs  # noqa: E402 - after the skip
-from megatron_idempotent.step.microbatches import valid_counts  # noqa: E402
+from megatron_idempotent.step.pieces import valid_counts  # noqa: E402
 from megatron_idempotent.trainer.batch import Batch  # noqa: E402
 from megatron_idempotent.trainer.config import LossConfig  # noqa: E402
-from megatron_idempotent.trainer.loss import PolicyLoss, grpo_loss  # noqa: E402
+from megatron_idempotent.trainer.loss import LogitsOf, PolicyLoss, grpo_loss  # noqa: E402
 
 B, T = 5, 7
 CLIP_LOW, CLIP_HIGH, KL = 0.2, 0.3, 0.05
@@ -131,7 +131,7 @@ def test_a_split_steps_loss_is_the_objective_of_the_batch():
         reference_logprobs_BT=ref,
     )
     config = LossConfig(clip_low=CLIP_LOW, clip_high=CLIP_HIGH, kl_coefficient=KL)
-    loss, metrics = PolicyLoss(config, temperature=0.7)(logits, batch.tensors())
+    loss, metrics = PolicyLoss(config, of=LogitsOf(temperature=0.7))(logits, batch.tensors())
     parts = grpo_loss(
         token_logprobs(logits=logits, targets=targets, temperature=0.7).logprob,
         old,
@@ -143,7 +143,8 @@ def test_a_split_steps_loss_is_the_objective_of_the_batch():
         kl_coefficient=KL,
     )
     assert torch.equal(loss, parts.loss)
-    assert metrics == {"kl": parts.kl, "clip_fraction": parts.clipped}
+    positions = targets.numel()
+    assert metrics == {"kl": parts.kl, "clip_fraction": parts.clipped, "positions": positions}
     # What the step divides by is what the sums go over.
     assert valid_counts(batch.tensors()).tolist() == [B, int(parts.tokens)]
 

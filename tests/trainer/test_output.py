@@ -159,6 +159,16 @@ def test_resuming_with_another_setting_names_it_and_both_values(tmp_path):
         resume(other)
 
 
+def test_a_checkpoint_of_a_release_without_a_setting_has_its_default(tmp_path):
+    now = resume_state(load_config(overrides=[f"run.out={tmp_path / 'run'}"]))
+    older = {key: value for key, value in now.items() if not key.startswith("parallel.")}
+    config, checkpoints = make_run(tmp_path, 3, config=older)
+    assert resume(config) == checkpoint_dir.path_for(checkpoints, 3)
+    other = load_config(overrides=[f"run.out={config.run.out}", "parallel.tp=2"])
+    with pytest.raises(CheckpointError, match=r"parallel.tp = 1, now it is 2; resume with"):
+        resume(other)
+
+
 def test_resuming_for_more_rollouts_or_in_other_chunks_is_allowed(tmp_path):
     config, checkpoints = make_run(tmp_path, 3)
     free = ("run.rollouts=500", "optimizer.chunks_per_step=1")

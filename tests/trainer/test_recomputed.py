@@ -53,9 +53,9 @@ def train_once(job, behaviour):
     shape = (ROWS, POSITIONS + 1)
     tokens_BT = torch.randint(0, tokenizer.vocabulary_size, shape, generator=generator)
     inputs_BT, targets_BT = tokens_BT[:, :-1].clone(), tokens_BT[:, 1:]
-    with policy.weights() as module:
+    with policy.weights() as modules:
         own_BT = megatron_idempotent.token_logprobs(
-            logits=decoder_logits(module, inputs_BT), targets=targets_BT, temperature=1.0
+            logits=decoder_logits(modules[0], inputs_BT), targets=targets_BT, temperature=1.0
         ).logprob
     old_BT = own_BT if behaviour is None else torch.full((ROWS, POSITIONS), behaviour)
     old_BT[0, 0] = own_BT[0, 0] - (5.0 if behaviour is not None else 0.0)
@@ -67,8 +67,8 @@ def train_once(job, behaviour):
         loss_mask_BT=torch.ones(ROWS, POSITIONS),
     )
     metrics = policy.train(batch, index=0)
-    with policy.weights() as module:
-        return metrics, weights_digest(module)
+    with policy.weights() as modules:
+        return metrics, weights_digest(modules)
 
 
 @needs_megatron_training

@@ -107,15 +107,15 @@ def compare_sampling_with_training(job):
     alone = drawn(prompts[2:3], 1)
     engines.close()
     batch = as_batch(groups)
-    with policy.weights() as module, torch.no_grad():
-        logits_BTV = decoder_logits(module, batch.tokens_BT)
+    with policy.weights() as modules, torch.no_grad():
+        logits_BTV = decoder_logits(modules[0], batch.tokens_BT)
         trained_BT = megatron_idempotent.token_logprobs(
             logits=logits_BTV, targets=batch.targets_BT, temperature=temperature
         ).logprob
     response_BT = batch.loss_mask_BT > 0
     return {
-        "weights": weights_digest(module),
-        "training": module.training,
+        "weights": weights_digest(modules),
+        "training": modules[0].training,
         "largest gap": float((trained_BT - batch.old_logprobs_BT)[response_BT].abs().max()),
         "largest logit": float(logits_BTV.abs().max()),
         "spread": float(batch.old_logprobs_BT[response_BT].std()),

@@ -19,6 +19,7 @@ from megatron_idempotent.trainer.async_ranks import RankPolicy
 from megatron_idempotent.trainer.async_run import last_version, make_settings
 from megatron_idempotent.trainer.batch import Batch
 from megatron_idempotent.trainer.config import load_config
+from megatron_idempotent.trainer.layout import RankLayout
 from megatron_idempotent.trainer.output import Job
 from megatron_idempotent.trainer.report import make_loggers
 from megatron_idempotent.trainer.rewards import Evaluation, GrpoRecipe, PromptStream, Scorer
@@ -29,9 +30,7 @@ PROMPTS = [Prompt(row=row, text=f"say {a}", answer=a, split="train") for row, a 
 
 
 class Ranks:
-    """Three ranks that return what they were given."""
-
-    size = 3
+    """Ranks that return what they were given."""
 
     async def call(self, method, *args, per_rank=None, timeout_s=None):
         self.given = per_rank
@@ -52,10 +51,25 @@ def batch_of(rows):
 @pytest.mark.parametrize("rows", [7, 2, 1])
 def test_rows_go_to_ranks_in_turns_and_log_probs_come_back_in_their_places(rows):
     ranks = Ranks()
-    found_BT = asyncio.run(RankPolicy(ranks, timeout_s=1.0).logprobs(batch_of(rows), "policy"))
+    policy = RankPolicy(ranks, RankLayout(replicas=3), timeout_s=1.0)
+    found_BT = asyncio.run(policy.logprobs(batch_of(rows), "policy"))
     assert [part.tokens_BT[:, 0].tolist() for part in ranks.given] == [
         list(range(rank, rows, 3)) for rank in range(3)
     ]
+    assert torch.equal(found_BT, batch_of(rows).old_logprobs_BT * 10)
+
+
+@pytest.mark.parametrize("rows", [7, 1])
+def test_ranks_of_a_replica_get_the_same_rows_and_as_many_as_others_where_replicas_meet(rows):
+    ranks = Ranks()
+    layout = RankLayout(tp=2, pp=2, replicas=3)
+    policy = RankPolicy(ranks, layout, timeout_s=1.0, meet=True)
+    found_BT = asyncio.run(policy.logprobs(batch_of(rows), "policy"))
+    most = -(-rows // 3)
+    for rank, part in enumerate(ranks.given):
+        mine = list(range(layout.replica(rank), rows, 3))
+        assert part.tokens_BT[:, 0].tolist() == mine + [0] * (most - len(mine))
+        assert part.loss_mask_BT.sum() == 4 * len(mine)
     assert torch.equal(found_BT, batch_of(rows).old_logprobs_BT * 10)
 
 

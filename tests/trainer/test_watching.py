@@ -11,6 +11,7 @@ from megatron_idempotent.metrics.names import (
     GRAD_NORM,
     HELD_OUT,
     LOSS,
+    POSITIONS,
     REWARD,
     TOKENS_PER_S,
     TOTAL_S,
@@ -26,7 +27,8 @@ from megatron_idempotent.trainer.report import (
 
 
 def row(reward, held_out=None):
-    metrics = {REWARD: reward, LOSS: 0.1, GRAD_NORM: 1.0, TOTAL_S: 2.0, TOKENS_PER_S: 50.0}
+    counted = {TOTAL_S: 2.0, TOKENS_PER_S: 50.0, POSITIONS: 200.0}
+    metrics = {REWARD: reward, LOSS: 0.1, GRAD_NORM: 1.0, **counted}
     return metrics if held_out is None else {**metrics, HELD_OUT: held_out}
 
 
@@ -66,6 +68,7 @@ def test_the_report_sums_time_and_finds_first_last_and_best(tmp_path, capsys):
         0.9,
     )
     assert (summary.rollouts, summary.seconds, summary.tokens_per_s) == (2, 4.0, 50.0)
+    assert summary.positions_per_token == 2.0
     print_summary(summary, tmp_path)
     assert "0.800" in capsys.readouterr().out
 

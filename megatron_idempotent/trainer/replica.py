@@ -1,0 +1,112 @@
+"""The ranks that share a replica of the model: what each takes, and what all of them have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_idempotent.weights import Bucket, TensorInfo, WeightSource
+
+from .layout import RankLayout
+
+Item = TypeVar("Item")
+
+
+class Replica:
+    """The replica that this rank has a part of.
+
+    Its ranks sample and score different prompts, and train on all of them.
+    Example: `groups = replica.gather(score(draw(replica.share(prompts))))`.
+    """
+
+    def __init__(self, layout: RankLayout) -> None:
+        """Collective over all ranks, after Megatron's groups were made.
+
+        Errors: `RuntimeError` where Megatron has put this rank elsewhere.
+        """
+        from megatron.core import parallel_state
+
+        rank = dist.get_rank()
+        found = int(parallel_state.get_data_parallel_rank())
+        if found != layout.replica(rank):
+            raise RuntimeError(
+                f"rank {rank} is data-parallel rank {found} in Megatron, and "
+                f"{layout.replica(rank)} in the layout of the run: leave Megatron's order of ranks "
+                "as it is"
+            )
+        self._layout, self._rank = layout, rank
+        groups = [list(layout.ranks_of(replica)) for replica in range(layout.replicas)]
+        self.group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
+
+    def share(self, items: Sequence[Item]) -> tuple[Item, ...]:
+        """This rank's items, of those of all ranks."""
+        return self._layout.share(items, self._rank)
+
+    def gather(self, mine: Sequence[Item]) -> list[Item]:
+        """All items of the replica, from what became of each rank's share. Collective in it."""
+        if self._layout.members == 1:
+            return list(mine)
+        shares: list[Sequence[Item]] = [()] * self._layout.members
+        dist.all_gather_object(shares, tuple(mine), group=self.group)
+        return self._layout.merge(shares)
+
+
+class SpreadWeights:
+    """A `WeightSource` whose tensors come to all ranks of a group, not to its first alone.
+
+    So that each of them can have an engine of its own. Example: `SpreadWeights(weights, group)`.
+    """
+
+    def __init__(self, source: WeightSource, group: Any) -> None:
+        """`source` is collective in `group`, or in the default group where None."""
+        self._source, self._group = source, group
+
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """See `WeightSource`."""
+        return self._source.tensors()
+
+    def buckets(self, *, bucket_bytes: int) -> SpreadBuckets:
+        """See `WeightSource`; every rank gets all tensors."""
+        return SpreadBuckets(
+            self._source.buckets(bucket_bytes=bucket_bytes), self.tensors(), self._group
+        )
+
+
+class SpreadBuckets(Iterator[Bucket]):
+    """One iteration of `SpreadWeights`. Example: `next(buckets)`."""
+
+    def __init__(self, buckets: Iterator[Bucket], infos: Sequence[TensorInfo], group: Any) -> None:
+        self._buckets, self._group = buckets, group
+        self._infos = {info.name: info for info in infos}
+        self._first = 0 if group is None else dist.get_global_rank(group, 0)
+        self._ended = False
+
+    def __next__(self) -> Bucket:
+        if self._ended:
+            raise StopIteration
+        # Until it has come back: a collective that failed is not entered again.
+        self._ended = True
+        bucket = next(self._buckets, None)
+        if bucket is None:
+            raise StopIteration
+        told: list[Any] = [dict(bucket.checksums)]
+        dist.broadcast_object_list(told, self._first, group=self._group)
+        checksums: dict[str, int] = told[0]
+        tensors = dict(bucket.tensors)
+        for name in checksums:
+            if name not in tensors:
+                info = self._infos[name]
+                tensors[name] = torch.empty(info.shape, dtype=info.dtype, device="cuda")
+            # As bytes: backends do not take all types.
+            bytes_N = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
+            dist.broadcast(bytes_N, self._first, group=self._group)
+        self._ended = False
+        return Bucket(index=bucket.index, tensors=tensors, checksums=checksums)
+
+    def close(self) -> None:
+        """Take this rank through what is left, so that the others come to its end. Twice: no-op."""
+        for _ in self:
+            pass
