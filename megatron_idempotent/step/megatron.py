@@ -28,7 +28,8 @@ from .backend import Update
 from .context_parallel import context_parallel_ranks, own_positions
 from .lifecycle import SplitStep
 from .loss import StepLoss
-from .megatron_run import Forward, MegatronSnapshot, Runner, forget_inference
+from .megatron_run import Forward, Runner, forget_inference
+from .megatron_snapshot import MegatronSnapshot
 from .megatron_update import CheckedUpdate
 from .outputs import Reported
 from .pieces import Piece
