@@ -32,7 +32,11 @@ from megatron_idempotent.window.accumulation import (
 )
 from megatron_idempotent.window.guard import GuardedCall, no_gradient
 from megatron_idempotent.window.guard_layers import across_replicas
-from megatron_idempotent.window.missed_collectives import MissedCollectives
+from megatron_idempotent.window.missed_collectives import (
+    MissedCollectives,
+    gather_params,
+    gathers_by_hooks,
+)
 
 from .loss import StepLoss, auxiliary_weight, needs_weight
 from .megatron_snapshot import MegatronSnapshot
@@ -169,6 +173,7 @@ class Runner:
 
     def _hold(self, stack: ExitStack, reduce: bool) -> None:
         set_for(stack, self, "running", True)
+        self._gather_once(stack)
         if reduce:
             for config in self.configs:
                 set_for(stack, config, "finalize_model_grads_func", self._note_finalize)
@@ -191,6 +196,18 @@ class Runner:
                     own = getattr(config, name, None)
                     if own is not None:
                         set_for(stack, config, name, _times(2.0**-self.shift, own))
+
+    def _gather_once(self, stack: ExitStack) -> None:
+        """Start parameter gathers that the schedule would start in every call, once in a step.
+
+        Peers may make more calls or fewer, and gathers pair up by order alone.
+        """
+        for config in self.configs:
+            if config.param_sync_func is not None and all(map(gathers_by_hooks, self.chunks)):
+                with collective_timeout(self.groups(), self.deadline_s):
+                    for chunk in self.chunks:
+                        gather_params(chunk, wait=False)
+                set_for(stack, config, "param_sync_func", None)
 
     def _call(self, arguments: dict[str, Any], now: _Now, reduce: bool) -> None:
         schedule = get_forward_backward_func()
