@@ -42,6 +42,7 @@ from .loss import StepLoss, auxiliary_weight, needs_weight
 from .megatron_snapshot import MegatronSnapshot
 from .messages import LocalFailure
 from .outputs import Reported, has_graph, reported
+from .own_functions import use_own_functions
 from .pieces import Piece
 from .records import Batch
 
@@ -173,6 +174,7 @@ class Runner:
 
     def _hold(self, stack: ExitStack, reduce: bool) -> None:
         set_for(stack, self, "running", True)
+        use_own_functions(stack, self.chunks, self.configs, self._optimizer)
         self._gather_once(stack)
         if reduce:
             for config in self.configs:

@@ -142,10 +142,10 @@ def _logged() -> Iterator[Tensor]:
 
 
 def undo_of(chunks: list[Any], optimizer: Any) -> StateUndo:
-    """A copy of parameters and optimizer state to go back to."""
+    """A copy of the trained parameters and of optimizer state to go back to."""
     inner = [one.optimizer for one in _optimizers(optimizer)]
     return StateUndo(
-        [param for chunk in chunks for param in chunk.parameters()],
+        [param for chunk in chunks for param in chunk.param_to_bucket_group],
         [one for one in inner if one is not None],
     )
 

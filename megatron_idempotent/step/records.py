@@ -41,6 +41,8 @@ class Options:
     counts: Callable[[Any], Any] | None = None
     """Gives valid sequences and tokens of a ready microbatch; None to count them."""
     nothing_valid: NothingValid = "skip"
+    tenant: str | None = None
+    """The name of a step beside which others are open over the same modules."""
 
 
 def check_size(what: str, name: str, value: Any) -> None:
@@ -65,14 +67,17 @@ def checked_options(
     shape: Any = None,
     counts: Any = None,
     nothing_valid: Any = "skip",
+    tenant: Any = None,
 ) -> Options:
     """Put the options together.
 
     Raises:
         ValueError: a deadline that is no positive number, an unknown choice, `shared` that
-            is no collection of names, or names what is counted, or a `shape` or `counts` that
-            cannot be called.
+            is no collection of names, or names what is counted, a `shape` or `counts` that cannot
+            be called, or a `tenant` that is no name.
     """
+    if tenant is not None and (not isinstance(tenant, str) or not tenant):
+        raise ValueError(f"tenant takes a name, got {tenant!r}")
     for name, function in (("shape", shape), ("counts", counts)):
         if function is not None and not callable(function):
             raise ValueError(f"{name} takes a function of a ready microbatch, got {function!r}")
@@ -98,6 +103,7 @@ def checked_options(
         shape=shape,
         counts=counts,
         nothing_valid=nothing_valid,
+        tenant=tenant,
     )
 
 

@@ -97,10 +97,17 @@ def build(**options):
     rates = {"min_lr": 1e-4, **options.pop("optimizer_overrides", {})}
     model = tiny.build(config_overrides=overrides, optimizer_overrides=rates, **options)
     from megatron.core import parallel_state
+
+    scheduler = scheduler_of(model.optimizer)
+    return model, scheduler, parallel_state.get_data_parallel_rank()
+
+
+def scheduler_of(optimizer):
+    """A learning rate that warms up from 0, and a weight decay that grows."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    scheduler = OptimizerParamScheduler(
-        model.optimizer,
+    return OptimizerParamScheduler(
+        optimizer,
         init_lr=0.0,
         max_lr=1e-3,
         min_lr=1e-4,
@@ -112,7 +119,6 @@ def build(**options):
         wd_incr_steps=1000,
         wd_incr_style="linear",
     )
-    return model, scheduler, parallel_state.get_data_parallel_rank()
 
 
 def split_step(step, loss, batch, sizes, *, last=False, between=None, **begin):
