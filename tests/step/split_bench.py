@@ -132,8 +132,11 @@ def split_step(step, loss, batch, sizes, *, last=False, between=None, **begin):
     return step.finish(step_id)
 
 
-def one_shot(model, scheduler, loss, batch):
-    """The same step as a program writes it with nothing but Megatron; its gradient norm."""
+def one_shot(model, scheduler, loss, batch, *, forward=forward):
+    """The same step as a program writes it with nothing but Megatron; its gradient norm.
+
+    A group of a loss is all of a microbatch's rows.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     for chunk in model.chunks:
@@ -148,6 +151,8 @@ def one_shot(model, scheduler, loss, batch):
             total, _ = loss(output, microbatch)
             if loss.kind == "token":
                 count = own_positions(mask_of(microbatch)).sum()
+            elif loss.kind == "group":
+                count = microbatch["sample_mask"].any()
             else:
                 count = microbatch["sample_mask"].sum()
             return total, count.to(torch.int), {"loss": total.detach().clone()}
