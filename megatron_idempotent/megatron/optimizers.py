@@ -72,6 +72,11 @@ class LossScale:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
 
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, while it exists."""
+        return self._optimizer()
+
     def __call__(self, loss: Tensor) -> Tensor:
         """`loss` of any shape times the optimizer's current loss scale."""
         optimizer = self._optimizer()

@@ -139,7 +139,10 @@ class FSDPBackend:
     def open(self) -> None:
         self.close()  # a step whose end was interrupted may still be here
         if self._watch.is_taken():
-            raise RuntimeError("begin(): another FSDPTrainStep is open for this model")
+            raise RuntimeError(
+                "begin(): another FSDPTrainStep is open for this model, and FSDP2 would reduce the "
+                "gradients of both together: finish() or abort() it first"
+            )
         self.shards.drop()
         self._snapshot = [
             ModuleSnapshot([self._model]),

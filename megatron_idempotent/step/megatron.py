@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,12 +30,14 @@ from .context_parallel import context_parallel_ranks
 from .gpt import gpt_forward
 from .lifecycle import SplitStep
 from .loss import StepLoss
-from .megatron_run import Forward, MegatronSnapshot, Runner, forget_inference
+from .megatron_run import Forward, Runner, forget_inference
+from .megatron_snapshot import MegatronSnapshot
 from .megatron_update import CheckedUpdate
 from .outputs import Reported
 from .pieces import Piece
 from .records import NonFinite, NothingValid, Options, checked_options
 from .snapshot import evaluating, lr_and_weight_decay, set_learning_rate
+from .tenants import TenantState, check_neighbours
 from .totals import Totals
 
 
@@ -54,6 +56,8 @@ class MegatronBackend:
     ) -> None:
         self.chunks = checked("TrainStep()", chunks, optimizer)
         _refuse(self.chunks)
+        name = options.tenant
+        self.tenant = None if name is None else TenantState(name, self.chunks)
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._cuts_positions = forward is gpt_forward
@@ -62,7 +66,7 @@ class MegatronBackend:
         self._shift: int | None = None
         self._snapshot: MegatronSnapshot | None = None
         self._released = False
-        self._window = _Window(self._runner)
+        self._window = _Window(self._runner, name)
 
     @property
     def must_agree(self) -> dict[str, Any]:
@@ -124,8 +128,18 @@ class MegatronBackend:
         self.close()  # a step whose end was interrupted may still be here
         if are_held(self.chunks):
             raise RuntimeError(
-                "begin(): an accumulation_window() or another TrainStep is open for these chunks"
+                "begin(): an accumulation_window() or another TrainStep is open for these chunks, "
+                "and gradients of two steps cannot be in one buffer: finish() or abort() it first. "
+                "For adapters give each a DDP and a TrainStep(…, tenant=…) of its own"
             )
+        windows = [each for each in open_windows if isinstance(each, _Window)]
+        check_neighbours(self._window.tenant, self.chunks, windows)
+        if self.tenant is not None:
+            self.tenant.open()
+        with self.in_force():
+            self._open()
+
+    def _open(self) -> None:
         self._snapshot = MegatronSnapshot(self.chunks, self._optimizer, self._scheduler)
         self._step.reset()
         self._released, self._shift, self._runner.shift = False, None, 0
@@ -138,6 +152,10 @@ class MegatronBackend:
             chunk.zero_grad_buffer()
         if self._optimizer is not None:
             self._optimizer.zero_grad()
+
+    def in_force(self) -> AbstractContextManager[None]:
+        """Have modules and process as this step's tenant has them; as they are without one."""
+        return nullcontext() if self.tenant is None else self.tenant.in_force()
 
     def accept_loss(self, loss: StepLoss) -> None:
         self._runner.accept_loss(loss)
@@ -160,7 +178,8 @@ class MegatronBackend:
         self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
     ) -> list[Reported]:
         self._released = self._released or reduce
-        return self._runner.run(pieces, loss, reduce=reduce, ghosts=ghosts)
+        with self.in_force():
+            return self._runner.run(pieces, loss, reduce=reduce, ghosts=ghosts)
 
     def check_ready(self, increment: int | None) -> None:
         if self._optimizer is None:
@@ -195,7 +214,7 @@ class MegatronBackend:
     def update(
         self, totals: Totals, local: float, increment: int | None, timeout_s: float
     ) -> Update:
-        with collective_timeout(self._runner.groups(), timeout_s):
+        with collective_timeout(self._runner.groups(), timeout_s), self.in_force():
             self._finalize(totals, local)
             grad_norm, skipped = self._step.run()
         if skipped is None and self._scheduler is not None:
@@ -225,10 +244,20 @@ class MegatronBackend:
         return lr_and_weight_decay(self._optimizer)
 
     def skip(self) -> None:
-        abort_window(self.chunks, self._optimizer)
+        with self.in_force():
+            abort_window(self.chunks, self._optimizer)
         self.close()
 
     def close(self) -> None:
+        self._forget()
+        if self.tenant is not None:
+            # Here all ranks come in one order. The first forward of a tenant may be before another
+            # one's on this rank and after it on others, and gathers pair up by order alone.
+            self.join(wait=False)
+
+    def _forget(self) -> None:
+        if self.tenant is not None:
+            self.tenant.close(None if self._snapshot is None else self._snapshot.modules)
         self._snapshot = None
         self._step.reset()
         if self._window in open_windows:
@@ -237,6 +266,11 @@ class MegatronBackend:
     def restore(self) -> None:
         if self._snapshot is None:
             return  # another step is open for these chunks, and this one never was
+        with self.in_force():
+            self._restore(self._snapshot)
+        self._forget()
+
+    def _restore(self, snapshot: MegatronSnapshot) -> None:
         if is_poisoned():
             drop_collectives(self.chunks)
         try:
@@ -247,8 +281,7 @@ class MegatronBackend:
             abort_window(self.chunks, self._optimizer)
         if self._step.undo is not None:
             self._step.undo.restore()
-        self._snapshot.restore()
-        self.close()
+        snapshot.restore()
 
     def _num_tokens(self, local: float) -> Any:
         """Returns the tokens that finalizing sums over data- and context-parallel ranks.
@@ -312,11 +345,12 @@ def _refuse(chunks: Sequence[Any]) -> None:
 class _Window:
     """The window that patched schedules ask while a step is open, see `megatron/schedules.py`."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, tenant: str | None) -> None:
         self._runner = runner
+        self.chunks, self.tenant = runner.chunks, tenant
 
     def holds(self, chunk: Any) -> bool:
-        return any(chunk is mine for mine in self._runner.chunks)
+        return any(chunk is mine for mine in self.chunks)
 
     def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
         if call.get("forward_only", False) or self._runner.running:
@@ -417,6 +451,9 @@ class TrainStep(SplitStep):
         undo: copy parameters and optimizer state to the host before each update, so that one that
             fails half-way can be aborted too. Without it a step that fails inside of the inner
             optimizer ends in an error that asks for a checkpoint.
+        tenant: a name, where steps of others are open over the same modules at the same time, each
+            with a DDP and parameters of its own: see "Several adapters at once" in
+            docs/train-step.md. The same on all ranks.
 
     Raises:
         ValueError: chunks or an optimizer that are not Megatron's.
@@ -446,9 +483,10 @@ class TrainStep(SplitStep):
         nothing_valid: NothingValid = "skip",
         deadline_s: float = DEADLINE_S,
         undo: bool = False,
+        tenant: str | None = None,
     ) -> None:
         options = checked_options(
-            deadline_s, non_finite, shared, shape, counts, nothing_valid, alignment
+            deadline_s, non_finite, shared, shape, counts, nothing_valid, alignment, tenant
         )
         backend = MegatronBackend(
             model_chunks, optimizer, scheduler, forward, options=options, undo=undo
@@ -456,6 +494,7 @@ class TrainStep(SplitStep):
         check_patches(backend.chunks)
         super().__init__(backend, options)
         self._chunks = backend.chunks
+        self._in_force = backend.in_force
 
     @contextmanager
     def reading(self) -> Iterator[list[Any]]:
@@ -472,5 +511,5 @@ class TrainStep(SplitStep):
                 weights = {n: p.clone() for n, p in chunks[0].module.named_parameters()}
         """
         self._backend.join()
-        with evaluating(self._chunks):
+        with self._in_force(), evaluating(self._chunks):
             yield self._chunks

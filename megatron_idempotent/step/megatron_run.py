@@ -1,22 +1,19 @@
-"""Runs Megatron's schedule for some microbatches of a step, and keeps what the step may change."""
+"""Runs Megatron's schedule for some microbatches of a step."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from megatron_idempotent.megatron import moe
-from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.megatron.optimizers import LossScale
 from megatron_idempotent.megatron.process_groups import live_groups
 from megatron_idempotent.ranks.agreement import (
@@ -35,130 +32,19 @@ from megatron_idempotent.window.accumulation import (
 )
 from megatron_idempotent.window.guard import GuardedCall, no_gradient
 from megatron_idempotent.window.guard_layers import across_replicas
-from megatron_idempotent.window.missed_collectives import MissedCollectives
+from megatron_idempotent.window.missed_collectives import (
+    MissedCollectives,
+    gather_params,
+    gathers_by_hooks,
+)
 
 from .loss import StepLoss, auxiliary_weight, needs_weight
+from .megatron_snapshot import MegatronSnapshot
 from .messages import LocalFailure
 from .outputs import Reported, has_graph, reported
+from .own_functions import use_own_functions
 from .pieces import Piece
 from .records import Batch
-from .snapshot import (
-    AttributeSnapshot,
-    FunctionSnapshot,
-    GroupSnapshot,
-    ModuleSnapshot,
-    StateUndo,
-    TorchSnapshot,
-)
-
-_MOE = "megatron.core.transformer.moe"
-# What a step sets aside while it runs. Each is back when a call ends, in whatever way; but that a
-# second exception interrupts the putting back.
-_ASIDE = (
-    "finalize_model_grads_func",
-    "grad_scale_func",
-    "grad_sync_func",
-    "no_sync_func",
-    "param_sync_func",
-)
-_WATCHED = ("step_with_ready_grads", "get_grad_norm", "clip_grad_norm")
-_OVERRIDDEN = ("start_grad_sync", "start_param_sync", "register_grad_ready", "check_grads")
-
-
-class _Part(Protocol):
-    def restore(self) -> None: ...
-
-
-class MegatronSnapshot:
-    """All that is small and that a step changes, as it is before the step."""
-
-    def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
-        self.modules = ModuleSnapshot(chunks)
-        self._parts: list[_Part] = [self.modules, TorchSnapshot(), _Trackers(), LogSnapshot()]
-        for config in configs_of(chunks):
-            self._parts.append(FunctionSnapshot(config, _ASIDE))
-        steps = ("backward_step", "forward_step", "forward_step_calc_loss")
-        self._parts.append(FunctionSnapshot(schedules, steps))
-        self._parts += [
-            FunctionSnapshot(group, _OVERRIDDEN) for c in chunks for group in bucket_groups(c)
-        ]
-        if optimizer is not None:
-            self._parts.append(FunctionSnapshot(optimizer, _WATCHED))
-        for scaler in moe.scalers():
-            self._parts.append(AttributeSnapshot(scaler, ["main_loss_backward_scale"]))
-        for one in _optimizers(optimizer):
-            scaler = getattr(one, "grad_scaler", None)
-            if scaler is not None:
-                self._parts.append(AttributeSnapshot(scaler))
-            if getattr(one, "optimizer", None) is not None:
-                self._parts.append(GroupSnapshot(one.optimizer.param_groups))
-        if scheduler is not None:
-            self._parts.append(AttributeSnapshot(scheduler))
-
-    def restore(self) -> None:
-        """Put all of it back; may be called again."""
-        for part in self._parts:
-            part.restore()
-
-
-class _Trackers:
-    """The random states of Megatron's tracker, which forwards draw dropout from."""
-
-    def __init__(self) -> None:
-        self._states = {
-            name: state.clone() if isinstance(state, Tensor) else state
-            for name, state in get_cuda_rng_tracker().get_states().items()
-        }
-        # Of a fork that was left in the wrong order; Transformer Engine's tracker has none.
-        self._current = vars(get_cuda_rng_tracker()).get("_current_state_name")
-
-    def restore(self) -> None:
-        tracker = get_cuda_rng_tracker()
-        states = {n: s.clone() if isinstance(s, Tensor) else s for n, s in self._states.items()}
-        tracker.set_states(states)
-        if self._current is not None:
-            tracker._current_state_name = self._current
-
-
-class LogSnapshot:
-    """Keeps the totals that MoE, MTP and DSA layers log."""
-
-    def __init__(self) -> None:
-        self._values = [(value, value.clone()) for value in _logged()]
-
-    def restore(self) -> None:
-        """Put it back; what was first logged since is zero."""
-        known = {id(value): before for value, before in self._values}
-        for value in _logged():
-            before = known.get(id(value))
-            if before is None:
-                value.zero_()
-            else:
-                value.copy_(before)
-
-
-def _logged() -> Iterator[Tensor]:
-    logging = sys.modules.get(f"{_MOE}.moe_logging")
-    state = sys.modules.get("megatron.core.parallel_state")
-    moe_utils = sys.modules.get(f"{_MOE}.moe_utils")
-    if logging is not None:  # from 0.18 on
-        yield from (entry.values for entry in logging.get_moe_metrics_tracker().metrics.values())
-    else:
-        for owner in (moe_utils, state):
-            get = getattr(owner, "get_moe_layer_wise_logging_tracker", None)
-            if get is not None:
-                yield from (entry["values"] for entry in get().values())
-                break
-    yield from moe.layer_logs()
-
-
-def undo_of(chunks: list[Any], optimizer: Any) -> StateUndo:
-    """A copy of parameters and optimizer state to go back to."""
-    inner = [one.optimizer for one in _optimizers(optimizer)]
-    return StateUndo(
-        [param for chunk in chunks for param in chunk.parameters()],
-        [one for one in inner if one is not None],
-    )
 
 
 def forget_inference(modules: list[Any]) -> None:
@@ -174,12 +60,6 @@ def forget_inference(modules: list[Any]) -> None:
 def _has(module: Any, name: str) -> bool:
     # Not hasattr(): what a module lacks it looks for in its parameters, and formats an error.
     return name in vars(module) or hasattr(type(module), name)
-
-
-def _optimizers(optimizer: Any) -> list[Any]:
-    if optimizer is None:
-        return []
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 Forward = Callable[[Any, Batch], Any]
@@ -308,6 +188,8 @@ class Runner:
 
     def _hold(self, stack: ExitStack, reduce: bool) -> None:
         set_for(stack, self, "running", True)
+        use_own_functions(stack, self.chunks, self.configs, self._optimizer)
+        self._gather_once(stack)
         if reduce:
             for config in self.configs:
                 set_for(stack, config, "finalize_model_grads_func", self._note_finalize)
@@ -330,6 +212,18 @@ class Runner:
                     own = getattr(config, name, None)
                     if own is not None:
                         set_for(stack, config, name, _times(2.0**-self.shift, own))
+
+    def _gather_once(self, stack: ExitStack) -> None:
+        """Start parameter gathers that the schedule would start in every call, once in a step.
+
+        Peers may make more calls or fewer, and gathers pair up by order alone.
+        """
+        for config in self.configs:
+            if config.param_sync_func is not None and all(map(gathers_by_hooks, self.chunks)):
+                with collective_timeout(self.groups(), self.deadline_s):
+                    for chunk in self.chunks:
+                        gather_params(chunk, wait=False)
+                set_for(stack, config, "param_sync_func", None)
 
     def _call(self, arguments: dict[str, Any], now: _Now, reduce: bool) -> None:
         schedule = get_forward_backward_func()

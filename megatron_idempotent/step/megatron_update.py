@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-from .megatron_run import undo_of
+from .megatron_snapshot import undo_of
 from .records import NonFinite, skipped_for
 from .snapshot import StateUndo
 

@@ -51,6 +51,8 @@ class Options:
     nothing_valid: NothingValid = "skip"
     alignment: TokenAlignment | None = None
     """Multiples of tokens that packs are padded to; None for those of the model's config."""
+    tenant: str | None = None
+    """The name of a step beside which others are open over the same modules."""
 
 
 def check_size(what: str, name: str, value: Any) -> None:
@@ -76,16 +78,19 @@ def checked_options(
     counts: Any = None,
     nothing_valid: Any = "skip",
     alignment: Any = None,
+    tenant: Any = None,
 ) -> Options:
     """Put the options together.
 
     Raises:
         ValueError: a deadline that is no positive number, an unknown choice, `shared` that
-            is no collection of names, or names what is counted, or a `shape` or `counts` that
-            cannot be called, or an alignment that is none.
+            is no collection of names, or names what is counted, a `shape` or `counts` that cannot
+            be called, an `alignment` that is none, or a `tenant` that is no name.
     """
     if alignment is not None and not isinstance(alignment, TokenAlignment):
         raise ValueError(f"alignment takes a TokenAlignment, got {alignment!r}")
+    if tenant is not None and (not isinstance(tenant, str) or not tenant):
+        raise ValueError(f"tenant takes a name, got {tenant!r}")
     for name, function in (("shape", shape), ("counts", counts)):
         if function is not None and not callable(function):
             raise ValueError(f"{name} takes a function of a ready microbatch, got {function!r}")
@@ -112,6 +117,7 @@ def checked_options(
         counts=counts,
         nothing_valid=nothing_valid,
         alignment=alignment,
+        tenant=tenant,
     )
 
 

@@ -75,6 +75,8 @@ class Rounds:
             **backend.must_agree,
         }
         self._begun = {name: repr(value) for name, value in alike.items()}
+        # Ids of different tenants may be equal, and ranks tell each other which step they are in.
+        self._told_id = step_id if options.tenant is None else f"{options.tenant}: {step_id}"
         self._shift: int | None = None
 
     def _meet(
@@ -108,7 +110,7 @@ class Rounds:
         if differing and not found:
             found = {0: differing}
         self.owes = not found
-        elsewhere = any(each.doing == "abort" or each.step_id != self.step_id for each in said)
+        elsewhere = any(each.doing == "abort" or each.step_id != self._told_id for each in said)
         if elsewhere or not begun_alike(said):
             self._fail("; ".join(found.values()), known=group is None)
             stop(found, "No rank has run this batch; abort() the step.", bad)
@@ -146,7 +148,7 @@ class Rounds:
             self._backend.divide_losses(largest)
 
     def _say(self, doing: Doing, **more: Any) -> RankStatus:
-        return RankStatus(doing=doing, step_id=self.step_id, updates=self._updates, **more)
+        return RankStatus(doing=doing, step_id=self._told_id, updates=self._updates, **more)
 
     def _hear(self, say: RankStatus, group: Any = None) -> list[RankStatus]:
         try:

@@ -25,6 +25,11 @@ class ModuleSnapshot:
         self._buffers = [(b, b.clone()) for b in held.values()]
 
     @property
+    def buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Each buffer, with the value that it had."""
+        return self._buffers
+
+    @property
     def training(self) -> bool:
         """True if all modules were in training mode."""
         return all(training for _, training in self._modes)
@@ -42,24 +47,35 @@ class ModuleSnapshot:
                 buffer.copy_(value)
 
 
-class TorchSnapshot:
-    """Keeps whether gradients are recorded, and torch's random states on host and device.
+class RandomSnapshot:
+    """Keeps torch's random states on host and device.
 
     Those of Python and NumPy belong to the caller, who may draw from them while a step is open.
     """
 
     def __init__(self) -> None:
-        # An exception inside of `no_grad`'s own exit leaves it off.
-        self._records = torch.is_grad_enabled()
         self._host = torch.get_rng_state()
         self._device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
     def restore(self) -> None:
         """Put them back; may be called again."""
-        torch.set_grad_enabled(self._records)
         torch.set_rng_state(self._host)
         if self._device is not None:
             torch.cuda.set_rng_state(self._device)
+
+
+class TorchSnapshot(RandomSnapshot):
+    """Keeps whether gradients are recorded, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # An exception inside of `no_grad`'s own exit leaves it off.
+        self._records = torch.is_grad_enabled()
+
+    def restore(self) -> None:
+        """Put them back; may be called again."""
+        torch.set_grad_enabled(self._records)
+        super().restore()
 
 
 class AttributeSnapshot:

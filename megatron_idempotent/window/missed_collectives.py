@@ -161,9 +161,14 @@ class MissedCollectives:
                 _learned[chunk] = self._order[place]
 
 
+def gathers_by_hooks(chunk: Any) -> bool:
+    """Returns whether forward pre-hooks of the chunk start and await its gathers."""
+    return bool(getattr(chunk, "remove_forward_pre_hook_handles", None))
+
+
 def gather_params(chunk: Any, *, wait: bool = True) -> None:
     """Start the parameter gathers that the peers' forward pre-hooks start, then wait."""
-    if not getattr(chunk, "remove_forward_pre_hook_handles", None):
+    if not gathers_by_hooks(chunk):
         return
     chain = [
         *reversed(chunk.bucket_groups),

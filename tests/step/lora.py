@@ -67,12 +67,14 @@ class Adapter(nn.Module):
 class WithAdapters(nn.Module):
     """A parallel linear layer with adapters beside it, of which `active` ones are used."""
 
-    def __init__(self, base: Any, name: str, adapters: tuple[str, ...], *, expert: bool) -> None:
+    def __init__(
+        self, base: Any, name: str, adapters: tuple[str, ...], *, expert: bool, alike: bool
+    ) -> None:
         super().__init__()
         self.base = base
         self.adapters = nn.ModuleDict(
             {
-                each: Adapter(base, f"{name}.{each}", R + index, expert=expert)
+                each: Adapter(base, f"{name}.{each}", R if alike else R + index, expert=expert)
                 for index, each in enumerate(adapters)
             }
         )
@@ -101,6 +103,7 @@ class Lora:
         layers: numbers of the layers, from 1 on, that do; all, if None.
         adapters: names of the adapters that each gets.
         trained: parts of names of parameters that stay trainable besides them.
+        alike: whether all adapters have the same rank.
     """
 
     def __init__(
@@ -109,9 +112,11 @@ class Lora:
         layers: tuple[int, ...] | None = None,
         adapters: tuple[str, ...] = ("first",),
         trained: tuple[str, ...] = (),
+        alike: bool = False,
     ) -> None:
         self.targets, self.layers = targets, layers
         self.adapters, self.trained = adapters, trained
+        self.alike = alike
 
     def __call__(self, module: Any) -> None:
         for name, parameter in module.named_parameters():
@@ -128,6 +133,7 @@ class Lora:
                         f"{number}.{path}",
                         self.adapters,
                         expert="local_experts" in path,
+                        alike=self.alike,
                     )
                     setattr(parent, path.rpartition(".")[2], wrapped)
 

@@ -97,10 +97,17 @@ def build(**options):
     rates = {"min_lr": 1e-4, **options.pop("optimizer_overrides", {})}
     model = tiny.build(config_overrides=overrides, optimizer_overrides=rates, **options)
     from megatron.core import parallel_state
+
+    scheduler = scheduler_of(model.optimizer)
+    return model, scheduler, parallel_state.get_data_parallel_rank()
+
+
+def scheduler_of(optimizer):
+    """A learning rate that warms up from 0, and a weight decay that grows."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    scheduler = OptimizerParamScheduler(
-        model.optimizer,
+    return OptimizerParamScheduler(
+        optimizer,
         init_lr=0.0,
         max_lr=1e-3,
         min_lr=1e-4,
@@ -112,7 +119,6 @@ def build(**options):
         wd_incr_steps=1000,
         wd_incr_style="linear",
     )
-    return model, scheduler, parallel_state.get_data_parallel_rank()
 
 
 def split_step(step, loss, batch, sizes, *, last=False, between=None, **begin):
@@ -126,8 +132,11 @@ def split_step(step, loss, batch, sizes, *, last=False, between=None, **begin):
     return step.finish(step_id)
 
 
-def one_shot(model, scheduler, loss, batch):
-    """The same step as a program writes it with nothing but Megatron; its gradient norm."""
+def one_shot(model, scheduler, loss, batch, *, forward=forward):
+    """The same step as a program writes it with nothing but Megatron; its gradient norm.
+
+    A group of a loss is all of a microbatch's rows.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     for chunk in model.chunks:
@@ -142,6 +151,8 @@ def one_shot(model, scheduler, loss, batch):
             total, _ = loss(output, microbatch)
             if loss.kind == "token":
                 count = own_positions(mask_of(microbatch)).sum()
+            elif loss.kind == "group":
+                count = microbatch["sample_mask"].any()
             else:
                 count = microbatch["sample_mask"].sum()
             return total, count.to(torch.int), {"loss": total.detach().clone()}

@@ -185,7 +185,7 @@ def told(options: dict[str, Any], adapted: dict[str, Any]) -> Any:
 
     from split_bench import ROWS, TokenLoss, data
 
-    from megatron_idempotent.step.records import StepResult
+    from megatron_idempotent import StepResult
 
     _, scheduler, replica, step = made(options, adapted)
     scheduler.step(increment=8)  # the first rate is 0

@@ -183,3 +183,10 @@ def changing_counts(options: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("gathers", [False, True])
 def test_the_number_of_microbatches_may_change_between_steps(megatron_ranks, gathers):
     assert all(megatron_ranks(2, changing_counts, {"overlap_param_gather": gathers}))
+
+
+ALIGNED = {"pp": 2, "vpp": 2, "layers_per_stage": 1, "align": True, "overlap_param_gather": True}
+
+
+def test_replicas_with_different_numbers_of_calls_where_the_schedule_gathers(megatron_ranks):
+    assert all(megatron_ranks(4, shared, ALIGNED, [[2, 2], [2]], False, timeout_s=120))
