@@ -165,7 +165,7 @@ def test_tensors_that_are_not_those_announced_are_refused(checkpoints, tmp_path)
     one = TensorInfo(name="a", shape=(2, 3), dtype=torch.float32)
     file = SafetensorsFile(tmp_path / "x", [one])
     for name, tensor in (("a", torch.zeros(3, 2)), ("b", torch.zeros(2, 3))):
-        with pytest.raises(ValueError, match="it has to be"):
+        with pytest.raises(ValueError, match=r"it has to be|or unknown"):
             file.write(name, tensor)
     file.abandon()
     with pytest.raises(ValueError, match="safetensors cannot hold"):

@@ -85,10 +85,10 @@ def test_what_cannot_be_opened_is_named(peers: Peers) -> None:
         with pytest.raises(UpdateDamaged, match=r"failed with 201: .* is this another process"):
             receiver.receive(announced)
         for broken, why in (
-            ({"handle": "x"}, "without a segment that can be opened"),
+            ({"handle": "x"}, "has no segment that can be opened"),
             ({"handle": "00" * 8}, r"a handle of 8 bytes \(it has to be 64\)"),
             ({"segment_bytes": 1000}, r"to 1000 bytes \(it has to be 1048576 or more\)"),
-            ({"segment_bytes": None}, "without a segment that can be opened"),
+            ({"segment_bytes": None}, "has no segment that can be opened"),
         ):
             with pytest.raises(UpdateDamaged, match=why):
                 receiver.receive({**announced, **broken})

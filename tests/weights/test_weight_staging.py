@@ -43,8 +43,12 @@ def test_all_tensors_in_any_order_of_buckets_are_given_as_they_came() -> None:
 
 
 BAD: list[tuple[Bucket, type[Exception], str]] = [
-    (bucket(0, "b"), UpdateDamaged, "bucket 0 came, bucket 1 is next; send the update again"),
-    (bucket(2, "b"), UpdateDamaged, "bucket 2 came, bucket 1 is next"),
+    (
+        bucket(0, "b"),
+        UpdateDamaged,
+        "bucket 0 arrived, and bucket 1 is next; send the update again",
+    ),
+    (bucket(2, "b"), UpdateDamaged, "bucket 2 arrived, and bucket 1 is next"),
     (bucket(1, "b", "a"), UpdateDamaged, "a arrived twice; is it mapped twice"),
     (bucket(1, "b", d=torch.ones(1)), UpdateMismatch, "d: the model has no such tensor"),
     (
