@@ -46,9 +46,8 @@ class StepSchedule:
 
     Example:
         schedule = StepSchedule(chunks, optimizer)
-        for request in requests:  # where the code had get_forward_backward_func()
-            reported = schedule(forward_step_func=forward_step, data_iterator=batches, model=chunks,
-                                num_microbatches=4, seq_length=512, micro_batch_size=2)
+        for data_iterator in requests:  # where the code had get_forward_backward_func()(…)
+            reported = schedule(data_iterator=data_iterator, model=chunks, **call)
         result = schedule.finish(lr=1e-6)
     """
 
