@@ -19,7 +19,7 @@ class Loss:
     def __call__(self, output, each):
         loss, metrics = each["loss_func"](output)
         metrics.pop("loss", None)  # the step reports it
-        return loss * get_context_parallel_world_size(), metrics
+        return loss, metrics
 
 
 class SplitStepWorker:
@@ -30,8 +30,8 @@ class SplitStepWorker:
             options = {"shape": lambda each: each["size"][::2], "nothing_valid": "update"}
             parts = [self.model], self.optimizer, self.scheduler
             self.step = TrainStep(*parts, forward=self.forward, **options)
-        if self._router_replay_enabled:
-            raise NotImplementedError("TrainStep: replay has to be cleared after each chunk")
+        if self._router_replay_enabled or get_context_parallel_world_size() > 1:
+            raise NotImplementedError("SplitStepWorker: no router replay or context parallelism")
         self.options = {"sampling_params": self.sampling_params, "draft_model": self.draft_model}
         self.processor = LossPostProcessor(loss_fn, self.cfg, **self.options)
         self.options["enable_hidden_capture"] = self.draft_model is not None
