@@ -155,7 +155,7 @@ class StepSchedule:
 
 
 class _Microbatch:
-    """What the framework's iterator yielded, and what its loss function made of it."""
+    """Holds what the framework's iterator yielded, and what its loss function made of it."""
 
     def __init__(
         self, batch: Any, shape: tuple[int, int], step: Any, number: int, of: StepSchedule
@@ -172,7 +172,7 @@ class _Microbatch:
 
 
 class _Loss:
-    """The loss of a framework's forward step."""
+    """Calls the loss function that a framework's forward step returned."""
 
     kind: Kind = "none"
     normalizers: ClassVar[Mapping[str, Normalizer]] = {}

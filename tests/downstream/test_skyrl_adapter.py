@@ -39,7 +39,7 @@ def compared() -> dict[str, bool]:
     """Runs on a rank; returns what has the bits of SkyRL's own window."""
     policy, tinker = (2, 4), {"loss_fn": "cross_entropy"}
     theirs = windows(False, policy)
-    # Overlap has other buckets, and so another order in which the norm is summed: nothing is clipped.
+    # Overlap has other buckets, so the norm is summed in another order: nothing is clipped.
     large = {"optimizer_overrides": {"clip_grad": 1e9}}
     overlap = {"overlap_grad_reduce": True, **large}
     experts = {"experts": 4, "config_overrides": {"moe_aux_loss_coeff": 1.0}}
