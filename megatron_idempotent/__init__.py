@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from megatron_idempotent.step.megatron import TrainStep
     from megatron_idempotent.step.packed import pack_batches
     from megatron_idempotent.step.results import Receipt, StepResult
+    from megatron_idempotent.step.schedule import StepSchedule
     from megatron_idempotent.window.abort import abort_window
     from megatron_idempotent.window.accumulation import accumulation_window
     from megatron_idempotent.window.guard import guarded_window
@@ -80,6 +81,7 @@ __all__ = [
     "StepCounts",
     "StepLoss",
     "StepResult",
+    "StepSchedule",
     "TokenAlignment",
     "TokenKL",
     "TokenStats",
@@ -138,6 +140,7 @@ _LAZY = {
     "StepCounts": "step.loss",
     "StepLoss": "step.loss",
     "StepResult": "step.results",
+    "StepSchedule": "step.schedule",
     "TokenAlignment": "fp8.packing",
     "TokenKL": "logprobs.kl",
     "TokenStats": "logprobs.api",

@@ -36,7 +36,6 @@ POLICY_GRADIENT_NORMALIZERS: Mapping[str, Normalizer] = MappingProxyType(
                 "approx_entropy",
                 "kl",
                 "approx_kl",
-                "kl_penalty",
                 "policy_kl_error",
                 "gen_kl_error",
                 "js_divergence_error",
@@ -45,9 +44,18 @@ POLICY_GRADIENT_NORMALIZERS: Mapping[str, Normalizer] = MappingProxyType(
                 "probs_ratio",
                 "probs_ratio_clamped",
                 "clip_fraction",
+                "clip_ratio",
+                "pg_clipfrac",
+                "pg_clipfrac_lower",
+                "ppo_kl",
                 "sampling_importance_ratio",
                 "is_oob_ratio",
                 "value_clip_fraction",
+                "vf_clipfrac",
+                "values_mean",
+                "returns_mean",
+                "returns_sq_mean",
+                "residual_sq_mean",
             ),
             "tokens",
         ),
@@ -55,10 +63,23 @@ POLICY_GRADIENT_NORMALIZERS: Mapping[str, Normalizer] = MappingProxyType(
             ("reward", "advantage", "return", "response_length", "sequence_ratio", "truncated"),
             "sequences",
         ),
-        **dict.fromkeys(("num_valid_samples", "num_valid_tokens", "samples", "tokens"), "none"),
+        **dict.fromkeys(
+            (
+                "num_valid_samples",
+                "num_valid_tokens",
+                "num_unmasked_tokens",
+                "samples",
+                "tokens",
+                "positive_nll_loss",  # a mean over its microbatch, with NeMo-RL
+            ),
+            "none",
+        ),
     }
 )
 """Denominators of the usual policy-gradient metrics, by name, for sums that a loss returns.
+
+What goes into the loss, such as a penalty, is not among them: it is divided as the loss is. Names
+are common ones, and those of NeMo-RL, SkyRL and verl.
 
 A loss adds its own: `{**POLICY_GRADIENT_NORMALIZERS, "is_oob_ratio": "sequences"}`.
 """

@@ -8,13 +8,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
 
 from megatron_idempotent.fp8.packing import TokenAlignment
-from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.ddp import bucket_groups, start_held
 from megatron_idempotent.megatron.schedules import are_held, open_windows
-from megatron_idempotent.patching.needs import Need, check_applied
 from megatron_idempotent.ranks.agreement import (
     DEADLINE_S,
     collective_timeout,
@@ -30,6 +27,7 @@ from .context_parallel import context_parallel_ranks
 from .gpt import gpt_forward
 from .lifecycle import SplitStep
 from .loss import StepLoss
+from .megatron_needs import check_patches, refuse_chunks
 from .megatron_run import Forward, Runner, forget_inference
 from .megatron_snapshot import MegatronSnapshot
 from .megatron_update import CheckedUpdate
@@ -55,7 +53,7 @@ class MegatronBackend:
         undo: bool,
     ) -> None:
         self.chunks = checked("TrainStep()", chunks, optimizer)
-        _refuse(self.chunks)
+        refuse_chunks(self.chunks)
         name = options.tenant
         self.tenant = None if name is None else TenantState(name, self.chunks)
         self._optimizer = optimizer
@@ -320,28 +318,6 @@ def _check_positions(lists: Sequence[Sequence[Piece]], config: Any) -> None:
                 )
 
 
-def _refuse(chunks: Sequence[Any]) -> None:
-    """Raise for what would give another gradient, or none."""
-    for chunk in chunks:
-        config = get_model_config(chunk)
-        if getattr(config, "overlap_moe_expert_parallel_comm", False):
-            raise ValueError(
-                "TrainStep() got overlap_moe_expert_parallel_comm=True, whose schedule runs two "
-                "microbatches in one and cannot be taken apart: set it to False"
-            )
-        shards = getattr(config, "gtp_weight_remat_size", None) or 1
-        if shards > 1:
-            raise ValueError(
-                f"TrainStep() got gtp_weight_remat_size={shards}, whose ranks share weights and "
-                "not batches, so that they are neither one replica nor several: set it to 1"
-            )
-        if getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-            raise ValueError(
-                "TrainStep() got reuse_grad_buf_for_mxfp8_param_ag=True, where a gather of "
-                "parameters would overwrite the gradients of an open step: set it to False"
-            )
-
-
 class _Window:
     """The window that patched schedules ask while a step is open, see `megatron/schedules.py`."""
 
@@ -360,56 +336,6 @@ class _Window:
             "would reduce in the middle of the step. Use step.microbatch(), or finish() or "
             "abort() the step first"
         )
-
-
-def _set(name: str) -> Callable[[Any], bool]:
-    return lambda chunk: bool(getattr(get_model_config(chunk), name, False))
-
-
-def _gathers_layer_wise(chunk: Any) -> bool:
-    return bool(chunk.ddp_config.overlap_param_gather) and any(
-        map(gather.is_layer_wise, bucket_groups(chunk))
-    )
-
-
-# The step itself holds back reductions, scales losses, and drops what an aborted batch leaves. The
-# rest is asked for only where a chunk has what is patched.
-_NEEDS = (
-    Need(
-        "schedules-ask-windows",
-        "a schedule that is called to train while a step is open reduces in the middle of it",
-        a_door=True,
-    ),
-    Need(
-        "layer-wise-gathers-watched",
-        "reading() sees parameters of other ranks without the last update",
-        _gathers_layer_wise,
-    ),
-    Need(
-        "deferred-embedding-drained",
-        "a batch of one microbatch raises",
-        _set("defer_embedding_wgrad_compute"),
-    ),
-    Need(
-        "deferred-embedding-ordered",
-        "with last=True the output layer's gradient is reduced before it is computed",
-        _set("defer_embedding_wgrad_compute"),
-    ),
-    Need(
-        "forward-only-counts-nothing",
-        "a forward-only schedule while a step is open counts for its expert bias",
-        _set("moe_router_enable_expert_bias"),
-    ),
-)
-
-
-def check_patches(chunks: Sequence[Any]) -> None:
-    """Raise unless the patches are applied that a step on these chunks stands on.
-
-    Raises:
-        RuntimeError: names each that is not, why it is not, and what is lost without it.
-    """
-    check_applied("TrainStep()", _NEEDS, chunks)
 
 
 class TrainStep(SplitStep):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -136,6 +137,10 @@ class Rounds:
             here if known else self._batch_rows + here,
         )
         number = sequences
+        if self._loss.kind == "none":  # divided already, but for what begin() was told
+            divisor = self.begun_with["divisor"]
+            if not callable(divisor):
+                number = math.ceil((divisor or 1) / self._backend.replicas)
         if self._loss.kind == "token":  # about as many tokens in each as in those of this batch
             number *= -(-sum(piece.positions for piece in pieces) // max(here, 1))
         return max(int(max(number, 1) - 1).bit_length(), self._shift or 0)

@@ -45,6 +45,7 @@ ON_RANKS = {
     "step/fsdp.py",
     "step/lifecycle.py",
     "step/megatron.py",
+    "step/schedule.py",
     "window/abort.py",
     "window/accumulation.py",
     "ranks/agreement.py",
@@ -236,6 +237,9 @@ def run_on_ranks() -> set[str]:
     rest = {name: value for name, value in window.items() if name != "num_microbatches"}
     run("window/accumulation.py", **names, window=rest, stream=[[microbatch] * 3, [microbatch] * 5])
     assert len(seen) == 2 + 8
+    requests = [iter([microbatch] * 4) for _ in range(2)]
+    names = run("step/schedule.py", **parts, requests=requests, call=window)
+    assert names["result"].microbatches == 2 * 8
     data_iterator = iter([microbatch] * 4)
     del window["forward_step_func"]
     model.chunks[0].zero_grad_buffer()

@@ -1,0 +1,202 @@
+"""Takes the place of a Megatron schedule in a framework's code: its calls go into one open step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from megatron_idempotent.window.abort import checked
+
+from .loss import Kind, Normalizer
+from .megatron import TrainStep
+from .results import StepResult
+
+
+class StepSchedule:
+    """A function with the arguments of Megatron's schedules, whose calls add to one optimizer step.
+
+    For code that calls `get_forward_backward_func()` with a forward step of its own. Each call that
+    trains runs its microbatches in the open step of a `TrainStep`, which it opens if none is, and
+    reduces nothing. `finish()` reduces once and updates. Calls with `forward_only` go to Megatron's
+    schedule.
+
+    Losses mean what they mean to Megatron. With two values, (loss, what is reported), a loss is a
+    mean over the call's microbatches and over data-parallel ranks; under
+    `calculate_per_token_loss` it is summed over ranks. With three, (sum, tokens, what is reported),
+    it is divided by the microbatch's tokens before that. Calls of one step add up, so they have to
+    be divided by what the whole step has, as a loss over a global batch is. MoE, MTP and other
+    auxiliary losses are a mean over the microbatches of a call, as Megatron has them.
+
+    Args:
+        model_chunks, optimizer, scheduler: as for `TrainStep`.
+        auxiliary_weight: what the auxiliary losses of a microbatch, which are means over it, count
+            as in its replica's gradient; a function of what the data iterator yields. None for
+            Megatron's, 1 / num_microbatches. Under `calculate_per_token_loss`, where Megatron
+            multiplies them with their tokens, it is what each token counts as, 1 if None.
+        options: those of `TrainStep`, but for `forward`, `shape` and `counts`.
+
+    Raises:
+        ValueError: as `TrainStep`.
+        RuntimeError: as `TrainStep`.
+
+    Example:
+        schedule = StepSchedule(chunks, optimizer)
+        for data_iterator in requests:  # where the code had get_forward_backward_func()(…)
+            reported = schedule(data_iterator=data_iterator, model=chunks, **call)
+        result = schedule.finish(lr=1e-6)
+    """
+
+    def __init__(
+        self,
+        model_chunks: Any,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        auxiliary_weight: Callable[[Any], float] | None = None,
+        **options: Any,
+    ) -> None:
+        self._chunks = checked("StepSchedule()", model_chunks, optimizer)
+        self._auxiliary_weight = auxiliary_weight
+        self.step = TrainStep(
+            self._chunks,
+            optimizer,
+            scheduler,
+            forward=_forward,
+            shape=lambda one: one.shape,
+            counts=lambda one: one.shape,
+            **options,
+        )
+        """The `TrainStep`, for `reading()`."""
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., tuple[Any, Callable[[Any], Any]]],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        forward_only: bool = False,
+        **others: Any,
+    ) -> list[Any]:
+        """Forward and backward of the next `num_microbatches`; nothing is reduced or updated.
+
+        The arguments are those of Megatron's schedules; of an interleaved pipeline's iterators,
+        which yield the same, the first one is read.
+
+        Returns:
+            What the loss function reported for each microbatch, in order, on the ranks that have
+            the loss; empty on others.
+
+        Raises:
+            ValueError: other chunks than the step's, or a loss function with three values under
+                `calculate_per_token_loss`, where its tokens would be known too late.
+            Exception: as `TrainStep.microbatch`; the step stays open until `abort()`.
+        """
+        if forward_only:
+            call = {"seq_length": seq_length, "micro_batch_size": micro_batch_size, **others}
+            found: list[Any] = get_forward_backward_func()(
+                forward_step_func=forward_step_func,
+                data_iterator=data_iterator,
+                model=model,
+                num_microbatches=num_microbatches,
+                forward_only=True,
+                **call,
+            )
+            return found
+        given = list(model) if isinstance(model, (list, tuple)) else [model]
+        if [id(chunk) for chunk in given] != [id(chunk) for chunk in self._chunks]:
+            raise ValueError(
+                f"StepSchedule() was called with {len(given)} model chunks that are not the "
+                f"{len(self._chunks)} that it was made with: make one for each model"
+            )
+        if isinstance(data_iterator, (list, tuple)):
+            data_iterator = data_iterator[0]
+        shape = micro_batch_size, seq_length
+        ready = [
+            _Microbatch(next(data_iterator), shape, forward_step_func, num_microbatches, self)
+            for _ in range(num_microbatches)
+        ]
+        self.step.microbatch(self.begin(), microbatches=ready)
+        return [each.reported[0] for each in ready if each.reported]
+
+    def begin(self) -> str:
+        """Open a step unless one is open; all ranks, the first time. Returns the step's id.
+
+        The first call of all makes gloo groups, for which every rank has to come by. Where ranks
+        call the schedule at different times, call this once on all of them before.
+        """
+        if self.step.open_step_id is not None:
+            return self.step.open_step_id
+        per_token = get_model_config(self._chunks[0]).calculate_per_token_loss
+        # DDP averages over replicas, or sums. At the end, so that fp16 has the range it has there.
+        replicas = 1 if per_token else parallel_state.get_data_parallel_world_size()
+        return self.step.begin(_Loss(), divisor=float(replicas))
+
+    def finish(
+        self, *, global_batch_size: int | None = None, lr: float | None = None
+    ) -> StepResult:
+        """Reduce and update once, on all ranks: see `TrainStep.finish`.
+
+        Where that raises on any rank, nothing was updated: `abort()` on all ranks, then run the
+        calls of the step again.
+        """
+        return self.step.finish(self.begin(), global_batch_size=global_batch_size, lr=lr)
+
+    def abort(self) -> None:
+        """Drop what the calls since the last step have added, on all ranks."""
+        self.step.abort()
+
+
+class _Microbatch:
+    """Holds what the framework's iterator yielded, and what its loss function made of it."""
+
+    def __init__(
+        self, batch: Any, shape: tuple[int, int], step: Any, number: int, of: StepSchedule
+    ) -> None:
+        self.batch, self.shape, self.forward_step = batch, shape, step
+        config = get_model_config(of._chunks[0])
+        self.per_token = bool(config.calculate_per_token_loss)
+        self.parts = parallel_state.get_context_parallel_world_size()
+        # A schedule multiplies with the parts, which DDP takes back where it averages.
+        self.factor = number / self.parts if self.per_token else float(number)
+        self.auxiliary_weight = of._auxiliary_weight
+        self.loss_func: Any = None
+        self.reported: list[Any] = []
+
+
+class _Loss:
+    """Calls the loss function that a framework's forward step returned."""
+
+    kind: Kind = "none"
+    normalizers: ClassVar[Mapping[str, Normalizer]] = {}
+
+    def auxiliary_weight(self, one: _Microbatch) -> float:
+        positions = one.shape[0] * one.shape[1] if one.per_token else 1
+        if one.auxiliary_weight is not None:
+            return one.auxiliary_weight(one.batch) * positions
+        return float(positions) if one.per_token else 1 / one.factor
+
+    def __call__(self, output: Any, one: _Microbatch) -> tuple[Tensor, dict[str, Any]]:
+        loss, *tokens, reported = one.loss_func(output)
+        one.reported.append(reported)
+        if not tokens:
+            return loss / one.factor, {}
+        if one.per_token:
+            raise ValueError(
+                "the loss function returned three values under calculate_per_token_loss, whose "
+                "tokens Megatron counts to the end of the step: return (loss, reported), divided "
+                "by the tokens of all ranks"
+            )
+        return loss / tokens[0].clamp(min=1) / (one.factor * one.parts), {}
+
+
+def _forward(model: Any, one: Any) -> Any:
+    output, one.loss_func = one.forward_step(iter([one.batch]), model)
+    return output

@@ -1,0 +1,19 @@
+"""Loads the adapters of `examples/`, whose names are those of the frameworks that they import."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def adapter(name: str) -> Any:
+    """The module `examples/<name>.py`; its framework has to be on the path."""
+    spec = importlib.util.spec_from_file_location(f"adapter_for_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

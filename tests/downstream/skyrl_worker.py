@@ -1,0 +1,169 @@
+"""SkyRL's model wrapper and `optim_step` on a rank, with its own losses and log-probs.
+
+Legend: B rows, T positions, A positions of the answer.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron_idempotent.patches import _skyrl, _standins
+from megatron_idempotent.patches._workers import methods
+
+from megatron_idempotent.cpu import tiny
+
+ANSWER = 16
+_REAL = (
+    "utils.torch_utils",
+    "utils.off_policy_correction_utils",
+    "utils.ppo_utils",
+    "distributed.megatron.packing_utils",
+    "distributed.megatron.token_metadata",
+    "distributed.megatron.megatron_utils",
+    "distributed.megatron.model_utils",
+    "utils.replay_utils",
+    "training_batch",
+    "workers.worker_utils",
+    "workers.megatron.megatron_model_wrapper",
+    "workers.megatron.megatron_worker",
+)
+
+
+def modules(source: str) -> tuple[Any, Any]:
+    """SkyRL's modules of the wrapper and of the worker, with all that they compute with."""
+    if source not in sys.path:
+        sys.path.insert(0, source)
+        _standins.replace("ray")
+    found = [
+        _standins.import_alone(f"skyrl.backends.skyrl_train.{name}", *_skyrl._ABSENT, "jaxtyping")
+        for name in _REAL
+    ]
+    wrapper, worker = found[-2:]
+    wrapper.router_replay_schedule = _nothing
+    wrapper.to_te_attention_mask = _causal
+    return wrapper, worker
+
+
+class SkyWorker:
+    """The worker around a small model; an adapter's module makes it use that.
+
+    Example: `SkyWorker(source).step(seed=0, calls=(4, 4))`
+    """
+
+    def __init__(self, source: str, adapter: Any = None, **layout: Any) -> None:
+        from megatron.core import parallel_state
+
+        wrapper, worker = modules(source)
+        self.bench = bench = tiny.build(**layout)
+        bench.config.no_sync_func = None  # SkyRL sets none
+        self.replica = parallel_state.get_data_parallel_rank()
+        made = wrapper.MegatronModelWrapper if adapter is None else adapter.StepModelWrapper
+        registry = sys.modules["skyrl.backends.skyrl_train.utils.ppo_utils"].PolicyLossRegistry
+        self.model = made(
+            config=_config(),
+            actor_module=bench.chunks,
+            actor_optimizer=bench.optimizer,
+            policy_loss_fn=registry.get("regular"),
+        )
+        bases = [worker.MegatronPolicyWorkerBase, *([adapter.StepWorker] if adapter else [])]
+        self.worker = methods(
+            *bases,
+            model=self.model,
+            actor_module=bench.chunks,
+            optimizer=bench.optimizer,
+            scheduler=SimpleNamespace(step=lambda increment: None),
+            strategy=SimpleNamespace(optimizer_step=_skyrl._optimizer_step),
+        )
+
+    def forward_backward(
+        self, seed: int, number: int, *, loss_fn: str | None = None, forward_only: bool = False
+    ) -> list[dict[str, Any]]:
+        """One call, with so many microbatches."""
+        found: list[dict[str, Any]] = self.model.forward_backward_mini_batch(
+            [self._microbatch(100 * seed + index, number) for index in range(number)],
+            tiny.SEQUENCE,
+            tiny.BATCH,
+            loss_fn=loss_fn,
+            forward_only=forward_only,
+        )
+        return found
+
+    def step(
+        self, seed: int, calls: tuple[int, ...], **options: Any
+    ) -> tuple[float | None, list[Any]]:
+        """A window of calls, and its step: the norm, and what each microbatch reported."""
+        self.model.train()
+        found: list[Any] = []
+        for index, number in enumerate(calls):
+            found += self.forward_backward(10 * seed + index, number, **options)
+        return self.worker.optim_step(), found
+
+    def parameters(self) -> bytes:
+        bits: bytes = self.bench.parameters().numpy().tobytes()
+        return bits
+
+    def _microbatch(self, seed: int, number: int) -> dict[str, Any]:
+        draw = torch.Generator().manual_seed(2 * seed + self.replica)
+        shape = tiny.BATCH, ANSWER
+        tokens_BT = torch.randint(0, tiny.VOCABULARY, (tiny.BATCH, tiny.SEQUENCE), generator=draw)
+        logprobs_BA = -4 - torch.rand(shape, generator=draw)
+        loss_mask_BA = (torch.rand(shape, generator=draw) < 0.7).float()
+        return {
+            "sequences": tokens_BT,
+            "attention_mask": torch.ones_like(tokens_BT),
+            "position_ids": torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1),
+            "num_actions": ANSWER,
+            "old_action_log_probs": logprobs_BA,
+            "base_action_log_probs": logprobs_BA - 0.1 * torch.rand(shape, generator=draw),
+            "advantages": torch.randn(shape, generator=draw) / 64,
+            "loss_mask": loss_mask_BA,
+            "response_mask": torch.ones(shape),
+            "rollout_action_logprobs": None,
+            "rollout_expert_indices": None,
+            "num_microbatches": number,
+        }
+
+
+def _config() -> Any:
+    algorithm = SimpleNamespace(
+        policy_loss_type="regular",
+        eps_clip_low=0.2,
+        eps_clip_high=0.2,
+        off_policy_correction=_Nothing(),
+        use_entropy_loss=False,
+        use_kl_loss=True,
+        kl_loss_coef=0.01,
+        kl_estimator_type="k3",
+        loss_reduction="token_mean",
+    )
+    megatron = SimpleNamespace(mtp_loss_weight=0.0, mtp_loss_chunk_size=None, mtp_loss_topk=None)
+    return SimpleNamespace(
+        remove_microbatch_padding=False,
+        logprobs_chunk_size=None,
+        vocab_entropy_chunk_size=None,
+        vocab_entropy_chunk_memory_mb=None,
+        policy=SimpleNamespace(megatron_config=megatron),
+        algorithm=algorithm,
+    )
+
+
+class _Nothing:
+    """A configuration in which nothing is set."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _nothing(*_: Any) -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def _causal(keep_BT: Any) -> Any:
+    positions = keep_BT.shape[1]
+    later = torch.ones(1, 1, positions, positions).tril() < 0.5
+    return later | ~keep_BT.bool()[:, None, None, :]

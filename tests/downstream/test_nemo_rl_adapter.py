@@ -1,0 +1,152 @@
+"""`examples/nemo_rl.py` beside NeMo-RL's own split step, with its data, forward pass and losses.
+
+`NEMO_RL_SOURCE` names a checkout of NeMo-RL, as of August 2026.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+SOURCE = os.environ.get("NEMO_RL_SOURCE", "")
+ALL = (8,)
+pytestmark = pytest.mark.skipif(not SOURCE, reason="NEMO_RL_SOURCE names no checkout of NeMo-RL")
+
+
+def worker(adapted: bool, **layout: Any) -> Any:
+    """Runs on a rank: NeMo-RL's worker, with the adapter or without."""
+    from adapters import adapter
+    from nemo_worker import NemoWorker, import_nemo_rl
+
+    import megatron_idempotent
+
+    megatron_idempotent.apply()
+    import_nemo_rl(SOURCE)
+    return NemoWorker(adapter("nemo_rl").SplitStepWorker if adapted else None, **layout)
+
+
+def steps(adapted: bool, chunks: Any = ALL, *, layout: Any = None, **options: Any) -> Any:
+    """The parameters after two steps, and what the steps returned that both return."""
+    nemo = worker(adapted, **(layout or {}))
+    loss_fn = nemo.loss_fn(**options.pop("loss", {}))
+    found = [nemo.step(seed, chunks, loss_fn=loss_fn, **options) for seed in range(2)]
+    return nemo.parameters(), [comparable(each) for each in found]
+
+
+def comparable(found: dict[str, Any]) -> Any:
+    own = ("rank", "replica", "wd")  # the stand-in for a scheduler knows no weight decay
+    rows = {k: v for k, v in found["all_mb_metrics"].items() if k not in own}
+    return sorted(rows.items()), found["grad_norm"].item()
+
+
+def dense() -> dict[str, bool]:
+    """Runs on a rank; returns what has the bits of NeMo-RL's own step in one chunk."""
+    theirs = steps(False)
+    sequences = {"token_level_loss": False}
+    assert theirs[1][0][1] > 0
+    return {
+        "one chunk": steps(True) == theirs,
+        "two chunks": steps(True, (2, 6)) == theirs,
+        "four chunks": steps(True, (2, 2, 2, 2)) == theirs,
+        "of sequences": steps(True, loss=sequences) == steps(False, loss=sequences),
+        "nothing valid": nothing_valid(True) == nothing_valid(False),
+        "aborted": aborted()[0] == theirs[0],
+    }
+
+
+def nothing_valid(adapted: bool) -> bytes:
+    """A step in which nothing is valid, after one: momentum moves the parameters."""
+    nemo = worker(adapted)
+    nemo.step(0)
+    before = nemo.parameters()
+    nemo.step(1, valid=False)
+    found: bytes = nemo.parameters()
+    assert found != before
+    return found
+
+
+def aborted() -> Any:
+    """Two steps, and between them one that is aborted after a chunk."""
+    nemo = worker(True)
+    nemo.worker.abort_train_step()
+    for seed in range(2):
+        if seed:
+            nemo.worker.begin_train_step(nemo.loss_fn())
+            nemo.worker.train_microbatch(nemo.data(77).slice(0, 4))
+            nemo.worker.abort_train_step()
+        nemo.step(seed)
+    return nemo.parameters(), None
+
+
+def losses() -> tuple[float, float, float]:
+    """Runs on a rank: the loss of a step on NeMo-RL's own and on ours, and the sum it rounds."""
+    theirs, ours = worker(False).step(0), worker(True).step(0)
+    size = sum(abs(each) for each in ours["all_mb_metrics"]["loss"])
+    return theirs["global_loss"].item(), ours["global_loss"].item(), size
+
+
+def test_the_loss_of_a_step_differs_by_the_rounding_of_its_sum(megatron_ranks):
+    ranks = megatron_ranks(2, losses, timeout_s=400)
+    size = sum(each for *_, each in ranks)
+    for theirs, ours, _ in ranks:
+        # NeMo-RL adds 8 microbatches in fp32, 7 roundings; the step in float64, with one to fp32.
+        assert abs(theirs - ours) <= 8 * 2**-24 * size
+
+
+def names() -> dict[str, tuple[str, str]]:
+    """Runs on a rank: metrics that NeMo-RL's loss divides otherwise than our table says."""
+    from megatron_idempotent import POLICY_GRADIENT_NORMALIZERS
+
+    differing = {}
+    for token_level in (True, False):
+        nemo = worker(False)
+        loss_fn = nemo.loss_fn(token_level_loss=token_level)
+        of_gradient = "tokens" if token_level else "sequences"
+        for name, each in loss_fn.metric_normalizations.items():
+            ours = POLICY_GRADIENT_NORMALIZERS.get(name, of_gradient)
+            if each.value != ours and "_min" not in name and "_max" not in name:
+                differing[name] = each.value, ours
+    return differing
+
+
+def test_our_table_of_normalizers_is_that_of_nemo_rls_loss(megatron_ranks):
+    assert megatron_ranks(1, names, timeout_s=400) == [{}]
+
+
+def test_any_number_of_chunks_has_the_bits_of_nemo_rls_step(megatron_ranks):
+    for found in megatron_ranks(2, dense, timeout_s=400):
+        assert all(found.values()), found
+
+
+def experts() -> dict[str, bool]:
+    """Runs on a rank; MoE's loss, whose weights are powers of two here, so that bits can agree.
+
+    Of 8 rows of 32 positions on each replica, 4 are valid with 16 tokens each: a loss of tokens
+    weighs MoE's by 512 positions / 128 tokens, and one of sequences by 16 rows / 8 sequences.
+    """
+
+    def run(adapted: bool, coefficient: float, *, whole: bool = False, **options: Any) -> Any:
+        overrides = {"moe_aux_loss_coeff": coefficient, "calculate_per_token_loss": True}
+        layout = {"experts": 4, "config_overrides": overrides}
+        if not whole:
+            return steps(adapted, layout=layout, **options)[0]
+        nemo = worker(adapted, **layout)
+        for seed in range(2):
+            nemo.worker.train(nemo.data(seed), nemo.loss_fn(**options.get("loss", {})))
+        return nemo.parameters()
+
+    sequences = {"token_level_loss": False}
+    split = run(False, 0.5, loss=sequences)
+    return {
+        "tokens, as train()": run(True, 0.5) == run(False, 0.5, whole=True),
+        "tokens, two chunks": run(True, 0.5, chunks=(2, 6)) == run(True, 0.5),
+        "theirs, sequences: 16 times train()": split == run(False, 8.0, whole=True, loss=sequences),
+        "theirs, sequences: 32 times ours": split == run(True, 16.0, loss=sequences),
+    }
+
+
+def test_moes_loss_has_one_weight_in_any_number_of_chunks(megatron_ranks):
+    for found in megatron_ranks(2, experts, timeout_s=400):
+        assert all(found.values()), found

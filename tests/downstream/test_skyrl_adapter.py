@@ -1,0 +1,94 @@
+"""`examples/skyrl.py` beside SkyRL's own window, with its losses and log-probs.
+
+`SKYRL_SOURCE` names a checkout of SkyRL, as of August 2026.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+SOURCE = os.environ.get("SKYRL_SOURCE", "")
+pytestmark = pytest.mark.skipif(not SOURCE, reason="SKYRL_SOURCE names no checkout of SkyRL")
+
+
+def worker(adapted: bool, **layout: Any) -> Any:
+    """Runs on a rank: SkyRL's worker, with the adapter or without."""
+    from adapters import adapter
+    from skyrl_worker import SkyWorker, modules
+
+    import megatron_idempotent
+
+    megatron_idempotent.apply()
+    modules(SOURCE)
+    made = adapter("skyrl") if adapted else None
+    return SkyWorker(SOURCE, made, **{"overlap_grad_reduce": False, **layout})
+
+
+def windows(adapted: bool, calls: Any, *, layout: Any = None, **options: Any) -> Any:
+    """The parameters after two windows, and all that their calls and steps returned."""
+    sky = worker(adapted, **(layout or {}))
+    found = [sky.step(seed, calls, **options) for seed in range(2)]
+    assert found[0][0] > 0
+    return sky.parameters(), found
+
+
+def compared() -> dict[str, bool]:
+    """Runs on a rank; returns what has the bits of SkyRL's own window."""
+    policy, tinker = (2, 4), {"loss_fn": "cross_entropy"}
+    theirs = windows(False, policy)
+    # Overlap has other buckets, so the norm is summed in another order: nothing is clipped.
+    large = {"optimizer_overrides": {"clip_grad": 1e9}}
+    overlap = {"overlap_grad_reduce": True, **large}
+    experts = {"experts": 4, "config_overrides": {"moe_aux_loss_coeff": 1.0}}
+    return {
+        "policy loss": windows(True, policy) == theirs,
+        "cross entropy": windows(True, policy, **tinker) == windows(False, policy, **tinker),
+        "experts": windows(True, policy, layout=experts) == windows(False, policy, layout=experts),
+        "overlap": windows(True, policy, layout=overlap)[0]
+        == windows(False, policy, layout=large)[0],
+        "failed": failed() == theirs,
+        "between": between() == theirs[0],
+    }
+
+
+def failed() -> Any:
+    """A window fails between two others; the step says so, and nothing is left of it."""
+    sky = worker(True)
+    found = [sky.step(0, (2, 4))]
+    sky.forward_backward(77, 2)
+    sky.model.policy_loss_fn, kept = _broken, sky.model.policy_loss_fn
+    with pytest.raises(ZeroDivisionError):
+        sky.forward_backward(78, 2)
+    sky.model.policy_loss_fn = kept
+    with pytest.raises(RuntimeError, match="has failed"):
+        sky.worker.optim_step()
+    found.append(sky.step(1, (2, 4)))
+    return sky.parameters(), found
+
+
+def between() -> bytes:
+    """Forward-only calls inside of windows, as for log-probs."""
+    import torch
+
+    sky = worker(True)
+    for seed in range(2):
+        sky.model.train()
+        sky.forward_backward(10 * seed, 2)
+        with torch.no_grad():
+            sky.forward_backward(99, 2, forward_only=True)
+        sky.forward_backward(10 * seed + 1, 4)
+        sky.worker.optim_step()
+    found: bytes = sky.parameters()
+    return found
+
+
+def _broken(*_: Any, **__: Any) -> Any:
+    return 1 / 0
+
+
+def test_windows_of_several_calls_have_the_bits_of_skyrls(megatron_ranks):
+    for found in megatron_ranks(2, compared, timeout_s=400):
+        assert all(found.values()), found

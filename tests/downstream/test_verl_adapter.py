@@ -1,0 +1,86 @@
+"""`examples/verl.py` beside verl's own engine, with its wiring, scaling and aggregated loss.
+
+`VERL_SOURCE` names a checkout of verl, as of August 2026.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+SOURCE = os.environ.get("VERL_SOURCE", "")
+LARGE = {"optimizer_overrides": {"clip_grad": 1e9}}
+pytestmark = pytest.mark.skipif(not SOURCE, reason="VERL_SOURCE names no checkout of verl")
+
+
+def worker(adapted: bool, **layout: Any) -> Any:
+    """Runs on a rank: verl's engine, with the adapter or without."""
+    from adapters import adapter
+    from verl_worker import VerlWorker, modules
+
+    import megatron_idempotent
+
+    megatron_idempotent.apply()
+    modules(SOURCE)
+    return VerlWorker(SOURCE, adapter("verl") if adapted else None, **layout)
+
+
+def batches(adapted: bool, **layout: Any) -> Any:
+    """The parameters after two of verl's `train_batch`, and all that they returned."""
+    verl = worker(adapted, **layout)
+    found = [verl.train_batch(seed, 4) for seed in range(2)]
+    assert found[0]["metrics"]["grad_norm"] > 0
+    return verl.parameters(), found
+
+
+def compared() -> dict[str, bool]:
+    """Runs on a rank; returns what has the bits of verl's own `train_batch`."""
+    theirs = batches(False)
+    experts = {"experts": 4, "config_overrides": {"moe_aux_loss_coeff": 1.0}}
+    tokens = {"moe_aux_loss_coeff": 1.0, "calculate_per_token_loss": True}
+    per_token = {"experts": 4, "config_overrides": tokens}
+    return {
+        "dense": batches(True) == theirs,
+        "experts": batches(True, **experts) == batches(False, **experts),
+        "experts, per token": batches(True, **per_token) == batches(False, **per_token),
+        "after a failure": after_a_failure() == theirs,
+        "two calls": two_calls(),
+    }
+
+
+def after_a_failure() -> Any:
+    """A batch fails between two others; verl's `train_batch` begins again by itself."""
+    verl = worker(True)
+    found = [verl.train_batch(0, 4)]
+    verl.losses.agg_loss, kept = _broken, verl.losses.agg_loss
+    with pytest.raises(ZeroDivisionError):
+        verl.train_batch(77, 4)
+    verl.losses.agg_loss = kept
+    found.append(verl.train_batch(1, 4))
+    return verl.parameters(), found
+
+
+def two_calls() -> bool:
+    """Means over each half of the data add up to twice the mean over all of it."""
+
+    def norm(adapted: bool, calls: int) -> float:
+        verl = worker(adapted, **LARGE)
+        verl.engine.optimizer_zero_grad()
+        for data in verl.parts(verl.data(0, 4), calls):
+            verl.engine.forward_backward_batch(data, verl.loss)
+        return float(verl.engine.optimizer_step())
+
+    once = norm(True, 1)
+    assert once == norm(False, 1)
+    return norm(True, 2) == 2 * once
+
+
+def _broken(**_: Any) -> Any:
+    return 1 / 0
+
+
+def test_train_batch_on_the_adapter_has_the_bits_of_verls(megatron_ranks):
+    for found in megatron_ranks(2, compared, timeout_s=400):
+        assert all(found.values()), found

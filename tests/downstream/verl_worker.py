@@ -1,0 +1,156 @@
+"""verl's Megatron engine on a rank, with its own losses; its data are dictionaries.
+
+Legend: B rows, T positions.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron_idempotent.patches import _standins, _verl
+from megatron_idempotent.patches._workers import methods
+
+from megatron_idempotent.cpu import tiny
+
+_ABSENT = (*_verl._ABSENT, "codetiming")
+
+
+class Data(dict):  # type: ignore[type-arg]
+    """Stands for a TensorDict, as the engine uses it."""
+
+    def to(self, _: Any) -> Data:
+        return self
+
+
+def modules(source: str) -> tuple[Any, Any, Any]:
+    """verl's modules of the base, the engine and the losses."""
+    if source not in sys.path:
+        sys.path.insert(0, source)
+        _standins.replace("ray")
+    names = (
+        "verl.utils.torch_functional",
+        "verl.trainer.ppo.core_algos",
+        _verl.WIRING,
+        _verl.BASE,
+        _verl.MODULE,
+    )
+    _, losses, wiring, base, module = [_standins.import_alone(name, *_ABSENT) for name in names]
+    base.maybe_fix_3d_position_ids = lambda _: None
+    base.get_device_name = module.get_device_name = lambda: "cuda"
+    module.get_device_id = lambda: "cpu"
+    module.tu.get_non_tensor_data = lambda data, key, default=None: data.get(key, default)
+    module.tu.assign_non_tensor = lambda data, **values: data.update(values)
+    module.prepare_micro_batches = lambda data, **_: (
+        _parts(data, len(data["input_ids"]) // tiny.BATCH),
+        None,
+    )
+    module.make_batch_generator = lambda rows, vpp_size: iter(rows)
+    module.postprocess_batch_func = lambda output_lst, **_: {
+        "metrics": {},
+        "losses": [each["loss"] for each in output_lst],
+    }
+    module.RouterReplayHelper.is_r2_record_action = lambda _: False
+    return base, module, (losses, wiring)
+
+
+class VerlWorker:
+    """The engine around a small model; an adapter's module makes it use that.
+
+    Example: `VerlWorker(source).train_batch(seed=0, number=4)`
+    """
+
+    def __init__(self, source: str, adapter: Any = None, **layout: Any) -> None:
+        from megatron.core import parallel_state
+
+        base, module, (self.losses, wiring) = modules(source)
+        self.bench = bench = tiny.build(wire=False, **layout)
+        wiring.register_megatron_training_hooks(bench.chunks, bench.optimizer)
+        self.replica = parallel_state.get_data_parallel_rank()
+        lm_head = module.MegatronEngineWithLMHead
+        self.engine = methods(
+            base.BaseEngine,
+            module.MegatronEngine,
+            module=bench.chunks,
+            optimizer=bench.optimizer,
+            tf_config=bench.config,
+            model_config=SimpleNamespace(mtp=SimpleNamespace(enable=False)),
+            engine_config=SimpleNamespace(
+                context_parallel_size=1,
+                dynamic_context_parallel=False,
+                pad_bshd_to_minibatch_max=False,
+                use_remove_padding=True,
+            ),
+            forward_step=_forward_step,
+            prepare_model_outputs=_log_probs,
+            to=lambda **_: None,
+            is_mp_src_rank_with_outputs=lambda: True,
+            _routed_num_tokens=lambda data: data["loss_mask"].new_tensor(data["input_ids"].numel()),
+        )
+        plain = type(self.engine)
+        plain.postprocess_micro_batch_func = lm_head.postprocess_micro_batch_func
+        plain.initialize = lambda self: None
+        if adapter is not None:
+            self.engine.__class__ = type("Engine", (adapter.StepEngine, plain), {})
+        self.engine.initialize()
+
+    def data(self, seed: int, number: int) -> Data:
+        """`number` microbatches of this replica, in which half of the tokens count."""
+        draw = torch.Generator().manual_seed(2 * seed + self.replica)
+        shape = number * tiny.BATCH, tiny.SEQUENCE
+        return Data(
+            input_ids=torch.randint(0, tiny.VOCABULARY, shape, generator=draw),
+            loss_mask=(torch.arange(tiny.SEQUENCE) % 2).expand(shape).float(),
+        )
+
+    def parts(self, data: Data, number: int) -> list[Data]:
+        """Cut the rows into so many equal parts."""
+        return _parts(data, number)
+
+    def train_batch(self, seed: int, number: int) -> Any:
+        """verl's own `train_batch`: one call, and its step."""
+        return self.engine.train_batch(self.data(seed, number), self.loss)
+
+    def loss(self, model_output: Any, data: Data, dp_group: Any) -> tuple[Any, dict[str, Any]]:
+        loss = self.losses.agg_loss(
+            loss_mat=-model_output["log_probs"],
+            loss_mask=data["loss_mask"],
+            loss_agg_mode="token-mean",
+            dp_size=data["dp_size"],
+            batch_num_tokens=data["batch_num_tokens"],
+        )
+        return loss, {"actor/pg_loss": loss.item()}
+
+    def parameters(self) -> bytes:
+        bits: bytes = self.bench.parameters().numpy().tobytes()
+        return bits
+
+
+def _parts(data: Data, number: int) -> list[Data]:
+    size = len(data["input_ids"]) // number
+
+    def part(value: Any, start: int) -> Any:
+        return value[start : start + size] if isinstance(value, torch.Tensor) else value
+
+    starts = range(0, number * size, size)
+    return [Data({name: part(value, start) for name, value in data.items()}) for start in starts]
+
+
+def _forward_step(
+    batches: Any, model: Any, logits_processor_func: Any, postprocess_micro_batch_func: Any
+) -> tuple[Any, Any]:
+    batch = next(batches)
+    tokens_BT = batch["input_ids"]
+    positions_BT = torch.arange(tiny.SEQUENCE).expand_as(tokens_BT)
+    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+    output = model(tokens_BT, positions_BT, hidden)
+    return output, partial(postprocess_micro_batch_func, data=batch)
+
+
+def _log_probs(logits_BTV: Any, data: Data) -> dict[str, Any]:
+    targets_BT = data["input_ids"].roll(-1, 1)
+    logprobs_BTV = logits_BTV.float().log_softmax(-1)
+    return {"log_probs": logprobs_BTV.gather(-1, targets_BT[..., None])[..., 0]}

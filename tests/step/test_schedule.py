@@ -1,0 +1,189 @@
+"""`StepSchedule` takes the place of Megatron's schedule, in one call or in several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+NUMBER = 4
+MOE = {"experts": 4, "config_overrides": {"moe_aux_loss_coeff": 1.0}}
+PER_TOKEN = {"config_overrides": {"moe_aux_loss_coeff": 1.0, "calculate_per_token_loss": True}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "dp2, fp16": {"dtype": "fp16", "loss_scale": 256.0},
+    "dp2, experts": MOE,
+    "dp2, experts, per token": {**MOE, **PER_TOKEN},
+    "pp2": {"pp": 2},
+    "pp2, interleaved": {"pp": 2, "vpp": 2},
+}
+
+
+class Program:
+    """A framework's loop around a small model, with a forward step as Megatron's have."""
+
+    def __init__(self, options: dict[str, Any], *, values: int = 2) -> None:
+        import megatron_idempotent
+        from megatron_idempotent.cpu import tiny
+
+        megatron_idempotent.apply()
+        self.model = tiny.build(overlap_grad_reduce=False, **options)
+        self.values = values
+        self.size = {"seq_length": tiny.SEQUENCE, "micro_batch_size": tiny.BATCH}
+
+    def batches(self, seed: int) -> list[Any]:
+        import itertools
+
+        from megatron_idempotent.cpu import tiny
+
+        return list(itertools.islice(tiny.microbatches(seed), NUMBER))
+
+    def forward_step(self, iterator: Any, model: Any) -> tuple[Any, Any]:
+        import torch
+
+        tokens_BT = next(iterator)
+        positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        side = tokens_BT.shape[1]
+        hidden = torch.ones(1, 1, side, side, device=tokens_BT.device).tril() < 0.5
+        output = model(tokens_BT, positions_BT.expand_as(tokens_BT), hidden)
+        return output, lambda logits: self.loss(logits, tokens_BT)
+
+    def loss(self, logits_BTV: Any, tokens_BT: Any) -> tuple[Any, ...]:
+        import torch
+
+        logprobs_BTV = logits_BTV.float().log_softmax(-1)
+        total = -logprobs_BTV.gather(-1, tokens_BT[..., None]).sum()
+        if self.values == 3:
+            tokens = torch.tensor(tokens_BT.numel(), dtype=torch.int, device=total.device)
+            return total, tokens, {"first": int(tokens_BT[0, 0])}
+        return total / tokens_BT.numel(), {"first": int(tokens_BT[0, 0])}
+
+    def call(self, schedule: Any, batches: list[Any], **options: Any) -> Any:
+        chunks = self.model.chunks
+        iterators = [iter(batches) for _ in chunks]
+        return schedule(
+            forward_step_func=self.forward_step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(batches),
+            **self.size,
+            **options,
+        )
+
+    def outcome(self) -> bytes:
+        bits: bytes = self.model.parameters().cpu().numpy().tobytes()
+        return bits
+
+
+def in_one_call(options: dict[str, Any], ours: bool, values: int = 2) -> Any:
+    """Runs on a rank: steps of one call each, of Megatron's schedule or of a `StepSchedule`."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_idempotent import StepSchedule
+
+    program = Program(options, values=values)
+    model = program.model
+    schedule = StepSchedule(model.chunks, model.optimizer) if ours else get_forward_backward_func()
+    seen: list[Any] = []
+    for seed in range(2):
+        if not ours:
+            for chunk in model.chunks:
+                chunk.zero_grad_buffer()
+            model.optimizer.zero_grad()
+        seen.append(program.call(schedule, program.batches(seed)))
+        seen.append(schedule.finish().grad_norm if ours else model.optimizer.step()[1])
+    return program.outcome(), seen
+
+
+def both(options: dict[str, Any], values: int = 2) -> list[bool]:
+    """Runs on a rank; returns whether parameters, norms and what losses reported are the same."""
+    want, got = in_one_call(options, False, values), in_one_call(options, True, values)
+    assert want[1][1] > 0
+    return [want[0] == got[0], want[1] == got[1]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_call_of_it_has_the_bits_of_megatrons_schedule(layout, megatron_ranks):
+    assert megatron_ranks(2, both, LAYOUTS[layout]) == [[True, True]] * 2
+
+
+def test_a_loss_of_sum_and_tokens_has_the_bits_of_megatrons_schedule(megatron_ranks):
+    assert megatron_ranks(2, both, {}, 3) == [[True, True]] * 2
+
+
+def in_two_calls(options: dict[str, Any]) -> bool:
+    """Runs on a rank: a mean over each of two calls adds up to twice that over one call."""
+    import torch
+
+    from megatron_idempotent import StepSchedule
+
+    gradients = []
+    for calls in (1, 2):
+        program = Program(options)
+        model = program.model
+        schedule = StepSchedule(model.chunks, model.optimizer)
+        batches = program.batches(0)
+        for start in range(0, NUMBER, NUMBER // calls):
+            program.call(schedule, batches[start : start + NUMBER // calls])
+        schedule.finish()
+        gradients.append(model.gradients() * (2 // calls))
+    return torch.equal(*gradients)
+
+
+def test_calls_of_one_step_add_up(megatron_ranks):
+    large = {"optimizer_overrides": {"clip_grad": 1e9}}
+    for options in ({}, MOE):
+        assert megatron_ranks(2, in_two_calls, {**options, **large}) == [True, True]
+
+
+def weighed() -> bool:
+    """Runs on a rank: MoE's loss counts as the caller says."""
+    import torch
+
+    from megatron_idempotent import StepSchedule
+
+    gradients = []
+    for coefficient, weight in ((1.0, None), (2.0, lambda _: 1 / (2 * NUMBER))):
+        program = Program({**MOE, "config_overrides": {"moe_aux_loss_coeff": coefficient}})
+        model = program.model
+        schedule = StepSchedule(model.chunks, model.optimizer, auxiliary_weight=weight)
+        program.call(schedule, program.batches(0))
+        schedule.finish()
+        gradients.append(model.gradients())
+    return torch.equal(*gradients)
+
+
+def test_auxiliary_losses_count_as_the_caller_says(megatron_ranks):
+    assert megatron_ranks(2, weighed) == [True, True]
+
+
+def refused() -> list[str]:
+    """Runs on a rank: what is refused, and that a forward-only call leaves an open step alone."""
+    from megatron_idempotent import StepSchedule
+
+    program, other = Program({}), Program({})
+    model = program.model
+    schedule = StepSchedule(model.chunks, model.optimizer)
+    batches = program.batches(0)
+    program.call(schedule, batches)
+    before = model.gradients().clone()
+    said = []
+    reported = program.call(schedule, batches, forward_only=True)
+    assert reported == [{"first": int(each[0, 0])} for each in batches]
+    assert before.equal(model.gradients())
+    with pytest.raises(ValueError, match="not the 1 that it was made with") as failure:
+        other.call(schedule, batches)
+    said.append(str(failure.value))
+    schedule.abort()
+    assert schedule.step.open_step_id is None
+    summed = Program(PER_TOKEN, values=3)
+    schedule = StepSchedule(summed.model.chunks, summed.model.optimizer)
+    with pytest.raises(ValueError, match="three values under calculate_per_token_loss") as failure:
+        summed.call(schedule, batches)
+    said.append(str(failure.value))
+    schedule.abort()
+    return said
+
+
+def test_what_it_cannot_do_is_refused_and_an_evaluation_changes_nothing(megatron_ranks):
+    assert all(len(said) == 2 for said in megatron_ranks(2, refused))
