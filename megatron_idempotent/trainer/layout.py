@@ -68,7 +68,7 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankLayout:
-    """Tells which rank is where; a replica is a whole model, and its members are ranks that share it.
+    """Tells which rank is where; a replica is a whole model, its members the ranks that share it.
 
     Example: `RankLayout(tp=2, pp=2, replicas=2).replica(4)` is 0: ranks 0, 1, 4 and 5 share one.
     """
