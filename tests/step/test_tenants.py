@@ -165,6 +165,8 @@ def apart() -> None:
     from megatron_idempotent import WindowAborted
 
     alice, bob = pair = tenants(("alice", "bob"), overlap_grad_reduce=False)
+    for each in pair:
+        each.scheduler.step(increment=8)  # the first rate is 0
     (chunk,) = alice.model.chunks
     module = chunk.module
 
@@ -199,12 +201,13 @@ def apart() -> None:
         update(*args, **kwargs)
         raise ValueError("out of memory")
 
-    begun = parameters(alice)
+    begun, bobs = parameters(alice), parameters(bob)
     one.optimizer.step = broken
     assert isinstance(raised_by(alice.finish), WindowAborted)
     one.optimizer.step = update
     assert bob.finish().updated
     updated = parameters(bob)
+    assert not torch.equal(updated, bobs)
     alice.step.abort()
     assert torch.equal(parameters(alice), begun)
     assert torch.equal(parameters(bob), updated)
