@@ -334,7 +334,7 @@ class Pack:
 
         Example:
             nll_n = -pack.sums(stats.logprob * valid) / pack.sums(valid).clamp(min=1)
-            return (nll_n * microbatch["sample_mask"]).sum(), {}
+            loss = (nll_n * microbatch["sample_mask"]).sum()
         """
         values = self._flat("sums", values, size)
         exact = values.dtype in (torch.float32, torch.float64)

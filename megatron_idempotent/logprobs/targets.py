@@ -152,8 +152,8 @@ def context_parallel_whole(
             and types that do not fit.
 
     Example:
-        logprobs = context_parallel_whole(stats.logprob, group=cp_group, cu_seqlens=pack.cu_seqlens)
-        sequence_logprobs_n = pack.sums(logprobs)
+        parts = [context_parallel_part(tokens, rank=rank, size=2) for rank in range(2)]
+        assert torch.equal(context_parallel_whole(parts), tokens)
     """
     if losses not in ("same", "parts"):
         raise ValueError(f"context_parallel_whole() got losses={losses!r}: 'same' or 'parts'")

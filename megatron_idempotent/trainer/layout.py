@@ -70,7 +70,7 @@ class ParallelConfig:
 class RankLayout:
     """Tells which rank is where; a replica is a whole model, its members the ranks that share it.
 
-    Example: `RankLayout(tp=2, pp=2, replicas=2).replica(4)` is 0: ranks 0, 1, 4 and 5 share one.
+    Example: `RankLayout(tp=2, pp=2, replicas=2).replica(4)` is 0. Ranks 0, 1, 4 and 5 share one.
     """
 
     tp: int = 1

@@ -19,7 +19,7 @@ class Replica:
     """The replica that this rank has a part of.
 
     Its ranks sample and score different prompts, and train on all of them.
-    Example: `groups = replica.gather(score(draw(replica.share(prompts))))`.
+    Example: `replica.share(prompts)`.
     """
 
     def __init__(self, layout: RankLayout) -> None:

@@ -14,6 +14,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,6 +142,9 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
             "sequences": [torch.arange(5), torch.arange(3)],
             "pad_id": 0,
             "model": lambda tokens_T: torch.randn(*tokens_T.shape, 16),
+            "stats": SimpleNamespace(logprob=torch.zeros(32)),
+            "valid": torch.ones(32),
+            "microbatch": {"sample_mask": torch.ones(2)},
         },
         "logprobs/api.py": {"logits": logits_BTV, "labels": tokens_BT, "mask": mask_BT},
         "logprobs/targets.py": {

@@ -134,7 +134,12 @@ class Inbox:
     """Answers the client's commands while the model serves; the model is changed elsewhere.
 
     Example:
-        inbox = Inbox(rank=0, expected=lambda: infos, checkpoint=lambda: tensors)
+        inbox = Inbox(
+            rank=0,
+            expected=lambda: infos,
+            checkpoint=lambda: tensors,
+            check_scales=lambda scales: None,
+        )
         inbox.answer({"do": "state"})["version"]
     """
 
