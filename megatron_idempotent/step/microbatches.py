@@ -65,7 +65,9 @@ def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
                 f"{TOKEN_MASK!r} [rows, positions], of zeros and ones"
             )
     mask_BT = batch.get(TOKEN_MASK)
-    if mask_BT is not None and not tokens_BT.is_nested and mask_BT.shape != tokens_BT.shape[:2]:
+    # One more than there are inputs, where these are a sequence without its last token.
+    allowed = (tokens_BT.shape[1], tokens_BT.shape[1] + 1) if not tokens_BT.is_nested else ()
+    if mask_BT is not None and allowed and mask_BT.shape[1] not in allowed:
         raise ValueError(
             f"microbatch() got {TOKEN_MASK!r} of {tuple(mask_BT.shape)} for {TOKENS!r} of "
             f"{tuple(tokens_BT.shape)}: one for each position"

@@ -125,6 +125,12 @@ class PackedRows:
         self._multiple = multiple
         self._attention = attention
         self._shared = frozenset(shared)
+        mask_BT, tokens_BT = batch.get(TOKEN_MASK), batch[TOKENS]
+        if mask_BT is not None and not tokens_BT.is_nested and mask_BT.shape != tokens_BT.shape[:2]:
+            raise ValueError(
+                f"microbatch() got {TOKEN_MASK!r} of {tuple(mask_BT.shape)} for {TOKENS!r} of "
+                f"{tuple(tokens_BT.shape)}: one for each position"
+            )
         if PACK in batch:
             raise ValueError(
                 f"microbatch() got {PACK!r} in a batch of rows, where a budget of tokens puts the "

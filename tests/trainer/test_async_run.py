@@ -135,7 +135,7 @@ def test_a_step_in_one_call_is_that_of_three_and_undone_where_a_rank_fails(
         ranks = async_ranks.make_ranks(job, pool=megatron_rank_pool)
         await ranks.start()
         try:
-            policy = async_ranks.RankPolicy(ranks, timeout_s=30.0)
+            policy = async_ranks.RankPolicy(ranks, job.config.layout, timeout_s=30.0)
             outcomes = []
             for name in ("a", "b"):
                 if one_call:

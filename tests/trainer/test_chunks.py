@@ -169,16 +169,16 @@ def result(**values):
         "auxiliary_loss_scale": 1.0,
         "lr": 0.1,
         "weight_decay": 0.0,
-        "metrics": {"loss": 1.0, "kl": 0.5, "clip_fraction": 0.25},
+        "metrics": {"loss": 1.0, "kl": 0.5, "clip_fraction": 0.25, "positions": 20.0},
         "rows": (),
     }
     return StepResult(**{**given, **values})
 
 
 def test_a_rollouts_metrics_are_means_over_its_tokens_and_its_updates():
-    more = {"loss": 5.0, "kl": 1.5, "clip_fraction": 0.75}
+    more = {"loss": 5.0, "kl": 1.5, "clip_fraction": 0.75, "positions": 60.0}
     skipped = {"updated": False, "skipped": "no valid token on any rank", "grad_norm": None}
-    nothing = {"loss": 0.0, "kl": 0.0, "clip_fraction": 0.0}
+    nothing = {"loss": 0.0, "kl": 0.0, "clip_fraction": 0.0, "positions": 20.0}
     metrics = training_metrics(
         [
             result(),
@@ -188,6 +188,7 @@ def test_a_rollouts_metrics_are_means_over_its_tokens_and_its_updates():
     )
     assert (metrics.loss, metrics.kl, metrics.clip_fraction) == (4.0, 1.25, 0.625)
     assert (metrics.grad_norm, metrics.optimizer_steps) == (2.5, 2)
-    assert (metrics.response_tokens, metrics.learning_rate) == (40, 0.3)
+    assert (metrics.response_tokens, metrics.positions) == (40, 100)
+    assert metrics.learning_rate == 0.3
     empty = training_metrics([result(global_valid_tokens=0.0, metrics=nothing, **skipped)])
     assert (empty.loss, empty.grad_norm, empty.optimizer_steps) == (0.0, 0.0, 0)
