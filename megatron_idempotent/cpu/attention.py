@@ -60,7 +60,7 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
 
     Example:
         spec = with_exact_attention(get_gpt_layer_local_spec())
-        model = GPTModel(config=config, transformer_layer_spec=spec, …)
+        model = GPTModel(config, spec, vocab_size=128, max_sequence_length=64)
     """
 
     def __init__(
@@ -233,7 +233,7 @@ def with_exact_attention(spec: Any) -> Any:
         ValueError: no core attention is in it.
 
     Example:
-        block_spec = with_exact_attention(get_gpt_decoder_block_spec(config, …))
+        block_spec = with_exact_attention(get_gpt_decoder_block_spec(config, False))
     """
     spec = copy.deepcopy(spec)
     if not _replace(spec, set()):

@@ -63,8 +63,8 @@ def pack_batches(
         ValueError: rows whose lengths are unknown or do not fit, or one above the budget.
 
     Example:
-        for microbatch in pack_batches(batch, 8192, alignment=TokenAlignment.of_config(config)):
-            logprobs = token_logprobs(logits=gpt_forward(model, microbatch), targets=…).logprob
+        microbatches = pack_batches(batch, 8192, alignment=TokenAlignment.of_config(config))
+        step.microbatch(step_id, microbatches=microbatches)
     """
     rows = PackedRows(
         batch,

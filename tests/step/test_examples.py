@@ -32,6 +32,7 @@ BOUND = {
     "engines/vllm/inbox.py:IncomingUpdate": "a sender beside it that sends between the lines",
     "engines/vllm/server.py": "vLLM",
     "engines/vllm/updates.py": "an engine of vLLM's",
+    "step/packed.py": "attention that takes packs: tests/step/test_packs.py has it",
     "workers/embedded.py": CLUSTER,
     "workers/ray.py": "a cluster of Ray's",
     "workers/torchrun.py": "torchrun's ranks in other processes",
@@ -42,8 +43,11 @@ GIVEN = {
 }
 ON_RANKS = {
     "cpu/probes.py:watching_collectives",
+    "cpu/attention.py",
+    "logprobs/kl.py:topk_kl",
     "logprobs/model.py",
     "step/fsdp.py",
+    "step/gpt.py",
     "step/lifecycle.py",
     "step/megatron.py",
     "step/schedule.py",
@@ -114,8 +118,16 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
     import megatron.core
     import torch
 
+    from megatron_idempotent import (
+        Pack,
+        TokenAlignment,
+        shift_targets,
+        token_logprobs,
+    )
     from megatron_idempotent.weights.records import TensorInfo
 
+    alignment = TokenAlignment(sequence=1, pack=1)
+    wide_BTV = torch.randn(2, 8, 128, requires_grad=True)
     logits_BTV = torch.randn(2, 8, 16, requires_grad=True)
     tokens_BT, mask_BT = torch.randint(16, (2, 8)), torch.ones(2, 8)
     (tmp_path / "training.py").write_text("def train():\n    config.param_sync_func = None\n")
@@ -151,6 +163,24 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
             "logits": logits_BTV,
             "tokens": tokens_BT,
             "attention_mask": mask_BT,
+        },
+        "logprobs/topk.py": {"logits": wide_BTV, "group": None, "vocab_size": 100},
+        "logprobs/kl.py:token_kl": {
+            "logits": wide_BTV,
+            "teacher_logits": wide_BTV.detach() + 1,
+            "loss_mask": mask_BT,
+        },
+        "step/bins.py": {
+            "sequences": [torch.arange(5), torch.arange(3)],
+            "alignment": alignment,
+            "Pack": Pack,
+        },
+        "step/context_parallel.py": {
+            "output": logits_BTV,
+            "tokens_BT": tokens_BT,
+            "shift_targets": shift_targets,
+            "stats": SimpleNamespace(logprob=mask_BT),
+            "token_logprobs": token_logprobs,
         },
         "trainer/measure.py": {},
         "weights/safetensors_io.py:SafetensorsFile": {
@@ -191,8 +221,16 @@ def run_on_ranks() -> set[str]:
     import fsdp_bench
     import torch
     from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
     from split_bench import ROWS, T, TokenLoss, build, data, forward
+
+    from megatron_idempotent import model_logprobs, vocab_topk
 
     _run("window/setup.py")
     assert parallel_state.get_pipeline_model_parallel_world_size() == 2
@@ -260,6 +298,24 @@ def run_on_ranks() -> set[str]:
     run("cpu/probes.py:watching_collectives", model=model)
 
     tokens_BT = microbatch["input_ids"]
+    config = get_model_config(model.chunks[0])
+    run(
+        "cpu/attention.py",
+        config=config,
+        GPTModel=GPTModel,
+        get_gpt_decoder_block_spec=get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec=get_gpt_layer_local_spec,
+    )
+    for file in ("logprobs/kl.py:topk_kl", "step/gpt.py"):
+        run(
+            file,
+            model=model.chunks[0],
+            model_logprobs=model_logprobs,
+            inputs=[tokens_BT, torch.arange(T).expand_as(tokens_BT), hidden_TT.expand(1, 1, T, T)],
+            teacher=vocab_topk(logits=torch.randn(*tokens_BT.shape, 128), k=4),
+            microbatch={**microbatch, "attention_mask": hidden_TT.expand(1, 1, T, T)},
+            targets=tokens_BT,
+        )
     run(
         "logprobs/model.py",
         model=model.chunks[0],
