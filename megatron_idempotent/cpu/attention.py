@@ -23,7 +23,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
-from .attention_parts import Block, Part, blocks, own_mask, pack_segments, row_segment
+from .attention_parts import Part, QueryBlock, blocks, own_mask, pack_segments, row_segment
 
 __all__ = ["ExactAttention", "with_exact_attention"]
 
@@ -149,7 +149,7 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
             context = context + query[:0].sum() + value[:0].sum()
         return context.squeeze(1) if packed else context
 
-    def _keys(self, block: Block, causal: bool) -> slice:
+    def _keys(self, block: QueryBlock, causal: bool) -> slice:
         """Returns the keys that any of the block's queries sees."""
         left, right = self._reach(causal)
         first = max(0, block.position - left) if left >= 0 else 0
@@ -162,7 +162,7 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
         return left, 0 if causal else right
 
     def _hidden(
-        self, block: Block, keys: slice, causal: bool, device: torch.device
+        self, block: QueryBlock, keys: slice, causal: bool, device: torch.device
     ) -> Tensor | None:
         left, right = self._reach(causal)
         if left < 0 and right < 0:

@@ -18,8 +18,8 @@ from megatron_idempotent.logprobs.targets import context_parallel_part
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
-    """A row or a packed sequence. Example: `Segment(start=0, padded=8, queries=6, keys=6)`."""
+class RowSpan:
+    """A row or a packed sequence. Example: `RowSpan(start=0, padded=8, queries=6, keys=6)`."""
 
     start: int
     padded: int
@@ -32,10 +32,10 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class QueryBlock:
     """Queries of this rank that follow each other in a segment.
 
-    Example: `Block(query=0, queries=4, position=12, key=0, keys=16)`, the last 4 of 16.
+    Example: `QueryBlock(query=0, queries=4, position=12, key=0, keys=16)`, the last 4 of 16.
     """
 
     query: int
@@ -54,7 +54,7 @@ class Block:
         return slice(self.key, self.key + self.keys)
 
 
-def blocks(segments: Sequence[Segment], cp: Part) -> Iterator[Block]:
+def blocks(segments: Sequence[RowSpan], cp: Part) -> Iterator[QueryBlock]:
     """Yield this rank's part of each segment: one block, or under context parallelism two."""
     for segment in segments:
         own = segment.padded // cp.size
@@ -63,7 +63,7 @@ def blocks(segments: Sequence[Segment], cp: Part) -> Iterator[Block]:
             half = own // 2
             halves = [(0, half, cp.rank * half), (half, half, (2 * cp.size - 1 - cp.rank) * half)]
         for first, number, place in halves:
-            yield Block(
+            yield QueryBlock(
                 query=segment.start // cp.size + first,
                 queries=max(0, min(number, segment.queries - place)),
                 position=place + segment.offset,
@@ -114,7 +114,7 @@ class _Gather(torch.autograd.Function):
         return own.to(gradient.dtype), None, None
 
 
-def row_segment(query: Tensor, key: Tensor, cp: Part) -> Segment:
+def row_segment(query: Tensor, key: Tensor, cp: Part) -> RowSpan:
     """Check rows, all of one length; returns that as one segment."""
     own, keys = len(query), len(key)
     if cp.size > 1 and (own != keys or own % 2):
@@ -124,7 +124,7 @@ def row_segment(query: Tensor, key: Tensor, cp: Part) -> Segment:
             "(context_parallel_part)"
         )
     positions = own * cp.size
-    return Segment(
+    return RowSpan(
         start=0,
         padded=positions,
         queries=positions,
@@ -135,7 +135,7 @@ def row_segment(query: Tensor, key: Tensor, cp: Part) -> Segment:
 
 def pack_segments(
     packed: Any, query: Tensor, key: Tensor, cp: Part
-) -> tuple[list[Segment], Tensor | None]:
+) -> tuple[list[RowSpan], Tensor | None]:
     """Check a pack; returns its sequences, and where they end with padding [n + 1]."""
     if packed.qkv_format != "thd":
         raise ValueError(
@@ -170,7 +170,7 @@ def pack_segments(
     return segments, ends
 
 
-def _checked(real: list[int], ends: list[int], positions: int, cp: Part) -> list[Segment]:
+def _checked(real: list[int], ends: list[int], positions: int, cp: Part) -> list[RowSpan]:
     if len(real) != len(ends) or real[0] or ends[0]:
         raise ValueError(
             f"ExactAttention got cu_seqlens_q {real} and cu_seqlens_q_padded {ends}: as many of "
@@ -194,7 +194,7 @@ def _checked(real: list[int], ends: list[int], positions: int, cp: Part) -> list
                 f"ExactAttention got sequence {index} of {padded} positions for {cp.size} "
                 f"context-parallel ranks: pad each to a multiple of {2 * cp.size}"
             )
-        segments.append(Segment(start=ends[index], padded=padded, queries=length, keys=length))
+        segments.append(RowSpan(start=ends[index], padded=padded, queries=length, keys=length))
     return segments
 
 

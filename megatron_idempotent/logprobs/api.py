@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .arguments import (
     Inputs,
-    Layout,
+    ResultLayout,
     Targets,
     batch_of,
     ids_to_keep,
@@ -138,7 +138,7 @@ def token_logprobs(
     keep = ids_to_keep(_NAME, sampling, inputs.shape, tokens, columns.vocabulary)
     backend = _backend(inputs, asked_targets, sampling, compiled=compiled, triton=triton)
     rows = inputs.rows()
-    layout = Layout(rows, tokens)
+    layout = ResultLayout(rows, tokens)
     wanted = ComputeOptions(
         entropy=entropy != "none",
         entropy_gradient=entropy == "grad",

@@ -303,7 +303,7 @@ class Inputs(NamedTuple):
         return self.hidden
 
 
-class Layout:
+class ResultLayout:
     """The tokens of a call in the order in which their rows lie in memory.
 
     Values of each token go there with `chosen`, only of those that are computed, and come back with
@@ -389,7 +389,7 @@ def may_consume(who: str, logits: Tensor, order: Order, *, stacklevel: int = 3) 
 
 
 def batch_of(
-    layout: Layout,
+    layout: ResultLayout,
     ids: Tensor,
     temperature: Tensor | float,
     columns: Columns,

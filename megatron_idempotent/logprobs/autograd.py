@@ -35,6 +35,7 @@ from .kernels import (
 from .request import Columns, TokenBatch, is_ours, temperature_of
 from .rows import Order, as_matrices, flat_indices, submask
 from .sources import (
+    HiddenGradient,
     Logits,
     Product,
     ProductParts,
@@ -230,7 +231,7 @@ class LogprobsFromHidden(torch.autograd.Function):
         if few_N is not None:
             slopes, temperature = slopes.of(few_N), temperature_of(temperature, few_N)
             hidden_NH = hidden_NH[few_N]
-        d_hidden_NH = torch.zeros_like(hidden_NH, dtype=whole.origin.dtype) if of_hidden else None
+        d_hidden = HiddenGradient(hidden_NH, of_hidden, whole.origin.dtype)
         real, fused = asked.columns.real, ctx.parts.fused
         d_weight = WeightGradient(ctx.weight, of_weight, fused, written=real)
         product = Product()
@@ -240,15 +241,10 @@ class LogprobsFromHidden(torch.autograd.Function):
             columns = asked.columns._replace(real=part.stop - part.start)
             rows = [logits_Nv]
             write_gradient(rows, rows, None, here, temperature, columns, asked.wanted)
-            if d_hidden_NH is not None:
-                if d_hidden_NH.dtype == logits_Nv.dtype:
-                    d_hidden_NH.addmm_(logits_Nv, weight_VH[part])
-                else:
-                    d_hidden_NH += logits_Nv @ weight_VH[part]
+            d_hidden.add(logits_Nv, weight_VH[part])
             d_weight.add(part, logits_Nv, hidden_NH)
-        if few_N is not None and d_hidden_NH is not None:
-            d_hidden_NH = d_hidden_NH.new_zeros(shape).masked_scatter_(few_N[:, None], d_hidden_NH)
-        return of_all_ranks(d_hidden_NH, ctx.parts, asked.columns), d_weight.done(), *nothing
+        d_hidden_NH = of_all_ranks(d_hidden.done(few_N, shape), ctx.parts, asked.columns)
+        return d_hidden_NH, d_weight.done(), *nothing
 
 
 def _partial_by_columns(

@@ -29,7 +29,13 @@ from .divergence import (
 from .kernels import differentiated, picked
 from .request import temperature_of
 from .rows import Order, as_matrices, submask
-from .sources import Product, ProductParts, WeightGradient, once_differentiable
+from .sources import (
+    HiddenGradient,
+    Product,
+    ProductParts,
+    WeightGradient,
+    once_differentiable,
+)
 
 
 def _live(whole: WholeDivergence, given_N: Tensor) -> Tensor:
@@ -137,20 +143,14 @@ class DivergenceFromHidden(torch.autograd.Function):
             found, kept_N = found.some(few_N), submask(kept_N, few_N)
             asked = asked._replace(temperature=temperature_of(asked.temperature, few_N))
             hidden_NH = hidden_NH[few_N]
-        d_hidden_NH = torch.zeros_like(hidden_NH, dtype=whole.origin.dtype) if of_hidden else None
+        d_hidden = HiddenGradient(hidden_NH, of_hidden, whole.origin.dtype)
         d_weight = WeightGradient(ctx.weight, of_weight, parts.fused, written=real)
         product = Product()
         for part in parts.of_columns(len(hidden_NH), real, hidden_NH.dtype):
             logits_Nv = product(hidden_NH, weight_VH[part].t())
             panels = [panel[:, part] for panel in teacher]
             write_divergence_gradient(InTurn(logits_Nv), panels, kept_N, found, asked)
-            if d_hidden_NH is not None:
-                if d_hidden_NH.dtype == logits_Nv.dtype:
-                    d_hidden_NH.addmm_(logits_Nv, weight_VH[part])
-                else:
-                    d_hidden_NH += logits_Nv @ weight_VH[part]
+            d_hidden.add(logits_Nv, weight_VH[part])
             d_weight.add(part, logits_Nv, hidden_NH)
-        if few_N is not None and d_hidden_NH is not None:
-            d_hidden_NH = d_hidden_NH.new_zeros(shape).masked_scatter_(few_N[:, None], d_hidden_NH)
-        d_hidden_NH = of_all_ranks(d_hidden_NH, parts, asked.columns)
+        d_hidden_NH = of_all_ranks(d_hidden.done(few_N, shape), parts, asked.columns)
         return d_hidden_NH, d_weight.done(), None, None, None, None

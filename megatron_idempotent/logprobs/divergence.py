@@ -23,7 +23,7 @@ from .statistics import FINITE, all_gathered
 _BUFFERS = 3
 
 
-class Weights(NamedTuple):
+class DirectionWeights(NamedTuple):
     """The shares that the two directions have in a divergence."""
 
     forward: float
@@ -35,7 +35,7 @@ class Weights(NamedTuple):
 class Distillation(NamedTuple):
     """The inputs and options of the tokens that are computed, beside both logits."""
 
-    weights: Weights
+    weights: DirectionWeights
     tokens: int
     """The number of these tokens, N."""
     temperature: Tensor | float

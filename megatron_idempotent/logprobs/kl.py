@@ -13,7 +13,7 @@ from torch import Tensor
 from .api import TokenStats, token_logprobs
 from .arguments import (
     Inputs,
-    Layout,
+    ResultLayout,
     floating,
     masked_tokens,
     may_consume,
@@ -23,7 +23,7 @@ from .arguments import (
     workspace_of,
 )
 from .distillation import DivergenceFromHidden, DivergenceFromLogits
-from .divergence import Distillation, Weights
+from .divergence import DirectionWeights, Distillation
 from .rows import as_matrices
 
 _NAME = "token_kl"
@@ -47,14 +47,14 @@ class TokenKL(NamedTuple):
     """The probability that the teacher gives them."""
 
 
-def weights_of(who: str, direction: str, mix: float) -> Weights:
+def weights_of(who: str, direction: str, mix: float) -> DirectionWeights:
     """Returns the shares of the two directions, or raises `ValueError`."""
     one_of(who, "direction", direction, _DIRECTIONS)
     if isinstance(mix, bool) or not isinstance(mix, (int, float)) or not 0 <= mix <= 1:
         raise ValueError(f"{who}() got mix={mix!r}: the forward direction's share, from 0 to 1")
     if direction == "mixed":
-        return Weights(float(mix), 1.0 - mix)
-    return Weights(1.0, 0.0) if direction == "forward" else Weights(0.0, 1.0)
+        return DirectionWeights(float(mix), 1.0 - mix)
+    return DirectionWeights(1.0, 0.0) if direction == "forward" else DirectionWeights(0.0, 1.0)
 
 
 def token_kl(
@@ -186,7 +186,7 @@ def token_kl(
 def _of_logits(
     inputs: Inputs,
     teacher: Tensor,
-    weights: Weights,
+    weights: DirectionWeights,
     temperature: float | Tensor,
     token_mask: Tensor | None,
     consume: bool,
@@ -204,7 +204,7 @@ def _of_logits(
     tokens = masked_tokens(_NAME, inputs.shape, token_mask)
     positive(_NAME, temperature, inputs.shape, tokens)
     rows = inputs.rows()
-    layout = Layout(rows, tokens)
+    layout = ResultLayout(rows, tokens)
     from_logits = inputs.logits is not None
     asked = Distillation(
         weights,
@@ -230,7 +230,7 @@ def _of_topk(
     ids: Tensor,
     logprobs: Tensor,
     rest: Tensor | None,
-    weights: Weights,
+    weights: DirectionWeights,
     tail: Tail,
     common: dict[str, Any],
 ) -> TokenKL:
@@ -338,7 +338,7 @@ def _topk_kl(
     teacher_logprobs: Tensor,
     teacher_rest: Tensor | None,
     valid_K: Tensor,
-    weights: Weights,
+    weights: DirectionWeights,
     tail: Tail,
 ) -> TokenKL:
     """Computes in float64, of a few numbers for each token."""

@@ -143,6 +143,28 @@ class Products:
         return found
 
 
+class HiddenGradient:
+    """Gradient of hidden states [N, H]: a sum of products, some columns of the logits at a time."""
+
+    def __init__(self, hidden_NH: Tensor, needed: bool, dtype: torch.dtype) -> None:
+        self._sum = torch.zeros_like(hidden_NH, dtype=dtype) if needed else None
+
+    def add(self, d_logits_Nv: Tensor, weight_vH: Tensor) -> None:
+        """Adds what comes through these columns."""
+        if self._sum is None:
+            return
+        if self._sum.dtype == d_logits_Nv.dtype:
+            self._sum.addmm_(d_logits_Nv, weight_vH)
+        else:
+            self._sum += d_logits_Nv @ weight_vH
+
+    def done(self, few_N: Tensor | None, shape: torch.Size) -> Tensor | None:
+        """Returns the gradient of all tokens, of which `few_N` were computed; None means all."""
+        if few_N is None or self._sum is None:
+            return self._sum
+        return self._sum.new_zeros(shape).masked_scatter_(few_N[:, None], self._sum)
+
+
 class WeightGradient:
     """Gradient of a weight [V, H], some rows at a time; adds each of the first `written` once."""
 

@@ -163,7 +163,7 @@ def context_parallel_whole(
                 f"context_parallel_whole() got a group and a {type(parts).__name__}: this rank's "
                 "part alone, a tensor"
             )
-        parts = _Gathered.apply(  # type: ignore[no-untyped-call]
+        parts = _GatheredParts.apply(  # type: ignore[no-untyped-call]
             parts, group, losses == "parts"
         )
     each = list(parts.unbind() if isinstance(parts, Tensor) else parts)
@@ -206,7 +206,7 @@ def _places(positions: int, size: int, cu_seqlens: Tensor | None, device: Any) -
     return rank * (positions // size) + start // size + offset
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredParts(torch.autograd.Function):
     """[size, ...] of all ranks' parts; the gradient is this rank's, or the sum of all ranks'."""
 
     @staticmethod

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .arguments import (
     Inputs,
-    Layout,
+    ResultLayout,
     logits_bytes_of,
     masked_tokens,
     parts_of,
@@ -98,7 +98,7 @@ def vocab_topk(
     tokens = masked_tokens(_NAME, inputs.shape, token_mask)
     positive(_NAME, temperature, inputs.shape, tokens)
     rows = inputs.rows()
-    layout = Layout(rows, tokens)
+    layout = ResultLayout(rows, tokens)
     from_logits = logits is not None
     wanted = ComputeOptions(
         entropy=False,

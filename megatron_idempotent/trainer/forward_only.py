@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .batch import Batch
 from .loss import LogitsOf, decoder_logits
 
-Weights = Mapping[str, torch.Tensor]
+NamedTensors = Mapping[str, torch.Tensor]
 """Parameters of one chunk by their names, in place of its own."""
 
 
@@ -45,7 +45,7 @@ class LogprobForward:
         self._microbatch_size = microbatch_size
         self._stages = int(parallel_state.get_pipeline_model_parallel_world_size())
 
-    def __call__(self, batch: Batch, weights: Sequence[Weights] | None = None) -> torch.Tensor:
+    def __call__(self, batch: Batch, weights: Sequence[NamedTensors] | None = None) -> torch.Tensor:
         """Log-probs [B, T], 0 where the loss mask is, on the host as the batch is; on all ranks.
 
         Of the chunks' own parameters, or of `weights`. Collective over the ranks of a replica, and
@@ -107,7 +107,7 @@ class LogprobForward:
         return found_BT[:rows].cpu()
 
 
-def _with(module: torch.nn.Module, weights: Weights) -> Callable[..., Any]:
+def _with(module: torch.nn.Module, weights: NamedTensors) -> Callable[..., Any]:
     def call(*inputs: torch.Tensor) -> Any:
         return torch.func.functional_call(module, dict(weights), inputs)
 
