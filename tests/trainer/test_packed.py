@@ -32,9 +32,9 @@ LONGER = "rollout.max_response_tokens=24"
 BUDGET = 64
 PACKED = (f"optimizer.max_tokens_per_microbatch={BUDGET}",)
 # As in test_layouts.py: the additions on the way of a gradient, each of which rounds by 2^-24, and
-# which packs and their attention make in another order.
+# which packs and their attention make in another order: 4 layers, forward and backward, of 8 sums
+# each, of at most 64 terms.
 ROUNDING = 2 * (2 * 4 * 8 * 64) * 2.0**-24
-"""Of 4 layers, forward and backward, with 8 sums each, of at most 64 terms."""
 
 
 def first_rows(job):
