@@ -20,7 +20,8 @@ class Batch:
 
     `tokens_BT` and `targets_BT` are int64, the rest float32. The log-probs and `loss_mask_BT` are
     aligned with the targets; the reference's are None where no KL penalty asks for them, and
-    `weights_BT` where `old_logprobs_BT` are those that the engine gave.
+    `weights_BT` where `old_logprobs_BT` are those that the engine gave. `lengths_B`, int64, has the
+    tokens of each sequence, prompt and response, which packs need; at most T + 1.
     Example: `batch.rows(torch.arange(8))` has the first eight.
     """
 
@@ -31,41 +32,37 @@ class Batch:
     loss_mask_BT: torch.Tensor
     reference_logprobs_BT: torch.Tensor | None = None
     weights_BT: torch.Tensor | None = None
+    lengths_B: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return int(self.tokens_BT.shape[0])
 
     def rows(self, index: torch.Tensor) -> Batch:
         """The sequences at `index`, an int64 vector, in its order."""
-        reference, weights = self.reference_logprobs_BT, self.weights_BT
-        return Batch(
-            tokens_BT=self.tokens_BT[index],
-            targets_BT=self.targets_BT[index],
-            old_logprobs_BT=self.old_logprobs_BT[index],
-            advantages_B=self.advantages_B[index],
-            loss_mask_BT=self.loss_mask_BT[index],
-            reference_logprobs_BT=None if reference is None else reference[index],
-            weights_BT=None if weights is None else weights[index],
-        )
+        return self._with({name: each[index] for name, each in self._held().items()})
 
     def padded(self, rows: int) -> Batch:
         """The batch with rows of zeros after its own, of which no token counts; `rows` in all."""
         more = rows - len(self)
         if not more:
             return self
-        held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         wider = {
             name: torch.cat([each, each.new_zeros(more, *each.shape[1:])])
-            for name, each in held.items()
-            if each is not None
+            for name, each in self._held().items()
         }
-        return dataclasses.replace(self, **wider)
+        return self._with(wider)
 
     def on_device(self) -> Batch:
         """A copy on this rank's device; batches are made, cut and sent on the host."""
+        return self._with({name: each.cuda() for name, each in self._held().items()})
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        """The tensors that are there, by their names."""
         held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        moved = {name: each.cuda() for name, each in held.items() if each is not None}
-        return dataclasses.replace(self, **moved)
+        return {name: each for name, each in held.items() if each is not None}
+
+    def _with(self, tensors: dict[str, torch.Tensor]) -> Batch:
+        return dataclasses.replace(self, **tensors)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The batch as `TrainStep.microbatch` takes it.
@@ -85,6 +82,31 @@ class Batch:
         if self.weights_BT is not None:
             tensors["weights"] = self.weights_BT
         return tensors
+
+    def sequences(self) -> dict[str, torch.Tensor]:
+        """The batch as a step with a budget of tokens takes it, which packs whole sequences.
+
+        `input_ids` and all that belongs to tokens are [B, T + 1]: what is aligned with the targets
+        has nothing in the last place, and `response_mask` is the loss mask among them.
+
+        Errors: `ValueError` without `lengths_B`.
+        """
+        if self.lengths_B is None:
+            raise ValueError(
+                f"a batch of {len(self)} sequences without lengths_B cannot be packed; give the "
+                "tokens of each, or set optimizer.max_tokens_per_microbatch to 0"
+            )
+        aligned = {**self.tensors(), "response_mask": self.loss_mask_BT}
+        tokens_BT, advantages_B = aligned.pop("input_ids"), aligned.pop("advantages")
+        token_mask_BT = aligned.pop("token_mask")
+        wider = {name: torch.nn.functional.pad(each, (0, 1)) for name, each in aligned.items()}
+        return {
+            **wider,
+            "input_ids": torch.cat([tokens_BT, self.targets_BT[:, -1:]], dim=1),
+            "token_mask": token_mask_BT,
+            "advantages": advantages_B,
+            "lengths": self.lengths_B,
+        }
 
 
 class Response(Protocol):
@@ -108,7 +130,7 @@ def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int) -> Batch:
 
     `positions` is T. Errors: `ValueError` where a sequence does not fit into it.
     """
-    tokens, old_logprobs, loss_mask = [], [], []
+    tokens, old_logprobs, loss_mask, lengths = [], [], [], []
     for prompt_tokens, sample, _ in rows:
         length = len(prompt_tokens) + len(sample.tokens)
         if length > positions + 1:
@@ -120,6 +142,7 @@ def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int) -> Batch:
         tokens.append([*prompt_tokens, *sample.tokens, *([pad_id] * len(behind))])
         old_logprobs.append([*before, *sample.logprobs, *behind])
         loss_mask.append([*before, *([1.0] * len(sample.tokens)), *behind])
+        lengths.append(length)
     # One tensor at a time: where other threads compute, each operation waits for Python's lock.
     tokens_BT = torch.tensor(tokens, dtype=torch.int64).view(len(rows), positions + 1)
     old_logprobs_BT, loss_mask_BT = (
@@ -132,6 +155,7 @@ def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int) -> Batch:
         old_logprobs_BT=old_logprobs_BT,
         advantages_B=torch.tensor([advantage for _, _, advantage in rows]),
         loss_mask_BT=loss_mask_BT,
+        lengths_B=torch.tensor(lengths, dtype=torch.int64),
     )
 
 

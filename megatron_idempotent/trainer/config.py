@@ -209,7 +209,11 @@ class OptimizerConfig:
     """Microbatches per optimizer step on each rank; gradients are reduced in the last one."""
     chunks_per_step: int = Field(default=0, ge=0, le=1024)
     """Chunks that a step's microbatches come in, a divisor of them; 0 for one each or, in a
-    pipeline, one for as many as it has stages. Weights do not depend on it."""
+    pipeline, one for as many as it has stages. Weights do not depend on it, unless
+    `max_tokens_per_microbatch` has each chunk packed."""
+    max_tokens_per_microbatch: int = Field(default=0, ge=0)
+    """Most tokens of a microbatch, into which the sequences of a chunk are packed without the
+    padding of rows; 0 for rows, `microbatches_per_step` of one size."""
     beta1: float = Field(default=0.9, ge=0, le=0.9999)
     """Adam's decay of the first moment."""
     beta2: float = Field(default=0.95, ge=0, le=0.99999)
@@ -360,6 +364,11 @@ class Config:
         # Fewer microbatches than stages would leave stages idle.
         whole, rest = divmod(optimizer.microbatches_per_step, stages)
         return 1 if rest else whole
+
+    @property
+    def packs(self) -> bool:
+        """True where microbatches are packs of sequences, and not rows."""
+        return self.optimizer.max_tokens_per_microbatch > 0
 
     @property
     def samples_per_replica(self) -> int:

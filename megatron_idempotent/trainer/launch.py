@@ -45,10 +45,11 @@ def check(config: Config, prompts: PromptSet) -> None:
 
     Errors: `DataError` for words that the tokenizer reserves, `CheckpointError` for a checkpoint
     without a tokenizer or with a damaged file, `ConfigError` where answers do not fit into a
-    response, where ranks cannot cut the model as `[parallel]` asks, or for a sampler or logger that
-    there is none of, in both modes.
+    response or sequences into a pack, where ranks cannot cut the model as `[parallel]` asks, or for
+    a sampler or logger that there is none of, in both modes.
     """
     from .async_run import make_sampler, make_settings
+    from .policy import check_budget
     from .report import named_loggers
 
     make_sampler(config)
@@ -60,6 +61,7 @@ def check(config: Config, prompts: PromptSet) -> None:
         _check_checkpoint(Path(config.model.path), config.parallel)
     longest = config.rollout.max_response_tokens
     check_answers_fit(prompts, tokenizer.encode_answer, max_response_tokens=longest)
+    check_budget(config, prompts, tokenizer)
 
 
 def _check_checkpoint(folder: Path, parallel: ParallelConfig) -> None:

@@ -40,7 +40,7 @@ class LossParts:
 def grpo_loss(
     logprobs_BT: torch.Tensor,
     old_logprobs_BT: torch.Tensor,
-    advantages_B: torch.Tensor,
+    advantages: torch.Tensor,
     loss_mask_BT: torch.Tensor,
     *,
     clip_low: float,
@@ -61,8 +61,9 @@ def grpo_loss(
     starts from, and a weight, which no gradient reaches, multiplies the min(...) of its token: the
     importance ratio to the weights that sampled, see `correction`. The KL penalty is not weighted.
 
-    `loss_mask_BT` is 1.0 on response tokens and 0.0 elsewhere; what the other tensors hold there
-    has no influence, NaN included. Errors: `ValueError` for a KL coefficient without a reference.
+    `advantages` are [B], or [B, T] where a row has several sequences. `loss_mask_BT` is 1.0 on
+    response tokens and 0.0 elsewhere; what the other tensors hold there has no influence, NaN
+    included. Errors: `ValueError` for a KL coefficient without a reference.
     """
     if kl_coefficient and reference_logprobs_BT is None:
         raise ValueError(
@@ -74,7 +75,7 @@ def grpo_loss(
     log_ratio_BT = torch.where(response_BT, logprobs_BT - old_logprobs_BT, 0.0)
     ratio_BT = log_ratio_BT.exp()
     clipped_BT = ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
-    gain_BT = advantages_B[:, None]
+    gain_BT = advantages if advantages.dim() == 2 else advantages[:, None]
     objective_BT = torch.minimum(ratio_BT * gain_BT, clipped_BT * gain_BT)
     if weights_BT is not None:
         objective_BT = objective_BT * torch.where(response_BT, weights_BT.detach(), 0.0)
@@ -276,16 +277,18 @@ class LogitsOf:
         targets_BT: torch.Tensor,
         mask_BT: torch.Tensor,
         *,
+        cu_seqlens: torch.Tensor | None = None,
         ownership: Literal["borrow", "consume"] = "borrow",
     ) -> torch.Tensor:
         """Log-probs [B, T] of whole rows, 0 where the mask is.
 
-        Collective over tensor-parallel ranks, which have the columns of the logits between them,
-        and context-parallel ones, which have the positions.
+        `cu_seqlens` are where the sequences of a pack begin and end. Collective over
+        tensor-parallel ranks, which have the columns of the logits between them, and
+        context-parallel ones, which have the positions.
         """
         if self.cuts_positions:
-            targets_BT = megatron_idempotent.own_positions(targets_BT)
-            mask_BT = megatron_idempotent.own_positions(mask_BT)
+            targets_BT = megatron_idempotent.own_positions(targets_BT, cu_seqlens=cu_seqlens)
+            mask_BT = megatron_idempotent.own_positions(mask_BT, cu_seqlens=cu_seqlens)
         found = token_logprobs(
             logits=logits_BTV,
             targets=targets_BT,
@@ -295,16 +298,21 @@ class LogitsOf:
             vocab_size=self.vocab_size,
             ownership=ownership,
         ).logprob
-        return megatron_idempotent.all_positions(found) if self.cuts_positions else found
+        if not self.cuts_positions:
+            return found
+        return megatron_idempotent.all_positions(found, cu_seqlens=cu_seqlens)
 
 
 def forward(module: Any, microbatch: Mapping[str, Any]) -> torch.Tensor:
-    """Logits [B, T, V] of a microbatch."""
+    """Logits [B, T, V] of a microbatch: of rows, or of a pack, whose B is 1."""
+    if "pack" in microbatch:
+        return megatron_idempotent.gpt_forward(module, microbatch)
     return decoder_logits(module, microbatch["input_ids"])
 
 
 class PolicyLoss:
-    """The GRPO objective as a split step asks for it, over `Batch.tensors()`.
+    """The GRPO objective as a split step asks for it, over `Batch.tensors()`, or packs of
+    `Batch.sequences()`.
 
     Its gradient is divided by the response tokens of all ranks in the optimizer step, and so are
     its metrics. Example: `step.begin(PolicyLoss(config.loss, of=LogitsOf(temperature=1.0)), …)`.
@@ -336,7 +344,13 @@ class PolicyLoss:
 
         Errors: `ValueError` where it needs recomputed log-probs and the microbatch has none.
         """
-        loss_mask_BT = microbatch["token_mask"][:, 1:]
+        pack, advantages = microbatch.get("pack"), microbatch["advantages"]
+        if pack is None:
+            loss_mask_BT = microbatch["token_mask"][:, 1:]
+        else:
+            # Shifting the token mask here would give a sequence's last place the next one's first.
+            loss_mask_BT = microbatch["response_mask"]
+            advantages = pack.expand(advantages)[None]
         if self.needs_recomputed_logprobs and "weights" not in microbatch:
             raise ValueError(
                 f"loss.old_logprobs is 'recomputed', loss.correction is "
@@ -347,12 +361,13 @@ class PolicyLoss:
             logits_BTV,
             microbatch["targets"],
             loss_mask_BT > 0,
+            cu_seqlens=None if pack is None else pack.cu_seqlens,
             ownership="consume",  # nobody else reads them
         )
         parts = grpo_loss(
             logprobs_BT,
             microbatch["old_logprobs"],
-            microbatch["advantages"],
+            advantages,
             loss_mask_BT,
             clip_low=self._config.clip_low,
             clip_high=self._config.clip_high,

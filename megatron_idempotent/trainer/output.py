@@ -136,6 +136,9 @@ def resume_state(config: Config) -> dict[str, Any]:
         for key, value in dataclasses.asdict(getattr(config, section)).items()
         if f"{section}.{key}" not in _FREE
     }
+    if config.packs:
+        # Other chunks are other packs, whose sums are rounded otherwise.
+        state["sequences packed at once"] = config.chunk_size
     digest = hashlib.sha256(data_path(config).read_bytes()).hexdigest()
     return state | {"prompts sha256": digest}
 

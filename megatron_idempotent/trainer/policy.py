@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_idempotent
+from megatron_idempotent.fp8.packing import token_alignment
 from megatron_idempotent.hf import Architecture, MegatronWeights, load_hf, save_hf
 from megatron_idempotent.trainer.task.prompts import PromptSet, read_prompts
 from megatron_idempotent.trainer.task.tokenizer import (
@@ -26,7 +27,7 @@ from megatron_idempotent.weights import WeightSource
 
 from . import checkpoint_dir
 from .batch import Batch, StepMetrics, chunks
-from .config import Config, ModelConfig
+from .config import Config, ConfigError, ModelConfig
 from .forward_only import LogprobForward
 from .loss import LogitsOf, PolicyLoss, corrected, forward
 from .megatron_setup import MegatronModel, build_megatron_model, megatron_arguments
@@ -52,6 +53,7 @@ class MegatronPolicy:
             megatron_arguments(config, self.architecture, positions=positions),
             self.architecture,
             positions=positions,
+            packs=config.packs,
         )
         load_hf(
             checkpoint,
@@ -146,10 +148,12 @@ class MegatronPolicy:
 
     def begin(self, step_id: str | None = None, *, rank_batch_size: int | None = None) -> str:
         """Open an optimizer step; see `TrainStep.begin`, as for the others."""
+        config = self._config
         return self._step.begin(
             self._loss,
-            global_batch_size=self._config.global_batch_size,
-            micro_batch_size=self._config.microbatch_size,
+            global_batch_size=config.global_batch_size,
+            micro_batch_size=None if config.packs else config.microbatch_size,
+            max_tokens_per_microbatch=config.optimizer.max_tokens_per_microbatch or None,
             rank_batch_size=rank_batch_size,
             step_id=step_id,
         )
@@ -158,11 +162,14 @@ class MegatronPolicy:
         self, step_id: str, batch: Batch, *, microbatch_id: str | None = None, last: bool = False
     ) -> None:
         """Forward and backward of this replica's rows."""
-        if self._config.parallel.vpp > 1:
-            # An interleaved schedule takes as many microbatches as stages, or a multiple of them.
-            whole = self._config.microbatch_size * self._config.parallel.pp
-            batch = batch.padded(-(-len(batch) // whole) * whole)
-        tensors = batch.on_device().tensors()
+        if self._config.packs:
+            tensors = batch.on_device().sequences()
+        else:
+            if self._config.parallel.vpp > 1:
+                # An interleaved schedule takes as many microbatches as stages, or a multiple.
+                whole = self._config.microbatch_size * self._config.parallel.pp
+                batch = batch.padded(-(-len(batch) // whole) * whole)
+            tensors = batch.on_device().tensors()
         self._step.microbatch(step_id, tensors, microbatch_id=microbatch_id, last=last)
 
     def finish(self, step_id: str) -> megatron_idempotent.StepResult:
@@ -320,6 +327,22 @@ def training_positions(config: Config, prompts: PromptSet, tokenizer: TextTokeni
         prompts, tokenizer, max_response_tokens=config.rollout.max_response_tokens
     )
     return config.parallel.rounded(least)
+
+
+def check_budget(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -> None:
+    """Errors: `ConfigError` where the longest sequence there may be does not fit into a pack."""
+    budget, parallel = config.optimizer.max_tokens_per_microbatch, config.parallel
+    response = config.rollout.max_response_tokens
+    longest = sequence_positions(prompts, tokenizer, max_response_tokens=response) + 1
+    alignment = token_alignment(None, parallel.tp, parallel.cp, parallel.sequence_parallel)
+    least = alignment.of_pack([longest])
+    if config.packs and budget < least:
+        padded = f", {least} as ranks cut them" if least != longest else ""
+        raise ConfigError(
+            f"optimizer.max_tokens_per_microbatch is {budget} and the longest prompt with "
+            f"rollout.max_response_tokens has {longest} tokens{padded}; allowed: {least} or more, "
+            "or 0 for rows"
+        )
 
 
 def start_policy(job: Job) -> Started:

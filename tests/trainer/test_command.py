@@ -39,6 +39,15 @@ def test_asking_for_help_imports_neither_torch_nor_megatron():
         (["--data", "nothing.jsonl"], "nothing.jsonl: No such file"),
         (["--out", "/dev/null/run"], "/dev/null"),
         (["--set", "rollout.max_response_tokens=3"], "allowed: 4 or more, for the answer"),
+        (
+            ["--set", "optimizer.max_tokens_per_microbatch=8"],
+            "max_tokens_per_microbatch is 8 and the longest prompt with "
+            "rollout.max_response_tokens has 9 tokens; allowed: 9 or more, or 0 for rows",
+        ),
+        (
+            ["--cp", "2", "--set", "optimizer.max_tokens_per_microbatch=11"],
+            "has 9 tokens, 12 as ranks cut them; allowed: 12 or more",
+        ),
         (["--set", "task.reward=nothing"], "write it as package.module:function"),
         (["--set", "task.reward=nowhere:f"], "No module named 'nowhere'"),
         (["--set", "task.reward=json:f"], "json has no function 'f'"),
