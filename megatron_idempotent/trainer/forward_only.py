@@ -67,8 +67,6 @@ class LogprobForward:
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        from megatron_idempotent.window.accumulation import set_for
-
         # An interleaved schedule takes as many microbatches as stages, or a multiple of them.
         rows, size = len(batch), self._microbatch_size
         padded = batch.padded(-(-rows // (size * self._stages)) * size * self._stages)
@@ -85,10 +83,7 @@ class LogprobForward:
 
         iterators = [iter(pieces) for _ in self._modules]
         with ExitStack() as stack:
-            for module in self._modules:
-                # Of training: gathers and reductions that a schedule would start in between.
-                for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
-                    set_for(stack, module.config, name, None)
+            _starting_nothing(stack, self._modules)
             parts = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -105,6 +100,19 @@ class LogprobForward:
         group = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(found_BT, parallel_state.get_pipeline_model_parallel_last_rank(), group)
         return found_BT[:rows].cpu()
+
+
+def _starting_nothing(stack: ExitStack, modules: Sequence[torch.nn.Module]) -> None:
+    """Set aside the gathers and reductions of training that a schedule would start in between.
+
+    A function of its own: one that has both torch.distributed and the name `config` does not
+    pickle by value.
+    """
+    from megatron_idempotent.window.accumulation import set_for
+
+    for module in modules:
+        for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
+            set_for(stack, module.config, name, None)
 
 
 def _with(module: torch.nn.Module, weights: NamedTensors) -> Callable[..., Any]:

@@ -289,11 +289,17 @@ def test_aiohttp_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"output_token_logprobs": [[-0.1, 8, None]]}, "log-probs of 1"),
-        ({"output_token_logprobs": [[-0.1, 8, None], [-0.1, 7, None]]}, "not of the same ones"),
+        ({"output_token_logprobs": [[-0.1, 8, None]]}, "2 tokens and the 1 that have log-probs"),
+        (
+            {"output_token_logprobs": [[-0.1, 8, None], [-0.1, 7, None]]},
+            "2 that have log-probs are not the same",
+        ),
         ({"weight_versions": [{"version": "3", "start": 0, "end": 1}]}, "tokens have versions"),
-        ({"weight_versions": [{"version": "3", "start": 1, "end": 3}]}, "of versions"),
-        ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, "somebody else"),
+        (
+            {"weight_versions": [{"version": "3", "start": 1, "end": 3}]},
+            "tokens have versions .*'start': 1",
+        ),
+        ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, "another client"),
         ({"finish_reason": {"type": "stop", "matched": "NaN happened"}}, "not finite"),
         ({"finish_reason": None}, "ended with None"),
     ],

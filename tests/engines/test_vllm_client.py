@@ -235,7 +235,7 @@ def test_nobody_at_the_address_is_a_dead_engine() -> None:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"logprobs": [-1.0]}, "log-probs"),
+        ({"logprobs": [-1.0]}, "2 tokens, and not all of them have a log-prob"),
         ({"logprobs": [-1.0, -9999.0]}, "finite"),
         ({"spans": [{"version": "3", "start": 0, "end": 1}]}, "versions of 1"),
         ({"spans": None}, "versions of 0"),

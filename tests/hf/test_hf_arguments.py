@@ -50,7 +50,7 @@ def from_the_command_line(root: Any, name: str) -> dict[str, Any]:
     arch = Architecture.read(folder)
     arguments = [*arch.megatron_arguments(), *PROGRAM]
     stock = build_megatron_model(arguments, arch, positions=16)
-    config = stock.module.config
+    config = stock.modules[0].config
     load_hf(folder, stock.chunks, optimizer=stock.optimizer)
     logits = hf_programs.logits_of(stock.chunks, config)
     reference = torch.load(folder / "logits.bin")

@@ -87,7 +87,7 @@ def test_what_cannot_be_exported_is_refused():
 
     model = torch.nn.Module()
     model.kernel = torch.nn.Parameter(torch.zeros(2, 3, 4))
-    with pytest.raises(ValueError, match=r"kernel is \[2, 3, 4\]"):
+    with pytest.raises(ValueError, match=r"kernel has shape \[2, 3, 4\]"):
         FSDPWeights(model)
     with pytest.raises(ValueError, match=r"dtype=torch\.int8"):
         FSDPWeights(torch.nn.Linear(2, 2), dtype=torch.int8)

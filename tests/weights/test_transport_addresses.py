@@ -68,9 +68,9 @@ def test_an_address_that_cannot_be_listened_at_is_an_error_and_another_open_work
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ranks": 0}, "ranks=0; 1 or more"),
-        ({"backend": "mpi"}, "backend='mpi': 'gloo' or 'nccl'"),
-        ({"timeout_s": 0}, "timeout_s=0; above 0"),
+        ({"ranks": 0}, "ranks=0; allowed: 1 or more"),
+        ({"backend": "mpi"}, "backend='mpi'; allowed: 'gloo', 'nccl'"),
+        ({"timeout_s": 0}, "timeout_s=0; allowed: above 0"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments: dict, message: str) -> None:
