@@ -41,7 +41,7 @@ def layout(name, ranks, *settings, always=False):
 
 
 DENSE = [
-    layout("tp2", 2, "tp=2", always=True),
+    layout("tp2", 2, "tp=2"),
     layout("all of them", 4, "tp=2", "pp=2", "vpp=2", "sequence_parallel=true", always=True),
     layout("cp2", 2, "cp=2", always=True),
     layout("tp2 cp2", 4, "tp=2", "cp=2", "sequence_parallel=true"),
@@ -55,8 +55,8 @@ DENSE = [
     layout("pp2 dp2", 4, "pp=2"),
 ]
 MOE = [
-    layout("ep2", 2, "ep=2"),
-    layout("tp2 ep2", 4, "tp=2", "ep=2", "sequence_parallel=true", always=True),
+    layout("ep2", 2, "ep=2", always=True),
+    layout("tp2 ep2", 4, "tp=2", "ep=2", "sequence_parallel=true"),
     layout("cp2 ep2", 2, "cp=2", "ep=2"),
     layout("pp2 ep2", 4, "pp=2", "ep=2"),
     layout("tp2 pp2 with experts", 4, "tp=2", "pp=2", "sequence_parallel=true"),
