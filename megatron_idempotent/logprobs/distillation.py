@@ -74,12 +74,7 @@ class DivergenceFromLogits(torch.autograd.Function):
         logits, teacher, kept_N, *saved = ctx.saved_tensors
         asked: Distillation = ctx.asked
         whole = WholeDivergence(*saved)
-        given_N = _live(whole, given_N)
-        found = Coefficients.of(whole, given_N, asked)
-        few_N = picked(differentiated(given_N, None))
-        if few_N is not None:
-            found, kept_N = found.some(few_N), submask(kept_N, few_N)
-            asked = asked._replace(temperature=temperature_of(asked.temperature, few_N))
+        found, _, kept_N, asked = _differentiated(whole, given_N, kept_N, asked)
         order, real = Order(logits), asked.columns.real
         # An alias that shares the version counter: who has saved the logits too is told of it.
         gradient = logits.detach() if asked.consume else torch.empty_like(logits)
@@ -90,6 +85,22 @@ class DivergenceFromLogits(torch.autograd.Function):
         panels = [panel[:, :real] for panel in of_teacher]
         write_divergence_gradient(student, panels, kept_N, found, asked)
         return gradient, None, None, None
+
+
+def _differentiated(
+    whole: WholeDivergence, given_N: Tensor, kept_N: Tensor | None, asked: Distillation
+) -> tuple[Coefficients, Tensor | None, Tensor | None, Distillation]:
+    """Returns the coefficients of the tokens that have a gradient, and which these are.
+
+    None for which means all. The mask of kept tokens and what is asked are of the same tokens.
+    """
+    given_N = _live(whole, given_N)
+    found = Coefficients.of(whole, given_N, asked)
+    few_N = picked(differentiated(given_N, None))
+    if few_N is None:
+        return found, None, kept_N, asked
+    asked = asked._replace(temperature=temperature_of(asked.temperature, few_N))
+    return found.some(few_N), few_N, submask(kept_N, few_N), asked
 
 
 class DivergenceFromHidden(torch.autograd.Function):
@@ -136,12 +147,8 @@ class DivergenceFromHidden(torch.autograd.Function):
         parts: ProductParts = ctx.parts
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         shape, real = hidden_NH.shape, asked.columns.real
-        given_N = _live(whole, given_N)
-        found = Coefficients.of(whole, given_N, asked)
-        few_N = picked(differentiated(given_N, None))
+        found, few_N, kept_N, asked = _differentiated(whole, given_N, kept_N, asked)
         if few_N is not None:
-            found, kept_N = found.some(few_N), submask(kept_N, few_N)
-            asked = asked._replace(temperature=temperature_of(asked.temperature, few_N))
             hidden_NH = hidden_NH[few_N]
         d_hidden = HiddenGradient(hidden_NH, of_hidden, whole.origin.dtype)
         d_weight = WeightGradient(ctx.weight, of_weight, parts.fused, written=real)
