@@ -55,7 +55,7 @@ DENSE = [
     layout("pp2 dp2", 4, "pp=2"),
 ]
 MOE = [
-    layout("ep2", 2, "ep=2", always=True),
+    layout("ep2", 2, "ep=2"),
     layout("tp2 ep2", 4, "tp=2", "ep=2", "sequence_parallel=true"),
     layout("cp2 ep2", 2, "cp=2", "ep=2"),
     layout("pp2 ep2", 4, "pp=2", "ep=2"),

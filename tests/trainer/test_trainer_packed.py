@@ -60,7 +60,7 @@ def in_rows(run):
 
 
 LAYOUTS = [
-    pytest.param(2, [], id="dp2"),
+    pytest.param(2, [], id="dp2", marks=pytest.mark.exhaustive),
     pytest.param(
         4, ["parallel.pp=2", "parallel.vpp=2", "parallel.cp=2"], id="interleaved and cut positions"
     ),
