@@ -125,36 +125,41 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
             key = key.repeat_interleave(repeats, dim=2)
             value = value.repeat_interleave(repeats, dim=2)
         mask = own_mask(attention_mask, query, key, cp)
-        parts: list[Tensor] = []
-        done = 0
+        # Sequences that differ in their places alone are computed together.
+        alike: dict[tuple[int, int, range], list[QueryBlock]] = {}
         for block in blocks(segments, cp):
-            if not block.queries:
-                continue
-            queries = slice(block.query, block.query + block.queries)
-            keys = self._keys(block, causal) if cp.size > 1 and mask is None else block.all_keys
-            hidden = self._hidden(block, keys, causal, query.device)
+            if block.queries:
+                keys = self._keys(block, causal if cp.size > 1 and mask is None else None)
+                alike.setdefault((block.queries, block.position, keys), []).append(block)
+        parts: list[Tensor] = []
+        places: list[Tensor] = []
+        for (queries, position, keys), found in alike.items():
+            place_QG = _places([block.query for block in found], queries)
+            place_KG = _places([block.key + keys.start for block in found], len(keys))
+            hidden = self._hidden(queries, position, keys, causal, query.device)
             if mask is not None:
-                given = mask[:, :, queries] if mask.shape[2] > 1 else mask
+                given = mask[:, :, place_QG[:, 0]] if mask.shape[2] > 1 else mask
                 hidden = given if hidden is None else given | hidden
-            if block.query > done:
-                parts.append(_nothing(query, value, block.query - done))
-            parts.append(self._attend(query[queries], key[keys], value[keys], hidden))
-            done = queries.stop
-        if done < len(query):
-            parts.append(_nothing(query, value, len(query) - done))
-        context = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if not done:
+            part = self._attend(
+                _at(query, place_QG), _at(key, place_KG), _at(value, place_KG), hidden
+            )
+            parts.append(part.reshape(place_QG.numel(), query.shape[1], -1))
+            places.append(place_QG.flatten())
+        context = _in_order(parts, places, query, value)
+        if not parts:
             # This rank has padding only. Its backward must still meet the others' in the gather,
             # and reach every parameter before it.
             context = context + query[:0].sum() + value[:0].sum()
         return context.squeeze(1) if packed else context
 
-    def _keys(self, block: QueryBlock, causal: bool) -> slice:
-        """Returns the keys that any of the block's queries sees."""
+    def _keys(self, block: QueryBlock, causal: bool | None) -> range:
+        """Returns the keys of its segment that any of the block's queries sees; all, if None."""
+        if causal is None:
+            return range(block.keys)
         left, right = self._reach(causal)
         first = max(0, block.position - left) if left >= 0 else 0
         last = min(block.keys, block.position + block.queries + right)
-        return slice(block.key + first, block.key + (last if right >= 0 else block.keys))
+        return range(first, last if right >= 0 else block.keys)
 
     def _reach(self, causal: bool) -> tuple[int, int]:
         """Returns how many positions before and after it a query sees; -1 is without end."""
@@ -162,13 +167,14 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
         return left, 0 if causal else right
 
     def _hidden(
-        self, block: QueryBlock, keys: slice, causal: bool, device: torch.device
+        self, queries: int, position: int, keys: range, causal: bool, device: torch.device
     ) -> Tensor | None:
+        """Returns what each query, counted from `position` in its segment, may not see."""
         left, right = self._reach(causal)
         if left < 0 and right < 0:
             return None
-        query_Q = torch.arange(block.queries, device=device) + block.position
-        key_K = torch.arange(keys.start, keys.stop, device=device) - block.key
+        query_Q = torch.arange(queries, device=device) + position
+        key_K = torch.arange(keys.start, keys.stop, device=device)
         ahead_QK = key_K[None, :] - query_Q[:, None]
         hidden_QK = torch.zeros_like(ahead_QK, dtype=torch.bool)
         if right >= 0:
@@ -260,8 +266,35 @@ def _replace(spec: Any, seen: set[int]) -> int:
     return found
 
 
-def _nothing(query: Tensor, value: Tensor, positions: int) -> Tensor:
-    return query.new_zeros(positions, query.shape[1], query.shape[2] * value.shape[3])
+def _places(starts: list[int], positions: int) -> Tensor:
+    """Returns the places [positions, G] of G blocks that begin at `starts`, on the host."""
+    return torch.arange(positions)[:, None] + torch.tensor(starts)
+
+
+def _at(states_TBND: Tensor, place_PG: Tensor) -> Tensor:
+    """Returns the states [P, B, N, D] of one block, or of several of a pack, [P, G, N, D]."""
+    positions, number = place_PG.shape
+    if number == 1:
+        first = int(place_PG[0, 0]) if positions else 0
+        return states_TBND[first : first + positions]
+    chosen = states_TBND.index_select(0, place_PG.flatten().to(states_TBND.device))
+    return chosen.view(positions, number, *states_TBND.shape[2:])
+
+
+def _in_order(parts: list[Tensor], places: list[Tensor], query: Tensor, value: Tensor) -> Tensor:
+    """Returns the parts [P, B, N * D] at their places in [T, B, N * D], and zeros elsewhere."""
+    positions = len(query)
+    place_P = torch.cat(places) if places else torch.arange(0)
+    missing = positions - len(place_P)
+    if missing:
+        parts = [*parts, query.new_zeros(missing, query.shape[1], query.shape[2] * value.shape[3])]
+        padding_T = torch.ones(positions, dtype=torch.bool).index_fill_(0, place_P, False)
+        place_P = torch.cat([place_P, padding_T.nonzero().flatten()])
+    context = parts[0] if len(parts) == 1 else torch.cat(parts)
+    order_T = place_P.argsort()
+    if bool((order_T[1:] > order_T[:-1]).all()):
+        return context
+    return context.index_select(0, order_T.to(context.device))
 
 
 def _window(config: Any, layer_number: int) -> tuple[int, int] | None:

@@ -48,11 +48,6 @@ class QueryBlock:
     """First key of the segment among all keys."""
     keys: int
 
-    @property
-    def all_keys(self) -> slice:
-        """The keys of the segment among all keys."""
-        return slice(self.key, self.key + self.keys)
-
 
 def blocks(segments: Sequence[RowSpan], cp: Part) -> Iterator[QueryBlock]:
     """Yield this rank's part of each segment: one block, or under context parallelism two."""
