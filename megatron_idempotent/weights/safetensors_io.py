@@ -68,8 +68,7 @@ class SafetensorsFile:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor of any device. Errors: `ValueError` unless it was announced so, and once.
-        """
+        """Write an announced tensor, of any device. Errors: `ValueError` for another, or again."""
         info = self._missing.pop(name, None)
         if info is None or TensorInfo.of(name, tensor) != info:
             found = TensorInfo.of(name, tensor).describe()
