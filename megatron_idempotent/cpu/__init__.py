@@ -1,4 +1,4 @@
-"""The real megatron-core on a CPU: an answer to its calls into `torch.cuda`, and gloo ranks.
+"""Runs the real megatron-core on a CPU: answers its calls into `torch.cuda`, and makes gloo ranks.
 
     from megatron_idempotent import cpu
 

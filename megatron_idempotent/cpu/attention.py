@@ -1,4 +1,4 @@
-"""Exact core attention for rows, packs and context parallelism, put in by the layer spec.
+"""Computes exact core attention for rows, packs and context parallelism, put in by the layer spec.
 
 Upstream's local attention takes rows on one context-parallel rank; packs and context parallelism
 are left to Transformer Engine, which needs a GPU. `ExactAttention` takes all three. It is
@@ -27,7 +27,7 @@ from .attention_parts import Part, QueryBlock, blocks, own_mask, pack_segments, 
 
 __all__ = ["ExactAttention", "with_exact_attention"]
 
-#: By name, because releases differ in which of them they have.
+#: The names of causal masks: releases differ in which of them they have.
 _CAUSAL = ("causal", "padding_causal", "causal_bottom_right")
 
 _REFUSED = {
@@ -39,17 +39,16 @@ _REFUSED = {
 
 
 class ExactAttention(DotProductAttention):  # type: ignore[misc]
-    """Core attention in the place of `DotProductAttention`, in the same arithmetic.
+    """Replaces `DotProductAttention` as core attention, in the same arithmetic.
 
-    Takes query [T, B, N, D], key and value [T, B, G, D], or in a pack [T, N, D] and [T, G, D] with
-    `PackedSeqParams(qkv_format="thd")`. Returns [T, B, N * D], or [T, N * D]. Causal or not, with
-    sliding windows (-1 is without end), grouped queries, sinks (`softmax_type`), dropout from
-    Megatron's tracker, and recomputation.
+    It takes query [T, B, N, D], key and value [T, B, G, D], or in a pack [T, N, D] and [T, G, D]
+    with `PackedSeqParams(qkv_format="thd")`, and returns [T, B, N * D], or [T, N * D]. It may be
+    causal or not, and knows sliding windows (-1 is without end), grouped queries, sinks
+    (`softmax_type`), dropout from Megatron's tracker, and recomputation.
 
-    In a pack each sequence attends to itself only. Padding between sequences, given by
-    `cu_seqlens_q_padded`, and positions after the last one are attended to by nobody, and their
-    outputs are zero. An `attention_mask` is for rows; with a pack it is ignored, as Transformer
-    Engine ignores it.
+    In a pack each sequence attends to itself only. No query attends to padding between sequences,
+    given by `cu_seqlens_q_padded`, or to positions after the last one, and their outputs are zero.
+    An `attention_mask` is for rows; with a pack it is ignored, as Transformer Engine ignores it.
 
     With more than one context-parallel rank T is this rank's part of S, cut as
     `context_parallel_part` cuts: each row, or each sequence of a pack, in 2 * ranks pieces. An
@@ -93,7 +92,10 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
             _context_parallel_group(kwargs) if config.context_parallel_size > 1 else None
         )
         if self._cp_group is not None and attention_type == "cross":
-            raise ValueError("ExactAttention got cross attention under context parallelism")
+            raise ValueError(
+                "ExactAttention got cross attention with context_parallel_size="
+                f"{config.context_parallel_size}: set that to 1, or use self attention"
+            )
 
     def forward(
         self,
@@ -105,7 +107,7 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Compute what the queries of this rank attend to. All context-parallel ranks take part."""
+        """Compute attention for this rank's queries. All context-parallel ranks take part."""
         if attention_bias is not None:
             raise ValueError("ExactAttention got an attention_bias: pass None")
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
@@ -162,7 +164,7 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
         return range(first, last if right >= 0 else block.keys)
 
     def _reach(self, causal: bool) -> tuple[int, int]:
-        """Returns how many positions before and after it a query sees; -1 is without end."""
+        """Returns the numbers of positions that a query sees before and after it; -1: no end."""
         left, right = self._window or (-1, -1)
         return left, 0 if causal else right
 
@@ -186,7 +188,7 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
     def _attend(
         self, query_QBND: Tensor, key_KBND: Tensor, value_KBND: Tensor, hidden: Tensor | None
     ) -> Tensor:
-        """Returns [Q, B, N * D], by upstream's operations in upstream's order."""
+        """Computes attention [Q, B, N * D], by upstream's operations in upstream's order."""
         queries, rows, heads, _ = query_QBND.shape
         query = query_QBND.reshape(queries, rows * heads, -1).transpose(0, 1)
         key = key_KBND.reshape(len(key_KBND), rows * heads, -1).transpose(0, 1)
@@ -229,11 +231,11 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
 
 
 def with_exact_attention(spec: Any) -> Any:
-    """Copy a layer spec or a block's, with `ExactAttention` for each core attention.
+    """Copy the spec of a layer or a block, with `ExactAttention` for each core attention.
 
     Args:
-        spec: what upstream's functions return: of a layer, `TransformerBlockSubmodules`, or of the
-            blocks of MTP.
+        spec: a spec that upstream's functions return: of a layer, `TransformerBlockSubmodules`, or
+            of the blocks of MTP.
 
     Raises:
         ValueError: no core attention is in it.
@@ -243,7 +245,10 @@ def with_exact_attention(spec: Any) -> Any:
     """
     spec = copy.deepcopy(spec)
     if not _replace(spec, set()):
-        raise ValueError(f"with_exact_attention() found no core_attention in {spec!r}")
+        raise ValueError(
+            f"with_exact_attention() found no core_attention in {spec!r}: pass the spec of a layer "
+            "or a block"
+        )
     return spec
 
 

@@ -1,4 +1,4 @@
-"""Checks what core attention is given, rows or packs, and cuts it into this rank's blocks.
+"""Checks the inputs of core attention, rows or packs, and cuts them into this rank's blocks.
 
 Legend: T positions on this rank, S positions of all context-parallel ranks, B rows, N heads,
 G query groups, D channels of a head, Q queries and K keys.
@@ -19,34 +19,40 @@ from megatron_idempotent.logprobs.targets import context_parallel_part
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowSpan:
-    """A row or a packed sequence. Example: `RowSpan(start=0, padded=8, queries=6, keys=6)`."""
+    """Places a row or a packed sequence.
+
+    Example: `RowSpan(start=0, padded=8, queries=6, keys=6)`.
+    """
 
     start: int
+    """The first position among those of all sequences."""
     padded: int
-    """Positions with padding, on all context-parallel ranks."""
+    """The number of positions with padding, on all context-parallel ranks."""
     queries: int
-    """Without padding, as keys are."""
+    """The number of queries, without padding."""
     keys: int
+    """The number of keys, without padding."""
     offset: int = 0
-    """Position of the first query, where more keys than queries are given."""
+    """The position of the first query, if there are more keys than queries."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QueryBlock:
-    """Queries of this rank that follow each other in a segment.
+    """Places queries of this rank that follow each other in a segment.
 
     Example: `QueryBlock(query=0, queries=4, position=12, key=0, keys=16)`, the last 4 of 16.
     """
 
     query: int
-    """First query on this rank."""
+    """The first query's place on this rank."""
     queries: int
-    """Without padding."""
+    """The number of queries, without padding."""
     position: int
-    """Place of the first query in the segment."""
+    """The first query's place in the segment."""
     key: int
-    """First key of the segment among all keys."""
+    """The place of the segment's first key among all keys."""
     keys: int
+    """The number of the segment's keys."""
 
 
 def blocks(segments: Sequence[RowSpan], cp: Part) -> Iterator[QueryBlock]:
@@ -68,7 +74,7 @@ def blocks(segments: Sequence[RowSpan], cp: Part) -> Iterator[QueryBlock]:
 
 
 class Part:
-    """This rank's part under context parallelism; the whole, without."""
+    """Knows this rank's part under context parallelism; without it, the whole."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -76,7 +82,10 @@ class Part:
         self.rank = 0 if group is None else dist.get_rank(group)
 
     def gather(self, key: Tensor, value: Tensor, ends: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of all ranks [S, B, G, D], in their order in the sequences."""
+        """Gathers keys and values of all ranks [S, B, G, D], in their order in the sequences.
+
+        The group's ranks take part in one all-gather.
+        """
         place_S = torch.arange(len(key) * self.size, device=key.device)
         parts = [
             context_parallel_part(place_S, rank=rank, size=self.size, cu_seqlens=ends)
@@ -110,7 +119,7 @@ class _Gather(torch.autograd.Function):
 
 
 def row_segment(query: Tensor, key: Tensor, cp: Part) -> RowSpan:
-    """Check rows, all of one length; returns that as one segment."""
+    """Check rows, which all have one length, and return that as one segment."""
     own, keys = len(query), len(key)
     if cp.size > 1 and (own != keys or own % 2):
         raise ValueError(
@@ -131,10 +140,10 @@ def row_segment(query: Tensor, key: Tensor, cp: Part) -> RowSpan:
 def pack_segments(
     packed: Any, query: Tensor, key: Tensor, cp: Part
 ) -> tuple[list[RowSpan], Tensor | None]:
-    """Check a pack; returns its sequences, and where they end with padding [n + 1]."""
+    """Check a pack; returns its sequences, and their ends with padding [n + 1]."""
     if packed.qkv_format != "thd":
         raise ValueError(
-            f"ExactAttention got PackedSeqParams(qkv_format={packed.qkv_format!r}): 'thd'"
+            f"ExactAttention got PackedSeqParams(qkv_format={packed.qkv_format!r}): pass 'thd'"
         )
     given = getattr(packed, "local_cp_size", None)
     if given not in (None, cp.size):
@@ -145,11 +154,11 @@ def pack_segments(
     if query.dim() != 3 or len(query) != len(key):
         raise ValueError(
             f"ExactAttention got a pack with queries {tuple(query.shape)} and keys "
-            f"{tuple(key.shape)}: as many of both, [T, heads, channels], of one row"
+            f"{tuple(key.shape)}: pass as many of both, [T, heads, channels], of one row"
         )
     real = _ends(packed, "cu_seqlens_q", "cu_seqlens_kv")
     if real is None:
-        raise ValueError("ExactAttention got a pack without cu_seqlens_q")
+        raise ValueError("ExactAttention got a pack without cu_seqlens_q: give its PackedSeqParams")
     padded = _ends(packed, "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     ends = real if padded is None else padded
     positions = len(query) * cp.size
@@ -168,8 +177,8 @@ def pack_segments(
 def _checked(real: list[int], ends: list[int], positions: int, cp: Part) -> list[RowSpan]:
     if len(real) != len(ends) or real[0] or ends[0]:
         raise ValueError(
-            f"ExactAttention got cu_seqlens_q {real} and cu_seqlens_q_padded {ends}: as many of "
-            "both, from 0 on"
+            f"ExactAttention got cu_seqlens_q {real} and cu_seqlens_q_padded {ends}: pass as many "
+            "of both, from 0 on"
         )
     if ends[-1] != positions if cp.size > 1 else ends[-1] > positions:
         raise ValueError(
@@ -200,8 +209,8 @@ def _ends(packed: Any, of_queries: str, of_keys: str) -> Tensor | None:
         return keys if mine is None else mine
     if mine.dim() != 1 or mine.shape != keys.shape or not torch.equal(mine, keys):
         raise ValueError(
-            f"ExactAttention got {of_queries}={mine.tolist()} and {of_keys}={keys.tolist()}: the "
-            "same of both, [sequences + 1]"
+            f"ExactAttention got {of_queries}={mine.tolist()} and {of_keys}={keys.tolist()}: pass "
+            "the same for both, [sequences + 1]"
         )
     return mine
 
@@ -214,8 +223,8 @@ def own_mask(mask_BNQK: Tensor | None, query: Tensor, key: Tensor, cp: Part) -> 
     queries, keys = mask_BNQK.shape[2:] if mask_BNQK.dim() == 4 else (0, 0)
     if queries not in (1, own, own * cp.size) or keys not in (1, whole):
         raise ValueError(
-            f"ExactAttention got attention_mask {tuple(mask_BNQK.shape)}: [rows, 1, {own} of this "
-            f"rank or all {own * cp.size} queries, all {whole} keys]"
+            f"ExactAttention got attention_mask {tuple(mask_BNQK.shape)}: pass [rows, 1, {own} of "
+            f"this rank or all {own * cp.size} queries, all {whole} keys]"
         )
     if queries == own * cp.size and cp.size > 1:
         mask_BNQK = context_parallel_part(mask_BNQK, rank=cp.rank, size=cp.size, dim=2)

@@ -1,8 +1,8 @@
-"""A model, its optimizer and its schedule, as a test drives them. Legend: B batch, T tokens.
+"""Drives a model, its optimizer and its schedule in tests. Legend: B batch, T tokens.
 
 `LayerWiseDistributedOptimizer` gives each rank whole parameters to update. From 0.18 it gathers
 them out of DDP's buffers, which are laid out for it (`by_layout`), or through lists of parameters
-per rank, which is all that 0.17 has and what models with experts fall back to.
+per rank. 0.17 has such lists only, and models with experts fall back to them.
 
 gloo lacks one thing that Megatron-FSDP uses, the reduction that scales as it sums (`PREMUL_SUM`),
 and upstream has an option for that: gradients are divided first. There are two versions of the
@@ -60,8 +60,9 @@ def prepare(module: Any, ddp_config: Any, *, by_layout: bool, muon: bool) -> dic
 
 
 def build_optimizer(values: Mapping[str, Any], chunks: list[Any]) -> Any:
-    """Around Muon (`emerging-optimizers`) by upstream's own factory, around torch's AdamW here.
+    """Build the layer-wise optimizer around Muon or AdamW.
 
+    For Muon (`emerging-optimizers`) upstream's own factory makes it; for AdamW this wraps torch's.
     `values` are fields of OptimizerConfig; `use_distributed_optimizer` in it is ignored, as
     upstream's arguments clear it.
     """
@@ -140,7 +141,7 @@ Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "v2
 
 
 def options(strategy: Strategy) -> dict[str, Any]:
-    """Fields of DistributedDataParallelConfig for a model under Megatron-FSDP."""
+    """Returns fields of DistributedDataParallelConfig for a model under Megatron-FSDP."""
     second = strategy == "v2"
     return {
         "use_megatron_fsdp": True,
@@ -165,9 +166,9 @@ def wrapped(config: Any, ddp_config: Any, module: Any) -> Any:
 
 
 def _give_streams() -> None:
-    """Let buffers of the second version have a stream, which they note down on a CUDA device only.
+    """Give buffers of the second version a stream, which they note on a CUDA device only.
 
-    It asserts that they have one. The one thing of upstream that is replaced here.
+    The second version asserts that they have one. Nothing else of upstream is replaced here.
     """
     import torch
     from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer import DBuffer
@@ -213,19 +214,22 @@ VOCABULARY, SEQUENCE, BATCH = 128, 32, 2
 
 @dataclass(kw_only=True)
 class Tiny:
-    """Model chunks in Megatron's DDP, their optimizer and their pipeline schedule."""
+    """Holds model chunks in Megatron's DDP and their optimizer, and runs their schedule."""
 
     config: Any
     chunks: list[Any]
-    #: None where built with `with_optimizer=False`.
+    #: The optimizer of all chunks; None if built with `with_optimizer=False`.
     optimizer: Any
-    #: Tokens of a row, rows of a microbatch, and ids of tokens.
+    #: The number of tokens of a row.
     sequence: int = SEQUENCE
+    #: The number of rows of a microbatch.
     batch: int = BATCH
+    #: The number of token ids.
     vocabulary: int = VOCABULARY
-    #: Lengths of the sequences that each microbatch is a pack of; None for rows.
+    #: The lengths of the sequences that each microbatch packs; None for rows.
     lengths: tuple[int, ...] | None = None
-    #: Called as (microbatch index on this rank, loss tensor or None before the forward).
+    #: A function of the microbatch's index on this rank and its loss, or None before the forward;
+    #: it may return another loss.
     on_microbatch: Callable[[int, Any], Any] | None = None
 
     def forward_backward(
@@ -236,11 +240,9 @@ class Tiny:
         forward_only: bool = False,
         zero_first: bool = True,
     ) -> list[float]:
-        """Return one window through upstream's schedule.
+        """Run one window through upstream's schedule; returns the losses on the last stage.
 
-        The microbatches' losses on the last stage.
-
-        Zeroes the gradients first, unless forward-only or told otherwise. All ranks take part.
+        It zeroes the gradients first, unless forward-only or told otherwise. All ranks take part.
         Global microbatch g = i * DP size + DP rank has the same data in every layout, so that two
         ranks with n microbatches and one rank with 2n compute the same gradient.
         """
@@ -269,19 +271,19 @@ class Tiny:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """Rows and positions of a microbatch, on all context-parallel ranks."""
+        """The rows and positions of a microbatch, on all context-parallel ranks."""
         return (1, sum(self.lengths)) if self.lengths else (self.batch, self.sequence)
 
     def step(self) -> tuple[bool, Any, Any]:
-        """Upstream's (success, gradient norm, number of zeros)."""
+        """Runs the optimizer; returns upstream's (success, gradient norm, number of zeros)."""
         result: tuple[bool, Any, Any] = self.optimizer.step()
         return result
 
     def gradients(self) -> torch.Tensor:
         """Return all gradient buffers of this rank as one vector, a copy.
 
-        With the distributed optimizer only this rank's shards are reduced. Under Megatron-FSDP it
-        is what the optimizer would step with. On the host, as the parameters.
+        With the distributed optimizer only this rank's shards are reduced. Under Megatron-FSDP they
+        are the gradients that the optimizer would step with. The vector is on the host.
         """
         import torch
 
@@ -300,7 +302,7 @@ class Tiny:
         """Return all parameters of this rank as one float32 vector, a copy.
 
         Under `overlap_param_gather` those of other ranks are as old as the last gather. Under
-        Megatron-FSDP it is what this rank's optimizer holds of them.
+        Megatron-FSDP they are the parts that this rank's optimizer holds.
         """
         import torch
 
@@ -382,8 +384,8 @@ def own_part(values: Any, cu_seqlens: Any = None) -> Any:
 def mean_over_ranks(loss_BT: Any) -> tuple[Any, Any]:
     """Returns this rank's share of the mean over all context-parallel ranks, and the mean.
 
-    That is what a loss function without tokens returns: shares add up over these ranks, because
-    the schedule multiplies with their number what DDP will average.
+    A loss function without tokens returns such a share: shares add up over these ranks, because the
+    schedule multiplies by their number, and DDP then averages.
     """
     import torch
     from megatron.core import parallel_state
@@ -401,7 +403,7 @@ def mean_over_ranks(loss_BT: Any) -> tuple[Any, Any]:
 def microbatches(
     data_seed: int, batch: int = BATCH, sequence: int = SEQUENCE, vocabulary: int = VOCABULARY
 ) -> Iterator[torch.Tensor]:
-    """This data-parallel rank's token ids [B, T], without end."""
+    """Yields this data-parallel rank's token ids [B, T], without end."""
     import torch
     from megatron.core import parallel_state
 

@@ -1,6 +1,6 @@
-"""Messages between a pool, its launcher and its ranks: functions by reference, and records.
+"""Defines the messages between a pool, its launcher and its ranks; functions go by reference.
 
-Free of torch.
+Importing this does not import torch.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ MAIN_IN_RANK = "__mp_main__"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FunctionRef:
-    """A function by where it is written.
+    """Names a function by the place where it is written.
 
     Example: `FunctionRef(module="tests.cpu.x", qualname="train_twice", file="/…/x.py")`.
     """
 
     module: str
     qualname: str
-    #: None for functions without a source file.
+    #: The source file; None for functions without one.
     file: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One run of a function on all ranks."""
+    """Asks for one run of a function on all ranks."""
 
     function: FunctionRef
-    #: Pickled (args, kwargs): opaque until the rank has the caller's sys.path.
+    #: Pickled (args, kwargs), which can be read only once the rank has the caller's sys.path.
     arguments: bytes
     world_size: int
     timeout_s: float
@@ -52,21 +52,22 @@ class Call:
     sys_path: tuple[str, ...]
     cwd: str
     environ: dict[str, str]
-    #: File of the caller's `__main__`, for arguments whose classes live there.
+    #: The file of the caller's `__main__`, for arguments whose classes are defined there.
     main_file: str | None
     device: Device = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The outcome of a call. `results` is complete exactly when nothing failed or hung."""
+    """Holds the outcome of a call. `results` is complete exactly if nothing failed or hung."""
 
-    #: Pickled return value per rank.
+    #: The pickled return value of each rank.
     results: dict[int, bytes]
-    #: In the order in which they came.
+    #: The failures in the order in which they came.
     failures: list[RankFailure]
-    #: Stacks per rank, where the deadline passed or a peer of a failed rank had to be ended.
+    #: The stacks of ranks that missed the deadline, or were ended because a peer had failed.
     stacks: dict[int, str]
+    #: True if the deadline passed.
     timed_out: bool
 
 
@@ -99,7 +100,7 @@ def refer(function: Callable[..., Any]) -> FunctionRef:
 
 
 def resolve(ref: FunctionRef) -> Callable[..., Any]:
-    """Returns the function of a reference, in a rank; imports its module, by file if need be."""
+    """Returns the function of a reference, in a rank; imports its module, if needed from a file."""
     if ref.module == "__main__":
         module = load_main(ref.file)
     elif ref.file is None or _known_file(ref.module) == ref.file:
@@ -133,7 +134,7 @@ def load_arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class PicklableStruct(struct.Struct):
-    """One that can be pickled, for who sends this package by value."""
+    """Adds pickling to `struct.Struct`, for callers who send this package by value."""
 
     def __reduce__(self) -> tuple[type[PicklableStruct], tuple[str]]:
         return type(self), (self.format,)
@@ -165,7 +166,7 @@ def dump_result(result: Any) -> bytes:
 
 
 def _known_file(name: str) -> str | None:
-    """Return the file that importing `name` would give; None where it cannot be imported."""
+    """Return the file that importing `name` would load; None if it cannot be imported."""
     if (module := sys.modules.get(name)) is not None:
         origin = getattr(module, "__file__", None)
     else:

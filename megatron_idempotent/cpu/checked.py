@@ -1,12 +1,12 @@
-"""Ranks on the CPU that refuse what a GPU would refuse: host and device tensors in one operation.
+"""Makes CPU ranks refuse what a GPU would refuse: host and device tensors in one operation.
 
-With device="checked" the runtime answers for CUDA as always, and each tensor's memory is known to
-be the host's or the device's, by how it was made. An operation on both raises `PlacementError`, as
-torch would on a GPU; so do `numpy()` of a device tensor, a generator of the host that is to fill
-the device, and a host tensor in a collective of a group that is NCCL's. Where a tensor's device is
-not known, since it was made for `other.device`, which is the CPU here, nothing is refused.
+With device="checked" the runtime answers for CUDA as always, and knows of each tensor's memory, by
+how it was made, whether it would be the host's or the device's. An operation on both raises
+`PlacementError`, as torch would on a GPU. So do `numpy()` of a device tensor, a host generator that
+is to fill a device tensor, and a host tensor in a collective of a group that is NCCL's. A tensor
+that was made for `other.device`, which is the CPU here, has an unknown place, and is not refused.
 
-It finds a missing `.cuda()` on a machine that has no GPU. Imports torch.
+It finds a missing `.cuda()` on a machine that has no GPU. Importing this imports torch.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from megatron_idempotent.patching.per_process import PerProcess, PerProcessDict
 from . import placement
 from .errors import PlacementError
 
-#: Operations that go from one to the other.
+#: Operations that copy between host and device.
 _COPIES = ("copy_", "_to_copy", "_copy_from", "_copy_from_and_resize", "_foreach_copy_", "set_")
-#: Operations whose indices may be the host's.
+#: Operations whose indices may be on the host.
 _INDEXING = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")
 
 # Address of a storage → a reference that keeps the address from being used again, and where it is.
@@ -43,7 +43,8 @@ _Reference: Any = StorageWeakRef
 
 
 class _State(PerProcess):
-    #: Where what is made now is: "host", "device", "unknown", or None for as its inputs are.
+    #: The place of tensors that are made now: "host", "device", "unknown", or None for that of
+    #: their inputs.
     making: str | None = None
 
 
@@ -51,7 +52,7 @@ _state = _State(__name__, "_state")
 
 
 def where(tensor: torch.Tensor) -> str | None:
-    """Return "host" or "device", or None where that is not known."""
+    """Return "host" or "device", or None if the tensor's place is not known."""
     storage = _storage(tensor)
     if storage is None:
         return None
@@ -107,7 +108,7 @@ def _check_mixture(func: Any, tensors: list[torch.Tensor], places: list[str | No
         if place == "host" and tensor.dim():
             raise PlacementError(
                 f"{func}: a tensor of shape {tuple(tensor.shape)} is on the host, and another one "
-                "on the device"
+                "on the device; move it there with cuda()"
             )
 
 
@@ -123,13 +124,13 @@ def _check_collective(
                 if place == "host":
                     raise PlacementError(
                         f"{func}: a tensor of shape {tuple(tensor.shape)} is on the host, and the "
-                        "group is NCCL's on GPUs"
+                        "group is NCCL's on GPUs; move it to the device with cuda()"
                     )
 
 
 @contextlib.contextmanager
 def making(place: str) -> Iterator[None]:
-    """Inside, tensors are made there, and nothing is refused."""
+    """Make tensors at this place inside of the block, and refuse nothing."""
     before, _state.making = _state.making, place
     try:
         yield
@@ -138,7 +139,7 @@ def making(place: str) -> Iterator[None]:
 
 
 def _moved(tensor: torch.Tensor, place: str) -> torch.Tensor:
-    """Return the tensor, or a copy of it where it is not there yet."""
+    """Return the tensor if it is at this place, else a copy that is."""
     if place != "unknown" and where(tensor) == place:
         return tensor
     with making(place):
@@ -146,7 +147,7 @@ def _moved(tensor: torch.Tensor, place: str) -> torch.Tensor:
 
 
 def _asked(device: Any) -> str:
-    """Returns the kind of `device`. The CPU may stand for the device of a GPU's tensor."""
+    """Returns the place that `device` means; "unknown" for the CPU, which may be a tensor's own."""
     if isinstance(device, torch.Tensor):
         return where(device) or "unknown"
     return "device" if placement.on_cpu(device) is not device else "unknown"
@@ -166,7 +167,10 @@ def _made(original: Callable[..., Any], *, like_self: bool = False) -> Callable[
         generator = kwargs.get("generator")
         # Under the runtime CUDA's generators are the host's default one, so only another is wrong.
         if place == "device" and generator not in (None, torch.default_generator):
-            raise PlacementError(f"{original.__name__}: a host generator fills a device tensor")
+            raise PlacementError(
+                f"{original.__name__}: a host generator fills a device tensor; pass a generator of "
+                "the device"
+            )
         with making(place):
             result = original(*args, **kwargs)
         return _moved(result, place) if isinstance(result, torch.Tensor) else result
@@ -218,7 +222,10 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def checking() -> Iterator[None]:
-    """Check this thread's operations inside; for a rank with the runtime on, until it ends."""
+    """Check this thread's operations inside of the block, in a rank with the runtime on.
+
+    Functions of torch stay replaced until the process ends.
+    """
     for name in placement.FACTORIES:
         if hasattr(torch, name):
             setattr(torch, name, _made(getattr(torch, name)))

@@ -1,8 +1,8 @@
-"""The device itself: its number, name, memory and random numbers, under `torch.cuda`'s names.
+"""Answers for the device: its number, name, memory and random numbers, by `torch.cuda`'s names.
 
-Loaded by `enable()` only. Memory counters are all zero, which is the truth: no byte of device
-memory is in use. What would need a number that does not exist here (free device memory, power,
-clock) is refused in `refusals`.
+Only `enable()` loads this module. Memory counters are all zero, which is the truth: no byte of
+device memory is in use. `refusals` refuses calls that would need a number that does not exist here
+(free device memory, power, clock).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ NAME = "megatron_idempotent CPU runtime"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceProperties:
-    """The answer of `torch.cuda.get_device_properties`; `total_memory` is the host's, in bytes."""
+    """Answers `torch.cuda.get_device_properties`; `total_memory` is the host's, in bytes."""
 
     name: str = NAME
-    #: 0: every kernel that upstream gates on a compute capability stays off.
+    #: The major compute capability, 0, so that all kernels that upstream gates on it stay off.
     major: int = CAPABILITY[0]
     minor: int = CAPABILITY[1]
     total_memory: int
@@ -57,7 +57,8 @@ def set_device(device: Any) -> None:
     if index >= device_count():
         raise RuntimeError(
             f"invalid device ordinal {index}: this process sees {device_count()} emulated "
-            f"device(s), from LOCAL_WORLD_SIZE"
+            f"device(s), from LOCAL_WORLD_SIZE; set that to the number of ranks, or use a lower "
+            f"ordinal"
         )
     if index >= 0:
         _selected.index = index
@@ -184,7 +185,7 @@ _nvtx_depth = 0
 
 
 def range_push(_msg: str) -> int:
-    """Depth of the range that this call opens, from 0, as NVTX counts."""
+    """Opens a range, and returns its depth, from 0, as NVTX counts."""
     global _nvtx_depth
     _nvtx_depth += 1
     return _nvtx_depth - 1
@@ -275,7 +276,7 @@ ACCELERATOR_ANSWERS: dict[str, Any] = {
 
 
 class _Generators:
-    """`torch.cuda.default_generators`: the CPU generator under every index."""
+    """Stands in for `torch.cuda.default_generators`: the CPU generator at every index."""
 
     def __len__(self) -> int:
         return device_count()

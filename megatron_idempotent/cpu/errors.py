@@ -1,4 +1,4 @@
-"""Errors of the CPU runtime and its ranks. Free of torch, so that importing it costs nothing."""
+"""Defines the errors of the CPU runtime and its ranks, without importing torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class NotEmulatedError(RuntimeError):
-    """A call that the CPU runtime does not answer, because any answer would be wrong."""
+    """The CPU runtime does not answer a call, because any answer would be wrong."""
 
     def __init__(self, call: str) -> None:
         super().__init__(
@@ -27,23 +27,23 @@ class NoDeviceError(RuntimeError):
 
 
 class PlacementError(RuntimeError):
-    """An operation that would fail on a GPU, since its tensors are not where it needs them."""
+    """An operation would fail on a GPU, because its tensors are not where it needs them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """Why one rank failed.
+    """Says why one rank failed.
 
     Example: `RankFailure(rank=1, exception_type="ValueError", message="bad", traceback="…")`.
     """
 
     rank: int
-    #: Class name of the exception, with its module unless built in; "" where the process died.
+    #: The exception's class name, with its module unless built in; "" if the process died.
     exception_type: str
     message: str
     #: The traceback as text, or the Python stacks of a rank that was ended while it ran.
     traceback: str
-    #: Exit code where the process died by itself, negative for a signal; None otherwise.
+    #: The exit code if the process died by itself, negative for a signal; None otherwise.
     exit_code: int | None = None
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class RankTimeout(TimeoutError):
 
 
 def describe_exit(exit_code: int) -> str:
-    """Example: `describe_exit(-9) == "signal SIGKILL"`."""
+    """Describe a process's exit code in words: `describe_exit(-9) == "signal SIGKILL"`."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     return f"signal {signal.Signals(-exit_code).name}"

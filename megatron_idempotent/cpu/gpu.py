@@ -1,9 +1,10 @@
 """Chooses the device of a pool's ranks, and readies ranks on real GPUs.
 
 A CUDA context does not survive a fork, and neither does the driver once a process has started it.
-So the launcher imports torch and Megatron, and leaves the driver alone: the one question that
-Megatron asks while it is imported, `torch.cuda.is_available()`, is answered by NVML, which torch
-has an option for. A rank starts the driver for itself. Imports torch inside of functions.
+So the launcher imports torch and Megatron, and leaves the driver alone: NVML, for which torch has
+an option, answers the one question that Megatron asks while it is imported,
+`torch.cuda.is_available()`. A rank starts the driver for itself. Functions here import torch, the
+module does not.
 
 On "cpu" the runtime answers for CUDA. On "cuda" nothing is emulated: ranks compute on the GPUs of
 this machine, over NCCL where each has a GPU of its own, and else over gloo and host memory, since
@@ -24,15 +25,15 @@ from .errors import NoDeviceError
 
 Device = Literal["cpu", "cuda", "checked"]
 DEVICES: tuple[Device, ...] = ("cpu", "cuda", "checked")
-#: For callers that start ranks without naming a device.
+#: The variable that names the device, for callers that start ranks without naming one.
 VARIABLE = "MEGATRON_IDEMPOTENT_DEVICE"
 
 
 def chosen(device: str | None = None) -> Device:
-    """Return the device that is asked for, by argument, else by the environment, else the CPU.
+    """Return the device that the argument names, else the environment, else the CPU.
 
     Raises:
-        ValueError: none of DEVICES.
+        ValueError: a name that is not in DEVICES.
     """
     asked, said_by = (
         (device, "device") if device is not None else (os.environ.get(VARIABLE) or "cpu", VARIABLE)
@@ -43,9 +44,9 @@ def chosen(device: str | None = None) -> Device:
     raise ValueError(f"{said_by} is {asked!r}; allowed: {', '.join(DEVICES)}")
 
 
-#: For the launcher: torch counts devices without the driver.
+#: The launcher's environment, in which torch counts devices without the driver.
 ENVIRONMENT: Mapping[str, str] = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-#: What `cuDeviceGetCount` answers in a process that has not called `cuInit`.
+#: The answer of `cuDeviceGetCount` in a process that has not called `cuInit`.
 _NOT_INITIALIZED = 3
 
 
@@ -68,11 +69,14 @@ def prepare() -> None:
 
 
 def require() -> None:
-    """Raises NoDeviceError where torch finds no GPU; leaves the driver alone in a launcher."""
+    """Raises NoDeviceError if torch finds no GPU; leaves the driver alone in a launcher."""
     import torch
 
     if torch.version.cuda is None:
-        raise NoDeviceError(f"no NVIDIA GPU here: torch {torch.__version__} is built without CUDA")
+        raise NoDeviceError(
+            f"no NVIDIA GPU here: torch {torch.__version__} is built without CUDA; install a build "
+            f"with it, or leave out device='cuda' and {VARIABLE}=cuda to run ranks on the CPU"
+        )
     if not torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         setting = "is not set" if visible is None else f"is {visible!r}"
@@ -111,8 +115,8 @@ def driver_started(maps: Path = Path("/proc/self/maps")) -> bool:
 def settle(rank: int, world_size: int) -> None:
     """Take this rank's GPU, with deterministic kernels, since ranks are compared bit by bit.
 
-    Kernels that have no deterministic form run all the same. LOCAL_RANK becomes the GPU's number:
-    programs take it for that.
+    Kernels that have no deterministic form run all the same. LOCAL_RANK becomes the GPU's number,
+    because programs use it as such.
     """
     # Read when cuBLAS is first used.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -132,7 +136,7 @@ def settle(rank: int, world_size: int) -> None:
 
 
 def group_options(world_size: int) -> dict[str, Any]:
-    """Arguments of `init_process_group` for ranks that `settle` has placed."""
+    """Returns arguments of `init_process_group` for ranks that `settle` has placed."""
     import torch
 
     if world_size > torch.cuda.device_count():

@@ -1,8 +1,9 @@
 """Puts a process's memory into huge pages, so that it forks in a third of the time.
 
 A fork copies a table entry for each page of 4 KiB: with torch and Megatron in memory that is some
-100,000 entries, 20 ms with the end of the child. A huge page has one entry for 2 MiB. What a child
-writes is split off page by page, as without. Linux only, from 6.1 on; elsewhere nothing happens.
+100,000 entries, 20 ms with the end of the child. A huge page has one entry for 2 MiB. Memory that a
+child writes is split off page by page, as without huge pages. This works on Linux from 6.1 on;
+elsewhere nothing happens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _HUGE_PAGE, _COLLAPSE = 14, 25
 def collapse() -> int:
     """Move this process's private memory into huge pages; returns the bytes that were moved.
 
-    Takes 2.5 s for each GB. It changes no contents and is safe to repeat.
+    It takes 2.5 s for each GB, changes no contents and is safe to repeat.
     """
     if sys.platform != "linux":
         return 0

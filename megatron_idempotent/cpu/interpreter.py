@@ -1,9 +1,9 @@
-"""Triton's interpreter, made to round as a GPU does.
+"""Makes Triton's interpreter round as a GPU does.
 
 With TRITON_INTERPRET=1 in the environment before Triton is imported, kernels run on a CPU, in
-NumPy. It truncates where a GPU rounds to the nearest number, loses subnormal numbers, keeps NaN
-where a GPU's maximum does not, and rounds twice where a GPU's multiply-add rounds once; what a
-kernel finds would then say nothing of a GPU's last bits.
+NumPy. That truncates where a GPU rounds to the nearest number, loses subnormal numbers, keeps NaN
+where a GPU's maximum does not, and rounds twice where a GPU's multiply-add rounds once. A kernel's
+results would then say nothing of a GPU's last bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def round_as_a_gpu() -> None:
-    """Correct the interpreter of this process, until its end. Twice is as once.
+    """Correct the interpreter of this process, until its end. Twice: no-op.
 
     Raises:
         RuntimeError: Triton was imported without its interpreter.
@@ -55,7 +55,7 @@ def round_as_a_gpu() -> None:
         return convert(self, source, wanted, rounding) if found is None else found
 
     def create_fma(_: Any, x: Any, y: Any, z: Any) -> Any:
-        """Add to a product that is exact in float64, so that the sum is rounded twice at worst."""
+        """Add to a product that is exact in float64; the sum is rounded twice at worst."""
         exact = x.data.astype(np.float64) * y.data + z.data
         return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 

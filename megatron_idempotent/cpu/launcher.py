@@ -1,9 +1,9 @@
-"""The process that pays for the imports once and then forks fresh ranks for every call.
+"""Runs the launcher: a process that imports once, and then forks fresh ranks for every call.
 
-Fresh ranks are what makes calls independent: model parallel groups, Megatron's globals, RNG
-trackers, patches, the environment, all are as after the import. A fork costs milliseconds where
-the imports cost seconds. The launcher runs no torch operation and starts no thread, so that
-forking it is safe. It ends when its pool's end of the connection closes, and its ranks with it.
+Fresh ranks make calls independent: model parallel groups, Megatron's globals, RNG trackers,
+patches, the environment, all are as after the import. A fork costs milliseconds where the imports
+cost seconds. The launcher runs no torch operation and starts no thread, so that forking it is safe.
+It ends when its pool's end of the connection closes, and its ranks with it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .gpu import Device, check_untouched, prepare
 from .rank import HEADER, RankSlot, describe, occupy
 from .runtime import enable
 
-#: How long the peers of a failed rank may go on, so that they can fail for their own reasons.
+#: Seconds that the peers of a failed rank may go on, so that they can fail for their own reasons.
 GRACE_S = 3.0
-#: How long ranks get to write their stacks.
+#: Seconds that ranks get to write their stacks.
 STACKS_S = 2.0
 
 
-#: Huge pages cost a second, and save 10 ms a fork: a pool that has forked so often will go on.
+#: Huge pages cost a second, and save 10 ms a fork: a pool with so many forks will make more.
 _FORKS_OF_A_LONG_LIFE = 40
 
 
@@ -63,7 +63,11 @@ class Round:
         self._release_write = -1
 
     def run(self) -> Outcome:
-        """Raises PoolGone where the pool closes the connection meanwhile."""
+        """Fork the ranks, wait for them, and return their outcome.
+
+        Raises:
+            PoolGone: the pool has closed the connection meanwhile.
+        """
         with tempfile.TemporaryDirectory(prefix="megatron-ranks-") as folder:
             self._folder = Path(folder)
             try:
@@ -108,7 +112,7 @@ class Round:
         os.close(release_read)
 
     def _wait(self, deadline_s: float) -> bool:
-        """Collect messages until every rank has reported; True where the deadline passed."""
+        """Collect messages until every rank has reported; returns True if the deadline passed."""
         while waiting := [rank for rank in self._pids if not self._reported(rank)]:
             if self._failures:
                 deadline_s = min(deadline_s, self._first_failure_s + GRACE_S)
@@ -170,7 +174,7 @@ class Round:
         )
 
     def _dump(self, ranks: list[int]) -> None:
-        """Have `ranks` write their Python stacks, and read them."""
+        """Make `ranks` write their Python stacks, and read them."""
         for rank in ranks:
             if not self._has_exited(rank):
                 os.kill(self._pids[rank], signal.SIGUSR1)
@@ -192,7 +196,7 @@ class Round:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def _end(self) -> None:
-        """Let finished ranks go, kill the others with all they started, and reap them."""
+        """Let finished ranks end, kill the others and all that ranks started, and reap them."""
         if self._failures or len(self._results) < self._call.world_size:
             self._kill()
         elif self._release_write >= 0:
@@ -224,7 +228,8 @@ def _listening() -> socket.socket:
 def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> None:
     """Import `modules`, then serve calls until the connection closes.
 
-    With the runtime on, or for ranks on a GPU without it, and without starting the driver.
+    It turns the runtime on before the imports; for ranks on a GPU it leaves it off, and checks that
+    no import starts the driver.
     """
     connection = Connection(connection_fd)
     with _ReportTo(connection):
@@ -265,7 +270,7 @@ def _import(name: str) -> None:
 
 
 def _read_ahead() -> None:
-    """Read what patches compare of upstream's code, so that no rank's `apply()` has to."""
+    """Read the code of upstream that patches compare, so that no rank's `apply()` has to."""
     from megatron_idempotent.patching import catalog, compiled, decide
 
     for patch in catalog.patches().values():

@@ -1,8 +1,8 @@
 """Puts tensors on the CPU for every spelling of "a CUDA device", and collectives on gloo.
 
-Imports torch; loaded by `enable()` only. Only the functions that can be given a device are
-replaced, in the namespace where callers look them up. A `TorchFunctionMode` would also catch
-calls made through early-bound names, at the price of a detour around *every* torch call
+It imports torch, so only `enable()` loads it. It replaces only the functions that can be given a
+device, in the namespace where callers look them up. A `TorchFunctionMode` would also catch calls
+made through early-bound names, at the price of a detour around *every* torch call
 (benchmarks/cpu_overhead.py has the numbers); Megatron binds none of these names early.
 
 gloo of torch 2.8 to 2.13 can do nearly all that Megatron calls: reduce_scatter_tensor,
@@ -86,10 +86,7 @@ TENSOR_TYPES = (
 
 
 def on_cpu(device: Any) -> Any:
-    """Return the CPU for "cuda", "cuda:1", torch.device("cuda") and bare indices.
-
-    Others unchanged.
-    """
+    """Return the CPU for "cuda", "cuda:1", torch.device("cuda") and bare indices; others as is."""
     if isinstance(device, torch.device):
         return CPU if device.type == "cuda" else device
     if isinstance(device, str):
@@ -100,7 +97,7 @@ def on_cpu(device: Any) -> Any:
 
 
 def placed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original` with its `device` argument on the CPU and without pinning."""
+    """Wraps `original` so that its `device` argument means the CPU, and nothing is pinned."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +180,7 @@ def _autocast(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def tensor_replacements() -> list[tuple[Any, str, Any]]:
-    """(owner, attribute, replacement) for everything that decides where a tensor lives."""
+    """Returns (owner, attribute, replacement) for all that decides where a tensor is."""
     # torch collects once, at the first `with torch.device(...)`, the functions that such a block
     # is for. Under it they are called by ours, so it has to be before they are replaced.
     _device_constructors()
@@ -218,7 +215,7 @@ GROUP_MAKERS = (
 
 
 def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original` with backend "nccl" (or none, which means NCCL on CUDA) replaced by gloo."""
+    """Wraps `original` so that backend "nccl", or none, which means NCCL on CUDA, is gloo."""
     # init_process_group takes the backend first, the others by name.
     first = original.__name__ == "init_process_group"
 
@@ -238,17 +235,17 @@ def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gloo_for(backend: Any) -> Any:
-    """Example: `gloo_for("cpu:gloo,cuda:nccl") == "gloo"`; "fake" and "mpi" stay."""
+    """Returns the backend to use: gloo for "nccl", "cpu:gloo,cuda:nccl" or None; others as is."""
     if backend is None or "nccl" in str(backend).lower():
         return "gloo"
     return backend
 
 
 def with_listed_splits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """all_to_all_single with split sizes as lists.
+    """Wraps all_to_all_single so that split sizes may be tensors, which become lists.
 
-    Megatron's token dispatcher brings the sizes to the host as numpy arrays, but only from
-    tensors whose `is_cuda` is true; here it passes the tensors themselves.
+    Megatron's token dispatcher brings the sizes to the host as numpy arrays, but only from tensors
+    whose `is_cuda` is true; here it passes the tensors themselves.
     """
 
     @functools.wraps(original)
@@ -265,9 +262,9 @@ def _listed(value: Any) -> Any:
 
 
 def with_unequal_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make all_gather take outputs of unequal sizes, as NCCL does, in one collective.
+    """Wraps all_gather so that it takes outputs of unequal sizes, as NCCL does, in one collective.
 
-    Megatron gathers so the tokens of tensor-parallel experts, and whole parameters for the
+    Megatron gathers the tokens of tensor-parallel experts so, and whole parameters for the
     layer-wise optimizer. Each rank sends as much as the largest output holds.
     """
 
@@ -305,7 +302,7 @@ def _unequal(tensors: Any) -> bool:
 
 
 class _PaddedGather:
-    """Handle of a gather that was padded; cuts what has arrived when it is waited for."""
+    """Stands for a gather that was padded; cuts the received tensors when it is waited for."""
 
     def __init__(
         self, work: Any, received: list[torch.Tensor], outputs: Sequence[torch.Tensor]
@@ -315,7 +312,7 @@ class _PaddedGather:
         self._outputs = tuple(outputs)
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
-        """Wait for the gather, then fill the outputs; arguments as `torch.distributed.Work`'s."""
+        """Wait for the gather, then fill the outputs; takes arguments as `dist.Work.wait` does."""
         self._work.wait(*args, **kwargs)
         with torch.no_grad():
             for output, padded in zip(self._outputs, self._received, strict=True):
@@ -331,11 +328,11 @@ class _PaddedGather:
 
 
 def holding_the_storage(original: Callable[..., Any]) -> Callable[..., Any]:
-    """isend of an alias, so that the memory lives until the message has left.
+    """Wraps isend so that it sends an alias, whose memory lives until the message has left.
 
     The interleaved schedule frees a stage's output (`deallocate_output_tensor`) while its send is
-    in flight. NCCL keeps the storage; gloo keeps the tensor object only, and would send whatever
-    the memory holds by then.
+    in flight. NCCL keeps the storage; gloo keeps the tensor object only, and would send what the
+    memory holds by then.
     """
 
     @functools.wraps(original)

@@ -1,6 +1,6 @@
-"""Running a function on several ranks of this machine: `run_ranks` and `RankPool`.
+"""Runs a function on several ranks of this machine: `run_ranks` and `RankPool`.
 
-Free of torch: the ranks import it, not the caller.
+Importing this does not import torch: the ranks do, not the caller.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .calls import Call, Outcome, refer
 from .errors import NoDeviceError, RankError, RankFailure, RankTimeout
 from .gpu import Device, chosen
 
-#: What the launcher imports before it forks. Those that are not installed are skipped.
+#: Modules that the launcher imports before it forks; it skips those that are not installed.
 PRELOAD = (
     "torch",
     "torch._dynamo",  # imported by the first optimizer that is built
@@ -36,20 +36,20 @@ PRELOAD = (
     "megatron.core.pipeline_parallel",
     "megatron.training.training",
 )
-#: For pools that run `cpu.program`s: its tokenizers import transformers, which takes seconds.
+#: Modules for pools that run `cpu.program`, whose tokenizers import transformers for seconds.
 PROGRAM_PRELOAD = (
     *PRELOAD,
     "megatron.core.tokenizers.text.libraries",
     "megatron.core.tokenizers.text.models",
 )
-#: Importing torch and Megatron takes 10 to 30 s on a slow disk.
+#: Seconds for the imports: torch and Megatron take 10 to 30 s on a slow disk.
 START_TIMEOUT_S = 300.0
-#: Beyond the deadline: for reading the stacks of all ranks and ending them.
+#: Seconds after the deadline for reading the stacks of all ranks and ending them.
 _MARGIN_S = 30.0
 
 
 class RankPool:
-    """Ranks that start within milliseconds, because the imports are paid for once.
+    """Runs functions on ranks that start within milliseconds, because it imports only once.
 
     A launcher process imports torch and Megatron with the CPU runtime on and forks fresh ranks
     for every call, so that a call finds everything as it is after the import: no process
@@ -57,13 +57,14 @@ class RankPool:
     the first call (some ten seconds) and ends with `close()`, the `with` block or the process.
 
     Args:
-        max_world_size: largest number of ranks of a call.
+        max_world_size: the largest number of ranks of a call.
         preload: modules to import before the first call.
-        stdout: file descriptor that the ranks' standard output goes to, and what upstream prints
-            while it is imported; None for that of this process.
-        device: "cpu" for the runtime and gloo, "cuda" for the GPUs of this machine and NCCL, or
-            gloo where ranks outnumber them; None for what MEGATRON_IDEMPOTENT_DEVICE says, and
-            without it the CPU.
+        stdout: the file descriptor for the ranks' standard output, and for upstream's while it is
+            imported; None for that of this process.
+        device: "cpu" for the runtime and gloo; "checked" for the same with ranks that refuse what a
+            GPU would (`cpu.checked`); "cuda" for the GPUs of this machine and NCCL, or gloo if
+            ranks outnumber them. None for the device in MEGATRON_IDEMPOTENT_DEVICE, and without it
+            the CPU.
 
     Example:
         with RankPool(2) as pool:
@@ -96,7 +97,7 @@ class RankPool:
         distributed: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on `world_size` ranks; their results, in order of rank.
+        """Call `fn(*args, **kwargs)` on `world_size` ranks; returns their results, by rank.
 
         `fn` stands at the top of a module; it, its arguments and its results travel pickled.
         In a rank the CPU runtime is on unless the pool is on "cuda", RANK, WORLD_SIZE, LOCAL_RANK,
@@ -105,7 +106,7 @@ class RankPool:
 
         Raises:
             RankError: a rank raised or died.
-            RankTimeout: the ranks missed the deadline; with the stacks of all of them.
+            RankTimeout: the ranks missed the deadline; it has the stacks of all of them.
             ValueError: `fn` is a lambda or a closure, or `world_size` is out of range.
         """
         if not 1 <= world_size <= self.max_world_size:
@@ -142,7 +143,7 @@ class RankPool:
         return outcome
 
     def close(self) -> None:
-        """End the launcher and whatever ranks there are; a later `run` starts a new one."""
+        """End the launcher and its ranks; a later `run` starts a new one."""
         if self._launcher is not None:
             self._launcher.close()
             self._launcher = None
@@ -163,7 +164,7 @@ def run_ranks(
     device: str | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """`RankPool.run` on a pool of its own: pays for the imports, leaves no process.
+    """Calls `RankPool.run` on a pool of its own: it imports for each call, and leaves no process.
 
     Example:
         from megatron_idempotent import cpu
@@ -184,7 +185,7 @@ def _results(outcome: Outcome, timeout_s: float) -> list[Any]:
 
 
 class _Launcher:
-    """The launcher process and our end of the connection to it."""
+    """Starts the launcher process, and keeps this process's end of the connection to it."""
 
     def __init__(self, preload: Sequence[str], stdout: int | None, device: Device) -> None:
         self._connection, theirs = Pipe()

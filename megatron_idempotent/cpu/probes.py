@@ -12,9 +12,9 @@ from typing import Any
 
 
 def allocations(run: Callable[[], Any]) -> list[int]:
-    """Bytes that are given (positive) and taken back (negative), in order of time.
+    """Returns the bytes that are allocated (positive) and freed (negative), in order of time.
 
-    What gloo's threads free goes unseen, and counts as held.
+    It does not see what gloo's threads free, which counts as held.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -28,7 +28,9 @@ def allocations(run: Callable[[], Any]) -> list[int]:
 
 
 def peak_bytes(run: Callable[[], Any], *, runs: int = 3) -> int:
-    """Most bytes that `run` holds at a time, above what was held before; the least of some runs.
+    """Returns the most bytes that `run` holds at a time, above those held before it.
+
+    It calls `run` several times, and returns the least.
 
     Example:
         extra = peak_bytes(lambda: loss_of(logits).backward())
@@ -38,10 +40,10 @@ def peak_bytes(run: Callable[[], Any], *, runs: int = 3) -> int:
 
 @contextlib.contextmanager
 def watching_collectives(see: Callable[[str, list[Any]], None]) -> Iterator[None]:
-    """Inside, `see` is called before each collective of torch, with its operation and arguments.
+    """Calls `see` before each collective of torch in the block, with its operation and arguments.
 
-    Messages between two ranks count too. The arguments are the leaves of them all: tensors, the
-    process group, options. It is torch's dispatcher that tells, on this thread and in backwards.
+    Messages between two ranks count, too. The arguments come as one list of leaves: tensors, the
+    process group, options. It sees what torch's dispatcher does, on this thread and in backwards.
 
     Example:
         names = []
@@ -71,19 +73,19 @@ _OPERATORS = ("aten::", "c10d::")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
-    """Counts of what ran. Example: `activity(step).operators["aten::mm"] == 12`."""
+    """Counts what ran. Example: `activity(step).operators["aten::mm"] == 12`."""
 
-    #: torch's operators and collectives, by name.
+    #: The number of calls of each of torch's operators and collectives, by name.
     operators: Counter[str]
-    #: Kernels and graphs that were launched; 0 on a CPU.
+    #: The number of kernels and graphs that were launched; 0 on a CPU.
     launches: int
-    #: Calls in which the host waits for the device; 0 on a CPU.
+    #: The number of calls in which the host waits for the device; 0 on a CPU.
     waits: int
-    #: Copies from the device to the host; 0 on a CPU.
+    #: The number of copies from the device to the host; 0 on a CPU.
     copies_to_host: int
 
     def totals(self) -> dict[str, int]:
-        """Return the four numbers."""
+        """Return the total of each count."""
         return {
             "operators": self.operators.total(),
             "launches": self.launches,
@@ -92,7 +94,7 @@ class Activity:
         }
 
     def added_to(self, other: Activity) -> dict[str, int]:
-        """Returns what this has more than another, operators by name; empty if nothing."""
+        """Returns by how much each count is above another's, operators by name; only such."""
         more = {name: n - other.operators[name] for name, n in self.operators.items()}
         theirs = other.totals()
         more |= {k: v - theirs[k] for k, v in self.totals().items() if k != "operators"}
@@ -100,7 +102,7 @@ class Activity:
 
 
 def activity(run: Callable[[], Any]) -> Activity:
-    """Run under torch's profiler, which sees all threads of this process, and count."""
+    """Run a function under torch's profiler, which sees all threads, and count what runs."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

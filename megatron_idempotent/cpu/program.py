@@ -1,8 +1,8 @@
-"""A stock `megatron.training` program on a rank: real arguments, real set-up, real `train`.
+"""Runs a stock `megatron.training` program on a rank: real arguments, real set-up, real `train`.
 
-For releases whose wheel carries `megatron.training` (0.17.1 on). Nothing of upstream is replaced
-here: `Program.train` looks `megatron.training.training.train` up when it is called, so that
-patches count and upstream's one-shot failures come out unchanged.
+It needs a release whose wheel carries `megatron.training` (0.17.1 on). Nothing of upstream is
+replaced here: `Program.train` looks `megatron.training.training.train` up when it is called, so
+that patches count and upstream's one-shot failures come out unchanged.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 VOCABULARY = 128
 SEQUENCE = 32
-#: `setup_model_and_optimizer` wants to know how long the run will be; with the constant learning
-#: rate below it makes no difference, and `train` adds up the true number.
+#: The length of the run that `setup_model_and_optimizer` needs. With the constant learning rate
+#: below it makes no difference, and `train` adds up the true number.
 HORIZON_ITERS = 1000
 
 
 @dataclass(kw_only=True)
 class Program:
-    """A set-up Megatron program that can `train` again and again, if Megatron can."""
+    """Holds a program of Megatron that is set up, and can `train` as often as Megatron can."""
 
     args: Any
     config: Any
@@ -64,7 +64,7 @@ class Program:
     def parameters(self) -> torch.Tensor:
         """Return all parameters of this rank as one vector [P], float32, a copy on the host.
 
-        Under Megatron-FSDP it is what this rank's optimizer holds of them.
+        Under Megatron-FSDP they are the parts that this rank's optimizer holds.
         """
         import torch
 
@@ -109,11 +109,11 @@ def start(
 ) -> Program:
     """Set up a tiny GPT through upstream's own argument parser and initialisation.
 
-    To be called once per rank, on all ranks. `extra_args` are Megatron's command-line options
-    and win over those given here; `shared_config` gives all virtual stages one config object,
-    as frameworks do. `exact_attention` is for packs (`cpu.attention`), and None puts it in where
-    there is context parallelism. `before_ddp` is called with each chunk's module before DDP wraps
-    it. `quiet` drops what upstream prints.
+    Call it once per rank, on all ranks. `extra_args` are Megatron's command-line options, and win
+    over those given here. `shared_config` gives all virtual stages one config object, as frameworks
+    do. `exact_attention` puts in `cpu.attention`, for packs; None does so under context parallelism
+    only. `before_ddp` is called with each chunk's module before DDP wraps it. `quiet` drops what
+    upstream prints.
 
     Raises:
         ModuleNotFoundError: the installed release does not carry `megatron.training`.
@@ -247,7 +247,7 @@ class _Provider:
 
 
 def _batches(seed: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Endless (tokens [B, T], positions [B, T], mask [1, 1, T, T], True where hidden)."""
+    """Yields (tokens [B, T], positions [B, T], mask [1, 1, T, T], True where hidden), endlessly."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -259,7 +259,7 @@ def _batches(seed: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor,
 
 
 def _options(**values: Any) -> list[str]:
-    """Example: `_options(lr=0.1, vpp=None) == ["--lr", "0.1"]`."""
+    """Makes command-line options: `_options(lr=0.1, vpp=None) == ["--lr", "0.1"]`."""
     return [
         text
         for name, value in values.items()
@@ -270,7 +270,7 @@ def _options(**values: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _arguments(argv: list[str]) -> Iterator[None]:
-    """Upstream's parser reads sys.argv and nothing else."""
+    """Put arguments into sys.argv inside of the block: upstream's parser reads nothing else."""
     before = sys.argv
     sys.argv = [before[0], *argv]
     try:

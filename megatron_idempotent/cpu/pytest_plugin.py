@@ -1,7 +1,7 @@
-"""The `megatron_ranks` fixture: real Megatron on gloo ranks in any test suite.
+"""Gives any test suite the fixture `megatron_ranks`, which runs real Megatron on gloo ranks.
 
-Loaded by every pytest run where this package is installed, so it imports nothing that costs.
-`--megatron-device cuda` has the ranks on the GPUs of this machine. Options, in the ini file:
+Every pytest run loads this where the package is installed, so it imports nothing that takes time.
+`--megatron-device cuda` runs the ranks on the GPUs of this machine. The ini file has options:
 `megatron_ranks_timeout_s` (60), `megatron_ranks_max` (4) and `megatron_ranks_preload`, modules that
 all ranks get without importing them again.
 """
@@ -59,10 +59,11 @@ def megatron_rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 def megatron_ranks(
     request: pytest.FixtureRequest, megatron_rank_pool: RankPool
 ) -> Callable[..., list[Any]]:
-    """`megatron_ranks(world_size, fn, *args, timeout_s=…, **kwargs)` → the ranks' results.
+    """Returns `RankPool.run` of the session's pool, which has fresh ranks for every call.
 
-    As `RankPool.run`: fresh ranks for every call. A rank that raises or dies, and a hang, fail
-    the test, with the traceback or the Python stacks of all ranks.
+    `megatron_ranks(world_size, fn, *args, timeout_s=…, **kwargs)` returns the ranks' results. A
+    rank that raises or dies, or a hang, fails the test, with the traceback or the Python stacks of
+    all ranks.
     """
     default_timeout_s = float(request.config.getini("megatron_ranks_timeout_s"))
 

@@ -1,4 +1,4 @@
-"""Inside one rank: a process that the launcher forked for one call, and that ends with it."""
+"""Runs one rank: a process that the launcher forked for one call, and that ends with it."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from .calls import Call, PicklableStruct, dump_result, load_arguments, resolve
 from .errors import RankFailure
 
 _PR_SET_PDEATHSIG = 1
-#: A message's kind (R result, F failure) and the length of what follows.
+#: A message's kind (R result, F failure), and the length of its payload.
 HEADER = PicklableStruct("!cQ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSlot:
-    """The data that the launcher gives to one rank."""
+    """Holds the data that the launcher gives to one rank."""
 
     rank: int
-    #: Write end of the pipe for this rank's message: HEADER, then the payload.
+    #: The write end of the pipe for this rank's message: HEADER, then the payload.
     result_fd: int
-    #: One byte per rank can be read here once all are done.
+    #: A pipe from which each rank can read one byte once all are done.
     release_fd: int
     #: A listening socket for rank 0's store; its port is `store_port`.
     store_fd: int
     store_port: int
-    #: Free at the time of the call, for programs that initialise torch.distributed themselves.
+    #: A port that was free at the fork, for programs that initialise torch.distributed themselves.
     master_port: int
     stacks_path: str
 
@@ -70,7 +70,7 @@ def _checks(call: Call) -> AbstractContextManager[None]:
 
 
 class _Reporter:
-    """Sends the result, or whatever exception ends the block, and then ends the process."""
+    """Sends the result, or the exception that ends the block, and then ends the process."""
 
     def __init__(self, seat: RankSlot) -> None:
         self._seat = seat
@@ -104,7 +104,7 @@ class _Reporter:
 def describe(
     rank: int, exc_type: type[BaseException], exc: BaseException, tb: TracebackType | None
 ) -> RankFailure:
-    """Return the failure record of an exception."""
+    """Return the record of an exception on a rank."""
     name = exc_type.__qualname__
     if exc_type.__module__ != "builtins":
         name = f"{exc_type.__module__}.{name}"

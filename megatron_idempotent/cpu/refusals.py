@@ -1,7 +1,7 @@
-"""Calls that no CPU can answer: each raises `NotEmulatedError` by its name.
+"""Refuses calls that no CPU can answer: each raises `NotEmulatedError` by its name.
 
-Imports torch; loaded by `enable()` only. Refused is every public name of `torch.cuda` that is
-not in the table, so that a call added by a later torch is refused too.
+It imports torch, so only `enable()` loads it. It refuses every public name of `torch.cuda` that is
+not in the table, so that a call added by a later torch is refused, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SUBMODULES = (graphs, memory, nvtx, profiler, random, streams)
 
 
 def refused_names() -> list[str]:
-    """Return every name that raises, e.g. "torch.cuda.CUDAGraph"."""
+    """Return every name that is refused, e.g. "torch.cuda.CUDAGraph"."""
     emulated = emulated_names()
     public = [
         f"torch.cuda.{name}"
@@ -49,7 +49,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
 
 
 def elsewhere(original: Any, replacement: Any, owner: Any) -> list[tuple[Any, str, Any]]:
-    """Return the same object under other names in torch.cuda's modules, to be replaced too."""
+    """Return replacements for an object's other names in torch.cuda's modules."""
     return [
         (module, name, replacement)
         for module in (torch.cuda, *SUBMODULES)

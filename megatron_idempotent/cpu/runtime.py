@@ -1,15 +1,12 @@
-"""Turns the emulation on and off, and adapts modules as soon as they are loaded.
+"""Turns the emulation on and off, and adapts modules of Megatron and torch as they are loaded.
 
-Imports torch only inside `enable()`.
+Modules are adapted where upstream needs a full GPU installation by oversight: it uses a name
+without Transformer Engine that is defined only with it, or builds something that the wheel ships
+built. No such change touches what Megatron computes.
 
-An oversight is what upstream needs of a full GPU installation for no reason of its own: a name
-that is used without Transformer Engine but defined only with it, or a build step for something
-that the wheel ships built. None of them changes what Megatron computes. Free of torch.
-
-`torch.compile` and `torch.compiler.disable` import the compiler, a quarter of the time that the
-import of Megatron takes, which decorates functions with both. The runtime calls none of them
-compiled, so a plain function is decorated in its first call after the runtime is off. Imports
-torch; loaded by `enable()` only.
+`torch.compile` and `torch.compiler.disable` import the compiler, which takes a quarter of the time
+of the import of Megatron, where functions are decorated with both. The runtime calls none of them
+compiled, so a plain function is decorated only in its first call after the runtime is off.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ _MISSING = object()
 
 
 class _Ledger:
-    """Keeps what was replaced, to put it back by identity, last in first out."""
+    """Keeps what was replaced, to put it back by identity, the last one first."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Any, str, Any]] = []
@@ -64,7 +61,7 @@ class _Ledger:
 
 
 class _Active:
-    """One activation: its ledger and the import finder for modules yet to come."""
+    """Holds one activation: its ledger, and the import finder for modules yet to come."""
 
     def __init__(self) -> None:
         self.ledger = _Ledger()
@@ -108,8 +105,8 @@ _lock = PerProcessLock(__name__, "_lock", threading.RLock)
 def enable() -> None:
     """Answer Megatron's calls into `torch.cuda` on the CPU until the matching `disable()`.
 
-    Imports torch. Calls nest: the runtime stays on until `disable()` has been called as often.
-    For the whole process, not for one thread.
+    Calls nest: the runtime stays on until `disable()` has been called as often. It is on for the
+    whole process, not for one thread.
 
     Raises:
         RuntimeError: a CUDA device is in reach, so that emulating one would hide it.
@@ -142,7 +139,7 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """`with cpu.enabled():` turns the runtime on inside the block."""
+    """Turns the runtime on inside of a block: `with cpu.enabled():`."""
     enable()
     try:
         yield
@@ -151,7 +148,7 @@ def enabled() -> Iterator[None]:
 
 
 def is_enabled() -> bool:
-    """True between `enable()` and its matching `disable()`."""
+    """Returns whether the runtime is on: between `enable()` and its matching `disable()`."""
     return _runtime.active is not None
 
 
@@ -169,7 +166,7 @@ def _refuse_real_cuda() -> None:
 
 
 def real_cuda(device_count: int, visible: str | None) -> RuntimeError:
-    """Makes the error of `enable()` where CUDA is in reach."""
+    """Makes the error of `enable()` in a process that can use a CUDA device."""
     setting = "is not set" if visible is None else f"is {visible!r}"
     return RuntimeError(
         f"megatron_idempotent.cpu emulates CUDA where there is none, but this process can use "
@@ -179,7 +176,7 @@ def real_cuda(device_count: int, visible: str | None) -> RuntimeError:
 
 
 def _already_compiled() -> None:
-    """`initialize_megatron` runs make for a library that the wheel ships built."""
+    """Does nothing, in place of a make for a library that the wheel ships built."""
 
 
 Complete = Callable[[ModuleType, str, Any], None]
@@ -229,7 +226,7 @@ COMPLETE: dict[str, Callable[[ModuleType, Complete], None]] = {
 
 
 class Completer(importlib.abc.MetaPathFinder):
-    """Completes the modules of COMPLETE right after they are loaded; stands in `sys.meta_path`."""
+    """Adapts the modules of COMPLETE right after they are loaded; stands in `sys.meta_path`."""
 
     def __init__(self, complete: Complete) -> None:
         self._complete = complete
@@ -273,7 +270,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _later(decorate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the decorator, put off for plain functions; of modules and classes as it is."""
+    """Wraps a decorator so that it decorates plain functions late, and all else at once."""
 
     @functools.wraps(decorate)
     def decorator(*args: Any, **options: Any) -> Any:
@@ -294,7 +291,7 @@ class _Function:
         self._decorated: Callable[..., Any] | None = None
 
     def called(self) -> Callable[..., Any]:
-        """Return a function, so that it binds as a method and pickles by its name."""
+        """Return a function that calls the decorated one; it binds as a method, pickles by name."""
 
         @functools.wraps(self._plain)
         def call(*args: Any, **kwargs: Any) -> Any:

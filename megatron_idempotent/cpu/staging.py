@@ -1,10 +1,10 @@
-"""Collectives of ranks that share a GPU: over gloo, through host memory.
+"""Runs collectives of ranks that share a GPU over gloo, through host memory.
 
 NCCL refuses two ranks on one GPU, and gloo's own support of CUDA tensors has no point-to-point
 messages and no coalesced reductions. So tensors are copied to the host, the collective runs there
-as it does on CPU ranks, and what it wrote is copied back when its handle is waited for: until then
-a later kernel on the current stream sees the old values, and after it the new ones, as with NCCL.
-Imports torch. Off until `begin`; each call is torch's own then.
+as it does on CPU ranks, and its outputs are copied back when its handle is waited for: until then a
+later kernel on the current stream sees the old values, and after that the new ones, as with NCCL.
+It is off until `begin`: each call is torch's own before that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_idempotent.patching.per_process import PerProcess
 
 from . import placement
 
-#: Place of the argument that a collective writes to; None for those that only send.
+#: The place of the argument that a collective writes to; None for one that only sends.
 WRITES: dict[str, int | None] = {
     "_all_gather_base": 0,
     "_reduce_scatter_base": 0,
@@ -52,7 +52,7 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Staging(PerProcess):
-    #: Type of the device whose tensors are staged, as long as they are.
+    #: The type of the device whose tensors are staged; None if nothing is staged.
     device: str | None = None
 
 
@@ -72,7 +72,7 @@ def end() -> None:
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
-    """(owner, attribute, replacement) for whatever torch's collectives are called by."""
+    """Returns (owner, attribute, replacement) for all names of torch's collectives."""
     on_gloo = {name: value for _, name, value in placement.collective_replacements()}
     owners = {(owner, name) for owner, name, _ in placement.collective_replacements()}
     owners |= {(owner, name) for owner in (dist, distributed_c10d) for name in WRITES}
@@ -101,7 +101,7 @@ def _while_staging(original: Callable[..., Any], other: Callable[..., Any]) -> C
 
 
 def _staged(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the collective on copies in host memory."""
+    """Wraps a collective so that it runs on copies in host memory."""
     signature = inspect.signature(original)
     place = WRITES[original.__name__]
     writes = "" if place is None else list(signature.parameters)[place]
@@ -148,7 +148,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 class _Staged:
-    """Handle of a collective on host memory; what it wrote is on the device after `wait`."""
+    """Stands for a collective on host memory; `wait` copies its outputs to the device."""
 
     def __init__(self, work: Any, copies: Copies) -> None:
         self._work, self._copies = work, copies
@@ -165,7 +165,7 @@ class _Staged:
         return bool(self._work.is_completed()) and self.wait()
 
     def copy_back(self) -> None:
-        """Write to the device what is on the host; again changes nothing."""
+        """Copy the outputs from the host to the device. Twice: no-op."""
         copies, self._copies = self._copies, []
         with torch.no_grad():
             for tensor, host in copies:
@@ -173,7 +173,7 @@ class _Staged:
 
 
 def _staged_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`_coalescing_manager`, whose collectives run when it ends."""
+    """Wraps `_coalescing_manager` so that its collectives' outputs are copied back at its end."""
 
     @functools.wraps(original)
     @contextlib.contextmanager

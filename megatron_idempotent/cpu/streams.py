@@ -1,4 +1,7 @@
-"""Streams and events of a device that finishes every call before it returns. No torch needed."""
+"""Emulates streams and events of a device that finishes every call before it returns.
+
+Importing this does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _ids = itertools.count()
 
 
 class Event:
-    """A point in time. `elapsed_time` is wall time in milliseconds, measured."""
+    """Marks a point in time. `elapsed_time` is measured wall time in milliseconds."""
 
     def __init__(
         self,
@@ -42,9 +45,9 @@ class Event:
         return True
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from this event's `record` to that of `end_event`.
+        """Returns the milliseconds from this event's `record` to that of `end_event`.
 
-        Raises RuntimeError as CUDA does where either event was not recorded or has no timing.
+        Raises RuntimeError, as CUDA does, if either event was not recorded or has no timing.
         """
         if not (self.enable_timing and end_event.enable_timing):
             raise RuntimeError("both events must be created with enable_timing=True")
@@ -61,7 +64,7 @@ class Event:
 
 
 class Stream:
-    """An order of work that is always already done."""
+    """Emulates an order of work, all of which is always done already."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_kwargs: Any) -> None:
         self.device = device
@@ -113,7 +116,7 @@ _current = _Current(__name__, "_current")
 
 
 class StreamContext:
-    """`with torch.cuda.stream(s)`: s is the current stream inside; None changes nothing."""
+    """Makes s the current stream in a block, `with torch.cuda.stream(s)`; None changes nothing."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream

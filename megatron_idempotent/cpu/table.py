@@ -1,7 +1,7 @@
 """Lists what is emulated, in words, for the docs, the docstring and a test.
 
 `enable()` replaces exactly the names in EMULATED (a test compares them with what it replaced),
-and refuses every other public name of `torch.cuda`. Free of torch.
+and refuses every other public name of `torch.cuda`. Importing this does not import torch.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ LEFT_ALONE = (
 
 
 def emulated_names() -> set[str]:
-    """Example: `"torch.cuda.Stream" in emulated_names()`."""
+    """Return all emulated names: `"torch.cuda.Stream" in emulated_names()`."""
     return {name for names, _ in EMULATED for name in names.split()}
 
 

@@ -1,6 +1,6 @@
-"""A tiny real GPT on a rank, wired as an ordinary framework wires it: the shared test bench.
+"""Builds a tiny real GPT on a rank, wired as an ordinary framework wires it, for tests.
 
-Runs on megatron-core 0.11 to 0.19.
+It runs on megatron-core 0.11 to 0.19.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["BATCH", "SEQUENCE", "VOCABULARY", "Dtype", "Tiny", "build", "microbatches"]
 
 HIDDEN, HEADS = 64, 4
-#: In elements: small enough for several buckets per chunk, so that overlap has an order to keep.
+#: Elements of a bucket: so few that a chunk has several, and overlap has an order to keep.
 BUCKET_SIZE = 20_000
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -61,20 +61,21 @@ def build(
 ) -> Tiny:
     """Build a GPT (hidden 64, 4 heads, vocabulary 128, 2 rows of 32 tokens) on every rank.
 
-    Initialises model parallelism unless it is up, in which case tp, pp, vpp, ep, etp and cp must be
-    those it is up with. `etp` is the tensor parallel size of experts; None means tp.
-    `layers_per_stage` counts per virtual stage. With `tied` the output layer shares the embedding's
-    weight. `wire` sets the config's
-    no_sync_func, grad_sync_func, param_sync_func, grad_scale_func and finalize_model_grads_func.
-    `lengths` makes each microbatch a pack of sequences of these lengths, instead of rows.
-    `exact_attention` puts in `cpu.attention.ExactAttention`; None where it is needed, with cp > 1
-    or `lengths`.
-    `graph_safe_rng` has random trackers that a CUDA graph can capture (from 0.13, on a GPU).
-    `layer_wise` wants dtype="bf16" and megatron-core 0.17, and takes the optimizer that gives each
-    rank whole parameters; it gathers out of DDP's buffers (from 0.18), and with
+    It initialises model parallelism unless it is up; tp, pp, vpp, ep, etp and cp must then be those
+    it is up with. `etp` is the tensor parallel size of experts; None means tp. `layers_per_stage`
+    counts per virtual stage. With `tied` the output layer shares the embedding's weight. `wire`
+    sets the config's no_sync_func, grad_sync_func, param_sync_func, grad_scale_func and
+    finalize_model_grads_func. `lengths` makes each microbatch a pack of sequences of these lengths,
+    instead of rows. `exact_attention` puts in `cpu.attention.ExactAttention`; None does so if it is
+    needed, with cp > 1 or `lengths`. `graph_safe_rng` takes random trackers that a CUDA graph can
+    capture (from 0.13, on a GPU).
+
+    `layer_wise` takes the optimizer that gives each rank whole parameters, and needs dtype="bf16"
+    and megatron-core 0.17. It gathers out of DDP's buffers (from 0.18), or with
     distributed_optimizer=False through lists of parameters. `fsdp` puts the model into
-    Megatron-FSDP instead of DDP (from 0.15), with that sharding strategy; "v2" into the second
-    version of it, of Megatron main.
+    Megatron-FSDP instead of DDP (from 0.15), with that sharding strategy; "v2" takes its second
+    version, of Megatron main.
+
     The overrides are fields of TransformerConfig, DistributedDataParallelConfig and
     OptimizerConfig, and arguments of GPTModel. `before_ddp` is called with each chunk's module
     before DDP wraps it, where a framework freezes parameters and adds adapters. Weights depend on
@@ -235,10 +236,7 @@ def _model(
     spec: Callable[[Any], Any] | None,
     **options: Any,
 ) -> Any:
-    """Return one pipeline stage.
-
-    A GPTModel, in Float16Module where its weights are half precision.
-    """
+    """Return one pipeline stage: a GPTModel, in Float16Module if its weights have 16 bits."""
     from megatron.core import parallel_state
     from megatron.core.transformer.module import Float16Module
 
@@ -276,6 +274,6 @@ def _precision(dtype: Dtype) -> tuple[dict[str, bool], torch.dtype]:
 
 
 def _fields_of(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of `values` that this release's dataclass has."""
+    """Returns the items of `values` that are fields of this release's dataclass."""
     names = {field.name for field in fields(record)}
     return {name: value for name, value in values.items() if name in names}

@@ -1,4 +1,4 @@
-"""Engines that sample responses and take new weights while they do: one protocol for all."""
+"""Drives engines, which sample responses and take new weights meanwhile, by one protocol."""
 
 from megatron_idempotent.lazy import naming_the_remedy
 

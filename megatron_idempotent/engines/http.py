@@ -1,8 +1,8 @@
-"""Calls to one server over HTTP: what all engines that are servers share.
+"""Calls one server over HTTP, for all engines that are servers.
 
-A call is tried once, because only its caller knows what twice would do. Each call has a connection
-of its own: servers close those that are idle for some seconds, and a POST on one that is just being
-closed looks like a server that died. What a status means is for the engine to say.
+A call is tried once, because only its caller knows what a second call would do. Each call has a
+connection of its own: servers close connections that are idle for some seconds, and a POST on one
+that is just being closed looks like a server that died. The engine decides what a status means.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HttpResponse:
-    """The answer of a server. Example: `HttpResponse(status=400, body={"message": "…"})`."""
+    """Holds the answer of a server. Example: `HttpResponse(status=400, body={"message": "…"})`."""
 
     status: int
     body: Any
-    """Parsed JSON, text where it is none, or None for an empty answer."""
+    """The answer as parsed JSON, as text if it is no JSON, or None if it is empty."""
 
     @property
     def message(self) -> str:
@@ -39,7 +39,7 @@ class HttpResponse:
 
 
 class HttpClient:
-    """One server. Example: `answer = await client.call("GET", "/health", timeout_s=5.0)`."""
+    """Sends requests to one server. Example: `await client.call("GET", "/health", timeout_s=5)`."""
 
     def __init__(
         self, url: str, *, engine: str, api_key: str | None = None, connect_s: float | None = None
@@ -74,11 +74,15 @@ class HttpClient:
         """Send a request and wait for its answer, whatever its status is.
 
         Args:
+            method: "GET", "POST" and the like.
+            path: the path below the server's URL.
+            body: sent as JSON; None for no body.
+            query: the parameters after the path.
             timeout_s: seconds from the connection to the last byte of the answer; None for as
                 long as the connection holds.
 
-        Errors: `EngineDead` where there is no connection, or it ends before the answer does, or
-            this client was closed; `EngineTimeout`.
+        Errors: `EngineDead` if there is no connection, or it ends before the answer does, or this
+            client was closed; `EngineTimeout`.
         """
         aiohttp = _aiohttp()
         limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_s)

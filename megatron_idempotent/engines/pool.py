@@ -1,4 +1,4 @@
-"""Several engines as one: each request goes to the serving engine that has the fewest."""
+"""Uses several engines as one: each request goes to the serving engine that runs the fewest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias, cast
 from .protocol import EngineDead, EngineError, Request, RolloutEngine, Sample
 
 Pick: TypeAlias = "Callable[[Request], RolloutEngine | Awaitable[RolloutEngine]]"
-"""Chooses an engine for what is left of a request."""
+"""A function that chooses an engine for the rest of a request."""
 
 #: A pause between attempts never gets longer.
 _LONGEST_WAIT_S = 5.0
@@ -32,13 +32,14 @@ async def generate_whole(
     Args:
         engine: one engine, or a function that chooses one for each attempt.
         request: the whole response; its id is that of all parts.
-        attempts: that may bring no token, one after the other; one that brings some starts the
-            start again, as an engine may be stopped for every update of its weights.
-        wait_s: before an attempt after one that brought nothing; twice as long each time, up to
-            5 s.
+        attempts: the number of attempts in a row without a token after which it gives up; a part
+            with a token starts the count again, because an engine may be stopped for every update
+            of its weights.
+        wait_s: seconds before an attempt that follows one without a token; twice as long each time,
+            up to 5 s.
 
-    Errors: those of `generate`. `EngineDead` only where there is no other engine to choose, or
-        after as many attempts; `EngineError` for as many parts without a token.
+    Errors: those of `generate`. `EngineDead` only if there is no other engine to choose, or after
+        so many attempts; `EngineError` after so many parts without a token.
     """
     done = Sample(request_id=request.id, tokens=(), logprobs=(), versions=(), finish_reason="abort")
     without = 0
@@ -72,7 +73,7 @@ async def _choose(engine: RolloutEngine | Pick, request: Request, done: Sample) 
 
 
 def _rest(request: Request, done: Sample) -> Request:
-    """Returns the request for what is left to be sampled."""
+    """Returns a request for the rest of the response."""
     if not done.tokens:
         return request
     return dataclasses.replace(
@@ -104,7 +105,7 @@ class Quarantine(Protocol):
 
     @property
     def quarantined(self) -> Mapping[str, str]:
-        """Reasons by name. A new mapping whenever it changes, as it is looked at per request."""
+        """The reasons by name: a new mapping whenever they change, as a pool reads it often."""
         ...
 
 
@@ -124,9 +125,9 @@ class EnginePool:
     async def generate(self, request: Request) -> Sample:
         """Return a whole response.
 
-        What an engine hands back as a part, or loses, the others continue.
+        The other engines continue what one hands back as a part, or loses.
 
-        Errors: `EngineError` naming every engine where none is left; `ValueError` of a request that
+        Errors: `EngineError` naming every engine if none is left; `ValueError` for a request that
             can never be answered.
         """
         return await generate_whole(lambda _: cast("RolloutEngine", self._pick()), request)
@@ -137,7 +138,7 @@ class EnginePool:
         return bool(self._serving())
 
     async def reprobe(self) -> None:
-        """Ask engines that were lost whether they are back."""
+        """Ask engines that were lost for their health, and use again those that answer."""
         lost = [each for each in self._counted if each.name in self._dead]
         for each, health in zip(
             lost, await asyncio.gather(*(each.engine.health() for each in lost)), strict=True
@@ -152,7 +153,7 @@ class EnginePool:
 
     @property
     def _out(self) -> Mapping[str, str]:
-        """The engines that must not be used, by name, and why."""
+        """The reason for each engine that must not be used, by name."""
         quarantined = self._sync.quarantined if self._sync else {}
         return {**self._dead, **quarantined} if self._dead else quarantined
 
@@ -169,7 +170,7 @@ class EnginePool:
 
 
 class _Counted:
-    """An engine as `generate_whole` uses it: counted while it runs, and struck off if it dies."""
+    """Counts an engine's running requests, and takes an engine that dies out of its pool."""
 
     def __init__(self, engine: RolloutEngine, pool: EnginePool) -> None:
         self.engine = engine

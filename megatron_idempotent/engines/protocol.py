@@ -1,4 +1,4 @@
-"""The protocol of every inference engine, its inputs and results, and the errors it answers with.
+"""Defines the protocol of every inference engine, its inputs and results, and its errors.
 
 `tests/engines/contract.py` holds every engine to it.
 """
@@ -13,16 +13,16 @@ from typing import Literal, Protocol
 from megatron_idempotent.weights import Bucket, WeightUpdate
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a sample ends: at a stop token, at its longest length, or because the engine was told to."""
+"""The reason why a sample ends: a stop token, its longest length, or that it was aborted."""
 
 PauseMode = Literal["keep", "abort", "wait"]
-"""The treatment of running requests: they stay and go on at `resume`; they come back at once as
-partials; or the pause waits for them to end."""
+"""The treatment of running requests at a pause. "keep": they stay, and go on at `resume`. "abort":
+they come back at once as partials. "wait": the pause waits for them to end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One response to be sampled.
+    """Asks for one response.
 
     Example: `Request(id="0/17/3", prompt=(7, 3, 4), max_tokens=32, stop_tokens=(2,), seed=5)`.
     """
@@ -35,7 +35,8 @@ class Request:
     """Ids that end a response; the one that did is its last token."""
     temperature: float = 1.0
     seed: int | None = None
-    """Same seed, weights and prompt: the same tokens, up to the rounding of other batches."""
+    """The seed of the sample; None for a random one. With the same seed, weights and prompt the
+    tokens are the same, except that other batches may round otherwise."""
     continued: int = 0
     """The number of `prompt`'s last tokens that were sampled already, by an aborted part."""
 
@@ -59,10 +60,11 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A response, or the part of it that was there when the engine was told to stop.
+    """Holds a response, or the part of it that was there when the engine was told to stop.
 
-    `logprobs` are natural, of the distribution drawn from (temperature applied), and `versions`
-    those of the weights that each token was drawn with; both have an entry per token.
+    `logprobs` are natural, of the distribution that tokens were drawn from (with temperature), and
+    `versions` are those of the weights that each token was drawn with. Both have an entry per
+    token.
     Example: `Sample(request_id="0/17/3", tokens=(5, 2), logprobs=(-0.1, -0.2), versions=(3, 4),
     finish_reason="stop")`.
     """
@@ -83,16 +85,17 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineHealth:
-    """The state that an engine reports. Example: `(await engine.health()).status == "SERVING"`."""
+    """Reports an engine's state. Example: `(await engine.health()).status == "SERVING"`."""
 
     status: Literal["SERVING", "PAUSED", "DIRTY", "DEAD"]
-    """DIRTY: its weights may be of more than one version, so it must not serve. DEAD: no answer."""
+    """The engine's state. DIRTY: its weights may be of more than one version, so it must not serve.
+    DEAD: it does not answer."""
     version: int | None
-    """Version of its weights; None where none is known, as in DIRTY and DEAD."""
+    """The version of the engine's weights; None if none is known, as in DIRTY and DEAD."""
     detail: str = ""
-    """Why it is DIRTY or DEAD."""
+    """The reason why the engine is DIRTY or DEAD."""
     running: int = 0
-    """Requests that it has taken and not answered."""
+    """The number of requests that the engine has taken and not answered."""
 
 
 class RolloutEngine(Protocol):
@@ -104,7 +107,7 @@ class RolloutEngine(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique among the engines of a run; errors and health reports use it."""
+        """The engine's name, unique in a run; errors and health reports use it."""
         ...
 
     async def generate(self, request: Request) -> Sample:
@@ -118,18 +121,18 @@ class RolloutEngine(Protocol):
         ...
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop between two tokens; on return no token is drawn. Paused already: no-op."""
+        """Stop between two tokens; after the return no token is drawn. Paused already: no-op."""
         ...
 
     async def resume(self) -> None:
-        """Go on. Not paused: no-op. Errors: `EngineError` for an engine that is DIRTY."""
+        """Draw tokens again. Not paused: no-op. Errors: `EngineError` if the engine is DIRTY."""
         ...
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
         """Take the update's weights beside those in use, and check them; the engine keeps serving.
 
-        A second update takes the place of one that was staged and not committed. The same update
-        again, once it is committed, is a no-op (the buckets are not read).
+        A second update takes the place of one that was staged and not committed. To stage the
+        update that was committed last is a no-op (its buckets are not read).
         Errors: `UpdateRefused` for a version not above the engine's own, a base that is not what it
             serves, or another update being staged at this moment; `UpdateMismatch` and
             `UpdateDamaged` for tensors that do not fit or did not arrive as they were sent;
@@ -141,16 +144,16 @@ class RolloutEngine(Protocol):
     async def commit(self, update_id: str) -> int:
         """Serve the staged update from now on; returns its version. The engine must be paused.
 
-        Tokens of running requests that were drawn before keep their version; what is drawn after
-        it attends to a recomputed cache. Idempotent: the id of the last commit again does
+        Tokens of running requests that were drawn before keep their version; tokens that are drawn
+        after it attend to a recomputed cache. Idempotent: with the id of the last commit it does
         nothing and returns its version.
-        Errors: `EngineError` for an id that is not staged, or while it is not paused. Where it
-            fails half-way the engine is DIRTY, and may be committed again.
+        Errors: `EngineError` for an id that is not staged, or if the engine is not paused. If it
+            fails half-way the engine is DIRTY, and may be told to commit again.
         """
         ...
 
     async def rollback(self, update_id: str) -> None:
-        """Forget an update that is staged, or half committed, and be at the weights before it.
+        """Forget an update that is staged, or half committed, and go back to the weights before it.
 
         Unknown ids, and those of updates that are committed in full: no-op. An engine that cannot
         restore its weights stays DIRTY.
@@ -162,19 +165,19 @@ class RolloutEngine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release what it holds; running requests come back as partials. Twice: no-op."""
+        """Release what the engine holds; running requests come back as partials. Twice: no-op."""
         ...
 
 
 class ColocatedEngine(RolloutEngine, Protocol):
-    """An engine that shares the trainer's device, and gives its memory back between rollouts."""
+    """Shares the trainer's device, and gives its memory back between rollouts."""
 
     async def sleep(self) -> None:
         """Free weights and cache. Asleep: no-op. Running requests come back as partials."""
         ...
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take memory again, of "weights" or of "kv_cache"; weights first, then load them.
+        """Take the memory of "weights" or of "kv_cache" again; wake weights first, then load them.
 
         Until both are awake `resume` is refused; until weights are loaded no version is known.
         """
@@ -182,7 +185,7 @@ class ColocatedEngine(RolloutEngine, Protocol):
 
 
 class EngineError(RuntimeError):
-    """An engine that could not do what it was told; the message names the engine."""
+    """An engine could not do what it was told; the message names the engine."""
 
 
 class EngineDead(EngineError):
@@ -198,7 +201,7 @@ class EngineUnsupported(EngineError):
 
 
 def refuse_kv_scales(engine: str, update: WeightUpdate, why: str) -> None:
-    """Errors: `EngineUnsupported` for an update with scales, of an engine that has none.
+    """Raise `EngineUnsupported` if an update brings scales to an engine that takes none.
 
     Example: `refuse_kv_scales("engine-0", update, "its key-value cache is not FP8")`.
     """

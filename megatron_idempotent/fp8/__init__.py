@@ -1,1 +1,1 @@
-"""Batches that FP8 kernels take, and weights in FP8 for an engine. See docs/fp8.md."""
+"""Packs batches as FP8 kernels take them, and quantizes weights for engines. See docs/fp8.md."""

@@ -1,4 +1,4 @@
-"""Weights in E4M3 with one scale for each block of 128 × 128, as engines read them.
+"""Quantizes weights to E4M3 with one scale for each block of 128 × 128, as engines read them.
 
 Legend: E experts, R rows (output features), C columns, r and c blocks along them, K the side of a
 block.
@@ -19,12 +19,12 @@ BLOCK = 128
 E4M3 = torch.float8_e4m3fn
 #: The largest number of E4M3, and the largest that is rounded to it: half a step above.
 _LARGEST, _ROUNDED_TO_LARGEST = 448.0, 464.0
-#: No scale is below; what is smaller than E4M3 has at that scale is rounded to it, or to 0.
+#: No scale is smaller: values that E4M3 does not reach with it are rounded to its least, or to 0.
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-#: Of float32 copies that are held at a time.
+#: Bytes of float32 copies that are held at a time.
 _SLAB_BYTES = 32 << 20
 
-#: That has E4M3, and what the kernel reads and rounds to.
+#: The least compute capability with E4M3, and the types that the kernel reads and rounds to.
 _E4M3_CAPABILITY = (8, 9)
 _KERNEL_TYPES = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -32,12 +32,12 @@ Scales = Literal["float32", "ue8m0"]
 
 
 class Blockwise(NamedTuple):
-    """A weight is about `codes` · `scale_inv`, with each scale for its block."""
+    """Holds a quantized weight: about `codes` · `scale_inv`, where each scale is of one block."""
 
     codes: Tensor
     """[..., R, C] of float8_e4m3fn."""
     scale_inv: Tensor
-    """[..., ⌈R / 128⌉, ⌈C / 128⌉] of float32; DeepSeek's name, for what codes are multiplied by."""
+    """[..., ⌈R / 128⌉, ⌈C / 128⌉] of float32: the factors of the codes, under DeepSeek's name."""
 
 
 def quantize_blockwise(
@@ -52,25 +52,26 @@ def quantize_blockwise(
     """Quantize a weight, or those of all experts, by blocks of 128 × 128.
 
     A block's scale is its largest magnitude / 448 in float32; with "ue8m0" the least power of two
-    that lets that magnitude be rounded to at most 448, so that quantizing what comes of
-    `dequantize_blockwise` finds the same codes. (⌈log₂(largest / 448)⌉, as it is often written,
-    does not: 1.8 · 2ⁿ becomes 1.75 · 2ⁿ, which fits half the scale.) Blocks at the edges are as
-    small as the edge leaves them. A block of zeros has scale 1. A scale is at least 2⁻¹²⁶.
+    that lets that magnitude be rounded to at most 448, so that quantizing the result of
+    `dequantize_blockwise` gives the same codes again. (⌈log₂(largest / 448)⌉, as it is often
+    written, does not: 1.8 · 2ⁿ becomes 1.75 · 2ⁿ, which fits half the scale.) Blocks at the edges
+    are as small as the edge leaves them. A block of zeros has scale 1. A scale is at least 2⁻¹²⁶.
 
-    The same bytes come of the same weight. Besides the result it takes up to 2.5 times
-    `slab_bytes`; on a GPU with E4M3 one kernel reads and writes once, and takes nothing besides.
+    The same weight always gives the same bytes. Besides the result it takes up to 2.5 times
+    `slab_bytes`; on a GPU with E4M3 one kernel reads and writes once, and takes no other memory.
     The host reads once whether all values are finite.
 
     Args:
         weight: [R, C] or [E, R, C], of a floating point type, on any device.
         scales: "float32", or "ue8m0" for powers of two, in float32 all the same.
-        dtype: what the engine would be given instead, to which the weight is rounded first: codes
-            of a float32 master differ from those of the bfloat16 that training computes with.
-        name: in errors.
-        slab_bytes: scratch memory; at least one row of blocks is taken at a time.
-        triton: compute with Triton's kernel, whose bytes are the same; None to do so on GPUs of
-            compute capability 8.9 on, False for PyTorch. float64 is computed by PyTorch. Where it
-            is None the environment's MEGATRON_IDEMPOTENT_TRITON says 1 or 0.
+        dtype: the type that the engine would get without FP8. The weight is rounded to it first:
+            codes of a float32 master differ from those of the bfloat16 that training computes with.
+        name: the weight's name in errors.
+        slab_bytes: bytes of scratch memory; at least one row of blocks is taken at a time.
+        triton: True computes with Triton's kernel, whose bytes are the same; False with PyTorch.
+            None follows the environment's MEGATRON_IDEMPOTENT_TRITON, 1 or 0, and if that is not
+            set uses the kernel on GPUs of compute capability 8.9 or higher. PyTorch always
+            computes float64.
 
     Raises:
         ValueError: another shape or type, unknown scales, values that are not finite, or
@@ -87,7 +88,10 @@ def quantize_blockwise(
             "of two bytes or more, [rows, columns] or [experts, rows, columns]"
         )
     if not dtype.is_floating_point or dtype.itemsize < 2:
-        raise ValueError(f"quantize_blockwise() got dtype={dtype}; allowed: the dtype before FP8")
+        raise ValueError(
+            f"quantize_blockwise() got dtype={dtype}; allowed: floating point of two bytes or "
+            "more, the type that the engine would get without FP8"
+        )
     weight = weight.detach()
     weight_ERC = weight if weight.dim() == 3 else weight[None]
     experts, rows, columns = weight_ERC.shape
@@ -133,8 +137,8 @@ def dequantize_blockwise(
     Args:
         codes: [..., R, C] of float8_e4m3fn.
         scale_inv: [..., ⌈R / 128⌉, ⌈C / 128⌉] of float32, or of float8_e8m0fnu.
-        dtype: of the result.
-        slab_bytes: scratch memory.
+        dtype: the type of the result.
+        slab_bytes: bytes of scratch memory; at least one row of blocks is taken at a time.
 
     Raises:
         ValueError: shapes or types that do not fit each other.
@@ -158,7 +162,7 @@ def dequantize_blockwise(
 
 
 def check_scale_shape(what: str, codes: Tensor, scale_inv: Tensor) -> None:
-    """Check that there is a scale for each block, and no other."""
+    """Raise `ValueError` unless there is one scale for each block of the codes."""
     expected = (*codes.shape[:-2], *map(_blocks, codes.shape[-2:]))
     if tuple(scale_inv.shape) != expected:
         raise ValueError(
@@ -168,22 +172,25 @@ def check_scale_shape(what: str, codes: Tensor, scale_inv: Tensor) -> None:
 
 
 def check_cuts(name: str, rows: int, pieces: tuple[int, ...]) -> None:
-    """Pieces of a weight, by rows, have the blocks that the whole weight has.
+    """Check that pieces of a weight, cut by rows, have the blocks that the whole weight has.
 
-    That is so where each but the last is a multiple of 128 rows. Otherwise the pieces have to be
-    put together, or taken apart, before they are quantized: blocks with rows of two pieces have
-    the scale of one of them.
+    They do if each piece but the last has a multiple of 128 rows. Otherwise the pieces have to be
+    put together, or taken apart, before they are quantized: a block with rows of two pieces would
+    get the scale of one of them.
 
     Args:
-        name: in errors.
-        rows: of the whole.
-        pieces: rows of each piece, such as tensor-parallel shards, or gate and up.
+        name: the weight's name in errors.
+        rows: the rows of the whole weight.
+        pieces: the rows of each piece, such as tensor-parallel shards, or gate and up.
 
     Raises:
         ValueError: a cut within a block, or pieces that are not `rows` together.
     """
     if sum(pieces) != rows:
-        raise ValueError(f"{name} has {rows} rows, and its pieces {pieces} have {sum(pieces)}")
+        raise ValueError(
+            f"{name} has {rows} rows, and its pieces {pieces} have {sum(pieces)}: give the rows of "
+            "all of its pieces"
+        )
     cut = 0
     for piece in pieces[:-1]:
         cut += piece
@@ -199,7 +206,7 @@ def _blocks(length: int) -> int:
 
 
 def _slabs(shape: torch.Size, slab_bytes: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Parts that are taken at a time, of some experts or of one: experts, blocks, rows."""
+    """Yields the parts that are taken at a time, as slices of experts, of blocks and of rows."""
     experts, rows, columns = shape
     row_bytes = BLOCK * max(1, _blocks(columns)) * BLOCK * 4
     at_a_time = max(1, slab_bytes // row_bytes)
@@ -235,7 +242,10 @@ def _scale(largest: Tensor, scales: Scales) -> Tensor:
 
 
 def _refuse_not_finite(name: str, weight: Tensor, dtype: torch.dtype, largest_Erc: Tensor) -> None:
-    """Looked for only when it is known that there is one, and only in its block."""
+    """Raises `ValueError` with the place of the first value that is not finite.
+
+    It is called when there is one, and reads its block alone.
+    """
     e, r, c = ((~largest_Erc.isfinite()).nonzero()[0]).tolist()
     block = (weight if weight.dim() == 3 else weight[None])[e][r * BLOCK :, c * BLOCK :]
     block = block[:BLOCK, :BLOCK].to(dtype)

@@ -1,4 +1,4 @@
-"""Weights on their way to an engine that computes in FP8."""
+"""Quantizes weights on their way to an engine that computes in FP8."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .blockwise import BLOCK, E4M3, Scales, check_cuts, check_scale_shape, quantize_blockwise
 
-#: What engines make their own layers of, whose weights they read unquantized: embeddings, output
-#: layers, routers, and the projection of DeepSeek's MTP heads.
+#: Modules whose weights engines read unquantized: embeddings, output layers, routers, and the
+#: projection of DeepSeek's MTP heads.
 NOT_CONVERTED = (
     "embed_tokens",
     "lm_head",
@@ -42,14 +42,15 @@ class Fp8Export:
     """
 
     scales: Scales = "float32"
-    """"ue8m0" for powers of two, as DeepGEMM wants them on Blackwell; float32 all the same."""
+    """The kind of scales: "float32", or "ue8m0" for powers of two, which DeepGEMM needs on
+    Blackwell; both are stored in float32."""
     dtype: torch.dtype = torch.bfloat16
     """The type that the engine would get without FP8; other types are rounded to it first."""
     modules_to_not_convert: tuple[str, ...] = ()
-    """Parts of module names, dots and all, as in "visual" or "layers.0.mlp.down_proj", besides
-    embeddings, output layers and routers."""
+    """Modules that stay unquantized besides embeddings, output layers and routers: whole parts of
+    their dotted names, as in "visual" or "layers.0.mlp.down_proj"."""
     pieces: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    """Rows of the pieces of a fused weight, by the last part of its module's name, as in
+    """The rows of each piece of a fused weight, by the last part of its module's name, as in
     {"qkv_proj": (4096, 1024, 1024)}; the halves of gate_up_proj are known."""
 
     def __post_init__(self) -> None:
@@ -73,9 +74,9 @@ class Fp8Export:
     def weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the same weights, quantized, each followed by its scales as `name` + `_scale_inv`.
 
-        One at a time, so nothing else is held. Comes after the mapping to the engine's names and
-        layout, and after shards have been put together: blocks are those of the engine's weights.
-        Weights that are quantized already, and their scales, pass through as they are.
+        It takes one weight at a time, and holds no other. Call it after the mapping to the engine's
+        names and layout, and after shards have been put together: blocks are those of the engine's
+        weights. Weights that are quantized already, and their scales, pass through as they are.
 
         Args:
             weights: names and tensors as the engine reads them, such as

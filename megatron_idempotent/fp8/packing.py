@@ -2,8 +2,8 @@
 
 Legend: n sequences, N their tokens, T tokens of the pack.
 
-The code that packs, collates and computes asks here: if the parts disagreed, positions would
-belong to other sequences than the loss thinks, and nothing would raise.
+All code that packs, collates and computes takes its layout from here. If two parts had layouts of
+their own, positions could belong to other sequences than the loss assumes, and nothing would raise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenAlignment:
-    """Multiples of tokens, counted over all context- and tensor-parallel ranks.
+    """Holds the multiples of tokens to pad to, counted over all context- and tensor-parallel ranks.
 
     Example: `TokenAlignment(sequence=4, pack=64).of_pack([3, 5]) == 64`.
     """
@@ -92,21 +92,21 @@ def token_alignment(
 ) -> TokenAlignment:
     """Returns the multiples that sequences and packs are padded to, in tokens over all ranks.
 
-    Context parallelism cuts each sequence into 2 · cp pieces; sequence parallelism cuts what a
-    context-parallel rank has into tp pieces, across sequences, and only where it is on do the
-    pieces of tp ranks reach a kernel. There Transformer Engine 2.3 to 2.20 wants
+    Context parallelism cuts each sequence into 2 · cp pieces. Sequence parallelism cuts the tokens
+    of a context-parallel rank into tp pieces, across sequences; without it kernels get no such
+    pieces. Transformer Engine 2.3 to 2.20 needs multiples of
 
-    - of any input 8 tokens, before it is gathered, and 16 after (`assert_dim_for_fp8_exec`, and
-      cuBLAS in the weight's gradient, whose inner dimension the tokens are);
-    - for MXFP8 32 before it is gathered, else `MXFP8Quantizer` raises;
-    - blockwise under sequence parallelism 128 before it is gathered, else it gathers in high
+    - 8 tokens for any input, before it is gathered, and 16 after (`assert_dim_for_fp8_exec`, and
+      cuBLAS in the weight's gradient, whose inner dimension is the tokens);
+    - 32 for MXFP8, before it is gathered, else `MXFP8Quantizer` raises;
+    - 128 for "blockwise" under sequence parallelism, before it is gathered, else it gathers in high
       precision, with a warning, and quantizes again (`Float8BlockQuantizer.is_quantizable`).
 
     Args:
         recipe: Megatron's `fp8_recipe`: "delayed", "tensorwise", "mxfp8" or "blockwise"; None
-            where FP8 is off.
-        tp: tensor-parallel ranks.
-        cp: context-parallel ranks.
+            if FP8 is off.
+        tp: the number of tensor-parallel ranks.
+        cp: the number of context-parallel ranks.
         sequence_parallel: Megatron's `sequence_parallel`.
 
     Raises:
@@ -127,7 +127,7 @@ def token_alignment(
             "parallelism needs several tensor-parallel ranks; turn it off, or give their number"
         )
     pieces = tp if sequence_parallel else 1
-    # Of what one context-parallel rank has.
+    # The multiple of one context-parallel rank's tokens.
     if recipe is None:
         share = pieces
     elif recipe in ("delayed", "tensorwise"):
@@ -206,14 +206,14 @@ class Pack:
         tokens: int | None = None,
         device: torch.device | str | None = None,
     ) -> Pack:
-        """Lay out sequences of those lengths; 0 is one of them.
+        """Lay out sequences of these lengths, which may be 0.
 
         Args:
             lengths: [n]; a tensor is read by the host once.
-            alignment: what `token_alignment` says.
-            tokens: T, if it is to be the same for all packs, as pipelines want it, or for ranks
-                without sequences; None for the least.
-            device: of the tensors; None for that of `lengths`, or the CPU.
+            alignment: the multiples that `token_alignment` returns.
+            tokens: T, if all packs are to have the same, as pipelines need, or a rank has no
+                sequences; None for the least.
+            device: the device of the tensors; None for that of `lengths`, or the CPU.
 
         Raises:
             ValueError: lengths below 0, or `tokens` that do not suffice or are not aligned.
@@ -244,7 +244,7 @@ class Pack:
         *,
         device: torch.device | str | None = None,
     ) -> Pack:
-        """Lay out sequences of those lengths in segments of those sizes.
+        """Lay out sequences of these lengths in segments of these sizes.
 
         Example: `Pack.laid_out(pack.lengths, pack.segments)` is that pack again.
         """
@@ -275,11 +275,11 @@ class Pack:
         )
 
     def join(self, sequences: Sequence[Tensor] | Tensor, *, fill: float = 0) -> Tensor:
-        """Values of each token, in the pack [T, ...]; differentiable.
+        """Puts values of each token into the pack, [T, ...]; differentiable.
 
         Args:
-            sequences: n tensors [length, ...], or one of all tokens, [N, ...]. A padded batch's
-                are `values[mask]`.
+            sequences: n tensors [length, ...], or one of all tokens, [N, ...]; for a padded batch
+                `values[mask]`.
             fill: the value of padding: the padding token, `ignore_index`, False.
 
         Raises:
@@ -288,7 +288,10 @@ class Pack:
         if not isinstance(sequences, Tensor):
             found = tuple(len(each) for each in sequences)
             if found != self.lengths:
-                raise ValueError(f"join() got lengths {found}; the pack has {self.lengths}")
+                raise ValueError(
+                    f"join() got lengths {found}; the pack has {self.lengths}: give the sequences "
+                    "that it was made for"
+                )
             if not sequences:
                 raise ValueError("join() got no sequences: give an empty tensor of their type")
             sequences = torch.cat([*sequences])
@@ -316,15 +319,15 @@ class Pack:
     def sums(self, values: Tensor, *, rank: int = 0, size: int = 1) -> Tensor:
         """Adds up each sequence's values; differentiable, and padding takes no part.
 
-        In float64 inside, from each sequence's first token to its last: a sequence has the same
-        sum in every pack. No loop over sequences, and nothing waits for the device.
+        It adds in float64, from each sequence's first token to its last, so that a sequence has the
+        same sum in every pack. Nothing loops over sequences or waits for the device.
 
         Args:
             values: [T, ...] or [1, T, ...]. Under context parallelism a rank's part of it,
-                [T / size, ...], as `context_parallel_part` cuts it; its sums are that rank's then,
-                to be added up over the group.
-            rank: in the context-parallel group.
-            size: ranks in that group.
+                [T / size, ...], as `context_parallel_part` cuts it; the result then has that part's
+                sums, to be added up over the group.
+            rank: this rank's number in the context-parallel group.
+            size: the number of ranks in that group.
 
         Returns:
             [n, ...] of the values' type; float32 for half precision, masks and integers.
@@ -352,8 +355,8 @@ class Pack:
         Args:
             values: [n, ...]
             fill: the value of padding.
-            rank: in the context-parallel group, whose part of the pack is returned.
-            size: ranks in that group.
+            rank: the number, in the context-parallel group, of the rank whose part is returned.
+            size: the number of ranks in that group.
 
         Returns:
             [T / size, ...]
@@ -375,7 +378,7 @@ class Pack:
         return torch.where(mask.view(-1, *[1] * (values.dim() - 1)), spread, fill)
 
     def _flat(self, what: str, values: Tensor, size: int) -> Tensor:
-        """[T / size, ...], without the dimension of rows that a model's output has."""
+        """Returns values [T / size, ...], without the dimension of rows of a model's output."""
         wanted = self.tokens // size
         if values.dim() > 1 and tuple(values.shape[:2]) == (1, wanted):
             values = values[0]
@@ -383,7 +386,7 @@ class Pack:
             share = "" if size == 1 else f" on each of {size} ranks"
             raise ValueError(
                 f"{what}() got values of shape {tuple(values.shape)}; the pack has {self.tokens} "
-                f"tokens{share}"
+                f"tokens{share}: give a value for each, padding included"
             )
         return values
 
@@ -398,7 +401,7 @@ class Pack:
 
 
 class _SegmentSums(torch.autograd.Function):
-    """Sums [T, ...] between borders [m + 1] to [m, ...]; `_Spread` is its transpose."""
+    """Adds up [T, ...] between borders [m + 1] to [m, ...]; `_Spread` is its transpose."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, borders: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Batches that are padded on the left, without that padding, and what came of them put back.
+"""Takes padding on the left out of batches, and puts a model's results back where it was.
 
 Legend: B rows, T positions as given, W positions without padding on the left.
 """
@@ -17,7 +17,7 @@ from .packing import TokenAlignment
 
 
 class RightPadded(NamedTuple):
-    """Rows that begin with their first token."""
+    """Holds rows that begin with their first token: all padding is on the right."""
 
     tokens: Tensor
     """[B, W, ...]"""
@@ -44,8 +44,8 @@ def remove_left_padding(
         mask: [B, T], true or above 0 where there is a token: on one run of positions in each row,
             or on none.
         position_ids: [B, T]; None to count the tokens of each row from 0.
-        alignment: what `token_alignment` says: W is a multiple of its `pack`. None for the longest
-            row as it is.
+        alignment: the multiples that `token_alignment` returns; W is a multiple of its `pack`. None
+            for the longest row as it is.
         pad_id: the value of padding.
 
     Raises:
@@ -55,7 +55,7 @@ def remove_left_padding(
     if position_ids is not None and position_ids.shape != mask.shape:
         raise ValueError(
             f"remove_left_padding() got position_ids of shape {tuple(position_ids.shape)} with "
-            f"mask of shape {tuple(mask.shape)}"
+            f"mask of shape {tuple(mask.shape)}: one for each position of the mask"
         )
     first_B, length_B, width = _runs("remove_left_padding", mask)
     if alignment is not None:
@@ -73,19 +73,19 @@ def remove_left_padding(
 def recover_left_padding(
     values: Tensor, mask: Tensor, *, fill: float = 0, tp_group: Any = None
 ) -> Tensor:
-    """Put what a model made of `remove_left_padding`'s rows back where their tokens were.
+    """Put a model's results for `remove_left_padding`'s rows back to where the tokens were.
 
-    Differentiable: padding of any value gets no gradient. The host reads two numbers.
+    It is differentiable; padding has no gradient, whatever its values. The host reads two numbers.
 
     Args:
         values: [B, W, ...]; with a `tp_group` [B, W / tp, ...], the piece that the rank has under
             sequence parallelism.
         mask: [B, T], as it was given to `remove_left_padding`.
         fill: the value of padding.
-        tp_group: the ranks that share the positions, all of which take part: one all-gather, none
-            in the backward. What follows is to be the same on all of them, and its gradient whole:
-            a piece's gradient is cut from it. `token_logprobs` with hidden_layout="replicated" is
-            such.
+        tp_group: the ranks that share the positions. All of them take part in one all-gather in the
+            forward; the backward makes no collective. All have to compute the same with the result,
+            as `token_logprobs` with hidden_layout="replicated" does: each rank cuts its piece's
+            gradient out of the whole one that it has.
 
     Returns:
         [B, T, ...]
@@ -107,8 +107,10 @@ def recover_left_padding(
 
 
 class _Gathered(torch.autograd.Function):
-    """Pieces by the second dimension: all of them. As Megatron's
-    `gather_from_sequence_parallel_region(tensor_parallel_output_grad=False)`, on any device.
+    """Gathers pieces along the second dimension, on any device.
+
+    Megatron's `gather_from_sequence_parallel_region(tensor_parallel_output_grad=False)` does the
+    same along the first.
     """
 
     @staticmethod
@@ -123,7 +125,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """No collective: ranks have the same gradient."""
+        """Cuts this rank's piece out of the gradient, which all ranks have: no collective."""
         return gradient.narrow(1, dist.get_rank(ctx.group) * ctx.size, ctx.size), None
 
 
@@ -160,7 +162,7 @@ def _runs(what: str, mask: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def _taken(values: Tensor, from_BX: Tensor, real_BX: Tensor, fill: float) -> Tensor:
-    """[B, X, ...]: of each row the values at those positions, `fill` where nothing real is."""
+    """Returns each row's values at these positions, [B, X, ...], and `fill` in padding."""
     rows, width = values.shape[:2]
     trailing = values.shape[2:]
     if not from_BX.numel() or not width:

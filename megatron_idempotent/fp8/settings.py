@@ -1,4 +1,4 @@
-"""Training in FP8 as Megatron does it, where it can be done."""
+"""Finds Megatron's settings for training in FP8, or all that is missing here for it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _TRANSFORMER, _DDP, _OPTIMIZER = (
 
 
 class Fp8Settings(NamedTuple):
-    """Fields by configuration, for `TransformerConfig(**settings.transformer, …)` and so on."""
+    """Holds the fields of each configuration: `TransformerConfig(**settings.transformer, …)`."""
 
     transformer: dict[str, Any]
     ddp: dict[str, Any]
     optimizer: dict[str, Any]
 
     def arguments(self) -> dict[str, Any]:
-        """Return the same by the names of `megatron.training`'s arguments."""
+        """Return the same fields by the names of `megatron.training`'s arguments."""
         named = {**self.transformer, **self.ddp, **self.optimizer}
         return {name: value for name, value in named.items() if name != "fp8_param"}
 
@@ -55,14 +55,14 @@ def fp8_settings(
     fp8_param: bool = False,
     features: Mapping[str, int] | None = None,
 ) -> Fp8Settings:
-    """Returns what to set in Megatron's configurations, if all that FP8 needs is there.
+    """Returns the fields to set in Megatron's configurations, if all that FP8 needs is there.
 
     Args:
         recipe: Megatron's `fp8_recipe`.
-        fp8: "hybrid" has gradients in E5M2; None for that with scales of whole tensors, and for
-            "e4m3" with those of blocks, as Transformer Engine's own recipes have it.
-        fp8_param: keep the layers' weights in FP8, and gather them so.
-        features: sizes on one rank, by name, that matrices of the model have, as in
+        fp8: "e4m3", or "hybrid" for gradients in E5M2. None takes the latter for scales of whole
+            tensors and "e4m3" for scales of blocks, as Transformer Engine's own recipes do.
+        fp8_param: True keeps the layers' weights in FP8, and gathers them so.
+        features: the sizes of the model's matrices on one rank, by name, as in
             {"hidden_size": 4096, "ffn_hidden_size / tp": 14336 // 8}.
 
     Raises:

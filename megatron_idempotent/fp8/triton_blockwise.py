@@ -1,9 +1,9 @@
-"""Quantize a weight by blocks of 128 × 128 in one reading and one writing: a Triton kernel.
+"""Quantizes a weight by blocks of 128 × 128 with a Triton kernel that reads and writes it once.
 
-A program has one block. The largest magnitude is found among the bits without their sign, as whole
-numbers: their order is that of the magnitudes, and NaN and infinity are above all others, so they
-reach the host as what they are. Quotients are divided, not multiplied by an inverse, which would
-round some of them to the other side.
+A program has one block. It compares the values' bits without the sign, as whole numbers: they are
+in the order of the magnitudes, with infinity and NaN above all others, so that these reach the host
+as the largest. It divides by the scale, because multiplying by an inverse would round some
+quotients to the other side.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-call,misc"
@@ -38,7 +38,7 @@ def quantize_kernel(
     EXPORTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write the codes [E, R, C], scale and largest magnitude [E, r, c] of block `program_id`."""
+    """Writes the codes [E, R, C], scale and largest magnitude [E, r, c] of block `program_id`."""
     row_blocks, column_blocks = tl.cdiv(rows, BLOCK), tl.cdiv(columns, BLOCK)
     program = tl.program_id(0)
     in_row = program % column_blocks
@@ -86,7 +86,7 @@ def launch_quantize(
     block: int,
     warps: int = WARPS[0],
 ) -> None:
-    """Write codes, scales and largest magnitudes, which follow each other in memory."""
+    """Quantizes a weight into codes, scales and largest magnitudes, all without gaps in memory."""
     on_device = (
         torch.cuda.device(weight_ERC.device) if weight_ERC.is_cuda else contextlib.nullcontext()
     )

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints in and out of Megatron's GPTModel.
+"""Loads Hugging Face checkpoints into Megatron's GPTModel, and saves them from it.
 
     arch = Architecture.read(directory)
     chunks = [build_gpt(arch, arch.transformer_config(tensor_model_parallel_size=2))]

@@ -1,4 +1,4 @@
-"""An iteration over weights that all ranks make in lock-step, and can leave early."""
+"""Iterates over weights on all ranks in lock-step, and lets ranks leave early."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Convert = Callable[[Named], Named]
 
 
 class Fetch(Protocol):
-    """Brings some tensors to rank 0. Collective: the same range on all ranks, each once."""
+    """Brings some tensors to rank 0. All ranks enter, with the same range, each range once."""
 
     def __call__(self, members: range) -> Mapping[str, torch.Tensor]:
         """Returns the tensors by name on rank 0, none on others."""
@@ -25,7 +25,10 @@ class Fetch(Protocol):
 
 
 def split(sizes: Sequence[int], most: int) -> list[range]:
-    """Consecutive members whose sizes add up to at most so much; one that is larger is alone."""
+    """Split members into consecutive ranges whose sizes add up to at most `most` each.
+
+    A member that is larger has a range of its own.
+    """
     ranges: list[range] = []
     start = total = 0
     for member, size in enumerate(sizes):
@@ -37,12 +40,12 @@ def split(sizes: Sequence[int], most: int) -> list[range]:
 
 
 class BucketStream(Iterator[Bucket]):
-    """The buckets of `WeightSource.buckets`; every rank takes all of them, or closes its stream.
+    """Yields the buckets of `WeightSource.buckets`; each rank takes all, or closes its stream.
 
     Closing, which leaving a `with` block does too, takes this rank through the rest of the
-    collective and keeps nothing, so that the others come to its end. One that is dropped half-way
-    warns (`ResourceWarning`), and other ranks wait. An exception while a bucket is made closes
-    the stream, unless it was communication that failed: then the process group cannot be used on,
+    collective and keeps nothing, so that the others come to its end. A stream that is dropped
+    half-way warns (`ResourceWarning`), and other ranks wait. An exception while a bucket is made
+    closes the stream, unless communication failed: then the process group can no longer be used,
     and nothing more is tried.
 
     Example:
@@ -63,13 +66,14 @@ class BucketStream(Iterator[Bucket]):
     ) -> None:
         """
         Args:
-            units: what goes, and is not to be split between buckets.
-            fetch: brings to rank 0 what units are made of.
-            sources: which fetched tensor each unit is made of; the one of its own number if left
-                out. They do not decrease.
-            bucket_bytes: of units; a bucket has at least one.
-            convert: makes all units' tensors of what is fetched, one by one, on rank 0.
-            keeps: whether this is rank 0.
+            units: the tensors to yield, in order; those of a unit come in one bucket.
+            fetch: brings to rank 0 the tensors that units are made from.
+            sources: for each unit the number of the fetched tensor that it is made from, which
+                never decreases; None for the unit's own number.
+            bucket_bytes: the most bytes of units in a bucket, which has at least one.
+            convert: makes all units' tensors from the fetched ones, in turn, on rank 0; None if
+                they are the same.
+            keeps: True on rank 0, which keeps the tensors.
         """
         sources = range(len(units)) if sources is None else sources
         self._feed = _Feed(fetch, sources[-1] + 1 if sources else 0)
@@ -120,12 +124,12 @@ class BucketStream(Iterator[Bucket]):
             )
 
     def close(self) -> None:
-        """Take this rank through what is left, and keep nothing. Twice: no-op."""
+        """Take this rank through the rest of the collective, and keep nothing. Twice: no-op."""
         self._feed.drain()
 
 
 class _Feed:
-    """This rank's progress in the collective."""
+    """Tracks this rank's progress in the collective."""
 
     def __init__(self, fetch: Fetch, count: int) -> None:
         self._fetch, self.count = fetch, count

@@ -1,6 +1,7 @@
-"""The architecture of a Hugging Face checkpoint in Megatron's terms, and errors of checkpoints.
+"""Describes the architecture of a Hugging Face checkpoint in Megatron's terms.
 
-What Megatron's GPTModel does not compute exactly is collected here, all of it at once.
+A configuration that Megatron's GPTModel does not compute exactly is refused with all reasons at
+once. The errors of checkpoints are defined here, too.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from megatron_idempotent.weights.safetensors_io import listed, read_json
 
 
 class UnsupportedArchitecture(WeightsError):
-    """A model that Megatron's GPTModel would not compute exactly; the message lists all of why."""
+    """Megatron's GPTModel would not compute the model exactly; the message lists all reasons."""
 
 
 class CheckpointMismatch(WeightsError):
-    """Tensors that do not fit the model: names, shapes or types; the message lists them."""
+    """Tensors do not fit the model by name, shape or type; the message lists them."""
 
 
 class FailedElsewhere(WeightsError):
@@ -30,13 +31,13 @@ class FailedElsewhere(WeightsError):
 
 
 def agree_on(error: BaseException | None, what: str, *, deadline_s: float) -> None:
-    """Raise on all ranks where any rank brings an error: its own, or `FailedElsewhere`.
+    """Raise on all ranks if any rank brings an error: there its own, elsewhere `FailedElsewhere`.
 
-    All ranks of the default group take part, where there is one.
+    All ranks of the default group take part, if there is one.
 
     Args:
-        error: what went wrong on this rank; None where nothing did.
-        what: what has not been done, as in "nothing was loaded".
+        error: the error on this rank; None if there is none.
+        what: the state that the failure leaves, as in "nothing was loaded".
         deadline_s: how long to wait for the slowest rank, in seconds.
     """
     refuse_if_poisoned()
@@ -68,7 +69,7 @@ _REQUIRED = (
 
 
 def architecture_fields(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of an `Architecture`.
+    """Return the fields of an `Architecture` from those of config.json; `where` is for errors.
 
     Errors: `UnsupportedArchitecture` listing all that GPTModel does not compute.
     """
@@ -142,7 +143,7 @@ def _check_layers(config: Mapping[str, Any], name: Any, bad: list[str]) -> None:
 
 
 def _rope(config: Mapping[str, Any], bad: list[str]) -> tuple[float, float | None]:
-    """Base, and the factor of Llama 3's scaling where there is one."""
+    """Returns RoPE's base, and the factor of Llama 3's scaling or None; adds faults to `bad`."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -192,7 +193,7 @@ Name = Literal["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """A causal language model by its sizes.
+    """Describes a causal language model by its sizes.
 
     Example:
         arch = Architecture.read("/models/qwen3-8b")
@@ -205,18 +206,19 @@ class Architecture:
     layers: int
     hidden: int
     ffn: int
-    """Inner features of the MLP."""
+    """The number of inner features of the MLP."""
     heads: int
+    """The number of heads of queries."""
     query_groups: int
-    """Heads of keys and values."""
+    """The number of heads of keys, and of values."""
     head_dim: int
     vocab_size: int
-    """Tokens, without padding."""
+    """The number of tokens, without padding."""
     max_positions: int
     norm_epsilon: float
     rope_theta: float
     rope_factor: float | None = None
-    """The factor of Llama 3's scaling of RoPE; None without."""
+    """The factor of Llama 3's scaling of RoPE; None without such scaling."""
     tied: bool
     """True if the output layer shares the embedding's weight."""
     qkv_bias: bool
@@ -229,14 +231,16 @@ class Architecture:
     """The number of experts in each layer; 0 for a dense model."""
     experts_per_token: int = 0
     expert_ffn: int = 0
+    """The number of inner features of an expert."""
     normalize_expert_weights: bool = True
+    """True if the weights of a token's experts are divided by their sum."""
 
     @classmethod
     def read(cls, directory: str | Path) -> Architecture:
         """Reads a checkpoint's config.json; takes the fields of transformers 4 and 5.
 
         Errors: `UnsupportedArchitecture` with a list of all that GPTModel would not compute
-            exactly; `CheckpointDamaged` where the file is missing or no JSON.
+            exactly; `CheckpointDamaged` if the file is missing or no JSON.
         """
         path = Path(directory) / "config.json"
         return cls(**architecture_fields(read_json(path), str(path)))
@@ -247,12 +251,15 @@ class Architecture:
         return cls(**architecture_fields(config, "the configuration"))
 
     def padded_vocab_size(self, tensor_parallel: int, *, divisible_by: int = 1) -> int:
-        """Rows of the embedding in Megatron: a multiple of `divisible_by` × its ranks."""
+        """Returns the vocabulary padded to a multiple of `divisible_by` × `tensor_parallel`.
+
+        Megatron's embedding has that many rows over all ranks.
+        """
         step = divisible_by * tensor_parallel
         return -(-self.vocab_size // step) * step
 
     def transformer_config(self, **overrides: Any) -> Any:
-        """Return a `TransformerConfig` of this model; what it does not say is Megatron's default.
+        """Return a `TransformerConfig` of this model, with Megatron's defaults for all else.
 
         Weights are of the checkpoint's type unless `params_dtype` is overridden. Experts are not
         balanced (`moe_router_load_balancing_type="none"`), as in transformers' forward.
@@ -308,10 +315,10 @@ class Architecture:
         }
 
     def megatron_arguments(self) -> list[str]:
-        """Return the same for the command line of a `megatron.training` program.
+        """Return this model's arguments for the command line of a `megatron.training` program.
 
         Lengths, batch sizes, parallel sizes and the optimizer are the program's own. The tokenizer
-        is the NullTokenizer: it is what takes the vocabulary's size.
+        is the NullTokenizer, because that takes the vocabulary's size.
 
         Errors: `ValueError` for a rotary base that is no whole number, which the parser refuses.
         """

@@ -1,4 +1,4 @@
-"""A Megatron model's weights under Hugging Face names, whole, on rank 0."""
+"""Gives a Megatron model's weights under Hugging Face names, whole, on rank 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .names import SlotPart, hf_shapes
 
 
 class TensorPart(NamedTuple):
-    """A range of a tensor along `dim`, and the rank of the group that sends it."""
+    """Names a range of a tensor along `dim`, and the rank of the group that sends it."""
 
     dim: int
     start: int
@@ -31,7 +31,7 @@ class TensorPart(NamedTuple):
 
 
 class OwnedSlice(NamedTuple):
-    """A share of this rank's, and the slot that it is in."""
+    """Pairs a part of a tensor that this rank has with the slot that it is in."""
 
     share: SlotPart
     placed: Placed
@@ -39,14 +39,14 @@ class OwnedSlice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """All tensors in the order in which they go, and the parts of each."""
+    """Lists all tensors in the order in which they are sent, and the parts of each."""
 
     infos: tuple[TensorInfo, ...]
     """The tensors, with the parameters' types."""
     parts: tuple[tuple[TensorPart, ...], ...]
     """The parts of each tensor, in order along their dimension."""
     held: Mapping[tuple[str, int, int, int], OwnedSlice]
-    """The parts that this rank has, by their place."""
+    """The parts that this rank has, by name, dimension, start and size."""
 
 
 def make_plan(
@@ -56,13 +56,15 @@ def make_plan(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Plan:
-    """Tell all ranks of the group what this one has. A collective, where there is a group.
+    """Tell all ranks of the group what this one has, and return the plan that comes of it.
+
+    All ranks of the group enter, if there is one.
 
     Args:
-        shapes: of all tensors, in order.
-        placed: this rank's slots; None where they could not be found.
-        error: why they could not; all ranks raise then.
-        group: the default group where None.
+        shapes: the shapes of all tensors, in order.
+        placed: this rank's slots; None if they could not be found.
+        error: the reason why they could not; all ranks raise then.
+        group: the ranks that have the model; None for the default group.
 
     Raises:
         FailedElsewhere: another rank brings an error.
@@ -136,9 +138,9 @@ def _covers(parts: Sequence[TensorPart], shape: Sequence[int]) -> bool:
 class Shipping:
     """Fetches tensors of a plan, as `BucketStream` asks for them.
 
-    Rows go straight from a parameter into the tensor that they are of. What has no consecutive
-    bytes, or another type, is packed first: never more than the largest such part at a time, and on
-    rank 0 never more than the largest tensor.
+    Rows go straight from a parameter into their tensor. Parts whose bytes are not consecutive, or
+    that have another type, are packed first: at a time never more bytes than the largest such part,
+    and on rank 0 never more than the largest tensor.
     """
 
     def __init__(
@@ -150,10 +152,10 @@ class Shipping:
     ) -> None:
         """
         Args:
-            plan: of `make_plan`.
-            infos: of the tensors as they are to arrive.
-            device: where rank 0 wants them.
-            group: the plan's; None for the default group.
+            plan: the result of `make_plan`.
+            infos: the tensors as they are to arrive.
+            device: the device on which rank 0 wants them.
+            group: the plan's group; None for the default group.
         """
         self._plan, self._infos, self._device, self._group = plan, infos, device, group
         self._rank = dist.get_rank(group) if dist.is_initialized() else 0
@@ -220,7 +222,7 @@ class Shipping:
 
 
 class _Flight:
-    """Messages under way, and the memory that is packed for them."""
+    """Holds messages under way, and the memory that is packed for them."""
 
     def __init__(self, most: int, group: dist.ProcessGroup | None) -> None:
         self._most, self._packed, self._group = most, 0, group
@@ -228,7 +230,7 @@ class _Flight:
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a part that is packed; waits for those before it where there is too little."""
+        """Returns memory for a packed part; waits for earlier messages if there is too little."""
         size = math.prod(shape) * dtype.itemsize
         if self._packed + size > self._most:
             self.land()
@@ -248,7 +250,7 @@ class _Flight:
             self._arriving.append((rows, into))
 
     def land(self) -> None:
-        """Wait for all, and put in place what came packed."""
+        """Wait for all messages, and put packed parts in place."""
         if self._messages:
             for work in dist.batch_isend_irecv(self._messages):
                 work.wait()
@@ -260,7 +262,7 @@ class _Flight:
 
 
 def _consecutive(held: OwnedSlice) -> torch.Tensor | None:
-    """Return the share where it is consecutive in memory."""
+    """Return the part if it is consecutive in memory, else None."""
     (start, size), *others = held.share.segments
     rows = held.placed.view.narrow(held.share.dim, start, size)
     return rows if not others and rows.is_contiguous() else None
@@ -284,18 +286,18 @@ def _bytes_of(info: TensorInfo, part: TensorPart) -> int:
 
 
 class MegatronWeights:
-    """A `WeightSource` of the chunks of all ranks, in any layout of tensor, pipeline, virtual
-    pipeline, expert and data parallel ranks.
+    """Implements `WeightSource` for the chunks of all ranks, in any parallel layout.
 
-    What each rank has is gathered once, when this is made; then every part of a tensor goes to
-    rank 0 from the lowest rank that has it, in one message. Tied embeddings go once, as the
-    embedding; rows that pad the vocabulary do not.
+    The layout may have tensor, pipeline, virtual pipeline, expert and data parallel ranks. When the
+    source is made, ranks tell each other once what they have. Then every part of a tensor goes to
+    rank 0 from the lowest rank that has it, in one message. Tied embeddings are sent once, as the
+    embedding; rows that pad the vocabulary are not sent.
 
     Parameters are read while a bucket is made: change none between the first bucket and the last.
     Iterating again reads them again.
 
-    Rank 0 holds a bucket and at most the largest tensor beside it, besides those that its caller
-    keeps; others hold at most the largest of their shards.
+    Rank 0 holds a bucket and at most one more tensor, in addition to what its caller keeps; others
+    hold at most the largest of their shards.
 
     Example:
         source = MegatronWeights(chunks, Architecture.read(directory), dtype=torch.bfloat16)
@@ -316,14 +318,16 @@ class MegatronWeights:
         """Begin with a collective of all ranks of the group.
 
         Args:
-            chunks: this rank's chunks, bare or in DDP and Float16Module; of DDP's, pending gathers
-                are finished whenever an iteration starts.
-            arch: what they compute; the same on all ranks.
-            dtype: what weights are cast to before they are sent; None for that of the parameters.
+            chunks: this rank's chunks, bare or in DDP and Float16Module. DDP's pending gathers are
+                finished whenever an iteration starts.
+            arch: the chunks' architecture; the same on all ranks.
+            dtype: the type that weights are cast to before they are sent; None for the parameters'
+                own.
             fp8: quantizes matrices, on rank 0, once they are whole. A ValueError of it, as for
                 values that are not finite, is raised there only.
             group: ranks that have the whole model between them, the first of which is rank 0 here;
-                None for the default group. So every replica may have an engine of its own.
+                None for the default group. With a group for each replica, each may have an engine
+                of its own.
 
         Raises:
             CheckpointMismatch: chunks that are not of that architecture, or not all of it.
@@ -347,11 +351,11 @@ class MegatronWeights:
         self._fetch = Shipping(plan, infos, device, group)
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """Return all tensors in the order in which they go; moves no data."""
+        """Return all tensors in the order in which they are sent; moves no data."""
         return tuple(info for infos in self._outputs for info in infos)
 
     def buckets(self, *, bucket_bytes: int) -> BucketStream:
-        """Return the weights as they are now.
+        """Return a stream of the weights, read as they are while it is taken.
 
         All ranks call it, and take all buckets or close the stream.
 
@@ -382,7 +386,7 @@ class MegatronWeights:
 
 
 def _outputs(info: TensorInfo, fp8: Fp8Export | None) -> tuple[TensorInfo, ...]:
-    """Returns the tensors that are made of one."""
+    """Returns the tensors that one tensor is sent as: itself, or its codes and scales."""
     if fp8 is None or not fp8.converts(info.name, torch.empty(info.shape, device="meta")):
         return (info,)
     *lead, rows, columns = info.shape

@@ -1,4 +1,4 @@
-"""The weights of a transformers model under FSDP2, under the names of its checkpoint."""
+"""Gives the weights of a transformers model under FSDP2, under the names of its checkpoint."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
 class FSDPWeights:
-    """A `WeightSource` of a model of `transformers` that `fully_shard` shards.
+    """Implements `WeightSource` for a model of `transformers` that `fully_shard` shards.
 
     Parameters are put together one at a time, on all ranks, and kept on rank 0: others hold one
     whole parameter. Weights of all experts of a Qwen3-MoE layer, which transformers keeps in one
     tensor, go as its checkpoints have them: `mlp.experts.3.gate_proj.weight`. Tied weights go once.
 
-    Not between `microbatch()` and `finish()` of a split step, except in its `reading()`.
+    Do not iterate between `microbatch()` and `finish()` of a split step, except in its `reading()`.
 
     Example:
         source = FSDPWeights(model, dtype=torch.bfloat16)
@@ -35,8 +35,9 @@ class FSDPWeights:
     def __init__(self, model: Any, *, dtype: torch.dtype | None = None) -> None:
         """
         Args:
-            model: the root, on the same mesh on all ranks.
-            dtype: what weights are cast to, while they are shards; None for that of the parameters.
+            model: the root module, on the same mesh on all ranks.
+            dtype: the type that shards are cast to before they are put together; None for the
+                parameters' own.
 
         Raises:
             ValueError: parameters of another shape than checkpoints have, or a dtype that is not
@@ -52,7 +53,7 @@ class FSDPWeights:
         return tuple(info for infos in self._outputs for info in infos)
 
     def buckets(self, *, bucket_bytes: int) -> BucketStream:
-        """Return the weights as they are now.
+        """Return a stream of the weights, read as they are while it is taken.
 
         All ranks call it, and take all buckets or close the stream.
 
@@ -107,7 +108,8 @@ def _outputs(
     at = name.rpartition(".")[0]
     if not name.endswith((_GATE_UP, _DOWN)):
         raise ValueError(
-            f"{name} has shape {list(shape)}, and its name in checkpoints is not known"
+            f"{name} has shape {list(shape)}, and its name in checkpoints is not known: of "
+            f"parameters with three dimensions only {_GATE_UP} and {_DOWN} are"
         )
     projections = ("gate_proj", "up_proj") if name.endswith(_GATE_UP) else ("down_proj",)
     experts, rows, columns = shape

@@ -24,14 +24,14 @@ _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 
 
 class Placed(NamedTuple):
-    """A slot, and the parameter that it is in."""
+    """Pairs a slot with the parameter that it is in."""
 
     slot: ParameterSlot
     parameter: torch.nn.Parameter
 
     @property
     def view(self) -> torch.Tensor:
-        """The slot's elements as they are in memory now, oriented as Hugging Face has them."""
+        """The slot's elements in the parameter's memory, oriented as Hugging Face has them."""
         return self.slot.view(self.parameter.detach())
 
 
@@ -39,8 +39,8 @@ def placed_slots(chunks: Sequence[Any], arch: Architecture) -> list[Placed]:
     """Return every slot of the chunks of this rank, in the order of the parameters.
 
     Args:
-        chunks: GPTModels, in whatever wrappers.
-        arch: what they compute.
+        chunks: GPTModels, in any wrappers.
+        arch: the checkpoint's architecture.
 
     Raises:
         CheckpointMismatch: the chunks are not of this architecture, listing all that differs:
@@ -59,7 +59,7 @@ def placed_slots(chunks: Sequence[Any], arch: Architecture) -> list[Placed]:
 
 
 def sync(chunks: Sequence[Any]) -> None:
-    """Have all pending gathers of parameters done, in chunks that Megatron's DDP wraps.
+    """Finish all pending gathers of parameters, in chunks that Megatron's DDP wraps.
 
     All ranks of their data-parallel groups take part.
     """
@@ -67,7 +67,7 @@ def sync(chunks: Sequence[Any]) -> None:
 
 
 def unwrapped(chunk: Any) -> Any:
-    """Return the GPTModel in DDP, Float16Module and the like."""
+    """Return the GPTModel inside of DDP, Float16Module and other wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
@@ -119,7 +119,7 @@ def _misshapen(placed: Placed, names: Names) -> str | None:
 
 
 def _unused(model: Any, names: Names, placed: Sequence[Placed]) -> list[str]:
-    """Tensors of this chunk's layers that no parameter takes."""
+    """Lists the tensors of this chunk's layers that no parameter takes."""
     layers = {f"model.layers.{layer.layer_number - 1}.": layer for layer in model.decoder.layers}
     taken = {block.name for each in placed for block in each.slot.blocks}
     wanted = [EMBEDDING] if model.pre_process else []
@@ -163,12 +163,13 @@ def load_hf(
     finished first, in chunks that Megatron's DDP wraps.
 
     Args:
-        directory: with config.json, and model.safetensors or model.safetensors.index.json.
+        directory: the checkpoint, with config.json, and model.safetensors or
+            model.safetensors.index.json.
         chunks: this rank's chunks, bare or in DDP and Float16Module.
-        optimizer: Megatron's, whose float32 master weights are taken from the model again. Its
-            moments and steps stay. Left out, a half-precision model's next step would go on from
-            the masters that are there.
-        allow_rounding: let tensors of a wider type than the parameters be rounded.
+        optimizer: Megatron's optimizer, whose float32 master weights are copied from the model
+            again; its moments and step counts stay. Without it the next step of a half-precision
+            model starts from the old master weights.
+        allow_rounding: True lets tensors of a wider type than the parameters be rounded.
         deadline_s: how long to wait for the slowest rank, in seconds; reading is part of it.
 
     Raises:
@@ -202,7 +203,7 @@ def load_hf(
 
 
 def _check_names(checkpoint: Checkpoint, arch: Architecture) -> None:
-    """Names and shapes, which are the same for all ranks."""
+    """Checks names and shapes, with the same outcome on all ranks."""
     wanted, found = hf_shapes(arch), checkpoint.tensors
     wrong = [f"{name} is missing" for name in wanted if name not in found]
     for name, info in found.items():
@@ -229,7 +230,7 @@ def _check_types(checkpoint: Checkpoint, placed: Iterable[Placed], allow_roundin
 
 
 def _check_tied(checkpoint: Checkpoint, arch: Architecture, placed: Iterable[Placed]) -> None:
-    """Check that an output layer that is there although tied equals the embedding."""
+    """Checks that an output layer which a tied checkpoint has anyway equals the embedding."""
     if not arch.tied or OUTPUT not in checkpoint.tensors:
         return
     for each in placed:
@@ -286,15 +287,16 @@ def build_gpt(
 
     Args:
         arch: the checkpoint's model.
-        config: of `arch.transformer_config()`.
-        pre_process: whether the stage has the embedding.
-        post_process: whether the stage has the last norm and the output layer.
-        vp_stage: of an interleaved schedule. Before 0.13 it is a global that the caller sets.
+        config: the result of `arch.transformer_config()`.
+        pre_process: True if the stage has the embedding.
+        post_process: True if the stage has the last norm and the output layer.
+        vp_stage: the virtual stage in an interleaved schedule. Before 0.13 the caller sets it as a
+            global of Megatron's.
         vocab_divisible_by: the vocabulary is padded to a multiple of this x tensor parallel ranks.
-        max_positions: longest sequence, where that is not the checkpoint's.
-        layer_spec: the layers' modules; otherwise Transformer Engine's where it is installed, and
-            Megatron's own where it is not.
-        change_spec: makes the spec that is used of that one.
+        max_positions: the length of the longest sequence; None for the checkpoint's.
+        layer_spec: the layers' modules; None for Transformer Engine's if it is installed, else
+            Megatron's own.
+        change_spec: returns the spec to use, given that one.
         model: other arguments of GPTModel, such as `parallel_output`.
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -344,7 +346,7 @@ def _layer_spec(config: Any, vp_stage: int | None) -> Any:
 
 
 def _for_sequence_parallel(spec: Any, config: Any, vp_stage: int | None) -> Any:
-    """Torch's norms with the mark by which Megatron sums their gradients over sequence shards."""
+    """Returns the spec with torch's norms, whose gradients Megatron sums over sequence shards."""
     from megatron_idempotent.megatron.layer_specs import MarkedNorm, with_marked_norm
 
     spec = copy.deepcopy(spec)

@@ -22,7 +22,7 @@ from .config import Architecture
 
 
 class Block(NamedTuple):
-    """Consecutive rows, or columns, of a Hugging Face tensor; padding where `name` is None."""
+    """Names consecutive rows, or columns, of a Hugging Face tensor; padding if `name` is None."""
 
     name: str | None
     start: int
@@ -30,7 +30,7 @@ class Block(NamedTuple):
 
 
 class SlotPart(NamedTuple):
-    """The part of one Hugging Face tensor in one shard: a range of it along `dim`."""
+    """Describes the part of one Hugging Face tensor in one shard: a range of it along `dim`."""
 
     name: str
     dim: int
@@ -47,21 +47,24 @@ class SlotPart(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterSlot:
-    """One matrix or vector of a parameter, and what it is made of.
+    """Describes one matrix or vector of a parameter, and the tensors that it is made of.
 
     Example:
         ParameterSlot(parameter="decoder.final_layernorm.weight", blocks=(Block("n", 0, 64),))
     """
 
     parameter: str
-    """Megatron's name in the chunk."""
+    """Megatron's name of the parameter in the chunk."""
     blocks: tuple[Block, ...]
+    """The blocks of the whole parameter, one after the other along `dim`."""
     dim: int = 0
     rank: int = 0
-    """The index of this shard of the parameter, and the number of shards."""
+    """The index of this shard of the parameter."""
     count: int = 1
+    """The number of shards of the parameter."""
     grouped: tuple[int, int] | None = None
-    """The expert's index, and their number, in the old GroupedMLP's weight of all local experts."""
+    """The expert's index, and the number of experts, in the old GroupedMLP's weight of all local
+    experts; None if the parameter is this matrix alone."""
 
     @property
     def size(self) -> int:
@@ -92,7 +95,7 @@ class ParameterSlot:
         return tuple(self._share(name, pieces) for name, pieces in found.items())
 
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """Rows of this shard that belong to no tensor: start and size."""
+        """Returns the rows of this shard that belong to no tensor, as start and size."""
         return tuple((local, size) for name, _, local, size in self._pieces() if name is None)
 
     def _pieces(self) -> Iterable[tuple[str | None, int, int, int]]:
@@ -119,7 +122,7 @@ class ParameterSlot:
 
 
 def qkv_blocks(names: Sequence[str], *, heads: int, groups: int, head_dim: int) -> list[Block]:
-    """Queries of a group, its keys, its values, and so on with the next group."""
+    """Returns for each group of heads its queries, its keys and its values."""
     query, key, value = names
     rows = heads // groups * head_dim
     blocks = []
@@ -137,7 +140,7 @@ def gate_up_blocks(names: Sequence[str], *, ffn: int, count: int) -> list[Block]
 
 
 def vocab_blocks(name: str, *, vocab_size: int, padded: int) -> list[Block]:
-    """Return the vocabulary, and rows that no token has."""
+    """Return a block of the vocabulary, and one of padding if there are more rows."""
     blocks = [Block(name, 0, vocab_size)]
     return blocks + ([Block(None, 0, padded - vocab_size)] if padded > vocab_size else [])
 
@@ -146,7 +149,7 @@ EMBEDDING, OUTPUT, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.
 
 Kind = Literal["whole", "columns", "qkv", "gate_up"]
 _QKV = tuple(f"self_attn.{each}_proj" for each in "qkv")
-#: Names in a layer → how they are laid out, and the names in a Hugging Face layer.
+#: For each name in a layer, its layout and the names in a Hugging Face layer.
 _LAYER: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "input_layernorm.weight": ("whole", ("input_layernorm.weight",)),
     "self_attention.linear_qkv.layer_norm_weight": ("whole", ("input_layernorm.weight",)),
@@ -174,12 +177,13 @@ _OF_EXPERT: dict[str, tuple[Kind, tuple[str, ...]]] = {
 
 
 class Ranks(NamedTuple):
-    """This process among those that share a layer. Example: `Ranks(0, 2, 0, 1)`."""
+    """Gives this process's place among those that share a layer. Example: `Ranks(0, 2, 0, 1)`."""
 
     tensor: int
+    """The rank among those that share a layer's tensors."""
     tensor_count: int
     expert: int
-    """Among those that share an expert, not those that have other experts."""
+    """The rank among those that share an expert; ranks with other experts do not count."""
     expert_count: int
 
     @classmethod
@@ -227,7 +231,7 @@ def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 class Names:
-    """The parameters of a model on one rank.
+    """Finds the slots of a model's parameters on one rank.
 
     Example:
         names = Names(arch, Ranks.here())
@@ -240,11 +244,11 @@ class Names:
     def slots(
         self, name: str, rows: int, *, layers: Sequence[int], experts: Sequence[int] = ()
     ) -> tuple[ParameterSlot, ...]:
-        """Returns what a parameter is made of; nothing for a name without a counterpart.
+        """Returns the slots of a parameter; none for a name without a counterpart.
 
         Args:
-            name: in the chunk.
-            rows: of the parameter here; the padding of a vocabulary is known from it.
+            name: the parameter's name in the chunk.
+            rows: the parameter's rows on this rank; a vocabulary's padding is known from it.
             layers: this chunk's layers, by their number in the whole model, from 0.
             experts: this rank's experts in the parameter's layer, by their number among all.
         """

@@ -1,4 +1,4 @@
-"""A checkpoint of a model's weights that `from_pretrained` and engines read."""
+"""Saves a model's weights as a checkpoint that `from_pretrained` and engines read."""
 
 from __future__ import annotations
 
@@ -43,25 +43,26 @@ def save_hf(
     config_changes: Mapping[str, Any] | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> None:
-    """Write a checkpoint. Collective; rank 0 writes, bucket by bucket, and holds no more of them.
+    """Write a checkpoint on rank 0, bucket by bucket; all ranks call it.
 
-    It is written beside `directory` and renamed when it is complete, so that there is none that is
-    half-written. All ranks come back when it is there, or raise.
+    It is written beside `directory` and renamed when it is complete, so that there is never a
+    half-written one. All ranks return when it is there, or raise.
 
     Args:
-        source: what gives the weights, such as `MegatronWeights`.
-        directory: the new one, on rank 0's host.
-        like: a checkpoint whose configuration and tokenizer are copied; of its configuration the
-            type of the weights is changed to theirs.
-        max_shard_bytes: of tensors in one file; one that is larger has its own.
-        bucket_bytes: how much is brought to rank 0 at a time.
-        replace: take the place of a directory that exists.
+        source: the weights, such as `MegatronWeights`.
+        directory: the new checkpoint, on rank 0's host.
+        like: a checkpoint whose configuration and tokenizer are copied; in the configuration the
+            type of the weights becomes that of `source`.
+        max_shard_bytes: the most bytes of tensors in one file; a larger tensor has its own.
+        bucket_bytes: the most bytes that are brought to rank 0 at a time; see `WeightSource`.
+        replace: True replaces a directory that exists.
         config_changes: more to write into config.json, such as
             {"quantization_config": source.quantization_config()}.
         deadline_s: how long ranks wait for rank 0 to end its last file, in seconds.
 
     Raises:
-        ValueError: the directory exists; CheckpointMismatch if `like` is another model.
+        ValueError: the directory exists and `replace` is False.
+        CheckpointMismatch: `like` is another model.
         OSError: as a full disk raises on rank 0. Nothing is left of the new checkpoint.
         FailedElsewhere: one of these, on other ranks.
     """
@@ -92,7 +93,7 @@ def save_hf(
 
 
 class _Writer:
-    """The new directory, beside its final name until it is complete."""
+    """Writes the new directory, beside its final name until it is complete."""
 
     def __init__(
         self,
@@ -126,7 +127,10 @@ class _Writer:
     def write(self, bucket: Bucket) -> None:
         for name, tensor in bucket.tensors.items():
             if name not in self._file_by_name:
-                raise ValueError(f"{name} arrived, and tensors() did not announce it")
+                raise ValueError(
+                    f"{name} arrived, and tensors() did not announce it: have the source announce "
+                    "all tensors that it yields"
+                )
             file = self._file_by_name[name]
             if file not in self._files:
                 path = self._beside / file
@@ -138,7 +142,10 @@ class _Writer:
     def finish(self, changes: Mapping[str, Any]) -> None:
         missing = [name for name, file in self._file_by_name.items() if file not in self._files]
         if missing:
-            raise ValueError(f"{listed(missing)} are missing")
+            raise ValueError(
+                f"{listed(missing)} are missing: have the source yield all tensors that it "
+                "announces"
+            )
         for file in self._files.values():
             file.close() if not file.complete else None
         if len(self._shards) > 1:
@@ -148,7 +155,7 @@ class _Writer:
         self._rename()
 
     def clean_up(self) -> None:
-        """Leave nothing of a checkpoint that was not finished."""
+        """Remove a checkpoint that was not finished."""
         for file in self._files.values():
             file.abandon()
         shutil.rmtree(self._beside, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of tokens over a vocabulary that ranks share.
+"""Computes log-probs, entropies and divergences of tokens over a vocabulary that ranks share.
 
 Legend: N tokens, V columns of the vocabulary on this rank, R ranks that share it.
 """

@@ -1,4 +1,4 @@
-"""`token_logprobs`: log-probs of targets, and entropies, out of logits or of hidden states."""
+"""`token_logprobs` computes log-probs of targets, and entropies, from logits or hidden states."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _NAME = "token_logprobs"
 
 
 class TokenStats(NamedTuple):
-    """The statistics of each token, in the shape of the rows, float32 (float64 for such logits).
+    """Holds the statistics of each token, [...] as the rows: float32, or float64 for such logits.
 
-    Zero for tokens that are masked or ignored.
+    They are zero for tokens that are masked or ignored.
     """
 
     logprob: Tensor
@@ -39,8 +39,8 @@ class TokenStats(NamedTuple):
     lse: Tensor
     """log Σ exp(logits / temperature); not differentiable."""
     rest: Tensor | None = None
-    """The log-prob of all tokens but K targets together, -inf where there is none; as exact where
-    that is next to nothing. None for one target per token."""
+    """The log-prob of all tokens but the K targets together; -inf if there is no other token. It is
+    exact even if the targets have nearly all of the probability. None for one target per token."""
 
 
 def token_logprobs(
@@ -63,50 +63,51 @@ def token_logprobs(
     triton: bool | None = None,
     workspace_bytes: int | None = None,
 ) -> TokenStats:
-    """Log-probs of the targets, and entropies, over a vocabulary that ranks may share.
+    """Computes log-probs of the targets, and entropies, over a vocabulary that ranks may share.
 
-    From logits: reads them once; the backward reads them again and writes the gradient. Besides
-    that gradient it takes O(tokens) memory and the workspace. From hidden states and the output
-    layer's weight: the logits are made a part at a time, and again in the backward, only for the
+    Given logits, it reads them once; the backward reads them again and writes the gradient. Besides
+    that gradient it takes O(tokens) memory and the workspace. Given hidden states and the output
+    layer's weight, it makes the logits a part at a time, and again in the backward, only for the
     tokens that are computed.
 
     With a `tp_group` of several ranks all of them take part, with the same targets, mask and
-    temperature, and find the same bits: the forward makes one all-gather of 16 bytes per token and
-    rank, or 12 + 4 · K of K targets. The backward makes none from logits, and from hidden states
-    the one that adds up their gradients: an all-reduce in float32, or under sequence parallelism a
-    reduce-scatter, with an all-gather of the hidden states in the forward.
+    temperature, and find the same bits. The forward makes one all-gather of 16 bytes per token and
+    rank, or 12 + 4 · K for K targets. The backward makes no collective if logits were given. If
+    hidden states were, it adds their gradients up over the ranks: with an all-reduce in float32, or
+    under sequence parallelism with a reduce-scatter, where the forward all-gathers hidden states.
 
     Args:
         logits: [..., V / tp], of float32, bfloat16, float16 or float64: this rank's columns. Rank r
             of the group has those from r · V / tp on, as Megatron's output layer does.
         hidden: [..., H] in place of logits, what the output layer is given.
         weight: [V / tp, H] of the same type: this rank's rows of the output layer.
-        targets: [...] of int64 or int32, ids in the whole vocabulary: the token whose probability
-            is meant, so already shifted. Or [..., K], for the log-probs of K tokens.
-        tp_group: the ranks that share the vocabulary; None where it is whole.
-        vocab_size: tokens in it, where Megatron has padded the columns; padding takes no part.
-        temperature: what logits are divided by, or one for each token [...].
-        entropy: "metric" computes it, "grad" differentiates it as well.
+        targets: [...] of int64 or int32, ids in the whole vocabulary: each row's own target, so
+            already shifted. Or [..., K], for the log-probs of K tokens at each row.
+        tp_group: the ranks that share the vocabulary; None if this rank has all of it.
+        vocab_size: the number of tokens in the vocabulary, if Megatron has padded its columns;
+            padded columns take no part.
+        temperature: the number that logits are divided by, or [...] with one for each token.
+        entropy: "none" leaves it out, "metric" computes it, "grad" differentiates it as well.
         token_mask: [...] of bool; False for tokens that are not computed.
-        ignore_index: a target of that is not computed either; of K targets it is only left out, and
-            is one of the rest.
-        sampling: which tokens there were to choose from; log-prob, entropy and lse are over those.
-            With one target per token.
-        ownership: "consume" lets the backward write the gradient into the logits' memory, which
-            then takes none of its own. What else has saved the logits for its backward raises if
-            that comes later. Logits that lie in memory with gaps are borrowed all the same, with a
-            warning.
-        hidden_layout: "sequence_parallel" where each rank of the group has a piece of `hidden`, by
-            its first dimension; targets are those of all pieces.
-        gradient_accumulation_fusion: as Megatron's option of that name: the weight's gradient is
-            added to its `main_grad`, and autograd is given zeros.
-        compiled: compute with `torch.compile`, which makes one loop of what is done to a logit;
-            the first call takes seconds, and all ranks must say the same.
-        triton: compute with Triton's kernels, which read logits once and write gradients once; None
-            to do so on GPUs of compute capability 8.0 on, False for PyTorch. float64 and K targets
-            are computed by PyTorch. Where it is None the environment's MEGATRON_IDEMPOTENT_TRITON
-            says 1 or 0.
-        workspace_bytes: scratch memory; None for what suits the device.
+        ignore_index: tokens with this target are not computed either. Among K targets it only
+            leaves the entry out.
+        sampling: the tokens that the sampler chose from; log-prob, entropy and lse are over those
+            alone. It needs one target per token.
+        ownership: "consume" lets the backward write the gradient into the logits' memory, so that
+            it takes none of its own. Another operation that has saved the logits raises if its
+            backward runs later. Logits that lie in memory with gaps are borrowed all the same, with
+            a warning.
+        hidden_layout: "sequence_parallel" if each rank of the group has a piece of `hidden`, cut
+            along the first dimension; targets are those of all pieces.
+        gradient_accumulation_fusion: adds the weight's gradient to its `main_grad`, and gives
+            autograd zeros, as Megatron's option of that name does.
+        compiled: computes with `torch.compile`, which fuses all operations on a logit into one
+            loop; the first call takes seconds, and all ranks must pass the same.
+        triton: True computes with Triton's kernels, which read logits once and write gradients
+            once; False with PyTorch. None follows the environment's MEGATRON_IDEMPOTENT_TRITON, 1
+            or 0, and if that is not set uses the kernels on GPUs of compute capability 8.0 or
+            higher. PyTorch always computes float64 and K targets.
+        workspace_bytes: bytes of scratch memory; None for a size that suits the device.
 
     Raises:
         ValueError: shapes or types that do not fit, a target outside of the vocabulary, a
@@ -169,7 +170,11 @@ def _backend(
     compiled: bool,
     triton: bool | None,
 ) -> Backend:
-    """Choose what computes; K targets are PyTorch's, on any device."""
+    """Chooses what computes a call; PyTorch computes K targets, on any device.
+
+    Raises:
+        ValueError: K targets with an option that knows one target per token.
+    """
     rows = inputs.hidden if inputs.logits is None else inputs.logits
     assert rows is not None
     if not targets.many:
@@ -185,7 +190,10 @@ def _backend(
 
 
 def _of_each(stats: TokenStats, targets: Targets) -> TokenStats:
-    """Takes the last log-prob, of all other tokens, off those of K targets."""
+    """Moves the last log-prob, that of all other tokens, into `rest`.
+
+    A repeated id gets the log-prob of its first mention, an ignored one 0.
+    """
     logprob_K, rest = stats.logprob[..., :-1], stats.logprob[..., -1]
     if targets.first is not None:
         logprob_K = logprob_K.gather(-1, targets.first)

@@ -1,4 +1,4 @@
-"""Refuses wrong arguments before anything is computed or sent, and makes a call's records of them.
+"""Refuses wrong arguments before anything is computed or sent, and turns right ones into records.
 
 Legend: N tokens that are computed, K targets of a token, V columns of the vocabulary on this rank,
 H features.
@@ -19,35 +19,41 @@ from .sources import ProductParts, SequenceParallel
 
 
 def one_of(who: str, name: str, value: Any, known: tuple[str, ...]) -> None:
-    """An option has a value that it can have."""
+    """Raises `ValueError` unless an option has one of its known values."""
     if value not in known:
-        raise ValueError(f"{who}() got {name}={value!r}: one of {', '.join(known)}")
+        raise ValueError(f"{who}() got {name}={value!r}: pass one of {', '.join(known)}")
 
 
 def floating(who: str, name: str, tensor: Tensor) -> None:
-    """The tensor has rows of floating point numbers."""
+    """Raises `ValueError` unless the tensor has rows of floating point numbers."""
     if not tensor.is_floating_point() or tensor.dim() < 1:
         raise ValueError(
             f"{who}() got {name} of {tensor.dtype} and shape {tuple(tensor.shape)}: "
-            "floating point, [..., columns]"
+            "pass floating point numbers, [..., columns]"
         )
 
 
 def one_form(
     who: str, logits: Any, hidden: Any, weight: Any, ownership: str, hidden_layout: str
 ) -> None:
-    """Logits, or hidden states and a weight that fit each other, and options that go with them."""
+    """Raises `ValueError` unless there are logits, or hidden states and a weight that fit.
+
+    `ownership` and `hidden_layout` must go with what is given.
+    """
     given = [
         n for n, v in (("logits", logits), ("hidden", hidden), ("weight", weight)) if v is not None
     ]
     if given not in (["logits"], ["hidden", "weight"]):
         raise ValueError(
-            f"{who}() got {', '.join(given) or 'neither'}: logits, or hidden and weight"
+            f"{who}() got {', '.join(given) or 'neither'}: pass logits, or hidden and weight"
         )
     if logits is not None:
         floating(who, "logits", logits)
         if hidden_layout != "replicated":
-            raise ValueError(f"{who}() got logits and hidden_layout={hidden_layout!r}")
+            raise ValueError(
+                f"{who}() got logits and hidden_layout={hidden_layout!r}, which is for hidden: "
+                "leave it out"
+            )
         return
     floating(who, "hidden", hidden)
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype:
@@ -57,15 +63,19 @@ def one_form(
             "of one type"
         )
     if ownership == "consume":
-        raise ValueError(f"{who}() got hidden and ownership='consume': no logits are kept")
+        raise ValueError(
+            f"{who}() got hidden and ownership='consume', but no logits are kept that it could "
+            "consume: leave it out"
+        )
 
 
 class Tokens(NamedTuple):
-    """The tokens that a call computes."""
+    """Says which tokens a call computes."""
 
     kept: Tensor | None
-    """A mask, [...]; None for all."""
+    """A bool mask of the tokens that are computed, [...]; None for all."""
     computed: int
+    """The number of tokens that are computed."""
 
     def others(self, per_token: Tensor, value: float) -> Tensor:
         """Returns a copy of `per_token` with `value` at the tokens that are left out."""
@@ -73,7 +83,7 @@ class Tokens(NamedTuple):
 
 
 def mask_of(who: str, token_mask: Tensor | None, shape: torch.Size) -> None:
-    """There is one, of bool, for each token; or none."""
+    """Raises `ValueError` unless the mask has a bool for each token, [...], or is None."""
     if token_mask is not None and (token_mask.dtype != torch.bool or token_mask.shape != shape):
         raise ValueError(
             f"{who}() got token_mask of {token_mask.dtype} and shape "
@@ -82,25 +92,28 @@ def mask_of(who: str, token_mask: Tensor | None, shape: torch.Size) -> None:
 
 
 def masked_tokens(who: str, shape: torch.Size, token_mask: Tensor | None) -> Tokens:
-    """The tokens that are not masked, of a call without targets. Read once on the host."""
+    """Returns the tokens that are not masked, for a call without targets.
+
+    The host reads their number from the device, once.
+    """
     mask_of(who, token_mask, shape)
     count = shape.numel() if token_mask is None else int(token_mask.sum())
     return Tokens(None if count == shape.numel() else token_mask, count)
 
 
 class Targets(NamedTuple):
-    """Ids in the whole vocabulary, as they are computed."""
+    """Holds targets as they are computed: ids in the whole vocabulary."""
 
     ids: Tensor
-    """[...] of int64, or [..., K], each once and -1 for those that are ignored."""
+    """[...] of int64. Or [..., K], with -1 for targets that are ignored, masked or repeated."""
     valid: Tensor | None = None
-    """[..., K], which of K targets are not ignored; None for one target per token."""
+    """[..., K] of bool, False for targets that are ignored or masked; None for one per token."""
     first: Tensor | None = None
-    """[..., K], the place of an id that was named before, in `ids`; None where none was."""
+    """[..., K], the place in `ids` where each target is named first; None if none is repeated."""
 
     @property
     def many(self) -> bool:
-        """There are K targets for each token."""
+        """True for K targets of each token, False for one."""
         return self.valid is not None
 
 
@@ -114,10 +127,13 @@ def tokens_to_compute(
     *,
     name: str = "target",
 ) -> tuple[Tokens, Targets]:
-    """The tokens that are neither masked nor ignored, once their targets are ids.
+    """Checks the targets, and returns the tokens that are neither masked nor ignored with theirs.
 
-    The host reads once from the device, for the whole call: each time it would wait for all that
-    was queued there.
+    The host reads from the device once for the whole call, because each reading waits for all that
+    is queued there.
+
+    Raises:
+        ValueError: targets of another type or shape, or outside of the vocabulary.
     """
     many = targets.shape[:-1] == shape and targets.dim() == len(shape) + 1
     if targets.dtype not in ID_DTYPES or not (targets.shape == shape or many):
@@ -127,7 +143,9 @@ def tokens_to_compute(
             f"{(*shape, 'K')} for K of each token"
         )
     if many and not targets.shape[-1]:
-        raise ValueError(f"{who}() got {name}s of shape {tuple(targets.shape)}: at least one each")
+        raise ValueError(
+            f"{who}() got {name}s of shape {tuple(targets.shape)}: pass at least one each"
+        )
     targets = targets.long()
     mask_of(who, token_mask, shape)
     valid = targets != ignore_index
@@ -158,7 +176,7 @@ def tokens_to_compute(
 
 
 def _each_once(targets: Targets, order_K: Tensor, again_K: Tensor) -> Targets:
-    """Leaves ids out that were named before, and says where."""
+    """Replaces repeated ids by -1, and notes the place where each id is named first."""
     place_K = torch.arange(order_K.shape[-1], device=order_K.device).expand_as(order_K).clone()
     place_K[..., 1:] = torch.where(again_K, 0, place_K[..., 1:])
     # Of a run of equal ids the first one's place, since places ascend.
@@ -186,7 +204,7 @@ def columns_of(who: str, per_rank: int, group: Any, vocab_size: int | None) -> C
 
 
 def positive(who: str, temperature: float | Tensor, shape: torch.Size, tokens: Tokens) -> None:
-    """A temperature is, on all tokens that are computed."""
+    """Raises `ValueError` unless the temperature of all computed tokens is positive and finite."""
     if isinstance(temperature, Tensor):
         if temperature.shape != shape:
             raise ValueError(
@@ -199,11 +217,11 @@ def positive(who: str, temperature: float | Tensor, shape: torch.Size, tokens: T
     else:
         value = float(temperature)
     if not 0 < value < float("inf"):
-        raise ValueError(f"{who}() got temperature {value}: it is positive")
+        raise ValueError(f"{who}() got temperature {value}: pass a positive, finite number")
 
 
 def main_grad(who: str, weight: Tensor | None) -> None:
-    """There is one to add to."""
+    """Raises `ValueError` unless the weight has a `main_grad` of its shape."""
     found = getattr(weight, "main_grad", None)
     if weight is None or not isinstance(found, Tensor) or found.shape != weight.shape:
         where = "no weight" if weight is None else f"a weight of shape {tuple(weight.shape)}"
@@ -217,7 +235,11 @@ def main_grad(who: str, weight: Tensor | None) -> None:
 def ids_to_keep(
     who: str, sampling: Sampling | None, shape: torch.Size, tokens: Tokens, vocabulary: int
 ) -> Tensor | None:
-    """Returns the ids that each token keeps, [..., K]."""
+    """Returns the ids that a sampler kept for each token, [..., K]; None if it names none.
+
+    Raises:
+        ValueError: ids of another shape or outside of the vocabulary, or a token without any.
+    """
     if sampling is None or sampling.keep is None:
         return None
     keep = sampling.keep.long()
@@ -232,18 +254,19 @@ def ids_to_keep(
     low, high = torch.stack(tokens.others(highest, 0).aminmax()).tolist()
     if high >= vocabulary:
         raise ValueError(
-            f"{who}() got id {high} in sampling.keep, outside of the vocabulary of {vocabulary}"
+            f"{who}() got id {high} in sampling.keep, outside of the vocabulary of {vocabulary}: "
+            "set entries that are no ids to -1"
         )
     if sampling.target != "keep" and low < 0:
         raise ValueError(
-            f"{who}() got a token of which sampling.keep names no id: mask it, or let "
+            f"{who}() got a token for which sampling.keep names no id: mask it, or let "
             "its target be kept, with target='keep'"
         )
     return keep
 
 
 class Inputs(NamedTuple):
-    """Logits, or hidden states and a weight, with the part of the vocabulary that they have."""
+    """Holds a call's checked logits, or hidden states and weight, and the columns they are of."""
 
     who: str
     """The function that was called, as errors name it."""
@@ -252,9 +275,9 @@ class Inputs(NamedTuple):
     weight: Tensor | None
     columns: Columns
     gathered: bool
-    """Under sequence parallelism hidden states are those of all ranks."""
+    """True if each rank has a piece of the hidden states, and `rows()` gathers them."""
     shape: torch.Size
-    """[...] of the tokens on all ranks."""
+    """The shape of the tokens, [...], with those of all pieces."""
 
     @staticmethod
     def accepted(
@@ -275,7 +298,7 @@ class Inputs(NamedTuple):
         one_of(who, "hidden_layout", hidden_layout, ("replicated", "sequence_parallel"))
         one_form(who, logits, hidden, weight, ownership, hidden_layout)
         if workspace_bytes is not None and workspace_bytes < 1:
-            raise ValueError(f"{who}() got workspace_bytes={workspace_bytes}: at least 1")
+            raise ValueError(f"{who}() got workspace_bytes={workspace_bytes}: pass at least 1")
         if fused:
             main_grad(who, weight)
         if logits is not None:
@@ -292,7 +315,10 @@ class Inputs(NamedTuple):
         return Inputs(who, logits, hidden, weight, columns, gathered, torch.Size(shape))
 
     def rows(self) -> Tensor:
-        """[..., V] or [..., H] of all tokens. A collective under sequence parallelism."""
+        """Returns the logits [..., V] or the hidden states [..., H] of all tokens.
+
+        Under sequence parallelism the group's ranks take part in one all-gather.
+        """
         if self.logits is not None:
             return self.logits
         assert self.hidden is not None
@@ -304,10 +330,9 @@ class Inputs(NamedTuple):
 
 
 class ResultLayout:
-    """The tokens of a call in the order in which their rows lie in memory.
+    """Puts values of each token into the order in which the rows lie in memory, and back.
 
-    Values of each token go there with `chosen`, only of those that are computed, and come back with
-    `shaped`.
+    `chosen` does the former, and leaves out tokens that are not computed; `shaped` does the latter.
     """
 
     def __init__(self, rows: Tensor, tokens: Tokens) -> None:
@@ -316,14 +341,14 @@ class ResultLayout:
         self._place_K = None if self.kept_N is None else kept_places(self.kept_N, tokens.computed)
 
     def chosen(self, value: Any) -> Any:
-        """[...] as [N], or [..., K] as [N, K]; what is no tensor is returned as it is."""
+        """Returns a tensor [...] as [N], or [..., K] as [N, K]; any other value as it is."""
         if not isinstance(value, Tensor):
             return value
         value = self.order.flat(value)
         return value if self._place_K is None else value.index_select(0, self._place_K)
 
     def shaped(self, values_N: Tensor | None, fill: float = 0.0) -> Any:
-        """[N] as [...], or [N, K] as [..., K], with `fill` for tokens that are not computed."""
+        """Returns [N] as [...], or [N, K] as [..., K]; `fill` stands for tokens not computed."""
         if values_N is None:
             return None
         if self.kept_N is not None:
@@ -337,15 +362,18 @@ class ResultLayout:
 #: Blocks that stay in a core's cache; on a GPU, blocks that fill it.
 _WORKSPACE_BYTES = {"cpu": 1 << 20}
 _WORKSPACE_BYTES_ELSEWHERE = 64 << 20
-#: Of logits that are made a part at a time: matrices that are multiplied at full speed.
+#: Logits are made from hidden states in parts of this size, whose products run at full speed.
 _LOGITS_BYTES = {"cpu": 8 << 20}
 _LOGITS_BYTES_ELSEWHERE = 256 << 20
-#: By rows, where the weight's gradient in float32 is read and written once for each part.
+#: Parts of rows are larger: each reads and writes the weight's whole gradient in float32.
 _LOGITS_BYTES_OF_ROWS = 512 << 20
 
 
 def workspace_of(device: torch.device, asked: int | None, *, from_logits: bool) -> int:
-    """Returns the bytes of scratch memory for blocks of logits."""
+    """Returns the bytes of scratch memory for blocks of logits; `asked` is the caller's, or None.
+
+    For logits that are made from hidden states it is no more than what suits the device.
+    """
     in_cache = _WORKSPACE_BYTES.get(device.type, _WORKSPACE_BYTES_ELSEWHERE)
     if asked is None:
         return in_cache
@@ -353,12 +381,12 @@ def workspace_of(device: torch.device, asked: int | None, *, from_logits: bool) 
 
 
 def logits_bytes_of(device: torch.device, asked: int | None) -> int:
-    """Returns the size of logits that are computed a part at a time."""
+    """Returns the bytes of logits that are made at a time; `asked` is the caller's, or None."""
     return asked or _LOGITS_BYTES.get(device.type, _LOGITS_BYTES_ELSEWHERE)
 
 
 def parts_of(inputs: Inputs, backend: Backend, asked: int | None, *, fused: bool) -> ProductParts:
-    """Returns the size of the parts in which logits are made of hidden states."""
+    """Returns how large the parts are in which logits are made from hidden states."""
     assert inputs.hidden is not None
     device = inputs.hidden.device
     by_rows = backend == "triton" and device.type != "cpu"
@@ -370,7 +398,11 @@ def parts_of(inputs: Inputs, backend: Backend, asked: int | None, *, fused: bool
 
 
 def may_consume(who: str, logits: Tensor, order: Order, *, stacklevel: int = 3) -> bool:
-    """Returns whether the gradient can take the logits' memory; warns if they have gaps."""
+    """Returns whether the gradient can take the logits' memory; warns if that has gaps.
+
+    Raises:
+        ValueError: the logits are a leaf, which its owner would find overwritten.
+    """
     if not logits.requires_grad or not torch.is_grad_enabled():
         return False
     if logits.is_leaf:
@@ -381,7 +413,8 @@ def may_consume(who: str, logits: Tensor, order: Order, *, stacklevel: int = 3) 
     if not order.rows(logits).is_contiguous():
         warnings.warn(
             f"{who}(ownership='consume') borrows: logits of shape {tuple(logits.shape)} "
-            f"and strides {logits.stride()} lie in memory with gaps",
+            f"and strides {logits.stride()} lie in memory with gaps: pass contiguous ones to "
+            "save the gradient's memory",
             stacklevel=stacklevel,
         )
         return False
@@ -395,5 +428,5 @@ def batch_of(
     columns: Columns,
     wanted: ComputeOptions,
 ) -> TokenBatch:
-    """Returns the inputs of the tokens that are computed."""
+    """Returns the record of the tokens that are computed, in the order of their rows."""
     return TokenBatch(layout.chosen(ids), layout.chosen(temperature), columns, wanted)

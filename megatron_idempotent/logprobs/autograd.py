@@ -1,17 +1,18 @@
-"""The autograd functions: log-probs and entropies out of logits or of hidden states.
+"""Holds the autograd functions of log-probs and entropies, from logits or from hidden states.
 
-From hidden states the logits are made a part at a time, and again in the backward; where Triton's
-kernels run, all columns of some tokens at a time. Over what a sampler kept, a few columns of each
-token are computed, and only they have a gradient.
+Those from hidden states make the logits a part at a time, and again in the backward: some columns
+of all tokens, or for Triton's kernels all columns of some tokens. Those with a sampler compute only
+the few columns of each token that it kept, and only these have a gradient.
 
 Legend: H features, E kept columns of this rank.
 
-The kernels want whole rows, and a product wants many rows of hidden states for each reading of the
-weight. The block of logits is made by one product, read in place, and in the backward overwritten
-with its gradient, of which two more products are made: rows of the hidden states' gradient, each
-rounded once, and a summand of the weight's, added up in float32 by the product itself.
+Triton's kernels need whole rows, and a product needs many rows of hidden states for each reading of
+the weight. So one product makes a block of logits, which the kernels read in place. The backward
+overwrites the block with its gradient, and multiplies that twice: for rows of the hidden states'
+gradient, each rounded once, and for a summand of the weight's, which the product itself adds up in
+float32.
 
-What is held, for 262,144 tokens of 2,048 features in bfloat16 and 62,080 columns, in GB: hidden
+For 262,144 tokens of 2,048 features in bfloat16 and 62,080 columns, memory holds, in GB: hidden
 states 1.07 and their gradient 1.07, weight 0.25 and its gradient 0.25, its sum in float32 0.51
 (none with a `main_grad` of float32), a block of logits 0.53, the tokens' numbers 0.03: 3.7.
 """
@@ -51,7 +52,10 @@ from .truncated_vocab import Kept, choose, named
 
 
 class LogprobsFromLogits(torch.autograd.Function):
-    """`(logprob, entropy, lse)` of the kept tokens, each [N] in the order of `Order`."""
+    """Computes `(logprob, entropy, lse)` from logits, each [N] in the order of `Order`.
+
+    The N tokens are those that are kept: neither masked nor ignored.
+    """
 
     @staticmethod
     def forward(
@@ -60,7 +64,7 @@ class LogprobsFromLogits(torch.autograd.Function):
         kept_N: Tensor | None,
         asked: TokenBatch,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Computes statistics; `asked` is indexed by kept token."""
+        """Computes the statistics; `asked` has an entry for each kept token."""
         rows = Order(logits).rows(logits)
         temperature, columns, wanted = asked.temperature, asked.columns, asked.wanted
         partial = local_statistics(rows, asked.local, kept_N, temperature, columns, wanted)
@@ -73,7 +77,7 @@ class LogprobsFromLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
-        """No collective: what depends on other ranks' columns has been saved."""
+        """Computes the logits' gradient, without a collective: all ranks' sums have been saved."""
         logits, kept_N, *whole = ctx.saved_tensors
         asked: TokenBatch = ctx.asked
         columns, wanted, temperature = asked.columns, asked.wanted, asked.temperature
@@ -117,7 +121,7 @@ def zero_others(into: list[Tensor], kept_N: Tensor | None, columns: int) -> None
 def partial_by_tokens(
     hidden_NH: Tensor, weight_VH: Tensor, asked: TokenBatch, parts: ProductParts
 ) -> Partial:
-    """Statistics of this rank's columns. One product for each block of tokens."""
+    """Computes statistics of this rank's columns, with one product for each block of tokens."""
     columns, product = asked.columns, Product()
     weight_HV = weight_VH[: columns.real].t()
     found = []
@@ -139,11 +143,12 @@ def gradients_by_tokens(
     given: tuple[Whole, Tensor | None, Tensor | None],
     needed: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of hidden states, this rank's share, and of the weight.
+    """Computes this rank's share of the hidden states' gradient, and the weight's gradient.
 
-    `weight` has the `main_grad`; it may be another object than what autograd has saved. `given` are
-    the statistics, and the gradients of log-probs and entropies. The hidden states' is of float32
-    where shares of several ranks are added up.
+    `weight` is the parameter with the `main_grad`; autograd may have saved another object,
+    `weight_VH`. `given` holds the statistics, and the gradients of log-probs and entropies;
+    `needed` says which of the two results are. The hidden states' gradient is in float32 if shares
+    of several ranks are added up.
     """
     from . import on_gpu
 
@@ -177,7 +182,7 @@ def gradients_by_tokens(
 
 
 class LogprobsFromHidden(torch.autograd.Function):
-    """`(logprob, entropy, lse)` of tokens [N] whose hidden states are [N, H]."""
+    """Computes `(logprob, entropy, lse)` of tokens [N] from their hidden states, [N, H]."""
 
     @staticmethod
     def forward(
@@ -189,8 +194,8 @@ class LogprobsFromHidden(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Computes the statistics of logits `hidden_NH @ weight_VH.T`, in the type of both.
 
-        Some columns of all tokens at a time, so that each row of the weight is read once; with
-        Triton's kernels all columns of some tokens.
+        It makes some columns of all tokens at a time, so that each row of the weight is read once;
+        with Triton's kernels all columns of some tokens.
         """
         by_tokens = asked.wanted.backend == "triton"
         of_these = partial_by_tokens if by_tokens else _partial_by_columns
@@ -205,9 +210,9 @@ class LogprobsFromHidden(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
-        """The same columns, or tokens, at a time.
+        """Makes the same parts of the logits again, and from them both gradients.
 
-        With `reduce` a collective of the group's ranks: one all-reduce, in float32.
+        With `parts.reduce` the group's ranks take part in one all-reduce, in float32.
         """
         nothing = (None,) * 2
         if of_logprob_N is None and of_entropy_N is None:
@@ -250,7 +255,7 @@ class LogprobsFromHidden(torch.autograd.Function):
 def _partial_by_columns(
     hidden_NH: Tensor, weight_VH: Tensor, asked: TokenBatch, parts: ProductParts
 ) -> Partial:
-    """Statistics of this rank's columns."""
+    """Computes statistics of this rank's columns, some columns of all tokens at a time."""
     found, own, product = [], [], Product()
     for part in parts.of_columns(len(hidden_NH), asked.columns.real, hidden_NH.dtype):
         logits_Nv = product(hidden_NH, weight_VH[part].t())
@@ -266,7 +271,10 @@ def _partial_by_columns(
 def of_all_ranks(
     d_hidden_NH: Tensor | None, parts: ProductParts, columns: Columns
 ) -> Tensor | None:
-    """The hidden states' gradient. With `reduce` a collective of the group's ranks."""
+    """Returns the hidden states' gradient; with `parts.reduce` its sum over the group's ranks.
+
+    All of them then take part in one all-reduce, which changes `d_hidden_NH` in place.
+    """
     if d_hidden_NH is not None and parts.reduce:
         dist.all_reduce(d_hidden_NH, group=columns.group)
     return d_hidden_NH
@@ -283,7 +291,7 @@ def _forward(
 
 
 def _gradient(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> Any:
-    """Returns the tokens and columns, their gradients [E], and the inputs that were saved."""
+    """Returns the kept columns' tokens, numbers and gradients, each [E], and the saved inputs."""
     asked: TokenBatch = ctx.asked
     saved = ctx.saved_tensors
     kept, whole, inputs = Kept(*saved[:3]), Whole(*saved[3:9]), saved[9:]
@@ -297,9 +305,10 @@ def _gradient(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None
 
 
 class KeptFromLogits(torch.autograd.Function):
-    """`(logprob, entropy, lse)` of the tokens that are computed, each [N] in the order of `Order`.
+    """Computes `(logprob, entropy, lse)` over what a sampler kept, from logits.
 
-    The logits are not needed after the forward, unless their memory is consumed.
+    Each is [N] in the order of `Order`, of the tokens that are computed. The logits are not needed
+    after the forward, unless their memory is consumed.
     """
 
     @staticmethod
@@ -309,7 +318,7 @@ class KeptFromLogits(torch.autograd.Function):
         kept_N: Tensor | None,
         asked: TokenBatch,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Computes statistics; `asked` is indexed by kept token."""
+        """Computes the statistics; `asked` has an entry for each kept token."""
         wanted = asked.wanted
         rows = Order(logits).rows(logits)
         source = Logits(rows, kept_N, asked.columns, wanted.workspace_bytes)
@@ -321,7 +330,7 @@ class KeptFromLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
-        """No collective."""
+        """Writes the gradients of kept columns, and zeros elsewhere, without a collective."""
         nothing = (None,) * 2
         if of_logprob_N is None and of_entropy_N is None:
             return None, *nothing
@@ -338,7 +347,7 @@ class KeptFromLogits(torch.autograd.Function):
 
 
 class KeptFromHidden(torch.autograd.Function):
-    """`(logprob, entropy, lse)` of tokens [N] whose hidden states are [N, H]."""
+    """Computes `(logprob, entropy, lse)` over what a sampler kept, from hidden states [N, H]."""
 
     @staticmethod
     def forward(
@@ -357,9 +366,9 @@ class KeptFromHidden(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
-        """Only columns that some token has kept are multiplied, and no logits are made again.
+        """Computes both gradients with the columns that some token kept, and makes no logits.
 
-        With `reduce` a collective of the group's ranks: one all-reduce, in float32.
+        With `parts.reduce` the group's ranks take part in one all-reduce, in float32.
         """
         nothing = (None,) * 2
         if of_logprob_N is None and of_entropy_N is None:

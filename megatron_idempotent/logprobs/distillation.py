@@ -1,7 +1,7 @@
-"""The autograd functions of divergences from a teacher's logits.
+"""Holds the autograd functions of divergences from a teacher's logits.
 
-Student's logits are there, or made of hidden states, some columns of all tokens at a time, and
-again in the backward. The teacher's are read where they are, and have no gradient.
+The student's logits are given, or made from hidden states: some columns of all tokens at a time,
+and again in the backward. The teacher's are read where they are, and have no gradient.
 
 Legend: N tokens, H features, V columns of the vocabulary on this rank.
 """
@@ -39,18 +39,18 @@ from .sources import (
 
 
 def _live(whole: WholeDivergence, given_N: Tensor) -> Tensor:
-    """The gradients of the divergences; an infinite one does not move."""
+    """Returns the gradients of the divergences, with 0 for infinite ones, which have none."""
     return torch.where(whole.divergence < torch.inf, given_N, 0.0)
 
 
 class DivergenceFromLogits(torch.autograd.Function):
-    """The divergence of the kept tokens, [N] in the order of the student's rows."""
+    """Computes the kept tokens' divergences from logits, [N] in the order of the student's rows."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, teacher: Tensor, kept_N: Tensor | None, asked: Distillation
     ) -> Tensor:
-        """Computes it; `asked` is indexed by kept token."""
+        """Computes the divergences; `asked` has an entry for each kept token."""
         order = Order(logits)
         rows, of_teacher = as_matrices(order.rows(logits), order.rows(teacher))
         real = asked.columns.real
@@ -70,7 +70,7 @@ class DivergenceFromLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given_N: Tensor) -> Any:
-        """No collective."""
+        """Computes the gradient of the student's logits, without a collective."""
         logits, teacher, kept_N, *saved = ctx.saved_tensors
         asked: Distillation = ctx.asked
         whole = WholeDivergence(*saved)
@@ -90,9 +90,9 @@ class DivergenceFromLogits(torch.autograd.Function):
 def _differentiated(
     whole: WholeDivergence, given_N: Tensor, kept_N: Tensor | None, asked: Distillation
 ) -> tuple[Coefficients, Tensor | None, Tensor | None, Distillation]:
-    """Returns the coefficients of the tokens that have a gradient, and which these are.
+    """Returns the coefficients of the tokens that have a gradient, and a mask of these, [N].
 
-    None for which means all. The mask of kept tokens and what is asked are of the same tokens.
+    The mask is None if all have one. `kept_N` and `asked` come back narrowed to these tokens.
     """
     given_N = _live(whole, given_N)
     found = Coefficients.of(whole, given_N, asked)
@@ -104,7 +104,7 @@ def _differentiated(
 
 
 class DivergenceFromHidden(torch.autograd.Function):
-    """The divergence of tokens [N] whose hidden states are [N, H]."""
+    """Computes the divergences of tokens [N] from their hidden states, [N, H]."""
 
     @staticmethod
     def forward(
@@ -116,9 +116,9 @@ class DivergenceFromHidden(torch.autograd.Function):
         asked: Distillation,
         parts: ProductParts,
     ) -> Tensor:
-        """Computes it, with student's logits `hidden_NH @ weight_VH.T` in the type of both.
+        """Computes the divergences of logits `hidden_NH @ weight_VH.T`, in the type of both.
 
-        `teacher` are panels of all tokens, of which `kept_N` are computed.
+        `teacher` holds panels of all tokens' logits; `kept_N` masks the tokens that are computed.
         """
         product, found = Product(), []
         like_N = computed_like(hidden_NH, asked.tokens)
@@ -136,9 +136,9 @@ class DivergenceFromHidden(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given_N: Tensor) -> Any:
-        """The same columns at a time.
+        """Makes the same columns of the logits again, and from them both gradients.
 
-        With `reduce` a collective of the group's ranks: one all-reduce, in float32.
+        With `parts.reduce` the group's ranks take part in one all-reduce, in float32.
         """
         hidden_NH, weight_VH, kept_N, *saved = ctx.saved_tensors
         fields = len(WholeDivergence._fields)

@@ -1,7 +1,7 @@
-"""Divergences between two softmaxes over a vocabulary that ranks share, and their gradient.
+"""Computes divergences between two softmaxes over a vocabulary that ranks share, and gradients.
 
-No softmax is kept: some rows of student's and teacher's logits at a time, forward and again in the
-backward, and six numbers per token between the two.
+No softmax is kept. Forward and backward each read some rows of both logits at a time; between the
+two, six numbers per token are kept.
 
 Legend: N tokens, n some of them, V columns of the vocabulary on this rank, P parts of the columns
 (of a rank's, or ranks), s the student's probabilities and t the teacher's.
@@ -24,7 +24,7 @@ _BUFFERS = 3
 
 
 class DirectionWeights(NamedTuple):
-    """The shares that the two directions have in a divergence."""
+    """Holds the shares that the two directions have in a divergence."""
 
     forward: float
     """The share of KL(teacher ‖ student) = Σ t·(log t - log s)."""
@@ -33,11 +33,11 @@ class DirectionWeights(NamedTuple):
 
 
 class Distillation(NamedTuple):
-    """The inputs and options of the tokens that are computed, beside both logits."""
+    """Holds the inputs and options of the tokens that are computed, except for both logits."""
 
     weights: DirectionWeights
     tokens: int
-    """The number of these tokens, N."""
+    """The number of tokens that are computed, N."""
     temperature: Tensor | float
     """The temperature of all tokens, or [N]."""
     columns: Columns
@@ -46,26 +46,26 @@ class Distillation(NamedTuple):
 
 
 class PartialDivergence(NamedTuple):
-    """Sums over some columns, each [N].
+    """Holds sums over some columns, each [N].
 
     z = (student's logit - origin) / temperature, and y is the same of the teacher.
     """
 
     origin: Tensor
-    """The student's largest logit; `FINITE` where there is none."""
+    """The student's largest logit; `FINITE` if there is none."""
     exponentials: Tensor
     """Σ exp(z)"""
     teacher_origin: Tensor
     teacher_exponentials: Tensor
     """Σ exp(y)"""
     forward: Tensor
-    """Σ exp(y)·(y - z); zeros where it has no share."""
+    """Σ exp(y)·(y - z); zeros if the forward direction has no share."""
     reverse: Tensor
-    """Σ exp(z)·(z - y); zeros where it has no share."""
+    """Σ exp(z)·(z - y); zeros if the reverse direction has no share."""
 
 
 class WholeDivergence(NamedTuple):
-    """Statistics of all columns, each [N]."""
+    """Holds statistics of all columns, each [N], which the backward needs."""
 
     origin: Tensor
     log_sum: Tensor
@@ -73,25 +73,28 @@ class WholeDivergence(NamedTuple):
     teacher_origin: Tensor
     teacher_log_sum: Tensor
     reverse: Tensor
-    """KL(student ‖ teacher), which its gradient is centred by."""
+    """KL(student ‖ teacher), which its own gradient subtracts."""
     divergence: Tensor
 
 
 class Student(Protocol):
-    """The student's logits of the tokens that are computed, and the place of their gradient."""
+    """Gives the student's logits of the tokens that are computed, and takes their gradient."""
 
     def read(self, block: RowBlock) -> Tensor:
         """Returns the block's logits, [n, V]."""
 
     def place(self, block: RowBlock) -> Tensor | None:
-        """Returns where the block's gradient is; None if its rows do not follow each other."""
+        """Returns the block's gradient, [n, V], to be written in place.
+
+        None if its rows do not follow each other, so that `write` has to be called.
+        """
 
     def write(self, block: RowBlock, gradient_nV: Tensor) -> None:
-        """Writes the block's gradient there, rounded to its type."""
+        """Copies the block's gradient to its place, rounded to the type of that."""
 
 
 class InPanels:
-    """Student's logits in panels, of which blocks are some rows."""
+    """Reads the student's logits from panels, in which all tokens have a row."""
 
     def __init__(self, rows: list[Tensor], into: list[Tensor], columns: int) -> None:
         self._rows, self._into = ([panel[:, :columns] for panel in each] for each in (rows, into))
@@ -107,7 +110,10 @@ class InPanels:
 
 
 class InTurn(NamedTuple):
-    """Student's logits of the tokens that are computed, [N, V], and of no other."""
+    """Reads the student's logits from a matrix [N, V] of the computed tokens alone.
+
+    The gradient overwrites them.
+    """
 
     logits: Tensor
 
@@ -130,8 +136,8 @@ def partial_divergence(
 ) -> PartialDivergence:
     """Returns sums over the columns of `teacher`, whose panels have the student's rows.
 
-    Where a probability is 0, or too small for the type, its summand is 0; where it is not and that
-    of the other is, the sum is infinite.
+    A summand p·(log p - log q) is 0 if p is 0, or too small for the type. It is infinite if q is 0
+    and p is not.
     """
     found = PartialDivergence(*(like_N.clone() for _ in PartialDivergence._fields))
     found.origin.fill_(FINITE)
@@ -175,15 +181,16 @@ def _scratch(panels: list[Tensor], like_N: Tensor, asked: Distillation) -> Scrat
 def _scaled_into(
     into_nV: Tensor, logits_nV: Tensor, origin_n1: Tensor, divisor: Tensor | float
 ) -> Tensor:
-    """Writes z = (logits - origin) / temperature there, which may be where the logits are."""
+    """Writes z = (logits - origin) / temperature into `into_nV`, which may be the logits."""
     return scaled_logits(logits_nV, origin_n1, divisor, into_nV)
 
 
 def combined(partial: PartialDivergence, asked: Distillation) -> WholeDivergence:
-    """Divergences over the whole vocabulary. A collective of the group's ranks, one all-gather.
+    """Combines the ranks' sums into divergences over the whole vocabulary.
 
-    24 bytes per token and rank. Sums are taken in float64 and in the order of ranks, so that all
-    ranks find the same bits. No divergence is negative.
+    The group's ranks take part in one all-gather, of 24 bytes per token and rank. Sums are taken in
+    float64 and in the order of ranks, so that all ranks find the same bits. No divergence is
+    negative.
     """
     dtype = partial.origin.dtype
     parts_RN6 = all_gathered(torch.stack(partial, dim=-1), asked.columns.group)
@@ -210,7 +217,7 @@ def merged(parts: list[PartialDivergence], temperature: Tensor | float) -> Parti
 
 
 def _together(parts_PN6: Tensor, temperature: Tensor | float) -> tuple[Tensor, ...]:
-    """The fields of `PartialDivergence`, of all parts, in float64."""
+    """Returns the fields of `PartialDivergence` over all parts together, in float64."""
     origin_PN, sum_PN, teacher_origin_PN, teacher_sum_PN, forward_PN, reverse_PN = (
         parts_PN6.double().unbind(-1)
     )
@@ -234,7 +241,10 @@ def _together(parts_PN6: Tensor, temperature: Tensor | float) -> tuple[Tensor, .
 
 
 class Coefficients(NamedTuple):
-    """The gradient of each token, exp(z)·(factor + slope·(z - y)) - of_teacher·exp(y); each [N]."""
+    """Holds the numbers of each token's gradient, each [N].
+
+    The gradient is exp(z)·(factor + slope·(z - y)) - of_teacher·exp(y).
+    """
 
     origin: Tensor
     teacher_origin: Tensor
@@ -244,7 +254,11 @@ class Coefficients(NamedTuple):
 
     @staticmethod
     def of(whole: WholeDivergence, given_N: Tensor, asked: Distillation) -> Coefficients:
-        """Out of g·(share·(s - t) + share·s·(log s - log t - KL(s ‖ t))) / temperature."""
+        """Returns the numbers with which the gradient's formula gives the divergence's gradient.
+
+        That is g·(forward·(s - t) + reverse·s·(log s - log t - KL(s ‖ t))) / temperature, where g
+        is `given_N`.
+        """
         like_N = whole.origin
         _, log_sum_N, _, teacher_log_sum_N, reverse_N, _ = (each.double() for each in whole)
         given_N = given_N.double() / asked.temperature
@@ -264,7 +278,7 @@ class Coefficients(NamedTuple):
         )
 
     def some(self, tokens: Tensor) -> Coefficients:
-        """Returns those of some tokens."""
+        """Returns the numbers of some tokens."""
         chosen: list[Any] = [None if each is None else each[tokens] for each in self]
         return Coefficients(*chosen)
 
@@ -276,7 +290,7 @@ def write_divergence_gradient(
     found: Coefficients,
     asked: Distillation,
 ) -> None:
-    """Writes the kept tokens' gradient, over the student's logits or somewhere else."""
+    """Writes the kept tokens' gradient to where `student` has its place."""
     if not teacher or not teacher[0].shape[-1]:
         return
     scratch = _scratch(teacher, found.origin, asked)

@@ -27,26 +27,29 @@ from .request import (
 from .rows import RowBlock, as_matrices, blocks, flat_indices, rows_of_a_block, split_like, submask
 from .statistics import FINITE, Partial, Whole, combine, compiled, gradient, per_row, statistics
 
-#: Of log Σ exp(logits). Below, exponentials lose bits of probabilities that have all of theirs;
-#: beyond, what they are multiplied with does.
+#: Between these values of log Σ exp(logits) the gradient uses exp(logit) as it is. Below them
+#: exponentials lose bits that the probabilities have; above them the factor of exp(logit) does.
 _LEAST_LOG, _MOST_LOG = -15.0, 40.0
-#: Of all tokens: for less, picking them costs more than it saves.
+#: If more than this share of the tokens has a gradient, picking them costs more than it saves.
 _FEW = 0.9
 
 
 class GradCoefficients(NamedTuple):
-    """The gradient of each kept token [N]: exp(z)·(factor + slope·z), `of_target` at its target.
+    """Holds the numbers of each kept token's gradient, each [N].
 
-    z = (logit - origin) / temperature.
+    The gradient is exp(z)·(factor + slope·z), with z = (logit - origin) / temperature, and
+    `of_target` at the target's column.
     """
 
     local: Tensor
-    """The targets' columns, [N] or [N, K]; so is `of_target`."""
+    """The targets' columns on this rank, [N] or [N, K]."""
     origin: Tensor | None
-    """None where it is 0 for all."""
+    """The number that z subtracts from each logit; None if it is 0 for all tokens."""
     factor: Tensor
     slope: Tensor | None
+    """The factor of z; None if entropies have no gradient."""
     of_target: Tensor
+    """The gradient at the targets' columns, [N] or [N, K]."""
 
     @staticmethod
     def from_outputs(
@@ -56,9 +59,10 @@ class GradCoefficients(NamedTuple):
         of_entropy_N: Tensor | None,
         temperature: Tensor | float,
     ) -> GradCoefficients:
-        """Out of p·(-g_logprob - g_entropy·(H + log p)) + [column = target]·g_logprob.
+        """Returns the numbers of p·(-g_logprob - g_entropy·(H + log p)) + [is target]·g_logprob.
 
-        With H + log p = z - mean nothing cancels; the target's 1 - p is that of its log-prob.
+        It takes H + log p as z - mean, so that nothing cancels, and the target's 1 - p from its
+        log-prob.
         """
         if local_N.dim() == 2:
             given = whole, of_logprob_N, of_entropy_N
@@ -95,10 +99,11 @@ class GradCoefficients(NamedTuple):
         of_entropy_N: Tensor | None,
         temperature: Tensor | float,
     ) -> GradCoefficients:
-        """The same of K targets, each with a gradient, and of the rest, which all others are.
+        """Returns the same for K targets and the rest, all other tokens; each has a gradient.
 
-        Of the others q = p / rest, which is a number however small both are:
-        q·(g_rest·(1 - rest) - rest·Σ g_target) and the entropy's -q·rest·g_entropy·(H + log p).
+        The other columns' gradient is written with q = p / rest, which is a number however small
+        both are: q·(g_rest·(1 - rest) - rest·Σ g_target), and for the entropy
+        -q·rest·g_entropy·(H + log p).
         """
         like_N = whole.origin
         top_N, _, _, log_sum_N, logprob_NX, entropy_N = (each.double() for each in whole)
@@ -141,7 +146,7 @@ class GradCoefficients(NamedTuple):
 def differentiated(of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> Tensor:
     """Returns a mask of the tokens whose outputs have a gradient that is not 0.
 
-    Clipped tokens have none, and those of groups whose rewards are all alike.
+    Clipped tokens have no such gradient, nor have tokens of groups whose rewards are all alike.
     """
     parts = [each != 0 for each in (of_logprob_N, of_entropy_N) if each is not None]
     parts = [part if part.dim() == 1 else part.any(-1) for part in parts]
@@ -149,7 +154,7 @@ def differentiated(of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> 
 
 
 def picked(live_N: Tensor) -> Tensor | None:
-    """The same, or None if that is nearly all tokens. Read on the host."""
+    """Returns the mask itself, or None if it has nearly all tokens; the host counts them."""
     few = int(live_N.sum()) <= _FEW * len(live_N)
     return live_N if few and len(live_N) else None
 
@@ -157,12 +162,12 @@ def picked(live_N: Tensor) -> Tensor | None:
 #: Between these, sums of exponentials of float32 have lost nothing that counts, and those of
 #: thousands of ranks and parts are still numbers.
 _LEAST, _MOST = 1e-20, 1e35
-#: Of a target's logit, whose exponential is added to them.
+#: The largest logit of a target whose exponential can be added to such sums.
 _MOST_OF_ONE = 80.0
 
 
 class Scratch:
-    """Memory for blocks of rows, used again by each: so many buffers at most."""
+    """Holds memory for blocks of rows, at most `buffers` buffers, which each block uses again."""
 
     def __init__(
         self,
@@ -185,8 +190,9 @@ class Scratch:
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, number: int, rows: int) -> tuple[Tensor, Tensor]:
-        """[rows, columns], and the same with one column more, for what is written of targets that
-        are another rank's.
+        """Returns buffer `number` as [rows, columns], and as [rows, columns + 1].
+
+        The column more takes what is written for targets that are another rank's.
         """
         if (number, rows) not in self._views:
             if number not in self._buffers:
@@ -197,13 +203,13 @@ class Scratch:
         return self._views[number, rows]
 
     def read(self, logits_nV: Tensor, number: int = 0) -> Tensor:
-        """Returns the logits in the type of the computation; in that buffer if it differs."""
+        """Returns the logits in the type of the computation; a copy in the buffer if it differs."""
         if logits_nV.dtype == self._dtype:
             return logits_nV
         return self(number, len(logits_nV))[0].copy_(logits_nV)
 
     def without(self, logits_nV: Tensor, apart_nK: Tensor) -> Tensor:
-        """Returns the logits that were read, with -inf at some columns, in the first buffer."""
+        """Returns logits that `read` gave with -inf at some columns, in the first buffer."""
         copy_nV, with_room_nV = self(0, len(logits_nV))
         if copy_nV.data_ptr() != logits_nV.data_ptr():
             copy_nV.copy_(logits_nV)
@@ -225,7 +231,10 @@ def local_statistics(
     columns: Columns,
     wanted: ComputeOptions,
 ) -> Partial:
-    """Returns statistics of the kept tokens, by which `local_N` and `temperature` are indexed."""
+    """Returns statistics of this rank's columns for each kept token.
+
+    `local_N`, and a tensor of temperatures, have an entry for each kept token.
+    """
     like = torch.zeros(len(local_N), dtype=accumulated(logits.dtype), device=logits.device)
     target = like.new_zeros(local_N.shape)
     found = Partial(like.clone(), like.clone(), like.clone(), target)
@@ -281,7 +290,10 @@ def local_statistics(
 
 
 def global_statistics(partial: Partial, asked: TokenBatch) -> Whole:
-    """Statistics over the whole vocabulary. A collective of the group's ranks, one all-gather."""
+    """Combines the ranks' statistics into those of the whole vocabulary.
+
+    The group's ranks take part in one all-gather.
+    """
     if asked.wanted.backend == "triton":
         from . import on_gpu
 
@@ -299,9 +311,7 @@ def _sums(
     *,
     subtract_max: bool,
 ) -> None:
-    """Sums exp(logit - largest) per token, or exp(logit); and the moments, if entropies are
-    wanted.
-    """
+    """Sums exp(logit - largest), or exp(logit), per token; and moments if entropies are wanted."""
     cut = list(blocks([len(panel) for panel in rows], kept_N, scratch.rows))
     per_token = found.origin[:, None], apart_NK, found.exponentials, found.moments
     many = found.target.dim() == 2
@@ -384,9 +394,9 @@ def write_gradient(
 def scaled_logits(
     logits_nV: Tensor, origin_n1: Tensor | None, temperature: Tensor | float, out_nV: Tensor
 ) -> Tensor:
-    """z = (logits - origin) / temperature, there, or the logits themselves where they are z.
+    """Returns z = (logits - origin) / temperature in `out_nV`; the logits if they are z already.
 
-    A temperature for each is [n, 1].
+    A tensor of temperatures is [n, 1].
     """
     if origin_n1 is not None:
         logits_nV = torch.sub(logits_nV, origin_n1, out=out_nV)
@@ -396,7 +406,7 @@ def scaled_logits(
 
 
 def columns_of_blocks(cut: list[RowBlock], per_token: Tensor | None) -> Sequence[Any]:
-    """Returns each block's values as a column, [n, 1]."""
+    """Returns each block's values as a column, [n, 1]; None for each if there are no values."""
     return [None] * len(cut) if per_token is None else split_like(cut, per_token[:, None])
 
 
@@ -410,5 +420,5 @@ def divisors(temperature: Tensor | float, cut: list[RowBlock]) -> Sequence[Any]:
 
 
 def _of_rows(temperature: Tensor | float, like_N: Tensor, block: RowBlock) -> Tensor:
-    """One for each row, as compiled functions want it."""
+    """Returns a temperature for each row of the block, which compiled functions need."""
     return torch.ones_like(like_N[block.kept]).mul_(temperature_of(temperature, block.kept))

@@ -1,4 +1,4 @@
-"""`token_kl`: divergence of a student from a teacher, who gives logits or its K most likely tokens.
+"""`token_kl` computes a student's divergence from a teacher's logits, or its K likeliest tokens.
 
 Legend: V columns of the vocabulary on a rank, K tokens of the teacher.
 """
@@ -34,24 +34,26 @@ _TAILS = ("bucket", "ignore", "renormalize")
 
 
 class TokenKL(NamedTuple):
-    """The divergence of each token, [...], in nats; float32, or float64 for such logits.
+    """Holds the divergence of each token, [...], in nats; float32, or float64 for such logits.
 
-    Zero for tokens that are masked.
+    It is zero for tokens that are masked.
     """
 
     kl: Tensor
     student_mass: Tensor | None = None
     """The probability that the student gives the teacher's K tokens; not differentiable. None
-    where the teacher gives logits."""
+    if the teacher gives logits."""
     teacher_mass: Tensor | None = None
-    """The probability that the teacher gives them."""
+    """The probability that the teacher gives its K tokens; None if it gives logits."""
 
 
 def weights_of(who: str, direction: str, mix: float) -> DirectionWeights:
     """Returns the shares of the two directions, or raises `ValueError`."""
     one_of(who, "direction", direction, _DIRECTIONS)
     if isinstance(mix, bool) or not isinstance(mix, (int, float)) or not 0 <= mix <= 1:
-        raise ValueError(f"{who}() got mix={mix!r}: the forward direction's share, from 0 to 1")
+        raise ValueError(
+            f"{who}() got mix={mix!r}: pass the forward direction's share, from 0 to 1"
+        )
     if direction == "mixed":
         return DirectionWeights(float(mix), 1.0 - mix)
     return DirectionWeights(1.0, 0.0) if direction == "forward" else DirectionWeights(0.0, 1.0)
@@ -79,22 +81,22 @@ def token_kl(
     gradient_accumulation_fusion: bool = False,
     workspace_bytes: int | None = None,
 ) -> TokenKL:
-    """Divergence of each token's distribution from a teacher's, differentiable in the student.
+    """Computes each token's divergence from a teacher, differentiable in the student.
 
     With s and t the probabilities of student and teacher, the forward direction is
     KL(teacher ‖ student) = Σ t·(log t - log s), the reverse one KL(student ‖ teacher) =
     Σ s·(log s - log t), and "mixed" is mix · forward + (1 - mix) · reverse. Nothing is averaged,
     and nothing multiplied by the square of the temperature.
 
-    From a teacher's logits: both logits are read once, and once more in the backward; no softmax is
-    kept, so besides the gradient it takes O(tokens) memory and the workspace. TP ranks make one
+    Given a teacher's logits, it reads both logits once, and once more in the backward. It keeps no
+    softmax, so besides the gradient it takes O(tokens) memory and the workspace. TP ranks make one
     all-gather in the forward, of 24 bytes per token and rank, and find the same bits. The backward
-    makes none, but from hidden states that of `token_logprobs`. A token of which one gives
-    probability to what the other gives none has an infinite divergence, and no gradient.
+    makes no collective, except for the one of `token_logprobs` if hidden states were given. A
+    divergence Σ p·(log p - log q) is infinite, and has no gradient, if q is 0 where p is not.
 
-    From a teacher's K most likely tokens, as `vocab_topk` or an engine reports them: the student's
-    log-probs are those over the whole vocabulary, of one `token_logprobs` call, and `topk_kl` says
-    what is made of them, and of the tail.
+    Given a teacher's K most likely tokens, as `vocab_topk` or an engine reports them, it computes
+    the student's log-probs over the whole vocabulary with one `token_logprobs` call. `topk_kl` says
+    how the divergence is made from them, and what becomes of the tail: all other tokens.
 
     Args:
         logits: the student's, or `hidden` and `weight`, as of `token_logprobs`; so are `tp_group`,
@@ -102,16 +104,17 @@ def token_kl(
             `gradient_accumulation_fusion` and `workspace_bytes`.
         teacher_logits: [..., V / tp], floating point of any type: the teacher's columns of this
             rank, in the student's layout. They are not changed, and are kept for the backward.
-        teacher_ids: [..., K] of int64 or int32 in place of those: ids in the whole vocabulary, each
-            once; `ignore_index` where there are fewer.
-        teacher_logprobs: [..., K], their log-probs over the teacher's whole vocabulary.
+        teacher_ids: [..., K] of int64 or int32, in place of `teacher_logits`: ids in the whole
+            vocabulary, each once; `ignore_index` fills up tokens that have fewer.
+        teacher_logprobs: [..., K], the ids' log-probs over the teacher's whole vocabulary.
         teacher_rest: [...], the teacher's log-prob of all other tokens together, as `vocab_topk`
-            says it; None to take it from what `teacher_logprobs` leave of 1.
+            reports it; None to take what `teacher_logprobs` leave of 1.
         direction: "forward", "reverse" or "mixed".
         mix: the forward direction's share in "mixed".
         tail: "bucket", "ignore" or "renormalize", as of `topk_kl`; for a teacher's K tokens only.
-        temperature: what both logits are divided by, or one for each token [...]. Log-probs of a
-            teacher are of its temperature already.
+        temperature: the number that both logits are divided by, or [...] with one for each token.
+            `teacher_logprobs` are taken as they are: they have the teacher's temperature already.
+        ignore_index: stands in `teacher_ids` for entries that are no tokens.
 
     Returns:
         TokenKL, [...].
@@ -250,7 +253,10 @@ def _of_topk(
 
 
 def _refuse_repeats(ids_K: Tensor, valid_K: Tensor, token_mask: Tensor | None) -> None:
-    """No token is named twice, which would count its probability twice. Read on the host."""
+    """Raises `ValueError` if an id is named twice, so that its probability would count twice.
+
+    The host reads the answer from the device.
+    """
     if token_mask is not None and token_mask.shape == ids_K.shape[:-1]:
         valid_K = valid_K & token_mask[..., None]
     # Entries that are none differ from each other, and from all ids.
@@ -274,28 +280,29 @@ def topk_kl(
     mix: float = 0.5,
     tail: Tail = "bucket",
 ) -> TokenKL:
-    """Divergence of the student from K tokens of a teacher, out of the student's log-probs.
+    """Computes the student's divergence from a teacher's K tokens, given the student's log-probs.
 
-    It is what `token_kl` makes of a teacher's ids, for log-probs that a model has made
+    It does what `token_kl` does with a teacher's ids, for log-probs that a model has made
     already: `model_logprobs(..., targets=teacher_ids)`. With t and s the probabilities of the K
     tokens over the whole vocabularies, and t_rest and s_rest those of all other tokens together,
 
-    - "bucket": both distributions have K + 1 outcomes, of which the last is any other token:
-      forward Σ t·(log t - log s) + t_rest·(log t_rest - log s_rest). Never more than the divergence
-      of the whole vocabulary, and never below 0 but for rounding.
-    - "ignore": the K summands alone, Σ t·(log t - log s). Not a divergence: it may be below 0.
-    - "renormalize": s and t are divided by their sums over the K tokens, so that nothing is said of
-      what the student gives other tokens.
+    - "bucket" gives both distributions K + 1 outcomes, of which the last is any other token:
+      forward Σ t·(log t - log s) + t_rest·(log t_rest - log s_rest). This is never more than the
+      divergence of the whole vocabulary, and never below 0 but for rounding.
+    - "ignore" takes the K summands alone, Σ t·(log t - log s). This is no divergence: it may be
+      below 0.
+    - "renormalize" divides s and t by their sums over the K tokens, so that the probability that
+      the student gives other tokens does not count.
 
-    The reverse direction changes places of s and t. Summands whose first factor is 0 are 0.
+    The reverse direction swaps s and t. Summands whose first factor is 0 are 0.
 
     Args:
-        stats: of `token_logprobs` or `model_logprobs`, whose targets were the teacher's ids.
+        stats: what `token_logprobs` or `model_logprobs` returned for the teacher's ids as targets.
         teacher_logprobs: [..., K], over the teacher's whole vocabulary.
-        teacher_rest: [...], its log-prob of all other tokens; None for what the others leave of 1,
-            and no less than the rounding of their type.
-        valid: [..., K] of bool, False for entries whose ids were `ignore_index`; None where none
-            was. Tokens that were masked are known from the stats.
+        teacher_rest: [...], the teacher's log-prob of all other tokens; None for what
+            `teacher_logprobs` leave of 1, and no less than the rounding of their type.
+        valid: [..., K] of bool, False for entries whose ids were `ignore_index`; None if all are
+            ids. Tokens that were masked are known from the stats.
         direction, mix: as of `token_kl`.
         tail: "bucket", "ignore" or "renormalize".
 
@@ -341,7 +348,7 @@ def _topk_kl(
     weights: DirectionWeights,
     tail: Tail,
 ) -> TokenKL:
-    """Computes in float64, of a few numbers for each token."""
+    """Computes the divergence in float64 from the log-probs of K tokens and of the rest."""
     assert stats.rest is not None
     none = -torch.inf
     # Zeros for all of them are a token that was not computed: no probabilities add up to K + 1.
@@ -374,9 +381,10 @@ def _topk_kl(
 
 
 def _left(teacher_K: Tensor, mass: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns what the teacher's K log-probs leave of 1, as a log-prob: their rounding, at least.
+    """Returns the log-prob that the teacher's K log-probs leave for all other tokens.
 
-    Less than that cannot be told from nothing: it is nothing where no other token is left.
+    It is at least the rounding of the K, because less cannot be told from nothing. It is -inf if no
+    more is left and the student has no other token.
     """
     size_K = torch.where(teacher_K > -torch.inf, 1 - teacher_K, 0.0)
     rounding = torch.finfo(dtype).eps * (teacher_K.exp() * size_K).sum(-1)
@@ -386,13 +394,13 @@ def _left(teacher_K: Tensor, mass: Tensor, rest: Tensor, dtype: torch.dtype) -> 
 
 
 def _renormalized(logprob_K: Tensor) -> Tensor:
-    """Divides by the sum; a token without any is left as it is."""
+    """Divides a token's probabilities by their sum; leaves a token without any as it is."""
     total = logprob_K.logsumexp(-1, keepdim=True)
     return logprob_K - torch.where(total > -torch.inf, total, 0.0)
 
 
 def _kl(first_K: Tensor, second_K: Tensor) -> Tensor:
-    """Σ p·(log p - log q) out of the logarithms; infinite, without gradient, where only q is 0."""
+    """Sums p·(log p - log q), given the logarithms; infinite, without gradient, if only q is 0."""
     takes_part_K = first_K > -torch.inf
     infinite = (takes_part_K & (second_K == -torch.inf)).any(-1)
     used_K = takes_part_K & ~infinite[..., None]

@@ -1,6 +1,6 @@
-"""`model_logprobs`: log-probs out of a GPTModel that never makes its logits.
+"""`model_logprobs` computes log-probs with a GPTModel that never makes its logits.
 
-Megatron's output layer is called with the hidden states, and makes log-probs of them.
+Megatron's output layer is called with the hidden states as ever, and returns log-probs.
 
 Legend: B batch, S positions, H features, V vocabulary.
 """
@@ -30,11 +30,10 @@ _INSTEAD = "take the logits, and token_logprobs(logits=…)"
 def stats_of(
     layer: Any, hidden_SBH: Tensor, output_weight: Tensor | None, arguments: dict[str, Any]
 ) -> TokenStats:
-    """`token_logprobs` of what the layer would make logits of; stats are [B, S] as the targets.
+    """Calls the output layer with `token_logprobs` as its forward; stats are [B, S] as the targets.
 
-    The module is called as ever, and so are its hooks: DDP's, which waits for parameters that are
-    still being gathered and starts the next gather, and FSDP2's, which unshards them. What runs
-    inside is ours.
+    The module's hooks run as ever: DDP's, which waits for parameters that are still being gathered
+    and starts the next gather, and FSDP2's, which unshards them.
 
     Raises:
         ValueError: a layer that does more than a product with its weight, or arguments that do not
@@ -73,7 +72,7 @@ def scale_of(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
     """Returns the factor by which the model multiplies its logits after the output layer (muP).
 
     Raises:
-        ValueError: it does something else to them.
+        ValueError: it does anything else to them than to multiply by one positive number.
     """
     if scale_logits is None:
         return 1.0
@@ -140,7 +139,7 @@ def _group(layer: Any) -> Any:
 
 
 def _turned(name: str, value: Any, shape_BS: tuple[int, int]) -> Any:
-    """Returns values of each token in the order of the hidden states."""
+    """Returns values [B, S, ...] of each token as [S, B, ...], the order of the hidden states."""
     if isinstance(value, Sampling) and value.keep is not None:
         keep = _turned("sampling.keep", value.keep, shape_BS)
         return dataclasses.replace(value, keep=keep)
@@ -149,7 +148,8 @@ def _turned(name: str, value: Any, shape_BS: tuple[int, int]) -> Any:
     if value.shape[:2] != shape_BS:
         raise ValueError(
             f"model_logprobs() got {name} of shape {tuple(value.shape)}, and hidden states of "
-            f"{shape_BS[0]} rows with {shape_BS[1]} positions"
+            f"{shape_BS[0]} rows with {shape_BS[1]} positions: pass it with these two dimensions "
+            "first"
         )
     return value.transpose(0, 1)
 
@@ -179,32 +179,33 @@ def model_logprobs(
     triton: bool | None = None,
     **forward: Any,
 ) -> TokenStats | Tensor:
-    """One forward of a GPTModel whose hidden states become log-probs, a part at a time.
+    """Runs one forward of a GPTModel, and makes log-probs of its hidden states, part by part.
 
-    What `token_logprobs` makes of the model's logits, without them: the model is called with an
-    `output_processor`, and its output layer with all of its hooks, so that parameters which are
-    still being gathered are waited for. Gradients are those of the logits' path. It knows the
-    output layer's group, sequence parallelism, a weight that is the embedding's, muP's factor,
-    and gradients that are accumulated in `main_grad`.
+    The result, and the gradients, are those of `token_logprobs` with the model's logits, which are
+    never made. The model is called with an `output_processor`, and its output layer with all of its
+    hooks, so that parameters which are still being gathered are waited for. The output layer's
+    group, sequence parallelism, a weight shared with the embedding, muP's factor and gradients
+    that accumulate in `main_grad` are taken from the model.
 
     All ranks of the tensor-parallel group take part, with the same arguments.
 
     Args:
         model: a GPTModel, or what it is wrapped in: DistributedDataParallel, Float16Module, FSDP.
         input_ids: [B, S], as of `model.forward`; so are `position_ids` and `attention_mask`.
-        targets: [B, S] of int64 or int32, the token whose probability is meant at each position, or
-            [B, S, K] for K of them, such as a teacher's. With context parallelism those of this
-            rank's positions.
+        targets: [B, S] of int64 or int32, each position's target, or [B, S, K] for K of them, such
+            as a teacher's tokens. With context parallelism those of this rank's positions.
         temperature, entropy, token_mask, ignore_index, vocab_size, workspace_bytes, sampling,
-            compiled, triton: as of `token_logprobs`; [B, S] what there is one of for each token.
+            compiled, triton: as of `token_logprobs`; values for each token are [B, S].
         forward: other arguments of `model.forward`. MTP heads have their loss in the forward that
             is given `labels` [B, S], and `loss_mask`.
 
     Returns:
-        TokenStats [B, S] on the last pipeline stage; what the stage sends on the others.
+        TokenStats [B, S] on the last pipeline stage; on others the hidden states that the stage
+        sends to the next.
 
     Raises:
-        RuntimeError: megatron-core before 0.18 without the patch `logits-always-built`.
+        RuntimeError: megatron-core before 0.18 without the patch `logits-always-built`, a hook or a
+            model that does not hand the stats on.
         ValueError: a model that is no GPTModel, an output layer that does more than a product with
             its weight, a forward for inference, or what `token_logprobs` refuses.
 
@@ -256,10 +257,10 @@ def logprobs_processor(
     temperature: float | Tensor = 1.0,
     **arguments: Any,
 ) -> Callable[..., TokenStats]:
-    """Returns what `model_logprobs` gives the model, for callers who call the model themselves.
+    """Returns the processor of `model_logprobs`, for callers who call the model themselves.
 
     Args:
-        targets, temperature, arguments: as of `model_logprobs`; by default as there.
+        targets, temperature, arguments: as of `model_logprobs`, with the same defaults.
 
     Returns:
         An `output_processor` for `GPTModel.forward`, and from 0.18 on for `build_schedule_plan`.
@@ -290,7 +291,7 @@ def logprobs_processor(
 
 
 def _gpt_in(model: Any) -> Any:
-    """The GPTModel under wrappers, each of which calls what it holds as `module`."""
+    """Returns the GPTModel inside of wrappers, each of which holds the next as `module`."""
     gpt = model
     while not isinstance(gpt, GPTModel) and isinstance(getattr(gpt, "module", None), Module):
         gpt = gpt.module

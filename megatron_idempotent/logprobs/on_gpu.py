@@ -1,4 +1,4 @@
-"""Does with Triton's kernels what `kernels` does with torch: reads rows once, writes them once.
+"""Does with Triton's kernels what `kernels` does with torch; reads rows once, writes them once.
 
 Only this file launches them, and it is imported only where they are used.
 """
@@ -24,7 +24,7 @@ def local_statistics(
     columns: Columns,
     wanted: ComputeOptions,
 ) -> Partial:
-    """Statistics of the kept tokens, without a copy of their rows."""
+    """Computes statistics of the kept tokens, without a copy of their rows."""
     matrices = as_matrices(logits)[0]
     block = block_of("statistics", logits.dtype)
     temperature = _computed(temperature)
@@ -55,7 +55,7 @@ def local_statistics(
 
 
 def global_statistics(partial: Partial, asked: TokenBatch) -> Whole:
-    """Does the same as `combine`. A collective of the group's ranks: one all-gather."""
+    """Does the same as `statistics.combine`: the group's ranks take part in one all-gather."""
     columns, temperature = asked.columns, _computed(asked.temperature)
     parts_RN4 = all_gathered(torch.stack(partial, dim=-1), columns.group)
     found = launch_combine(parts_RN4, asked.targets, columns.per_rank, temperature, whole=True)
@@ -65,11 +65,9 @@ def global_statistics(partial: Partial, asked: TokenBatch) -> Whole:
 def grad_coefficients(
     asked: TokenBatch, whole: Whole, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None
 ) -> tuple[GradCoefficients, Tensor]:
-    """Returns `GradCoefficients.from_outputs` and each token's index, [N].
+    """Returns what `GradCoefficients.from_outputs` does, and each token's index, [N].
 
-    The index is -1 if the token's outputs have no gradient.
-
-    Nothing is read on the host.
+    The index is -1 if the token's outputs have no gradient. The host reads nothing.
     """
     temperature = _computed(asked.temperature)
     found_3N, token_N = launch_coefficients(whole, of_logprob_N, of_entropy_N, temperature)
@@ -87,9 +85,9 @@ def write_gradient(
     temperature: Tensor | float,
     columns: Columns,
 ) -> None:
-    """Write all of `into`: zeros where tokens are not kept, and in padded columns.
+    """Writes all of `into`: gradients, and zeros for tokens not kept and in padded columns.
 
-    `slopes` and `temperature` are of all kept tokens; where `token_N` is -1 those are zeros, too.
+    `slopes` and `temperature` are of all kept tokens. Those with -1 in `token_N` get zeros, too.
     """
     token_M = token_N
     if kept_N is not None:

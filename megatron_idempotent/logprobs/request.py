@@ -1,4 +1,4 @@
-"""The records of one call on a rank: its tokens, its options, and the sampler's vocabulary.
+"""Holds the records of one call on a rank: its tokens, its options, and the sampler's vocabulary.
 
 Legend: n tokens, W candidates.
 """
@@ -25,12 +25,13 @@ _CANDIDATES = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sampling:
-    """The set of tokens from which a token was sampled.
+    """Describes the set of tokens from which each token was sampled.
 
-    As engines do it: logits are divided by the temperature, the `top_k` most probable tokens are
-    kept, and of those the fewest whose probability, of what was kept, comes to `top_p`. Tokens with
-    the same logit as the last of them are kept too. Or `keep` names them, as an engine reports
-    them: no boundary is computed then, on which two computations may differ.
+    The set is made as engines make it: logits are divided by the temperature, the `top_k` most
+    probable tokens are kept, and of those the fewest that together have `top_p` of the probability
+    that was kept. Tokens with the same logit as the last of them are kept too. Or `keep` names the
+    set, as an engine reports it: then no boundary is computed, on which engine and trainer could
+    differ.
 
     Example: `Sampling(top_p=0.95, target="-inf")`.
     """
@@ -40,11 +41,11 @@ class Sampling:
     top_p: float = 1.0
     """The probability to keep, in (0, 1]; 1 for all."""
     keep: Tensor | None = None
-    """[..., K] of int64 or int32: ids for each token, in any order, negative where there are
-    fewer."""
+    """[..., K] of int64 or int32: the ids that are kept for each token, in any order; negative
+    entries fill up tokens that keep fewer."""
     target: Literal["keep", "-inf"] = "keep"
-    """The treatment of a target that is not kept: a place among the kept, or a log-prob of -inf,
-    which has no gradient."""
+    """The treatment of a target that is not kept: "keep" adds it to those that are, "-inf" gives it
+    that log-prob and no gradient."""
     candidates: int | None = None
     """The number of columns that each rank sends; None for 32 more than `top_k`, or 128. If they do
     not suffice for a token, eight times as many are sent, and so on."""
@@ -55,18 +56,18 @@ class Sampling:
 
         whole = self.top_k is None or (isinstance(self.top_k, int) and self.top_k >= -1)
         if isinstance(self.top_k, bool) or not whole:
-            refuse("top_k", "a number of tokens; 0, -1 or None for all")
+            refuse("top_k", "pass a number of tokens; 0, -1 or None for all")
         number = isinstance(self.top_p, (int, float)) and not isinstance(self.top_p, bool)
         if not number or not 0 < self.top_p <= 1:
-            refuse("top_p", "a probability above 0; 1 for all")
+            refuse("top_p", "pass a probability above 0; 1 for all")
         if self.target not in ("keep", "-inf"):
-            refuse("target", "'keep' or '-inf'")
+            refuse("target", "pass 'keep' or '-inf'")
         if self.candidates is not None and (
             isinstance(self.candidates, bool)
             or not isinstance(self.candidates, int)
             or self.candidates < 1
         ):
-            refuse("candidates", "at least 1, or None")
+            refuse("candidates", "pass at least 1, or None")
         if self.keep is None:
             return
         if (
@@ -76,7 +77,7 @@ class Sampling:
         ):
             found = getattr(self.keep, "dtype", type(self.keep).__name__)
             raise ValueError(
-                f"Sampling() got keep of {found}: a tensor of int64 or int32, [..., ids]"
+                f"Sampling() got keep of {found}: pass a tensor of int64 or int32, [..., ids]"
             )
         if self.limit > 0 or self.top_p < 1:
             raise ValueError(
@@ -94,7 +95,7 @@ class Sampling:
         return self.keep is not None or self.top_p < 1 or 0 < self.limit < vocabulary
 
     def width(self) -> int:
-        """The number of columns of each rank that are candidates."""
+        """Returns the number of columns that each rank sends as candidates."""
         if self.candidates is not None:
             return self.candidates
         return self.limit + _TIES if self.limit else _CANDIDATES
@@ -106,10 +107,11 @@ class Sampling:
         beyond_n: Tensor | None,
         temperature: Tensor | float,
     ) -> tuple[Tensor, Tensor]:
-        """The lowest logit that is kept, and whether that is known for sure; both [n].
+        """Returns the lowest logit that is kept, and whether that is known for sure; both [n].
 
-        `mass_n` is Σ exp((logit - max) / temperature) over the whole vocabulary, in float64, where
-        there is no top-k. Where these logits are not all, no other is above `beyond_n`.
+        `logits_nW` are all ranks' candidates. `mass_n`, which counts without top-k only, is
+        Σ exp((logit - max) / temperature) over the whole vocabulary, in float64. No logit that is
+        not a candidate is above `beyond_n`, which is None if all are candidates.
         """
         ordered_nW = logits_nW.sort(-1, descending=True).values
         lowest_n = ordered_nW.new_full((len(ordered_nW),), -torch.inf)
@@ -130,7 +132,7 @@ class Sampling:
 
 
 def _nothing_beyond(lowest_n: Tensor, beyond_n: Tensor | None) -> Tensor:
-    """No other column has such a logit; those of -inf are as good as none."""
+    """Returns whether no further column can have such a logit; -inf counts as no logit."""
     if beyond_n is None:
         return torch.ones_like(lowest_n, dtype=torch.bool)
     return (lowest_n > beyond_n) | (beyond_n == -torch.inf)
@@ -147,13 +149,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def backend_of(
     device: torch.device, dtype: torch.dtype, *, compiled: bool, triton: bool | None
 ) -> Backend:
-    """Choose for logits of this type on this device.
+    """Chooses what computes logits of this type on this device.
 
     Raises:
         ValueError: kernels were asked for where they cannot run, or beside `compiled`.
     """
     if compiled and triton:
-        raise ValueError("token_logprobs() got compiled=True and triton=True: one of them")
+        raise ValueError("token_logprobs() got compiled=True and triton=True: pass one of them")
     if compiled:
         return "compiled"
     found = uses_triton("token_logprobs()", device, asked=triton, capability=_CAPABILITY)
@@ -161,17 +163,20 @@ def backend_of(
 
 
 class Columns(NamedTuple):
-    """The vocabulary, and this rank's part of it."""
+    """Describes the vocabulary, and this rank's part of it."""
 
     first: int
     """The id of this rank's first column."""
     real: int
-    """The number of its columns that are tokens; those after them are padding."""
+    """The number of this rank's columns that are tokens; columns after them are padding."""
     per_rank: int
+    """The number of columns on each rank, padding included."""
     vocabulary: int
-    """Tokens on all ranks."""
+    """The number of tokens on all ranks."""
     group: Any
+    """The ranks that share the vocabulary; None for one rank alone."""
     ranks: int
+    """The number of ranks that share the vocabulary."""
 
     def real_of(self, rank: int) -> int:
         """Returns the number of columns of that rank that are tokens."""
@@ -179,7 +184,7 @@ class Columns(NamedTuple):
 
 
 class ComputeOptions(NamedTuple):
-    """The options of a computation."""
+    """Holds the options of a computation."""
 
     entropy: bool
     entropy_gradient: bool
@@ -190,7 +195,7 @@ class ComputeOptions(NamedTuple):
     def returned(
         self, ctx: Any, whole: Whole, temperature: Tensor | float
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """`(logprob, entropy, lse)`, of which the gradient is known for what is differentiated."""
+        """Returns `(logprob, entropy, lse)`, and marks those that have no gradient for autograd."""
         lse_N = whole.origin / temperature + whole.log_sum
         # Copies, because callers may change in place what the backward has saved.
         entropy_N = whole.entropy.clone() if self.entropy else None
@@ -203,7 +208,7 @@ class ComputeOptions(NamedTuple):
 
 
 class TokenBatch(NamedTuple):
-    """The inputs of the tokens that are computed, in the order of their rows."""
+    """Holds the inputs of the tokens that are computed, in the order of their rows."""
 
     targets: Tensor
     """Ids in the vocabulary, [N]; or [N, K] of K targets, each once, -1 where there are fewer."""
@@ -218,12 +223,15 @@ class TokenBatch(NamedTuple):
 
     @property
     def local(self) -> Tensor:
-        """The target's column on this rank, or one that this rank has not; as the targets."""
+        """The targets' columns on this rank, in the targets' shape.
+
+        If another rank has the target, the number is below 0 or not below that of the columns.
+        """
         return self.targets - self.columns.first
 
     @property
     def owner(self) -> Tensor:
-        """The rank in the group that has the target's column; as the targets."""
+        """The ranks in the group that have the targets' columns, in the targets' shape."""
         return self.targets // self.columns.per_rank
 
 
@@ -248,9 +256,9 @@ def is_ours(local: Tensor, columns: int) -> Tensor:
 
 
 def place_of(local_n: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """The target's column here, any where it is another rank's, and whether it is ours.
+    """Returns the targets' columns on this rank, and a mask of targets that this rank has.
 
-    Both [n, 1], or [n, K] of K targets.
+    Both are [n, 1], or [n, K] for K targets. The column is 0 if another rank has the target.
     """
     local_nK = local_n if local_n.dim() == 2 else local_n[:, None]
     ours_nK = is_ours(local_nK, columns)

@@ -1,4 +1,4 @@
-"""A tensor [..., V] as rows, in the order in which they lie in memory, a block at a time."""
+"""Reads a tensor [..., V] as rows, in the order in which they lie in memory, block by block."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _SHORTER = 4
 
 
 class Order:
-    """Leading dimensions by descending stride, so that [S, B, V] seen as [B, S, V] is read in turn.
+    """Orders leading dimensions by descending stride, which is the order of rows in memory.
 
-    Vectors over the tokens are put in that order, and back.
+    A view [B, S, V] of a tensor [S, B, V] is thereby read from front to back. `flat` puts vectors
+    over the tokens into that order, `unflat` puts them back.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -26,17 +27,17 @@ class Order:
         self._shape = [tensor.shape[place] for place in self._order]
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, with its leading dimensions in this order."""
+        """Returns a view of the tensor with its leading dimensions in this order."""
         return tensor.permute(*self._order, tensor.dim() - 1)
 
     def flat(self, per_token: Tensor) -> Tensor:
-        """[...] as [N], or [..., K] as [N, K]."""
+        """Returns [...] as [N], or [..., K] as [N, K], in this order."""
         behind = range(len(self._order), per_token.dim())
         moved = per_token.permute([*self._order, *behind])
         return moved.reshape(math.prod(self._shape), *(moved.shape[place] for place in behind))
 
     def unflat(self, per_token_N: Tensor) -> Tensor:
-        """[N] as [...], or [N, K] as [..., K]."""
+        """Returns [N] as [...], or [N, K] as [..., K]; undoes `flat`."""
         behind = per_token_N.shape[1:]
         places = [*self._back, *range(len(self._back), len(self._back) + len(behind))]
         return per_token_N.view([*self._shape, *behind]).permute(places)
@@ -45,7 +46,8 @@ class Order:
 def as_matrices(*tensors: Tensor) -> tuple[list[Tensor], ...]:
     """Views each tensor as a list of matrices that together are all of it.
 
-    One, unless some tensor is a slice; all tensors, of one shape, are cut the same.
+    There is one matrix, unless some tensor is a slice whose rows no one stride leads through. The
+    tensors have one shape and are cut at the same places.
     """
     try:
         return tuple([tensor.view(-1, tensor.shape[-1])] for tensor in tensors)
@@ -58,7 +60,7 @@ def as_matrices(*tensors: Tensor) -> tuple[list[Tensor], ...]:
 
 
 class RowBlock(NamedTuple):
-    """Some rows of one panel, and where what is found for them stands among the kept tokens."""
+    """Names some rows of one panel, and their places among the kept tokens."""
 
     panel: int
     rows: slice | Tensor
@@ -72,11 +74,11 @@ class RowBlock(NamedTuple):
         return matrix.narrow(0, rows.start, rows.stop - rows.start)
 
     def view(self, as_matrices: list[Tensor]) -> Tensor | None:
-        """Returns a view of the rows; None if they do not follow each other."""
+        """Returns a view of the block's rows; None if they do not follow each other."""
         return self.read(as_matrices) if isinstance(self.rows, slice) else None
 
     def write(self, as_matrices: list[Tensor], values: Tensor) -> None:
-        """Rounded to the panels' type."""
+        """Writes values to the block's rows of these panels, rounded to the panels' type."""
         matrix = as_matrices[self.panel]
         values = values.to(matrix.dtype)
         if isinstance(self.rows, slice):
@@ -86,14 +88,14 @@ class RowBlock(NamedTuple):
 
 
 def split_like(blocks: Sequence[RowBlock], per_token: Tensor) -> Sequence[Tensor]:
-    """Splits [N, ...] by blocks that together are all kept tokens; views."""
+    """Splits [N, ...] into a view for each of the blocks, which together are all kept tokens."""
     return torch.split(per_token, [each.kept.stop - each.kept.start for each in blocks])
 
 
 def blocks(sizes: list[int], kept_N: Tensor | None, rows: int) -> Iterator[RowBlock]:
-    """All tokens of panels of these sizes, or those that are kept, at most so many rows at a time.
+    """Yields blocks of at most `rows` rows: all tokens of panels of these sizes, or the kept ones.
 
-    `kept_N` is a bool mask; it is read on the host, once.
+    `kept_N` is a bool mask, or None for all tokens; the host reads it once for each panel.
     """
     masks = [None] * len(sizes) if kept_N is None else torch.split(kept_N, sizes)
     done = 0
@@ -125,9 +127,9 @@ def _parts(size: int, chosen: Tensor | None, rows: int) -> Iterator[slice | Tens
 
 
 def kept_places(kept_N: Tensor, count: int) -> Tensor:
-    """The places of a bool mask's `count` tokens, in order, int64 [count].
+    """Returns the places of the `count` tokens in a bool mask, in order; int64 [count].
 
-    As `nonzero()`, which has the host wait for the device to learn how many there are.
+    `nonzero()` finds the same, but has the host wait for the device to learn their number.
     """
     place_N = torch.where(kept_N, kept_N.cumsum(0) - 1, count)
     found = place_N.new_empty(count + 1)
@@ -136,7 +138,7 @@ def kept_places(kept_N: Tensor, count: int) -> Tensor:
 
 
 def submask(kept_N: Tensor | None, chosen_K: Tensor) -> Tensor:
-    """A bool mask over all tokens, of those among the K kept ones that are chosen."""
+    """Returns a bool mask, over all tokens, of those of the K kept ones that are chosen."""
     return chosen_K if kept_N is None else kept_N.masked_scatter(kept_N, chosen_K)
 
 
@@ -148,7 +150,10 @@ def rows_of_a_block(columns: int, workspace_bytes: int, buffers: int, dtype: tor
 def flat_indices(
     sizes: list[int], kept_N: Tensor | None, token_E: Tensor
 ) -> Iterator[tuple[int, slice | Tensor, Tensor]]:
-    """Yields each panel that has kept tokens, which of them, and their rows in it."""
+    """Yields for each panel its number, which of `token_E` are in it, and their rows there.
+
+    `token_E` are places among the kept tokens.
+    """
     row_E = token_E if kept_N is None else kept_N.nonzero().squeeze(1)[token_E]
     if len(sizes) == 1:
         yield 0, slice(None), row_E

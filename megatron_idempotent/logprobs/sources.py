@@ -1,6 +1,7 @@
-"""Reads logits from a tensor, or makes them as products of hidden states and a weight.
+"""Reads logits from a tensor, or multiplies hidden states by a weight to make them.
 
-The weight's gradient goes into a tensor of its own, or straight into `main_grad`.
+It also adds up the gradients of both: the weight's goes into a tensor of its own, or straight into
+`main_grad`.
 
 Legend: n, b some of N tokens, K columns of a token.
 """
@@ -25,24 +26,28 @@ TILE = 128
 
 
 class ProductParts(NamedTuple):
-    """The size of the parts in which logits are computed, and the target of gradients."""
+    """Says in parts of which size logits are computed, and where their gradients go."""
 
     logits_bytes: int
+    """The bytes of logits that are made at a time."""
     reduce: bool
-    """The hidden states' are added up here, over the ranks that share the columns; else each rank
-    returns its columns' share."""
+    """True if the backward adds the hidden states' gradients up over the ranks that share the
+    columns; False if it returns the share of this rank's columns."""
     fused: bool
-    """The weight's is added to its `main_grad`."""
+    """True if the weight's gradient is added to its `main_grad`."""
 
     def of_tokens(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
-        """All columns of some tokens."""
+        """Yields the tokens in slices, each of which is multiplied with all columns."""
         rows = rows_of_a_block(columns, self.logits_bytes, 1, dtype)
         rows = rows // TILE * TILE or rows
         for start in range(0, tokens or 1, rows):  # without tokens, once none
             yield slice(start, min(start + rows, tokens))
 
     def of_columns(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
-        """Some columns of all tokens, which take as much again where they are computed."""
+        """Yields the columns in slices, each of which all tokens are multiplied with.
+
+        A part fits `logits_bytes` in the type in which it is computed, which may be wider.
+        """
         width = rows_of_a_block(tokens, self.logits_bytes, 1, accumulated(dtype))
         width = max(NARROWEST, width)
         for start in range(0, columns or 1, width):  # without columns, once none
@@ -50,13 +55,13 @@ class ProductParts(NamedTuple):
 
 
 class Product:
-    """Products of matrices that are needed one after the other, in the same memory."""
+    """Multiplies matrices into memory that each product uses again."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
     def __call__(self, left_nH: Tensor, right_Hv: Tensor) -> Tensor:
-        """[n, v], until the next call."""
+        """Returns the product, [n, v], which the next call overwrites."""
         shape = len(left_nH), right_Hv.shape[1]
         size = shape[0] * shape[1]
         if self._memory is None or self._memory.numel() < size:
@@ -65,12 +70,12 @@ class Product:
 
 
 class Source(Protocol):
-    """The logits of the tokens that are computed, of this rank's columns without padding."""
+    """Gives the logits of the tokens that are computed, in this rank's columns without padding."""
 
     dtype: torch.dtype
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """All of them, some tokens [n, V] at a time."""
+        """Yields the logits of all tokens, some tokens [n, V] at a time, with their places."""
 
     def of(self, token_b: Tensor) -> Tensor:
         """Returns the logits of these tokens, [b, V]."""
@@ -80,7 +85,7 @@ class Source(Protocol):
 
 
 class Logits:
-    """Logits [..., V] that are there, in the order of `Order`."""
+    """Reads logits [..., V] from a tensor, in the order of `Order`."""
 
     def __init__(
         self, rows: Tensor, kept_N: Tensor | None, columns: Columns, workspace_bytes: int
@@ -91,7 +96,7 @@ class Logits:
         self._kept_N, self._columns, self._workspace = kept_N, columns, workspace_bytes
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Views where all tokens are computed."""
+        """Yields some tokens at a time: views if their rows follow each other, else copies."""
         if not self._panels:
             return
         rows = rows_of_a_block(self._columns.real, self._workspace, 2, self.dtype)
@@ -113,7 +118,7 @@ class Logits:
 
 
 class Products:
-    """Logits that are made of hidden states [N, H] and a weight [V, H]."""
+    """Makes logits from hidden states [N, H] and a weight [V, H]."""
 
     def __init__(
         self, hidden_NH: Tensor, weight_VH: Tensor, columns: Columns, parts: ProductParts
@@ -132,7 +137,7 @@ class Products:
         return self._hidden_NH[token_b] @ self._weight_VH.t()
 
     def at(self, column_NK: Tensor) -> Tensor:
-        """Only columns that some token has are multiplied."""
+        """Returns the logits [N, K]; multiplies only columns that some token asks for."""
         used_U, place_NK = torch.unique(column_NK, return_inverse=True)
         found = self._hidden_NH.new_empty(column_NK.shape)
         if not len(self._weight_VH):
@@ -144,13 +149,13 @@ class Products:
 
 
 class HiddenGradient:
-    """Gradient of hidden states [N, H]: a sum of products, some columns of the logits at a time."""
+    """Adds up the gradient of hidden states [N, H], some columns of the logits at a time."""
 
     def __init__(self, hidden_NH: Tensor, needed: bool, dtype: torch.dtype) -> None:
         self._sum = torch.zeros_like(hidden_NH, dtype=dtype) if needed else None
 
     def add(self, d_logits_Nv: Tensor, weight_vH: Tensor) -> None:
-        """Adds what comes through these columns."""
+        """Adds the product of these columns' gradient and weights."""
         if self._sum is None:
             return
         if self._sum.dtype == d_logits_Nv.dtype:
@@ -166,7 +171,10 @@ class HiddenGradient:
 
 
 class WeightGradient:
-    """Gradient of a weight [V, H], some rows at a time; adds each of the first `written` once."""
+    """Makes the gradient of a weight [V, H], some rows at a time.
+
+    `add` has to be called once for each of the first `written` rows; the others start as zeros.
+    """
 
     def __init__(self, weight_VH: Tensor, needed: bool, fused: bool, written: int = 0) -> None:
         self._weight_VH, self._fused = weight_VH, needed and fused
@@ -178,7 +186,7 @@ class WeightGradient:
             self._own[0 if fused else written :].zero_()
 
     def add(self, rows: slice | Tensor, d_logits_Nv: Tensor, hidden_NH: Tensor) -> None:
-        """Adds the part of these columns of the logits. Each row is added once."""
+        """Writes the weight's rows for these columns of the logits; each row once."""
         if self._own is None:
             return
         if self._fused:
@@ -197,14 +205,14 @@ class WeightGradient:
             self._own[rows] = d_logits_Nv.t() @ hidden_NH
 
     def done(self) -> Tensor | None:
-        """Returns the gradient for autograd."""
+        """Returns the gradient for autograd; zeros if it went into `main_grad`."""
         if self._fused and hasattr(self._weight_VH, "grad_added_to_main_grad"):
             self._weight_VH.grad_added_to_main_grad = True
         return self._own
 
 
 class SummedWeightGradient:
-    """Gradient of a whole weight [V, H], a few tokens at a time: a sum of products in float32."""
+    """Adds up the gradient of a whole weight [V, H] in float32, a few tokens at a time."""
 
     def __init__(
         self, weight_VH: Tensor, needed: bool, fused: bool, written: int, parts: int
@@ -226,12 +234,12 @@ class SummedWeightGradient:
         self._sum = torch.zeros(written, like.shape[1], dtype=dtype, device=like.device)
 
     def add(self, d_logits_nV: Tensor, hidden_nH: Tensor) -> None:
-        """Adds the part of these tokens."""
+        """Adds the product of these tokens' gradients and hidden states."""
         if self._sum is not None:
             product_into(self._sum, d_logits_nV.t(), hidden_nH, add=True)
 
     def done(self) -> Tensor | None:
-        """Returns the gradient for autograd."""
+        """Returns the gradient for autograd; zeros if it went into `main_grad`."""
         if self._sum is None:
             return None
         written = len(self._sum)
@@ -251,7 +259,10 @@ class SummedWeightGradient:
 
 
 def product_into(into: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> Tensor:
-    """`left @ right`, written or added to what may be of float32 where they are of half of it."""
+    """Writes or adds `left @ right` to `into`, and returns that.
+
+    `into` may be of float32 while the factors have 16 bits.
+    """
     beta = int(add)
     if into.dtype == left.dtype:
         return torch.addmm(into, left, right, beta=beta, out=into)
@@ -265,7 +276,7 @@ def product_into(into: Tensor, left: Tensor, right: Tensor, *, add: bool = False
 
 
 def _widened_product() -> Any:
-    """The operator that multiplies into a wider type, from torch 2.8 on; None before."""
+    """Returns the operator that multiplies into a wider type; None before torch 2.8."""
     # cloudpickle takes `torch.ops` for a module that a function needs, and cannot pickle it.
     from torch._ops import ops
 
@@ -273,7 +284,7 @@ def _widened_product() -> Any:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Call torch's as late as possible: its wrapper holds what pickling by value cannot bring."""
+    """Applies torch's decorator at each call, because its wrapper cannot be pickled by value."""
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Any) -> Any:
@@ -283,14 +294,15 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SequenceParallel(torch.autograd.Function):
-    """Hidden states of which each rank has a piece, by the first dimension: all of them.
+    """Gathers hidden states of which each rank has a piece, cut along the first dimension.
 
-    Each rank's gradient is the share of its columns; a piece's is the sum of all shares.
+    Each rank's gradient is the share of its columns of the logits. The gradient of a piece is the
+    sum of all ranks' shares.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
-        """A collective of the group's ranks, one all-gather."""
+        """Returns all pieces; the group's ranks take part in one all-gather."""
         ctx.group = group
         size = dist.get_world_size(group)
         whole = hidden.new_empty(size * hidden.shape[0], *hidden.shape[1:])
@@ -300,7 +312,7 @@ class SequenceParallel(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """A collective of the group's ranks, one reduce-scatter."""
+        """Returns the piece's gradient; the group's ranks take part in one reduce-scatter."""
         size = dist.get_world_size(ctx.group)
         piece = gradient.new_empty(gradient.shape[0] // size, *gradient.shape[1:])
         dist.reduce_scatter_tensor(piece, gradient.contiguous(), group=ctx.group)

@@ -1,6 +1,7 @@
-"""Statistics of a rank's columns, and their combination over ranks by one collective.
+"""Computes statistics of a rank's columns, and combines them over ranks with one collective.
 
-All ranks get the same bits. The computations are one expression each, for `torch.compile` to fuse.
+All ranks get the same bits. `statistics` and `gradient` are single expressions, which
+`torch.compile` can fuse.
 
 Legend: N tokens, K targets of a token, P parts of the columns, R ranks.
 """
@@ -17,22 +18,22 @@ from torch import Tensor
 
 
 class Partial(NamedTuple):
-    """Statistics of a rank's columns, with z = (logit - origin) / temperature; each [N].
+    """Holds statistics of a rank's columns, with z = (logit - origin) / temperature; each [N].
 
-    Sums leave the targets out: beside the 1 of a token that is all but certain, the rest would be
-    lost, and with it 1 - p, which is its gradient.
+    Sums leave the targets out. If a target is all but certain, its summand of 1 would swallow the
+    rest, and with it 1 - p, which is the target's gradient.
     """
 
     origin: Tensor
-    """Their largest logit, or 0; `FINITE` where there is none, which -inf can be told from, and
-    which can be subtracted. Of K targets for each token it is the largest beside them, so that
-    sums of the others are numbers however far below they are."""
+    """The columns' largest logit, or 0 where exponentials need none. It is `FINITE` if there are no
+    columns: unlike -inf that can be subtracted. With K targets it is the largest logit beside them,
+    so that sums of the others are numbers however far below the targets they are."""
     exponentials: Tensor
     """Σ exp(z)"""
     moments: Tensor
-    """Σ exp(z)·z; zeros where no entropy is wanted."""
+    """Σ exp(z)·z; zeros if no entropy is wanted."""
     target: Tensor
-    """Its z; zeros on ranks that do not have its column. Of K targets the logits, [N, K]."""
+    """The target's z; 0 on ranks without its column. With K targets their logits, [N, K]."""
 
     def packed(self) -> Tensor:
         """Returns what a rank sends, [N, 3 + K]."""
@@ -42,10 +43,10 @@ class Partial(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """Statistics of all columns, with z = (logit - origin) / temperature; each [N]."""
+    """Holds statistics of all columns, with z = (logit - origin) / temperature; each [N]."""
 
     origin: Tensor
-    """The largest of the ranks'."""
+    """The largest of the ranks' origins, and with K targets of their logits."""
     exponentials: Tensor
     """Σ exp(z)"""
     mean: Tensor
@@ -53,16 +54,17 @@ class Whole(NamedTuple):
     log_sum: Tensor
     """log Σ exp(z)"""
     logprob: Tensor
-    """[N], or of K targets [N, K + 1]: the last one is that of all other tokens together."""
+    """The targets' log-probs, [N]. With K targets [N, K + 1], the last of all other tokens."""
     entropy: Tensor
 
 
 def combine(partial: Partial, owner_N: Tensor, temperature: Tensor | float, group: Any) -> Whole:
-    """Statistics over the whole vocabulary. A collective of the group's ranks, one all-gather.
+    """Combines the ranks' statistics into those of the whole vocabulary.
 
-    Sums of the ranks' sums are taken in float64 and in the order of ranks, so that all of them find
-    the same bits. `owner_N` is the rank in the group that has the target's column; [N, K] of K
-    targets, negative where a token has fewer.
+    The group's ranks take part in one all-gather. Sums of the ranks' sums are taken in float64 and
+    in the order of ranks, so that all of them find the same bits. `owner_N` is the rank in the
+    group that has the target's column; for K targets it is [N, K], negative where a token has
+    fewer.
     """
     dtype = partial.origin.dtype
     if owner_N.dim() == 1:
@@ -76,7 +78,7 @@ def combine(partial: Partial, owner_N: Tensor, temperature: Tensor | float, grou
 
 
 def all_gathered(sent_NX: Tensor, group: Any) -> Tensor:
-    """[R, N, X]. A collective of the group's ranks; none where it is one rank."""
+    """Gathers [N, X] of each of the group's ranks as [R, N, X]; one rank alone sends nothing."""
     if group is None or dist.get_world_size(group) == 1:
         return sent_NX[None]
     found_RNX = sent_NX.new_empty(dist.get_world_size(group), *sent_NX.shape)
@@ -85,9 +87,9 @@ def all_gathered(sent_NX: Tensor, group: Any) -> Tensor:
 
 
 def merged(parts: list[Partial], own: list[Tensor], temperature: Tensor | float) -> Partial:
-    """Merges statistics of parts of a rank's columns; without a collective.
+    """Merges statistics of parts of a rank's columns, without a collective.
 
-    `own` has a mask for each part: the targets that are among its columns; each [N], or [N, K].
+    `own` has a mask for each part, [N] or [N, K]: True for targets that are among its columns.
     """
     if len(parts) == 1:
         return parts[0]
@@ -99,7 +101,10 @@ def merged(parts: list[Partial], own: list[Tensor], temperature: Tensor | float)
 def _together(
     parts_PNX: Tensor, own_PN: Tensor, temperature: Tensor | float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `Partial`, of all parts, in float64. `own_PN` is [P, N, K] of K targets."""
+    """Returns the fields of `Partial` over all parts together, in float64.
+
+    `own_PN` says which part has each target; for K targets it is [P, N, K].
+    """
     parts_PNX = parts_PNX.double()
     origin_PN, sums_PN, moments_PN = parts_PNX[..., :3].unbind(-1)
     origin_N = origin_PN.amax(0)
@@ -120,7 +125,10 @@ def _together(
 def with_target(
     origin_N: Tensor, others_N: Tensor, moment_N: Tensor, z_N: Tensor, dtype: torch.dtype
 ) -> Whole:
-    """The target, whose z it is, beside the sums over all others; in float64."""
+    """Computes the statistics of all columns from the target's z and the others' sums.
+
+    All are given in float64, and rounded to `dtype` at the end.
+    """
     target_N = z_N.exp()
     sum_N = others_N + target_N
     moment_N = moment_N + torch.where(target_N == 0, 0.0, target_N * z_N)
@@ -139,9 +147,10 @@ def with_targets(
     temperature: Tensor | float,
     dtype: torch.dtype,
 ) -> Whole:
-    """The targets that are counted, by their logits, beside the sums over all others; in float64.
+    """Computes the statistics of all columns from K targets' logits and the others' sums.
 
-    No token is a target twice.
+    All are given in float64, and rounded to `dtype` at the end. Targets that `counted_NK` leaves
+    out have no part in them; no token is a target twice.
     """
     logit_NK = torch.where(counted_NK, logit_NK, -torch.inf)
     top_N = torch.maximum(origin_N, logit_NK.amax(-1))
@@ -163,18 +172,18 @@ def with_targets(
 
 
 def per_row(temperature: Tensor | float) -> Tensor | float:
-    """Returns the temperature as a divisor of rows."""
+    """Returns the temperature in a shape that divides rows: a number, or [n, 1]."""
     return temperature[:, None] if isinstance(temperature, Tensor) else temperature
 
 
-#: In place of -inf where it meets a probability of 0, whose product is 0 then and not NaN.
+#: Stands for -inf where it is multiplied by a probability of 0: the product is then 0, not NaN.
 FINITE = -1e30
 
 
 def statistics(
     logits_nV: Tensor, local_n: Tensor, temperature_n: Tensor, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the fields of `Partial`; sums in float64, since fused loops do not add in pairs."""
+    """Returns the fields of `Partial`, with sums in float64: fused loops do not add in pairs."""
     logits_nV = logits_nV.to(temperature_n.dtype)
     maximum_n = logits_nV.amax(-1).clamp(min=FINITE)
     z_nV = (logits_nV - maximum_n[:, None]) / temperature_n[:, None]
@@ -196,7 +205,7 @@ def gradient(
     of_target_n: Tensor,
     temperature_n: Tensor,
 ) -> Tensor:
-    """Returns what `write_gradient` writes, rounded to the logits' type."""
+    """Returns the gradient that `kernels.write_gradient` writes, rounded to the logits' type."""
     z_nV = (logits_nV.to(temperature_n.dtype) - origin_n[:, None]) / temperature_n[:, None]
     factor_nV = factor_n[:, None]
     if slope_n is not None:

@@ -1,6 +1,8 @@
-"""Makes the target of each position, in padded and packed batches, and each rank's part of both.
+"""Finds each position's target, in padded and packed batches, and cuts batches for CP ranks.
 
-Legend: B rows, T positions. No loop over sequences, and nothing waits for the device.
+Nothing here loops over sequences or waits for the device.
+
+Legend: B rows, T positions.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ def shift_targets(
         tokens: [..., T] of int64 or int32, padded on either side, or packed sequences one after the
             other. Targets are of the same type.
         mask: [..., T], true or above 0 where there is a token; None where all are.
-        cu_seqlens: [n + 1] of integers, where packed sequences begin and the last one ends, padding
-            between them included; positions after the last one belong to none.
-        ignore_index: what stands where nothing is predicted; `token_logprobs` computes nothing
-            there.
+        cu_seqlens: [n + 1] of integers, the positions where packed sequences begin and where the
+            last one ends, padding between them included. Positions after that have no target.
+        ignore_index: the target of positions that predict nothing; `token_logprobs` computes
+            nothing there.
 
     Raises:
         ValueError: shapes or types that do not fit.
@@ -72,17 +74,18 @@ def shift_targets(
 def context_parallel_part(
     values: Tensor, *, rank: int, size: int, cu_seqlens: Tensor | None = None, dim: int = -1
 ) -> Tensor:
-    """This rank's positions under context parallelism, as Megatron's attention expects them.
+    """Returns this rank's positions under context parallelism, as Megatron's attention takes them.
 
     Each sequence is cut into 2 · size pieces, of which rank r has the r-th from the front and the
     r-th from the back, so that causal attention costs all ranks alike.
 
     Args:
         values: [..., T, ...], whole sequences along `dim`.
-        rank: in the context-parallel group.
-        size: ranks in that group.
-        cu_seqlens: [n + 1] of integers, where packed sequences begin and the last one ends, which
-            is T; each length is a multiple of 2 · size. None for one sequence per row.
+        rank: this rank's number in the context-parallel group.
+        size: the number of ranks in that group.
+        cu_seqlens: [n + 1] of integers, the positions where packed sequences begin and where the
+            last one ends, which is T; each length is a multiple of 2 · size. None for one sequence
+            per row.
         dim: the dimension of positions.
 
     Returns:
@@ -93,7 +96,9 @@ def context_parallel_part(
             shapes and types that do not fit.
     """
     if not 0 <= rank < size:
-        raise ValueError(f"context_parallel_part() got rank {rank} of {size}")
+        raise ValueError(
+            f"context_parallel_part() got rank {rank} of {size}: pass a rank from 0 to {size - 1}"
+        )
     if size == 1:
         return values
     positions = values.shape[dim]
@@ -131,25 +136,25 @@ def context_parallel_whole(
 ) -> Tensor:
     """Puts the parts of context-parallel ranks together: undoes `context_parallel_part`, exactly.
 
-    Differentiable. With a group all of its ranks take part in the forward, and with
-    `losses="parts"` in the backward too.
+    It is differentiable. With a group all of its ranks take part in one all-gather in the forward,
+    and with `losses="parts"` in one all-reduce in the backward too.
 
     Args:
         parts: [size, ..., T / size, ...] or one tensor per rank, of all ranks in order; with a
             group this rank's alone, [..., T / size, ...].
-        group: the context-parallel group to gather over; None where the parts are here.
+        group: the context-parallel group to gather over; None if `parts` are those of all ranks.
         cu_seqlens: [n + 1] of integers, as `context_parallel_part` was given it.
         dim: the dimension of positions in one rank's part.
-        losses: with a group, what ranks do with the whole. "same": each computes the same loss,
-            which is meant once, so a rank keeps its own part of the gradient. "parts": each
+        losses: with a group, the use that ranks make of the whole. "same": each computes the same
+            loss, which counts once, so a rank keeps its own part of the gradient. "parts": each
             computes another part of the loss, so the gradients of all are added up.
 
     Returns:
         [..., T, ...]
 
     Raises:
-        ValueError: parts of differing shapes, positions that cannot be of so many ranks, or shapes
-            and types that do not fit.
+        ValueError: parts of differing shapes, an odd number of positions per rank, or shapes and
+            types that do not fit.
 
     Example:
         parts = [context_parallel_part(tokens, rank=rank, size=2) for rank in range(2)]
@@ -181,7 +186,7 @@ def context_parallel_whole(
     if positions % (2 * size):
         raise ValueError(
             f"context_parallel_whole() got {positions // size} positions from each of {size} "
-            f"ranks: a rank has an even number of them"
+            f"ranks: pass parts that context_parallel_part made, which have an even number"
         )
     return joined.index_select(dim, _places(positions, size, cu_seqlens, joined.device))
 
@@ -207,7 +212,7 @@ def _places(positions: int, size: int, cu_seqlens: Tensor | None, device: Any) -
 
 
 class _GatheredParts(torch.autograd.Function):
-    """[size, ...] of all ranks' parts; the gradient is this rank's, or the sum of all ranks'."""
+    """Gathers all ranks' parts as [size, ...]; the gradient is this rank's, or that of all."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any, adds_up: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""`vocab_topk`: the most likely tokens of each distribution, over a vocabulary that ranks share.
+"""`vocab_topk` finds each distribution's likeliest tokens, over a vocabulary that ranks share.
 
 Legend: N tokens, n some of them, V columns of the vocabulary on this rank, R ranks, K tokens that
 are asked for, C candidates of a rank, W those of all ranks.
@@ -29,9 +29,10 @@ _NAME = "vocab_topk"
 
 
 class TopK(NamedTuple):
-    """The K most likely tokens of each distribution, the most likely first.
+    """Holds the K most likely tokens of each distribution, the most likely first.
 
-    Of equal ones the lowest id is first. Zeros, and ids of `ignore_index`, for masked tokens.
+    Of equally likely tokens the one with the lowest id is first. Masked tokens have zeros, and
+    `ignore_index` for ids.
     """
 
     logprob: Tensor
@@ -58,14 +59,14 @@ def vocab_topk(
     hidden_layout: Literal["replicated", "sequence_parallel"] = "replicated",
     workspace_bytes: int | None = None,
 ) -> TopK:
-    """Log-probs and ids of the K most likely tokens: what a teacher's forward leaves a student.
+    """Finds the K most likely tokens and their log-probs, which a student learns from a teacher.
 
-    Reads the logits once, a few rows at a time, or makes them of hidden states some tokens at a
-    time; takes O(tokens · K) memory and the workspace. Nothing is differentiated: a student asks
-    `token_logprobs` for the log-probs of `ids`, or `token_kl` for the divergence.
+    It reads the logits once, a few rows at a time, or makes them from hidden states some tokens at
+    a time; it takes O(tokens · K) memory and the workspace. The result has no gradient: the student
+    calls `token_logprobs` for its own log-probs of `ids`, or `token_kl` for the divergence.
 
-    With a `tp_group` of several ranks all of them take part, and find the same bits: one all-gather
-    of 12 + 8 · K bytes per token and rank.
+    With a `tp_group` of several ranks all of them take part in one all-gather of 12 + 8 · K bytes
+    per token and rank, and find the same bits.
 
     Args:
         logits: [..., V / tp], or `hidden` and `weight`, as of `token_logprobs`; so are `tp_group`,
@@ -94,7 +95,9 @@ def vocab_topk(
     )
     columns = inputs.columns
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= columns.vocabulary:
-        raise ValueError(f"{_NAME}() got k={k!r}: from 1 to {columns.vocabulary}, the vocabulary")
+        raise ValueError(
+            f"{_NAME}() got k={k!r}: from 1 to {columns.vocabulary}, the size of the vocabulary"
+        )
     tokens = masked_tokens(_NAME, inputs.shape, token_mask)
     positive(_NAME, temperature, inputs.shape, tokens)
     rows = inputs.rows()
@@ -136,7 +139,10 @@ def _most_likely(
     wanted: ComputeOptions,
     device: torch.device,
 ) -> TopK:
-    """The same on all ranks: their candidates, and the sums of what is none, are put together."""
+    """Finds this rank's candidates and the sums over its other columns, and merges all ranks'.
+
+    The result is the same on all of them.
+    """
     dtype = accumulated(source.dtype)
     width = min(k, columns.per_rank)
     like_N = torch.zeros(count, dtype=dtype, device=device)
@@ -158,9 +164,9 @@ def _most_likely(
 
 
 def largest(logits_nV: Tensor, count: int) -> Tensor:
-    """Columns of the largest logits in each row, the largest first, [n, C].
+    """Returns the columns of the largest logits in each row, the largest first, [n, C].
 
-    Of equal logits those of the lowest columns are chosen, and come first.
+    Of equal logits those in the lowest columns are chosen, and come first.
     """
     one_more = min(count + 1, logits_nV.shape[1])
     values_nX, column_nX = logits_nV.topk(one_more, -1)
@@ -179,7 +185,7 @@ def largest(logits_nV: Tensor, count: int) -> Tensor:
 
 
 def _lowest_of_equal(logits_bV: Tensor, values_bC: Tensor, column_bC: Tensor) -> Tensor:
-    """Puts the lowest columns whose logits equal the last one in the places of such."""
+    """Replaces the chosen columns that tie with the last one by the lowest columns that do."""
     last_b1 = values_bC[:, -1:]
     above_b = (values_bC > last_b1).sum(-1)
     row_e, column_e = (logits_bV == last_b1).nonzero().unbind(1)
@@ -193,7 +199,7 @@ def _lowest_of_equal(logits_bV: Tensor, values_bC: Tensor, column_bC: Tensor) ->
 def _of_all_ranks(
     sums: Partial, ids_NC: Tensor, k: int, temperature: Tensor | float, columns: Columns
 ) -> TopK:
-    """A collective of the group's ranks, one all-gather; then the same computation on all."""
+    """Merges the ranks' candidates and sums; the group's ranks take part in one all-gather."""
     dtype = sums.origin.dtype
     # As bits: not every id is a number of float32.
     bits = torch.int32 if dtype == torch.float32 else torch.int64

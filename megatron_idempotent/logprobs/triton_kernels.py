@@ -1,24 +1,25 @@
-"""Triton's kernels for statistics of logits and for their gradient, each in one reading.
+"""Holds Triton's kernels for statistics of logits and for their gradient; each reads logits once.
 
-A program reads one segment of one row. Each lane keeps the largest logit of its columns, Σ exp(z)
-and Σ exp(z)·z relative to it, so nothing crosses lanes until the end, and one exponential in
-`UNROLL` rescales. Segments have a width that depends on nothing but the block's shape, so that a
-token's bits do not depend on the number of tokens.
+A program has one segment of one row. Segments have a width that depends on nothing but the block's
+shape, so that a token's bits do not depend on the number of tokens.
 
-Legend: N tokens, P segments, U rows of a tile of L lanes.
+In the kernel of statistics each lane keeps the largest logit of its columns, Σ exp(z) and
+Σ exp(z)·z relative to it. So nothing crosses lanes until the end, and one exponential in `UNROLL`
+rescales.
 
-The hardware's 2ˣ is as good as float32, but its argument is not: x·log₂e is rounded, and a rounding
-of a large argument is a large factor. Two multiply-adds take that back, so that an exponential
-costs what the hardware's does and has the error of a mathematical library's.
+The kernel of gradients takes all rows. It writes zeros for masked tokens, for tokens whose outputs
+have no gradient and for padded columns in the same pass, without reading them. It may write where
+it reads, because it reads each element before it writes it, and no other program does either.
+
+The hardware's 2ˣ is as exact as float32, but its argument is not: x·log₂e is rounded, and a
+rounding of a large argument is a large factor. Two multiply-adds correct that, so that an
+exponential costs what the hardware's does and has the error of a mathematical library's.
 
 The first block shape of each kernel is used until a benchmark has said otherwise: `python -m
 benchmarks.token_logprobs --device cuda --tune` times all of them.
 
-A program has one segment of one row, of all rows: masked tokens, those whose outputs have no
-gradient, and padded columns are written as zeros in the same pass, without being read. It may
-write where it reads, because it reads each element before it writes it, and no other program does.
-
-Legend: N tokens that are computed, M rows of a matrix, T columns of a tile.
+Legend: N tokens that are computed, M rows of a matrix, P segments, U rows of a tile of L lanes,
+T columns of a tile.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-call,misc"
@@ -39,13 +40,13 @@ from .kernels import GradCoefficients
 #: In place of -inf, whose products with 0 are NaN.
 FINITE = tl.constexpr(statistics.FINITE)
 _LOG2E = tl.constexpr(1.4426950408889634)
-#: As float32, it is off by a twentieth of what a rounding is.
+#: Rounded to float32, it is off by a twentieth of a rounding.
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def exponential(z: tl.tensor) -> tl.tensor:
-    """exp of finite z, 1 of 0; 0 where float32 has no normal number."""
+    """Returns exp(z) of a finite z: 1 of 0, and 0 if float32 has no normal number for it."""
     power = z * _LOG2E
     rest = tl.fma(power, -_LN2, z)
     found = tl.exp2(power)
@@ -56,10 +57,10 @@ def exponential(z: tl.tensor) -> tl.tensor:
 def scaled(
     distance: tl.tensor, temperature: tl.tensor, inverse: tl.tensor, UNIT: tl.constexpr
 ) -> tl.tensor:
-    """distance / temperature, finite where the distance is -inf, and NaN where that is.
+    """Returns distance / temperature: a finite number for a distance of -inf, NaN for NaN.
 
-    The division is a product with 1 / temperature, whose remainder is divided once more: as exact
-    as a division, which costs three times as much. With `UNIT` the temperature is 1.
+    It multiplies by 1 / temperature, and adds the remainder times that: as exact as a division,
+    which costs three times as much. With `UNIT` the temperature is 1.
     """
     if UNIT:
         return tl.maximum(distance, FINITE, propagate_nan=tl.PropagateNan.ALL)
@@ -75,25 +76,28 @@ _WARP = 32
 
 
 class Shape(NamedTuple):
-    """Threads of a program, and how many loads each of them has in flight."""
+    """Says how many threads a program has, and how many loads each of them has in flight."""
 
     warps: int
+    """The number of warps of a program, of 32 threads each."""
     unroll: int
+    """The number of loads that each thread has in flight."""
     stages: int
-    """Tiles that are loaded ahead into shared memory; 1 leaves that to other programs."""
+    """The number of tiles that are loaded ahead into shared memory; 1 leaves the waiting time to
+    other programs."""
     segment: int = 32768
-    """Columns of a program. The results' last bits depend on it."""
+    """The number of columns of a program, on which the results' last bits depend."""
     lanes: int | None = None
-    """Instead of what `warps` load at once."""
+    """The number of columns that a program loads at once; None for 16 bytes of each thread."""
 
     def of(self, dtype: torch.dtype) -> BlockShape:
-        """The shape for rows of this type."""
+        """Returns the shape for rows of this type."""
         lanes = self.lanes or self.warps * _WARP * _LOAD_BYTES // dtype.itemsize
         return BlockShape(self, lanes)
 
 
 class BlockShape(NamedTuple):
-    """A shape for one type of logits."""
+    """Holds a shape for one type of logits."""
 
     shape: Shape
     lanes: int
@@ -126,13 +130,13 @@ _chosen: dict[Kernel, Shape] = {kernel: shapes[0] for kernel, shapes in SHAPES.i
 
 
 def block_of(kernel: Kernel, dtype: torch.dtype) -> BlockShape:
-    """The shape in use."""
+    """Returns the shape that a kernel uses now, for rows of this type."""
     return _chosen[kernel].of(dtype)
 
 
 @contextlib.contextmanager
 def using(**shapes: Shape) -> Iterator[None]:
-    """Use other shapes for a while: `using(statistics=Shape(4, 2, 1))`. For benchmarks, tests."""
+    """Uses other shapes inside of a `with`, for benchmarks: `using(gradient=Shape(4, 2, 1))`."""
     before = dict(_chosen)
     _chosen.update(shapes)  # type: ignore[arg-type]
     try:
@@ -142,7 +146,7 @@ def using(**shapes: Shape) -> Iterator[None]:
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Make its GPU the current one, which Triton launches on."""
+    """Returns a context in which the tensor's GPU is the current one, which Triton launches on."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
@@ -157,7 +161,7 @@ def _absorb(
     UNIT: tl.constexpr,
     ENTROPY: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add a tile to what the lanes know."""
+    """Adds a tile to each lane's largest logit and sums, and returns them."""
     before_L = largest_L
     largest_L = tl.maximum(before_L, tl.max(x_UL, 0))
     z_UL = scaled(x_UL - largest_L[None, :], temperature, inverse, UNIT)
@@ -193,7 +197,7 @@ def statistics_kernel(
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Write [P, N, 4], the fields of `Partial`, of segment and token `program_id`."""
+    """Writes the fields of `Partial` of this program's segment and token into [P, N, 4]."""
     TILE: tl.constexpr = UNROLL * LANES
     program = tl.program_id(0)
     segments = (columns + SEGMENT - 1) // SEGMENT
@@ -256,7 +260,10 @@ def launch_statistics(
     entropy: bool,
     block: BlockShape,
 ) -> Tensor:
-    """Compute [P, N, 4] of a matrix [rows, ≥ columns], of all its rows or of those in `rows_N`."""
+    """Computes the fields of `Partial` per segment and token, [P, N, 4].
+
+    `logits` is a matrix [rows, ≥ columns]; `rows_N` names the tokens' rows, None for all of them.
+    """
     tokens, segments = len(local_N), block.segments(columns)
     found_PN4 = local_N.new_empty(segments, tokens, 4, dtype=block.computed)
     per_token = isinstance(temperature, Tensor)
@@ -311,7 +318,7 @@ def gradient_kernel(
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Write exp(z)·(factor + slope·z), at the target `of_target`, and 0 from `columns` on."""
+    """Writes exp(z)·(factor + slope·z), at the target `of_target`, and 0 from `columns` on."""
     TILE: tl.constexpr = UNROLL * LANES
     program = tl.program_id(0)
     segments = (width + SEGMENT - 1) // SEGMENT
@@ -376,9 +383,10 @@ def launch_gradient(
     columns: int,
     block: BlockShape,
 ) -> None:
-    """Write all of `into` [M, ≥ columns], which may be `logits`.
+    """Writes the gradient into all of `into` [M, ≥ columns], which may be `logits`.
 
-    `token_M` says which token of `slopes` a row is, and -1 for rows of zeros; None for all in turn.
+    `token_M` names each row's token in `slopes`, with -1 for rows of zeros. None means that the
+    rows are the tokens in turn.
     """
     width = into.shape[1]
     per_token = isinstance(temperature, Tensor)

@@ -1,4 +1,4 @@
-"""A few numbers per token, in float64, in one launch each where torch would take dozens.
+"""Computes a few numbers per token in float64, in one launch where torch would take dozens.
 
 They are small beside the logits, but a launch takes microseconds whatever it computes, and those of
 some thousand tokens would take as long as reading their logits does.
@@ -34,7 +34,7 @@ def combine_kernel(
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write `Partial` [N, 4] of parts [P, N, 4], or with `WHOLE` the fields of `Whole` [6, N].
+    """Combines parts [P, N, 4] into `Partial` [N, 4], or with `WHOLE` into `Whole` [6, N].
 
     A target is in part `place` // `width`.
     """
@@ -105,7 +105,10 @@ def coefficients_kernel(
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write factor, slope and `of_target` [3, N] of `GradCoefficients`, and the token or -1 [N]."""
+    """Writes factor, slope and `of_target` of `GradCoefficients`, [3, N], and indices [N].
+
+    An index is the token's own, or -1 if its outputs have no gradient.
+    """
     token_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there_B = token_B < tokens
     t_B = tl.zeros([BLOCK], tl.float64) + temperature
@@ -144,7 +147,10 @@ def coefficients_kernel(
 def launch_combine(
     parts_PN4: Tensor, place_N: Tensor, width: int, temperature: Tensor | float, *, whole: bool
 ) -> Tensor:
-    """Compute [N, 4], or with `whole` [6, N]. A target is in part `place_N` // `width`."""
+    """Combines parts [P, N, 4] into `Partial` [N, 4], or with `whole` into `Whole` [6, N].
+
+    A target is in part `place_N` // `width`.
+    """
     count, tokens, _ = parts_PN4.shape
     into = parts_PN4.new_empty((len(Whole._fields), tokens) if whole else (tokens, 4))
     if not tokens:
@@ -174,7 +180,10 @@ def launch_coefficients(
     of_entropy_N: Tensor | None,
     temperature: Tensor | float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute factor, slope and `of_target` [3, N], and of each token itself, or -1 [N]."""
+    """Computes factor, slope and `of_target` of `GradCoefficients`, [3, N], and indices [N].
+
+    An index is the token's own, or -1 if its outputs have no gradient.
+    """
     tokens = len(whole.origin)
     into_3N = whole.origin.new_empty(3, tokens)
     live_N = whole.origin.new_empty(tokens, dtype=torch.int64)

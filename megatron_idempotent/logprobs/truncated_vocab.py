@@ -1,10 +1,10 @@
 """Finds the tokens that a sampler kept, the same on all ranks that share the vocabulary.
 
-A rank's highest logits are its candidates. All ranks see all of them, with one all-gather, and so
-find the same boundary; where more columns than were sent might lie above it, more are sent.
-Legend: n, s some of N tokens, R ranks, C candidates of a rank, W of all, X what a rank sends.
+A rank's highest logits are its candidates. One all-gather shows all ranks all of them, so that they
+find the same boundary. If columns that were not sent may lie above it, more are sent.
 
-Legend: N tokens, E kept columns of this rank, K ids for a token.
+Legend: n, s some of N tokens, R ranks, C candidates of a rank, W those of all ranks, X numbers that
+a rank sends, E kept columns of this rank, K ids for a token.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .statistics import FINITE, Partial, Whole, all_gathered, combine, per_row, 
 
 
 class Kept(NamedTuple):
-    """Columns of this rank that take part, each once; [E]."""
+    """Holds the columns of this rank that tokens keep, each once; [E]."""
 
     row: Tensor
-    """The token of each element."""
+    """The token that keeps the column."""
     column: Tensor
-    """Here, not in the vocabulary."""
+    """The number of the column on this rank, not in the vocabulary."""
     logit: Tensor
 
     @staticmethod
     def joined(parts: list[Kept], like_N: Tensor) -> Kept:
-        """All of them; indices take half of what they did."""
+        """Joins the parts, with indices of int32 and logits of the type of `like_N`."""
         none = like_N.new_empty(0)
         parts = [Kept(none.int(), none.int(), none), *parts]
         row, column, logit = map(torch.cat, zip(*parts, strict=True))
@@ -53,9 +53,9 @@ class Kept(NamedTuple):
 
 
 def named(source: Source, asked: TokenBatch) -> tuple[Kept, Whole]:
-    """The ids of `keep`, and statistics over them.
+    """Returns this rank's columns among the ids of `keep`, and statistics over all of these ids.
 
-    A collective of the group's ranks, one all-gather of 16 bytes per token and rank.
+    The group's ranks take part in one all-gather of 16 bytes per token and rank.
     """
     assert asked.keep is not None
     assert asked.sampling is not None
@@ -92,17 +92,18 @@ def named(source: Source, asked: TokenBatch) -> tuple[Kept, Whole]:
     return Kept.joined([found], maximum_N), whole
 
 
-#: Of what is computed of all ranks' candidates: about half a dozen numbers of float64 for each.
+#: Memory for computing with all ranks' candidates, which takes some six float64 for each.
 _CHUNK_BYTES = 16 << 20
 _AT_A_TIME = 6
-#: Besides candidates: the highest logit, the mass of all columns, and the target's logit.
+#: The numbers that a rank sends besides candidates: the highest logit, the mass of all columns, and
+#: the target's logit.
 _BESIDES = 3
-#: How many times as many, where they did not suffice.
+#: Tokens whose candidates did not suffice send this many times as many.
 _MORE = 8
 
 
 class _Rows(NamedTuple):
-    """Some tokens: what is known of all ranks' candidates, and what this rank has."""
+    """Holds, for some tokens, what all ranks have sent and which candidates are this rank's."""
 
     token_n: Tensor
     local_n: Tensor
@@ -110,19 +111,21 @@ class _Rows(NamedTuple):
     logits_nW: Tensor
     target_n: Tensor
     mass_n: Tensor
-    """Σ exp((logit - max) / temperature) over all columns, unless top-k leaves only some."""
+    """Σ exp((logit - max) / temperature) over all columns; 0 with top-k, which does not need it."""
     beyond_n: Tensor | None
-    """No column that was not sent has a higher logit; None where all were sent."""
+    """A logit that no column exceeds which was not sent; None if all columns were sent."""
     here_nC: Tensor
+    """The logits of this rank's candidates."""
     column_nC: Tensor
+    """The columns of this rank's candidates."""
 
 
 def choose(source: Source, asked: TokenBatch) -> tuple[Kept, Whole]:
-    """Returns the tokens that top-k and top-p leave, and statistics over them.
+    """Returns this rank's columns among those that top-k and top-p leave, and statistics over all.
 
-    A collective of the group's ranks, one all-gather of 4 · (3 + C) bytes per token and rank. For
-    tokens whose boundary may lie below what was sent there are more, each with eight times as many
-    candidates, in the end all columns.
+    The group's ranks take part in one all-gather of 4 · (3 + C) bytes per token and rank. For
+    tokens whose boundary may lie below what was sent there are further all-gathers, each with eight
+    times as many candidates, in the end all columns.
     """
     sampling, columns = asked.sampling, asked.columns
     assert sampling is not None
@@ -166,7 +169,10 @@ def _sent(
     parts: Iterator[tuple[slice, Tensor]],
     width: int,
 ) -> Iterator[_Rows]:
-    """These tokens, whose logits come in parts, with so many candidates of each rank."""
+    """Sends `width` candidates of these tokens, and yields what all ranks have sent.
+
+    The logits come in parts. The group's ranks take part in one all-gather.
+    """
     columns, sampling = asked.columns, asked.sampling
     assert sampling is not None
     dtype = accumulated(source.dtype)
@@ -218,7 +224,10 @@ def _fit(columns: Columns, width: int) -> int:
 
 
 def _statistics(rows: _Rows, threshold_n: Tensor, also_n: Tensor) -> Whole:
-    """Computes in float64 from values that are equal on all ranks, for the same bits."""
+    """Computes statistics over the kept tokens, the same bits on all ranks.
+
+    It computes in float64, from values that are equal on all ranks.
+    """
     logits_nW, target_n = rows.logits_nW, rows.target_n
     maximum_n = logits_nW.amax(-1).clamp(min=FINITE).double()
     z_nW = (logits_nW - maximum_n[:, None]) / per_row(rows.temperature)
@@ -238,7 +247,7 @@ def _statistics(rows: _Rows, threshold_n: Tensor, also_n: Tensor) -> Whole:
 def _here(
     columns: Columns, rows: _Rows, threshold_n: Tensor, also_n: Tensor, enough_n: Tensor
 ) -> Iterator[Kept]:
-    """This rank's columns among those that were kept."""
+    """Yields this rank's columns among those that were kept, for tokens that have enough."""
     here_nC, token_n = rows.here_nC, rows.token_n
     kept_nC = (here_nC >= threshold_n[:, None]) & (here_nC > -torch.inf) & enough_n[:, None]
     row_e, slot_e = kept_nC.nonzero().unbind(1)

@@ -1,4 +1,4 @@
-"""New weights for engines that are serving: staged beside the old ones, switched under a pause."""
+"""Brings new weights to serving engines: stages them beside the old ones, switches in a pause."""
 
 from megatron_idempotent.lazy import naming_the_remedy
 

@@ -1,4 +1,4 @@
-"""One export for all engines: each bucket is made once, for all engines that still want it."""
+"""Shares one export among all engines: each bucket is made once, for all that still want it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Made = TypeVar("Made")
 
 
 class Reader:
-    """One engine's buckets, as an async iterator. `FanOut.reader` makes it.
+    """Gives one engine its buckets, as an async iterator; `FanOut.reader` makes it.
 
-    `dropped` is set where the engine was too slow; it gets no more.
+    `dropped` is set if the engine was too slow; it gets no more buckets then.
     """
 
     def __init__(self, heard: Callable[[Reader], None]) -> None:
@@ -45,7 +45,7 @@ class Reader:
         return found
 
     def leave(self) -> None:
-        """Want no more; buckets go on to the others."""
+        """Take no more buckets; the other readers go on."""
         self._gone = True
         self._heard(self)
 
@@ -71,7 +71,7 @@ class FanOut:
 
     A bucket is handed over once every reader has asked for it, and the next is made meanwhile, so
     two are alive. Readers that do not ask in time are dropped together, so that they hold the
-    others up once, however many they are. Where none is left, the export still runs to its end: the
+    others up once, however many they are. If none is left, the export still runs to its end: the
     trainer's other ranks take part in it.
 
     Example:
@@ -88,15 +88,16 @@ class FanOut:
         self._all_heard: asyncio.Future[None] | None = None
 
     def reader(self) -> Reader:
-        """One more reader; before `run`."""
+        """Add a reader, and return it; to be called before `run`."""
         self._readers.append(Reader(self._hear))
         return self._readers[-1]
 
     async def run(self) -> None:
         """Make and hand over all buckets.
 
-        An error of the export is raised here, and readers get a `SyncError` that tells of it. When
-        cancelled, the source is closed, so that the trainer's other ranks finish their export.
+        An error of the export is raised here, and readers get a `SyncError` that tells of it. If
+        this is cancelled, it closes the source, so that the trainer's other ranks finish their
+        export.
         """
         end: SyncError | None = SyncError("the export of the weights was stopped half-way")
         with _export_thread() as thread:
@@ -138,7 +139,10 @@ class FanOut:
 
 
 async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> Made:
-    """Returns what `step` makes. A cancelled caller leaves once the collective in it has ended."""
+    """Runs `step` in the thread, and returns its result.
+
+    A cancelled caller leaves only once `step`, and the collective in it, has ended.
+    """
     running = asyncio.get_running_loop().run_in_executor(thread, step)
     try:
         return await asyncio.shield(running)
@@ -148,7 +152,7 @@ async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> M
 
 
 def _export_thread() -> ThreadPoolExecutor:
-    """A thread of its own, on the caller's device: the current CUDA device is a thread's."""
+    """Makes a thread for the export, on the caller's device: each thread has a current one."""
     torch = sys.modules.get("torch")  # a simulation has none
     if torch is None or not torch.cuda.is_available():
         return ThreadPoolExecutor(1, "weight-export")
@@ -208,13 +212,13 @@ class DeltaTracker:
         self._checksums: Mapping[str, int] = {}
 
     def base(self, healths: Iterable[EngineHealth]) -> int | None:
-        """The version to build on, if every engine has just that one; None to send everything."""
+        """Returns the version to build on, if every engine has it; None to send everything."""
         if all(health.version == self._version for health in healths):
             return self._version
         return None
 
     def passing(self, version: int, buckets: Iterator[Bucket], base: int | None) -> DeltaStream:
-        """The buckets of an update that builds on `base`, or on nothing."""
+        """Returns the stream of an update's buckets, which builds on `base`, or on nothing."""
         return DeltaStream(version, buckets, None if base is None else self._checksums)
 
     def took(self, passing: DeltaStream) -> None:

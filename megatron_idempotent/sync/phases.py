@@ -12,14 +12,14 @@ _log = logging.getLogger(__name__)
 
 
 class Phases:
-    """Example: `with Phases(timer).time("commit"): …`."""
+    """Times the phases of one update. Example: `with Phases(timer).time("commit"): …`."""
 
     def __init__(self, timer: PhaseTimer | None) -> None:
         self._timer = timer
 
     @contextlib.contextmanager
     def time(self, phase: Phase) -> Iterator[None]:
-        """The timer's context of a phase; nothing without a timer, or after it has raised."""
+        """Enters the timer's context of a phase, unless there is no timer or it has raised."""
         stack = contextlib.ExitStack()
         if self._timer is not None:
             with self._harmless(phase):

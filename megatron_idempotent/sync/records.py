@@ -1,4 +1,4 @@
-"""The settings of a weight sync, and its report."""
+"""Defines the settings of a weight sync, its phases and outcomes, its report and its errors."""
 
 from __future__ import annotations
 
@@ -10,45 +10,47 @@ from typing import Literal, Protocol
 from megatron_idempotent.engines import PauseMode
 
 Phase = Literal["stage", "pause", "commit", "wake", "stamp", "resume", "settle"]
-"""A part of an update: see `WeightSync`; "wake" is of colocated engines, and "settle" what is done
-about those that failed."""
+"""A part of an update: see `WeightSync`. "wake" wakes colocated engines, and "settle" repairs the
+engines that failed, or gives them up."""
 
 
 class PhaseTimer(Protocol):
     """Measures phases, such as NeMo-RL's `Timer`. Example: `with timer.time("stage"): …`."""
 
     def time(self, phase: str) -> AbstractContextManager[object]:
-        """A context that lasts as long as the phase."""
+        """Returns a context that lasts as long as the phase."""
         ...
 
 
 Outcome = Literal["committed", "behind", "quarantined"]
-"""The state of an engine after a sync: it serves the new version; it serves a known older one; or
-it must not serve until a later update has repaired it."""
+"""The state of an engine after a sync. "committed": it serves the new version. "behind": it serves
+a known older one. "quarantined": it must not serve until a later update has repaired it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SyncSettings:
-    """Limits of a sync. Example: `SyncSettings(bucket_bytes=64 << 20, pause_mode="abort")`."""
+    """Limits a sync. Example: `SyncSettings(bucket_bytes=64 << 20, pause_mode="abort")`."""
 
     bucket_bytes: int = 256 << 20
-    """Largest bucket; a larger tensor is one by itself. Two buckets are alive at a time."""
+    """The largest bucket in bytes; a larger tensor is a bucket by itself. Two are alive at a
+    time."""
     pause_mode: PauseMode = "keep"
     """The treatment of running requests: "keep" lets them go on with the new weights, "abort"
     returns partial samples to be sent again, "wait" lets them end first."""
     colocated: bool = False
-    """The engines share the trainer's devices and are asleep: their weights are woken before they
-    are loaded, and their caches after that, so that old weights, new weights and caches are
-    never in memory at once."""
+    """True if the engines share the trainer's devices and are asleep. Their weights are then woken
+    before they are loaded, and their caches after that, so that old weights, new weights and caches
+    are never in memory at once."""
     bucket_timeout_s: float = 120.0
-    """Seconds in which an engine takes one bucket; the sync goes on without a slower one."""
+    """Seconds in which an engine takes one bucket; the sync goes on without a slower engine."""
     stage_timeout_s: float = 1800.0
     """Seconds for all buckets of an update, on one engine."""
     pause_timeout_s: float = 60.0
+    """Seconds for a pause."""
     commit_timeout_s: float = 120.0
-    """Seconds for one attempt."""
+    """Seconds for one attempt at a commit or a rollback."""
     resume_timeout_s: float = 60.0
-    """Seconds for one attempt, and for each request for an engine's health."""
+    """Seconds for one attempt at a resume or a wake, and for an engine's health."""
     attempts: int = 3
     """Attempts at a commit, a rollback or a resume before the engine is quarantined."""
     retry_wait_s: float = 0.5
@@ -68,38 +70,40 @@ class SyncSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOutcome:
-    """The result of a sync for one engine. Example: `report.engines["vllm-0"].outcome`."""
+    """Reports a sync for one engine. Example: `report.engines["vllm-0"].outcome`."""
 
     outcome: Outcome
     version: int | None
-    """The version that it serves; None if it is quarantined."""
+    """The version that the engine serves; None if it is quarantined."""
     detail: str = ""
-    """Why it was not committed, in the words of the engine's own error."""
+    """The reason why the update was not committed, with the engine's own error."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SyncReport:
-    """One update on all engines. Example: `report.pause_s / report.total_s`."""
+    """Reports one update on all engines. Example: `report.pause_s / report.total_s`."""
 
     version: int
     engines: Mapping[str, EngineOutcome]
     bytes_sent: int
-    """Bytes that were sent to each engine that took all buckets."""
+    """The number of bytes that were sent to each engine that took all buckets."""
     tensors_sent: int
+    """The number of tensors that were sent."""
     tensors_unchanged: int
-    """Tensors that were not sent because the engines have them already."""
+    """The number of tensors that were not sent because the engines have them already."""
     stage_s: float
     """Seconds from the first bucket until the last engine has all; engines serve meanwhile."""
     pause_s: float
     """Seconds from the first pause to the last resume."""
     total_s: float
+    """Seconds for the whole update."""
 
     def named(self, outcome: Outcome) -> tuple[str, ...]:
-        """The engines with that outcome, in their order."""
+        """Returns the names of the engines with that outcome, in the engines' order."""
         return tuple(name for name, found in self.engines.items() if found.outcome == outcome)
 
     def describe(self) -> str:
-        """One line per engine that does not serve the version."""
+        """Returns one line that describes each engine that does not serve the version."""
         return "; ".join(
             f"{name} is {found.outcome}"
             + ("" if found.version is None else f" at version {found.version}")
@@ -110,11 +114,11 @@ class SyncReport:
 
 
 class SyncError(RuntimeError):
-    """An update that cannot begin, or that no engine took."""
+    """An update cannot begin, or no engine took it."""
 
 
 class SyncFailed(SyncError):
-    """No engine serves the version; `report` says what became of each."""
+    """No engine serves the version; `report` has the outcome of each."""
 
     def __init__(self, report: SyncReport) -> None:
         super().__init__(

@@ -28,7 +28,10 @@ _LIMITS = {
 async def bounded(
     engine: RolloutEngine, what: str, call: Awaitable[Answer], settings: SyncSettings
 ) -> Answer:
-    """The call's result, or `EngineTimeout` naming the engine, what it was told, and the limit."""
+    """Returns the call's result.
+
+    Errors: the call's own; `EngineTimeout` naming the engine, the call and its limit.
+    """
     limit_s: float = getattr(settings, _LIMITS[what])
     try:
         return await asyncio.wait_for(call, limit_s)
@@ -40,7 +43,7 @@ async def bounded(
 
 
 async def ask(engine: RolloutEngine, settings: SyncSettings) -> EngineHealth:
-    """The engine's health; one that raises, against its contract, or does not answer is DEAD."""
+    """Returns the engine's health; DEAD if it does not answer or, against its contract, raises."""
     try:
         return await bounded(engine, "health", engine.health(), settings)
     except Exception as error:  # noqa: BLE001 (a third party's engine; any error is its answer)
@@ -54,10 +57,10 @@ async def attempts(
     done: Callable[[EngineHealth], bool],
     settings: SyncSettings,
 ) -> str:
-    """Try until the engine's health says that it is done; returns the last error, or nothing.
+    """Call until `done` says so of the engine's health; returns the last error, or "".
 
-    Health is asked after every attempt, failed or not: a call may time out and be carried out, or
-    come back and not be.
+    Health is asked after every attempt, failed or not: a call that times out may have been carried
+    out, and one that comes back may not.
     """
     error = ""
     for attempt in range(settings.attempts):
@@ -89,9 +92,10 @@ async def settle(
 ) -> EngineOutcome:
     """Bring an engine that was interrupted in an update to one known version, or give it up.
 
-    Rolls back, which leaves an update alone that is committed in full, and resumes only what then
-    says that its weights are of one version. An engine that is DIRTY is never resumed. One that had
-    not staged the update does not have it, even if its version has the same number.
+    It rolls the engine back, which changes nothing if the update is committed in full, and resumes
+    it only if it then says that its weights are of one version. An engine that is DIRTY is never
+    resumed. An engine that had not staged the update does not have it, even if its version has the
+    same number.
     """
     await attempts(
         engine,
@@ -114,7 +118,10 @@ async def settle(
 async def resume(
     engine: RolloutEngine, version: int, reason: str, settings: SyncSettings
 ) -> EngineOutcome:
-    """Resume an engine of a known version; `reason` says why it is not the newest, if it is not."""
+    """Resume an engine of a known version, and return its outcome.
+
+    `reason` says why the version is not the newest; "" if it is.
+    """
     error = await attempts(
         engine,
         "resume",

@@ -1,7 +1,7 @@
-"""New weights for all engines, in the order that cannot strand one of them.
+"""Brings new weights to all engines, in an order that cannot strand one of them.
 
-Stage on all, pause, commit, verify, stamp, resume. An engine that fails on the way goes back to the
-weights that it had, or is quarantined and named; the others go on.
+The order is: stage on all, pause, commit, verify, stamp, resume. An engine that fails on the way
+goes back to the weights that it had, or is quarantined and named; the others go on.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from .recovery import ask, attempts, bounded, given_up, resume, settle
 _Answer = TypeVar("_Answer")
 
 Stamp = Callable[[int, tuple[str, ...]], None]
-"""Called with a version and the names of the engines that have it, before they are resumed."""
+"""A function of a version and the names of the engines that have it, called before they resume."""
 
 
 class UpdateAttempt:
-    """Example: `await one.stage(buckets); await one.switch(stamp); one.outcomes`."""
+    """Brings one update to engines, and finds the outcome of each.
+
+    Example: `await one.stage(buckets); await one.switch(stamp); one.outcomes`.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class UpdateAttempt:
     async def stage(self, buckets: Iterator[Bucket]) -> None:
         """Bring the buckets to all engines, which keep serving. Raises only what the export does.
 
-        The export runs to its end even where no engine wants it: other ranks take part in it.
+        The export runs to its end even if no engine wants it: other ranks take part in it.
         """
         await self._in_phase("wake", self._wake("weights"))
         with self._phases.time("stage"):
@@ -79,7 +82,7 @@ class UpdateAttempt:
         self._staged = True
 
     async def switch(self, stamp: Stamp | None) -> None:
-        """Pause, commit, verify, stamp, resume: from here on requests wait.
+        """Pause, commit, verify, stamp and resume; requests wait from the pause to the resume.
 
         Engines that have failed are repaired after that, so that they delay no other.
         """
@@ -105,12 +108,12 @@ class UpdateAttempt:
         await self._settle_failed()
 
     async def give_up(self, reason: str) -> None:
-        """Put all engines right that have no outcome yet: back, or resumed where they have it."""
+        """Settle all engines without an outcome: roll them back, or resume them if they have it."""
         self._keep_good([reason] * len(self._engines))
         await self._settle_failed()
 
     async def _in_phase(self, phase: Phase, errors: Awaitable[Sequence[str]]) -> None:
-        """Go on with the engines that a phase has no error for."""
+        """Wait for a phase, and go on with the engines that it has no error for."""
         if phase == "wake" and not self._settings.colocated:
             self._keep_good(await errors)
             return
@@ -190,7 +193,7 @@ class UpdateAttempt:
         return ""
 
     async def _commit(self, engine: RolloutEngine) -> str:
-        """Commit and verify: done is what the engine's own health says."""
+        """Commit, and verify that by the engine's own health; returns the error, or ""."""
         return await attempts(
             engine,
             "commit",
@@ -223,9 +226,9 @@ class WeightSync:
     ) -> None:
         """
         Args:
-            engines: all that are to serve the same weights, each with a name of its own.
-            settings: limits; the defaults of `SyncSettings` where None.
-            stamp: told of a version once it is verified. If it raises, the engines are resumed
+            engines: all engines that are to serve the same weights, each with a name of its own.
+            settings: the limits; None for the defaults of `SyncSettings`.
+            stamp: called with a version once it is verified. If it raises, the engines are resumed
                 all the same, and `update` raises the error after that.
         """
         names = [engine.name for engine in engines]
@@ -252,9 +255,9 @@ class WeightSync:
 
     @property
     def quarantined(self) -> Mapping[str, str]:
-        """Engines that must not serve, and why. The next update tries to bring them back.
+        """The reason for each engine that must not serve; the next update tries to bring it back.
 
-        A new mapping whenever it changes: a pool looks at it for every request.
+        It is a new mapping whenever it changes, because a pool reads it for every request.
         """
         return self._quarantined
 
@@ -274,27 +277,27 @@ class WeightSync:
 
         Args:
             source: the weights; they must not change before this returns.
-            version: above that of every engine.
-            changed_only: send only tensors whose bytes differ from those of the last update that
-                all engines took; everything where there is no such update.
+            version: the weights' version, above that of every engine.
+            changed_only: True sends only tensors whose bytes differ from those of the last update
+                that all engines took; everything if there is no such update.
             kv_scales: scales of a key-value cache in FP8, which take effect with the weights; see
                 `WeightUpdate.kv_scales`. None for those of the last update that had any.
-            timer: is told of each phase; one that raises is not asked again in this update.
+            timer: measures each phase; one that raises is not used again in this update.
 
         Returns:
-            What became of each engine.
+            A report with each engine's outcome.
 
         Raises:
             SyncError: another update is running.
-            ValueError: `kv_scales` that are none; nothing has begun.
+            ValueError: `kv_scales` that are no scales; nothing has begun.
             SyncFailed: no engine serves the version.
-            Exception: the export's own error, as `source` raised it; no engine has changed. Or that
-                of `stamp`, after the engines were resumed.
+            Exception: the export's own error, as `source` raised it; no engine has changed. Or the
+                error of `stamp`, after the engines were resumed.
         """
         if self._running is not None:
             raise SyncError(
-                f"update to version {version} while that to version {self._running} is running; "
-                "wait for it: one export, and one update per engine, at a time"
+                f"update to version {version} while that to version {self._running} is running: "
+                "wait for it, since engines take one update at a time"
             )
         self._running = version
         try:
@@ -310,8 +313,9 @@ class WeightSync:
     async def recover(self) -> Mapping[str, EngineHealth]:
         """Resume engines that an earlier trainer left paused, with weights of one version.
 
-        For the start of a run. Those that are DIRTY or DEAD are left alone: the next update, which
-        sends everything, repairs a DIRTY one. Returns the health of all engines afterwards.
+        Call it at the start of a run. It leaves engines alone that are DIRTY or DEAD: the next
+        update, which sends everything, repairs a DIRTY one. Returns the health of all engines after
+        that.
         """
         healths = await self._ask_all()
         for engine in self._engines:
@@ -381,7 +385,7 @@ class WeightSync:
 def follow(source: WeightSource, *, settings: SyncSettings | None = None) -> None:
     """Takes part in the export; the trainer's other ranks call it while rank 0 is in `update`.
 
-    Collective through `source`; `settings` are those of rank 0.
+    It is collective through `source`; `settings` have to be rank 0's.
     """
     for _ in source.buckets(bucket_bytes=(settings or SyncSettings()).bucket_bytes):
         pass

@@ -1,4 +1,4 @@
-"""Weights on their way to an engine: updates, buckets, checksums, and how they travel."""
+"""Describes weights on their way to an engine as updates, buckets and checksums, and moves them."""
 
 from megatron_idempotent.lazy import naming_the_remedy
 

@@ -1,4 +1,4 @@
-"""A model's weights on their way from a trainer to an engine: records, checksums and errors."""
+"""Defines records, checksums and errors of weights on their way from a trainer to an engine."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
 
 
 class WeightsError(ValueError):
-    """Weights that cannot be taken as they are."""
+    """Weights cannot be taken as they are."""
 
 
 class UpdateMismatch(WeightsError):
-    """Tensors that do not fit the model: names, shapes or types; the message lists all of them."""
+    """Tensors do not fit the model by name, shape or type; the message lists all of them."""
 
 
 class UpdateDamaged(WeightsError):
-    """Bytes that are not those that were sent: a checksum differs, or a bucket is incomplete."""
+    """Bytes are not those that were sent: a checksum differs, or a bucket is incomplete."""
 
 
 class UpdateRefused(WeightsError):
-    """An update that does not come in turn: late, built on another version, or beside another."""
+    """An update does not come in turn: it is late, built on another version, or beside another."""
 
 
 # Odd constants of SplitMix64 (Steele, Lea and Flood 2014), as signed numbers: torch has no
@@ -37,10 +37,10 @@ _WORDS = 1 << 16
 def checksum(tensor: torch.Tensor) -> int:
     """Returns 64 bits, from 0 to 2**64 - 1, that tell two tensors' bytes apart, on any device.
 
-    A sum over words of 8 bytes, each mixed with its place: integer arithmetic, so the same on
-    every device and in every order. One changed word always changes it, other changes all but
-    always. Shape and type do not count; compare them beside it. It guards against transmission
-    errors and mix-ups, not against an adversary.
+    It is a sum over words of 8 bytes, each mixed with its place, in integer arithmetic: the same on
+    every device and in every order. A change of one word always changes it, other changes all but
+    always. Shape and type do not count; compare them, too. It guards against transmission errors
+    and mix-ups, not against an adversary.
 
     Args:
         tensor: any shape and type. One that is not contiguous is copied first.
@@ -73,7 +73,7 @@ def _mixed(words_W: torch.Tensor, places_W: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """One tensor by its Hugging Face name.
+    """Describes one tensor by its Hugging Face name.
 
     Example: `TensorInfo(name="lm_head.weight", shape=(32000, 64), dtype=torch.bfloat16)`.
     """
@@ -84,14 +84,14 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The tensor's size in bytes."""
         elements = 1
         for size in self.shape:
             elements *= size
         return elements * self.dtype.itemsize
 
     def describe(self) -> str:
-        """Type and shape in words, for errors: `bfloat16 [32000, 64]`."""
+        """Returns type and shape in words, for errors: `bfloat16 [32000, 64]`."""
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
     def as_json(self) -> dict[str, Any]:
@@ -109,7 +109,10 @@ class TensorInfo:
 
         dtype = getattr(torch, str(fields["dtype"]), None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{fields['name']} has dtype {fields['dtype']!r}, unknown to torch")
+            raise ValueError(
+                f"{fields['name']} has dtype {fields['dtype']!r}, unknown to torch "
+                f"{torch.__version__}: install the sender's release"
+            )
         return cls(name=str(fields["name"]), shape=tuple(fields["shape"]), dtype=dtype)
 
     @classmethod
@@ -119,7 +122,10 @@ class TensorInfo:
 
 
 def check_kv_scales(kv_scales: Mapping[str, float]) -> None:
-    """Errors: `ValueError` for what is no scale of a cache, naming all that are not."""
+    """Raise `ValueError` unless these are scales of a key-value cache; it names those that are not.
+
+    A scale is a number above 0, and its name ends in .k_scale, .v_scale or .q_scale.
+    """
     wrong = [
         f"{name} is {value!r}"
         for name, value in kv_scales.items()
@@ -142,7 +148,7 @@ def check_kv_scales(kv_scales: Mapping[str, float]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUpdate:
-    """One version of the weights, to be staged and committed under one id.
+    """Names one version of the weights, to be staged and committed under one id.
 
     Example: `WeightUpdate(id="run-7/12", version=12)`.
     """
@@ -151,7 +157,7 @@ class WeightUpdate:
     version: int
     """The trainer's version of the weights. Engines refuse one that is not above their own."""
     base_version: int | None = None
-    """The version that tensors which are not sent are taken from; None where all are sent."""
+    """The version from which engines take tensors that are not sent; None if all are sent."""
     kv_scales: Mapping[str, float] | None = dataclasses.field(default=None, hash=False)
     """Scales of a key-value cache in FP8, by name, such as `model.layers.0.self_attn.k_scale`: a
     cached key is key ÷ scale. They take effect with the weights. None leaves those in use."""
@@ -172,7 +178,7 @@ class WeightUpdate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Bucket:
-    """Some tensors of an update, whole, in the order of the model; they are not to be changed.
+    """Holds some tensors of an update, whole, in the model's order; nobody may change them.
 
     Example: `Bucket.of(0, {"model.norm.weight": tensor})`.
     """
@@ -194,18 +200,18 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of its tensors."""
+        """The number of bytes of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
 class WeightSource(Protocol):
-    """A trainer's weights under Hugging Face names. Every method is collective: all ranks enter.
+    """Gives a trainer's weights under Hugging Face names. Every method is collective: all enter.
 
-    `hf.MegatronWeights` and `hf.FSDPWeights` are two.
+    `hf.MegatronWeights` and `hf.FSDPWeights` are two such sources.
     """
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """Return all of them in the order in which they are sent; the same on all ranks.
+        """Return all tensors in the order in which they are sent; the same on all ranks.
 
         Moves no data.
         """
@@ -215,14 +221,14 @@ class WeightSource(Protocol):
         """Yields the weights in buckets of up to `bucket_bytes`, at least one tensor each.
 
         Only rank 0 of the trainer gets tensors; the others get as many buckets without any, and
-        must take them all. A bucket is made when it is asked for. Where the iterator has `close()`,
-        as generators do, it ends an iteration half-way, and the other ranks' with it.
+        must take them all. A bucket is made when it is asked for. If the iterator has `close()`, as
+        generators do, that ends an iteration half-way, and the other ranks' with it.
         """
         ...
 
 
 def end_export(buckets: Iterator[Bucket]) -> None:
-    """End an iteration of `WeightSource.buckets` half-way, where it has a way to: see there."""
+    """End an iteration of `WeightSource.buckets` half-way, if its iterator has `close()`."""
     close = getattr(buckets, "close", None)
     if close is not None:
         close()

@@ -30,10 +30,10 @@ _CODES = {
 
 
 class SafetensorsFile:
-    """One file whose tensors are known before their contents; no tensor is kept.
+    """Writes one file of tensors that are announced before their contents come; keeps no tensor.
 
-    Has the bytes that `safetensors.torch.save_file` writes of tensors of one type. With several,
-    wider types come first there too, so that all are aligned.
+    The file has the bytes that `safetensors.torch.save_file` writes for tensors of one type. Of
+    several types the wider come first, as there, so that all are aligned.
 
     Example:
         file = SafetensorsFile(path, [TensorInfo.of("a", a)])
@@ -50,7 +50,10 @@ class SafetensorsFile:
         at = 0
         for info in sorted(infos, key=lambda info: (-info.dtype.itemsize, info.name)):
             if info.dtype not in _CODES:
-                raise ValueError(f"{info.name} is {info.dtype}, which safetensors cannot hold")
+                raise ValueError(
+                    f"{info.name} is {info.dtype}, which safetensors cannot hold: cast it to "
+                    f"{', '.join(_CODES.values())}"
+                )
             self._offsets[info.name] = at
             header[info.name] = {
                 "dtype": _CODES[info.dtype],
@@ -65,7 +68,7 @@ class SafetensorsFile:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put in a tensor, from whatever device. Errors: `ValueError` unless it is one to come."""
+        """Write an announced tensor, of any device. Errors: `ValueError` for another, or again."""
         info = self._missing.pop(name, None)
         if info is None or TensorInfo.of(name, tensor) != info:
             found = TensorInfo.of(name, tensor).describe()
@@ -83,15 +86,18 @@ class SafetensorsFile:
         return not self._missing
 
     def close(self) -> None:
-        """Have it on the disk. Errors: `ValueError` where tensors are missing."""
+        """Flush the file to the disk and close it. Errors: `ValueError` if tensors are missing."""
         if self._missing:
-            raise ValueError(f"{self.path.name}: {', '.join(self._missing)} are missing")
+            raise ValueError(
+                f"{self.path.name}: {', '.join(self._missing)} are missing; write() all tensors "
+                "that were announced"
+            )
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
     def abandon(self) -> None:
-        """Close it as it is. Twice: no-op."""
+        """Close the file, complete or not. Twice: no-op."""
         self._file.close()
 
 
@@ -110,7 +116,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""safetensors' names of types, as far as checkpoints have them."""
+"""Types by their names in safetensors, as far as checkpoints have them."""
 
 
 SINGLE = "model.safetensors"
@@ -118,17 +124,17 @@ _LISTED = 20
 
 
 class CheckpointDamaged(WeightsError):
-    """Files that are missing, cut short or unreadable; the message names them."""
+    """Files are missing, cut short or unreadable; the message names them."""
 
 
 def listed(texts: Sequence[str]) -> str:
-    """Texts in one line, the first twenty of them."""
+    """Join texts into one line: the first twenty, and how many more there are."""
     more = len(texts) - _LISTED
     return "; ".join(texts[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return an object in a file. Errors: `CheckpointDamaged` naming the file."""
+    """Return the JSON object in a file. Errors: `CheckpointDamaged` naming the file."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -138,14 +144,16 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} cannot be read as JSON ({error}): fetch it again"
         ) from error
     if not isinstance(found, dict):
-        raise CheckpointDamaged(f"{path} holds {type(found).__name__}, not an object")
+        raise CheckpointDamaged(
+            f"{path} holds {type(found).__name__}, not an object: fetch it again"
+        )
     return found
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint by name, in one file, several and an index, or several without.
+    """Reads a checkpoint's tensors by name: from one file, or from several, with or without index.
 
-    Files are open until `close()`; nothing is read before it is asked for.
+    Files are open until `close()`; no tensor is read before it is asked for.
 
     Example:
         with Checkpoint(directory) as checkpoint:
@@ -154,8 +162,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Errors: `CheckpointDamaged` listing files that are missing, cut short or unreadable, and
-        tensors of a type that torch does not have.
+        """Open the files.
+
+        Errors: `CheckpointDamaged` listing files that are missing, cut short or unreadable, or
+            naming a tensor of a type that torch does not have.
         """
         self.directory = Path(directory)
         self._files: dict[Path, Any] = {}
@@ -212,7 +222,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return rows
 
     def _wanted(self) -> dict[Path, list[str] | None]:
-        """Files, and what the index says is in them; None without one."""
+        """Returns each file with the names that the index puts into it; None without an index."""
         single, index = self.directory / SINGLE, self.directory / INDEX
         if single.exists():
             return {single: None}
@@ -261,7 +271,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         found = self._files[path].get_slice(name)
         if found.get_dtype() not in DTYPES:
             raise CheckpointDamaged(
-                f"{name} in {path} has type {found.get_dtype()}, unknown to torch"
+                f"{name} in {path} has type {found.get_dtype()}; types that can be read: "
+                f"{', '.join(DTYPES)}"
             )
         dtype = DTYPES[found.get_dtype()]
         return TensorInfo(name=name, shape=tuple(found.get_shape()), dtype=dtype)
@@ -277,8 +288,9 @@ def expected_tensors(
     and nothing is rounded on the way in.
 
     Args:
-        dtype: that the engine computes in.
-        tied: the output layer is the embedding, so `lm_head.weight` is not sent.
+        directory: the checkpoint that the engine serves.
+        dtype: the type that the engine computes in.
+        tied: True if the output layer is the embedding, so that `lm_head.weight` is not sent.
 
     Errors: those of `Checkpoint`.
     """
@@ -303,11 +315,16 @@ def write_tensors(
     *,
     durable: bool,
 ) -> int:
-    """Write a file of tensors from whatever device, also such as share memory; returns its bytes.
+    """Write tensors of any device to a file, and return its size in bytes.
+
+    Tensors may share memory.
 
     Args:
+        path: the file, which is replaced if it exists.
+        tensors: the tensors by name.
         metadata: strings for the header, besides the "format" that transformers looks for.
-        durable: have it on the disk: another machine may read it, or this one go down.
+        durable: True flushes the file to the disk, where other machines see it and it survives if
+            this one goes down.
 
     Errors: `OSError`; `ValueError` for a type that safetensors does not store.
     """
@@ -329,7 +346,7 @@ def write_tensors(
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write an object, and have it on the disk."""
+    """Write an object as JSON, and flush it to the disk."""
     with path.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=2, ensure_ascii=False)
         file.write("\n")
@@ -345,7 +362,7 @@ def write_index(folder: Path, files: Mapping[str, str], metadata: Mapping[str, A
 
 
 def flush(path: Path) -> None:
-    """Have a file, or the names in a directory, on the disk."""
+    """Flush a file, or the names in a directory, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -358,8 +375,9 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".ms
 
 
 def copy_settings(source: Path, target: Path) -> None:
-    """Copy config.json, tokenizer and all else at the top of a checkpoint that is not weights, nor
-    their hashes, nor hidden.
+    """Copy config.json, the tokenizer and the other files at the top of a checkpoint.
+
+    Weights, their indexes and hashes, and hidden files are left out.
     """
     for path in sorted(source.iterdir()):
         left_out = path.name.endswith((*_WEIGHTS, ".index.json", "SHA256SUMS"))

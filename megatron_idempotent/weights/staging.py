@@ -1,4 +1,4 @@
-"""An engine's side of an update: gathered and checked next to the weights that are being served."""
+"""Gathers and checks an update in an engine, next to the weights that are being served."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LISTED = 20
 
 
 class Staging:
-    """The tensors of one update, as they arrive; they are checked and kept, not copied.
+    """Collects the tensors of one update as they arrive: checks and keeps them, without copies.
 
     Example:
         staging = Staging(update, expected=infos)
@@ -30,7 +30,7 @@ class Staging:
     ) -> None:
         """
         Args:
-            update: what is being staged.
+            update: the update that is staged.
             expected: every tensor of the engine's model, as the update is to bring them.
             keep: False lets go of the values once they are checked; tensors are then on the meta
                 device.
@@ -60,7 +60,9 @@ class Staging:
                     f"update {self.update.id}: {name} arrived twice; is it mapped twice?"
                 )
             if name not in bucket.checksums:
-                raise UpdateDamaged(f"update {self.update.id}: {name} has no checksum")
+                raise UpdateDamaged(
+                    f"update {self.update.id}: {name} has no checksum; Bucket.of() makes one"
+                )
             found = checksum(tensor)
             if found != bucket.checksums[name]:
                 raise UpdateDamaged(
@@ -72,9 +74,7 @@ class Staging:
         self._buckets += 1
 
     def complete(self) -> Mapping[str, torch.Tensor]:
-        """Return all tensors, once none is missing.
-
-        Of an update that builds on another, those that came.
+        """Return all tensors by name; for an update with a base version, those that came.
 
         Errors: `UpdateDamaged` naming the tensors that are missing.
         """
@@ -96,7 +96,8 @@ class Staging:
                 wrong.append(f"{name}: {given.describe()}, the model has {expected.describe()}")
         if wrong:
             raise UpdateMismatch(
-                f"update {self.update.id} does not fit the model: {_listed(wrong, '; ')}"
+                f"update {self.update.id} does not fit the model: {_listed(wrong, '; ')}; send the "
+                "weights of the model that this engine serves"
             )
 
 
@@ -106,9 +107,10 @@ def _listed(names: list[str], separator: str = ", ") -> str:
 
 
 class SideStream:
-    """A CUDA stream for copies, which neither wait for the model's kernels nor hold them up.
+    """Runs copies on a CUDA stream of their own, beside the model's kernels.
 
-    On any other device nothing differs from the current stream.
+    Copies neither wait for these kernels nor hold them up. On any other device they run on the
+    current stream.
 
     Example:
         side = SideStream(weight.device)
@@ -120,7 +122,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         """
         Args:
-            device: where the copies are.
+            device: the device that copies are on.
         """
         import torch
 
@@ -150,10 +152,10 @@ class SideStream:
 
 
 def used_here(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, whose memory nobody gets before the current stream is done with it.
+    """Return the tensor, and keep its memory until the current stream is done with it.
 
-    A tensor that was made on a side stream goes back to that stream's memory, which does not know
-    of kernels of other streams that still read it.
+    The memory of a tensor that was made on a side stream goes back to that stream, which does not
+    know of kernels of other streams that still read it.
     """
     if tensor.is_cuda:
         import torch

@@ -1,4 +1,4 @@
-"""Ranks on this machine, forked by a launcher that has torch and Megatron imported."""
+"""Runs ranks on this machine, forked by a launcher that has torch and Megatron imported."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .serve import ENDED, RankConnection
 from .server import Server
 from .socket_ranks import Connection, SocketRanks
 
-#: Of one life of the ranks: what `poll(2)`, which takes milliseconds in an int, allows.
+#: The longest life of ranks, which `poll(2)` limits: it takes milliseconds in an int.
 _LIFE_S = 24 * 24 * 3600.0
-#: For ranks to end once their connection is closed, before they are killed; and after that.
+#: Seconds for ranks to end once their connection is closed, and then once they are killed.
 _END_S, _KILL_S = 2.0, 10.0
 
 
 class EmbeddedRanks(SocketRanks):
-    """Ranks of this machine, on the CPU unless told otherwise, each a process: a `RankGroup`.
+    """Implements `RankGroup` with processes on this machine, on the CPU unless told otherwise.
 
     A launcher pays for the imports with the first `start` (some ten seconds); a later one, after
     a loss, forks fresh ranks. Ranks and launcher end with this process, however it ends.
@@ -54,14 +54,17 @@ class EmbeddedRanks(SocketRanks):
     ) -> None:
         """
         Args:
-            spec: what each rank makes.
-            size: number of ranks.
-            log_dir: gets `rank-N.log` with what rank N prints; None for this process's output.
-            call_timeout_s: for calls that give no `timeout_s`; None for no limit.
-            start_timeout_s: for all ranks to be there, and again for all workers to be made.
-            pool: whose launcher is used, by one group at a time, and stays; None for one's own.
-            preload: modules that a launcher of one's own imports before it forks ranks.
-            device: of a pool of one's own; see `RankPool`.
+            spec: the worker that each rank makes.
+            size: the number of ranks.
+            log_dir: a folder for `rank-N.log`, to which rank N prints; None for this process's
+                output.
+            call_timeout_s: seconds for calls that give no `timeout_s`; None for no limit.
+            start_timeout_s: seconds for all ranks to be there, and again for all workers to be
+                made.
+            pool: a pool whose launcher is used, by one group at a time, and which `close` leaves;
+                None to make one.
+            preload: modules that the launcher of such a pool imports before it forks ranks.
+            device: the device of such a pool; see `RankPool`.
         """
         super().__init__(size, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s)
         if pool is not None and pool.max_world_size < size:
@@ -114,7 +117,7 @@ class EmbeddedRanks(SocketRanks):
         return _how(run.over.result(), rank)
 
     async def _end(self) -> None:
-        """See that the ranks end, whose connections are closed, and the thread with them."""
+        """Wait for the ranks, whose connections are closed, to end, and kill those that do not."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -134,15 +137,15 @@ class EmbeddedRanks(SocketRanks):
 
 
 class _Run:
-    """`RankPool.run` in a thread, until all ranks have ended.
+    """Runs `RankPool.run` in a thread, until all ranks have ended.
 
-    A daemon thread: a process that ends without `close()` must not wait for its ranks, which wait
-    for it.
+    The thread is a daemon: a process that ends without `close()` must not wait for its ranks, which
+    wait for it.
     """
 
     def __init__(self, pool: RankPool, size: int, seat: tuple[object, ...]) -> None:
         self.over: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
-        """The error that `run` raised, or None."""
+        """A future of the error that `run` raised, or of None."""
         self._loop = asyncio.get_running_loop()
         self._work = (pool, size, seat)
         self.pids: list[int] = []
@@ -182,14 +185,14 @@ def _serve(
 
 
 def log_to(path: Path) -> None:
-    """Send what this process prints to the end of a file, from C++ too."""
+    """Append all that this process prints to a file, from C++ too."""
     with path.open("ab", buffering=0) as log:
         for descriptor in (1, 2):
             os.dup2(log.fileno(), descriptor)
 
 
 def _how(error: BaseException | None, rank: int) -> str:
-    """Says what the launcher knows of a rank's end."""
+    """Describes what the launcher knows of a rank's end; empty if it knows nothing."""
     if isinstance(error, RankError):
         for failure in error.failures:
             if failure.rank == rank and failure.exit_code not in (None, ENDED):

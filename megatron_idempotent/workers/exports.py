@@ -1,6 +1,6 @@
-"""The policy's weights, from its ranks to the process of the controller.
+"""Brings the policy's weights from its ranks to the controller's process.
 
-Imports torch.
+Importing this imports torch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from megatron_idempotent.weights.records import Bucket, TensorInfo, WeightSource
 
 from .protocol import RankGroup, RanksLost
 
-#: Beyond the time of a call, for the ranks to be ended: bounds the wait for the loop itself.
+#: Seconds, after those of a call, for the ranks to be ended; so the wait for the loop has a bound.
 _MARGIN_S = 60.0
 
 
 class Exports:
-    """A rank's side: the four methods that `RemoteWeights` calls, over a source of the rank.
+    """Gives a worker the four methods that `RemoteWeights` calls, over a source of its rank.
 
-    Make it part of a worker: derive from it, or hand its methods on. One export at a time; a new
-    one ends that before.
+    Derive a worker from it, or hand its methods on. There is one export at a time; a new one ends
+    the one before.
 
     Example:
         class Worker(Exports):
@@ -48,7 +48,7 @@ class Exports:
     def export_begin(self, bucket_bytes: int) -> None:
         """Begin an export. Collective.
 
-        Errors: those of the source, for a `bucket_bytes` that is none.
+        Errors: those of the source, as for a `bucket_bytes` below 1.
         """
         self.export_end()
         self._export = self._export_source.buckets(bucket_bytes=bucket_bytes)
@@ -56,7 +56,7 @@ class Exports:
     def export_next(self) -> Bucket | None:
         """Returns rank 0's next bucket, on the CPU; None on others and after the last. Collective.
 
-        Errors: `RuntimeError` where no export has begun; those of the source.
+        Errors: `RuntimeError` if no export has begun; those of the source.
         """
         if self._export is None:
             raise RuntimeError("export_next() without an export: call export_begin() first")
@@ -65,16 +65,16 @@ class Exports:
         return _on_cpu(bucket) if bucket is not None and _keeps() else None
 
     def export_end(self) -> None:
-        """End the export, half-way where it is. Collective. Without one: no-op."""
+        """End the export, also half-way. Collective. Without one: no-op."""
         export, self._export = self._export, None
         if export is not None:
             end_export(export)
 
 
 class RemoteWeights:
-    """A `WeightSource` of ranks in other processes, for the controller's `WeightSync`.
+    """Implements `WeightSource` for ranks in other processes, for the controller's `WeightSync`.
 
-    Its methods block the thread that calls them, which is never the event loop's: `WeightSync`
+    Its methods block the thread that calls them, which must not be the event loop's: `WeightSync`
     iterates in a thread of its own. `buckets` itself does nothing yet, and may be called anywhere.
     Buckets come from rank 0, by its connection; between two of them the ranks are free for calls.
 
@@ -86,9 +86,9 @@ class RemoteWeights:
     ) -> None:
         """
         Args:
-            ranks: whose worker has the methods of `Exports`.
-            loop: on which they are called.
-            timeout_s: for one bucket, after which the ranks count as lost.
+            ranks: the ranks, whose worker has the methods of `Exports`.
+            loop: the event loop on which these are called.
+            timeout_s: seconds for one bucket, after which the ranks count as lost.
         """
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}; allowed: seconds above 0")
@@ -103,13 +103,13 @@ class RemoteWeights:
         return infos
 
     def buckets(self, *, bucket_bytes: int) -> RemoteBuckets:
-        """Yields the weights in buckets of `bucket_bytes`; the export begins with the first."""
+        """Returns the weights in buckets of `bucket_bytes`; the export begins with the first."""
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}; allowed: 1 or more")
         return RemoteBuckets(self, bucket_bytes)
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Returns rank 0's result. Errors: as for `tensors`."""
+        """Calls a method on all ranks, and returns rank 0's result. Errors: as for `tensors`."""
         try:
             running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
@@ -136,7 +136,7 @@ class RemoteWeights:
 
 
 class RemoteBuckets(Iterator[Bucket]):
-    """One iteration of `RemoteWeights.buckets`. Example: `next(buckets)`."""
+    """Iterates once over the buckets of `RemoteWeights`. Example: `next(buckets)`."""
 
     def __init__(self, weights: RemoteWeights, bucket_bytes: int) -> None:
         self._weights, self._bucket_bytes = weights, bucket_bytes
@@ -155,9 +155,9 @@ class RemoteBuckets(Iterator[Bucket]):
         return bucket
 
     def close(self) -> None:
-        """End the export on all ranks, half-way where it is. Twice, and before the first: no-op.
+        """End the export on all ranks, also half-way. Twice, or before the first bucket: no-op.
 
-        Errors: as for a bucket, except that ranks which are lost have nothing to end.
+        Errors: as for a bucket, except that lost ranks are no error: they have nothing to end.
         """
         if self._begun and not self._ended:
             self._ended = True

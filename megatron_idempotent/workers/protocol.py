@@ -1,4 +1,4 @@
-"""Processes that are the ranks of one policy, as a controller drives them, and their errors."""
+"""Defines how a controller drives the ranks of one policy, each a process, and their errors."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class WorkerSpec:
 
 
 def check_per_rank(method: str, per_rank: Sequence[Any] | None, ranks: int) -> None:
-    """Errors: `ValueError` where there is not one argument for each rank."""
+    """Raise `ValueError` unless there is one argument for each rank."""
     if per_rank is not None and len(per_rank) != ranks:
         raise ValueError(
             f"{method}() got per_rank of {len(per_rank)} and there are {ranks} ranks; "
-            "one argument for each"
+            "give one argument for each"
         )
 
 
 class RankGroup(Protocol):
-    """The ranks of a policy. `tests/workers/contract_ranks.py` holds every kind of them to this.
+    """Drives the ranks of a policy; `tests/workers/contract_ranks.py` holds every kind to this.
 
     A call runs the method of one name on all ranks, in the main thread of each, and returns when
     all have answered; calls run in the order in which they were made. The event loop stays free.
@@ -41,13 +41,13 @@ class RankGroup(Protocol):
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         ...
 
     async def start(self) -> None:
-        """Start all ranks and make their workers. After a loss: fresh ranks in place of all.
+        """Start all ranks and make their workers; after a loss, fresh ranks in place of all.
 
-        Errors: `RanksLost` where they cannot be started, `RankFailed` where a factory raises.
+        Errors: `RanksLost` if they cannot be started, `RankFailed` if a factory raises.
         """
         ...
 
@@ -61,14 +61,15 @@ class RankGroup(Protocol):
         """Calls a method on all ranks; returns the results by rank.
 
         Args:
-            method: of the worker.
-            args: the same for all ranks.
-            per_rank: one more argument, last, for each rank its own.
-            timeout_s: after it the ranks count as lost; None waits for as long as they live.
+            method: the name of the worker's method.
+            args: arguments that are the same for all ranks.
+            per_rank: one more argument for each rank, after those.
+            timeout_s: seconds after which the ranks count as lost; None waits for as long as they
+                live.
 
-        Errors: `RankFailed` where the method raised on some rank, once all ranks have answered: the
-            ranks live on. `RanksLost` where a rank died, its connection broke or the time was up:
-            the other ranks are ended, and `start()` is needed.
+        Errors: `RankFailed` if the method raised on some rank, once all ranks have answered: the
+            ranks live on. `RanksLost` if a rank died, its connection broke or the time was up: the
+            other ranks are ended, and `start()` is needed.
         """
         ...
 
@@ -79,17 +80,17 @@ class RankGroup(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankTraceback:
-    """The error that one rank raised. Example: `error.exception_type`."""
+    """Describes the error that one rank raised. Example: `error.exception_type`."""
 
     rank: int
     exception_type: str
-    """Its qualified name, such as `builtins.ValueError`."""
+    """The qualified name of the error's class, such as `builtins.ValueError`."""
     message: str
     traceback: str
 
 
 class RankFailed(RuntimeError):
-    """A method that raised on some ranks, which live on; `errors` has what each raised."""
+    """A method raised on some ranks, which live on; `errors` has the error of each."""
 
     def __init__(self, method: str, errors: Sequence[RankTraceback]) -> None:
         first = errors[0]
@@ -103,4 +104,4 @@ class RankFailed(RuntimeError):
 
 
 class RanksLost(RuntimeError):
-    """Ranks that died or do not answer. All ranks were ended; `start()` makes new ones."""
+    """Ranks died or do not answer. All ranks were ended; `start()` makes new ones."""

@@ -1,4 +1,4 @@
-"""Ranks of a policy on a Ray cluster: Ray places and starts them, and they dial the controller.
+"""Runs a policy's ranks on a Ray cluster: Ray places and starts them, and they dial the controller.
 
 Calls travel over the same connection as those of embedded and torchrun's ranks, so a rank that dies
 is noticed at once, and a tensor is not copied through an object store.
@@ -20,35 +20,35 @@ from .serve import RankConnection
 from .server import Server
 from .socket_ranks import Connection, SocketRanks
 
-#: For killed actors to be gone.
+#: Seconds for killed actors to be gone.
 _END_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlacement:
-    """The place where an actor runs. Example: `seat.node`."""
+    """Says where an actor runs. Example: `seat.node`."""
 
     node: str
     """Ray's id of the node."""
     address: str
-    """The node's, as other nodes reach it."""
+    """The node's address, as other nodes reach it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Membership:
-    """A rank's place among all. Example: `places(seats, shows_own_gpus=False)[0].local_rank`."""
+    """Gives a rank its place. Example: `places(seats, shows_own_gpus=False)[0].local_rank`."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
     actor: int
-    """Index of the actor that gets it."""
+    """The index of the actor that becomes this rank."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """The address at which ranks meet, and their backend. Example: `meeting.port`."""
+    """Names the address at which ranks meet, and their backend. Example: `meeting.port`."""
 
     address: str
     port: int
@@ -59,7 +59,7 @@ class Meeting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Dial:
-    """The controller that a rank dials. Example: `dial.address`."""
+    """Names the controller that a rank dials. Example: `dial.address`."""
 
     address: str
     token: bytes
@@ -67,11 +67,11 @@ class Dial:
 
 
 def places(seats: Sequence[NodePlacement], *, shows_own_gpus: bool) -> list[Membership]:
-    """Assigns ranks: neighbours to actors of one node, nodes in the order of their actors.
+    """Assigns ranks to actors: consecutive ones to those of a node, in the order of the nodes.
 
     Args:
-        seats: of all actors.
-        shows_own_gpus: whether each rank sees its own GPUs only, as Ray has it where actors ask for
+        seats: the places of all actors.
+        shows_own_gpus: True if each rank sees its own GPUs only, as Ray has it if actors ask for
             some. The first GPU that it sees is then its own, so its local rank is 0.
     """
     nodes: dict[str, list[int]] = {}
@@ -93,21 +93,21 @@ def places(seats: Sequence[NodePlacement], *, shows_own_gpus: bool) -> list[Memb
 
 
 class RankActor:
-    """The actor class. Ray runs its methods one at a time, in order, in the main thread."""
+    """Runs a rank in a Ray actor; Ray calls its methods in turn, in the main thread."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """`environment` is set before torch is imported."""
+        """Set the variables of `environment`, before torch is imported."""
         os.environ.update(environment)
         self._store: Any = None
 
     def seat(self) -> NodePlacement:
-        """Returns the place where it runs."""
+        """Returns the place where this actor runs."""
         ray = import_ray()
         node = ray.get_runtime_context().get_node_id()
         return NodePlacement(node=node, address=ray.util.get_node_ip_address())
 
     def open_store(self, address: str, size: int, timeout_s: float) -> int:
-        """Rank 0: listen where ranks meet; returns the port, which is taken from now on."""
+        """Listen, on rank 0, where ranks meet; returns the port, which is taken from now on."""
         self._store = _store(address, 0, size, timeout_s, listens=True)
         return int(self._store.port)
 
@@ -174,7 +174,7 @@ def _store(address: str, port: int, size: int, timeout_s: float, *, listens: boo
 
 
 class RayRanks(SocketRanks):
-    """A `RankGroup` on a Ray cluster that this process is connected to.
+    """Implements `RankGroup` on a Ray cluster that this process is connected to.
 
     Ranks dial this process, so every node must reach the address that Ray knows its node by. The
     package, and the module of the factory, must be importable on every node. Patches do not travel:
@@ -205,22 +205,23 @@ class RayRanks(SocketRanks):
     ) -> None:
         """
         Args:
-            spec: what every rank makes.
-            size: number of ranks.
-            num_cpus: of each rank, as Ray counts them.
-            num_gpus: of each rank. With 0 a rank runs on the CPU runtime (`cpu.enable()`).
-            resources: of each rank, custom ones by their names in the cluster.
-            strategy: of the placement group; "PACK" fills nodes one after another.
-            backend: of the process group; "nccl" on GPUs and "gloo" without them, if not given.
+            spec: the worker that every rank makes.
+            size: the number of ranks.
+            num_cpus: the CPUs of each rank, as Ray counts them.
+            num_gpus: the GPUs of each rank. With 0 a rank runs on the CPU runtime (`cpu.enable()`).
+            resources: each rank's custom resources, by their names in the cluster.
+            strategy: the placement group's strategy; "PACK" fills nodes one after another.
+            backend: the process group's backend; None for "nccl" on GPUs and "gloo" without them.
             environment: variables that each rank sets before it imports torch.
-            runtime_env: as Ray takes it, for instance with the `py_modules` that nodes lack.
-            call_timeout_s: for calls that give no `timeout_s`; None for no limit.
-            start_timeout_s: for a placement group, for the actors, and for their workers, each.
-            collective_timeout_s: of the process group.
+            runtime_env: Ray's runtime environment, for instance with `py_modules` that nodes lack.
+            call_timeout_s: seconds for calls that give no `timeout_s`; None for no limit.
+            start_timeout_s: seconds for a placement group, for the actors, and for their workers,
+                each.
+            collective_timeout_s: seconds for each collective of the process group.
         """
         super().__init__(size, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s)
         if ":" not in spec.factory:
-            what = f"RayRanks() got factory {spec.factory!r}"
+            what = f"RayRanks() got factory={spec.factory!r}"
             raise ValueError(f"{what}; allowed: package.module:callable")
         self._spec = spec
         self._bundle = {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}
@@ -240,7 +241,7 @@ class RayRanks(SocketRanks):
         self._actors: _Actors | None = None
 
     async def _launch(self) -> list[Connection]:
-        """Place and start the actors; a placement group that there is is used again.
+        """Place and start the actors; it keeps the placement group of an earlier start.
 
         Errors: `RanksLost`; `ModuleNotFoundError` without Ray and `RuntimeError` without a cluster.
         """
@@ -343,7 +344,7 @@ class RayRanks(SocketRanks):
 
 
 class _Actors:
-    """The actors of one start."""
+    """Holds the actors of one start."""
 
     def __init__(self, ray: Any, actors: Sequence[Any]) -> None:
         self._ray = ray
@@ -352,7 +353,7 @@ class _Actors:
         """A future per rank, done once the rank has ended."""
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Number the ranks: the first is the actor of the first index."""
+        """Put the actors in the order of their ranks: rank r is the actor at `order[r]`."""
         self.all = [self.all[index] for index in order]
 
     async def all_of(self, method: str, refs: Sequence[Any], timeout_s: float) -> list[Any]:
@@ -368,13 +369,13 @@ class _Actors:
         return [each.result() for each in waiting]
 
     async def end(self) -> None:
-        """Kill all, and wait until Ray says that they are gone, though not for ever."""
+        """Kill all actors, and wait for a bounded time until Ray says that they are gone."""
         ray_cluster.kill(self._ray, self.all)
         if self.serving and self._ray.is_initialized():
             await asyncio.wait(self.serving, timeout=_END_S)
 
     def end_of(self, rank: int) -> str:
-        """Ray's account of a rank's end; empty where it has none, or the rank said goodbye."""
+        """Returns Ray's account of a rank's end; empty without one, or if the rank said goodbye."""
         if rank >= len(self.serving) or not self.serving[rank].done():
             return ""
         return _why(self.serving[rank]) if self.serving[rank].exception() is not None else ""

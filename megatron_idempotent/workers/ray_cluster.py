@@ -1,4 +1,4 @@
-"""Ray for ranks and engines: the cluster, placement, futures, and the end of actors."""
+"""Uses Ray for ranks and engines: the cluster, placement, futures, and the end of actors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def import_ray() -> Any:
 
 
 def check_connected(ray: Any, what: str) -> None:
-    """Errors: `RuntimeError` where this process has no cluster."""
+    """Raise `RuntimeError` unless this process is connected to a cluster."""
     if not ray.is_initialized():
         raise RuntimeError(
             f"{what} needs a Ray cluster and this process has none; call ray.init() first, with "
@@ -56,11 +56,12 @@ async def place(
     """Reserve a placement group.
 
     Args:
-        bundles: resources of each actor, by Ray's names, such as `{"CPU": 1, "GPU": 1}`.
+        bundles: the resources of each actor, by Ray's names, such as `{"CPU": 1, "GPU": 1}`.
         strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
+        timeout_s: seconds to wait for it.
 
-    Errors: `RanksLost` with what was asked for and what there is, where it cannot be had in time.
-        The reservation is then taken back.
+    Errors: `RanksLost` with what was asked for and what there is, if the cluster does not give it
+        in time. The reservation is then taken back.
     """
     group = ray.util.placement_group([dict(each) for each in bundles], strategy=strategy)
     clock = asyncio.get_running_loop().time
@@ -82,7 +83,7 @@ async def place(
 
 
 def remove(ray: Any, group: Any) -> None:
-    """Give a placement group back. Does nothing where the cluster is gone."""
+    """Give a placement group back; does nothing if the cluster is gone."""
     if not ray.is_initialized():  # else Ray would start one
         return
     with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
@@ -90,14 +91,14 @@ def remove(ray: Any, group: Any) -> None:
 
 
 def kill(ray: Any, actors: Iterable[Any]) -> None:
-    """End actors at once. Those that are dead, and all where the cluster is gone, are no error."""
+    """End actors at once; dead ones are no error, nor is a cluster that is gone."""
     for actor in actors if ray.is_initialized() else ():  # else Ray would start one
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError, ValueError):
             ray.kill(actor, no_restart=True)
 
 
 def in_short(error: BaseException) -> str:
-    """Ray's reports of a death take a page; its start and its end."""
+    """Return an error in one line: the start and the end of Ray's page-long reports of a death."""
     words = " ".join(str(error).split())
     if len(words) > 2 * _SHORT:  # the start says who, the end why
         words = f"{words[:_SHORT]} ... {words[-_SHORT:]}"
@@ -105,9 +106,10 @@ def in_short(error: BaseException) -> str:
 
 
 def future(ref: Any) -> asyncio.Future[Any]:
-    """Return a reference as a future of the running loop, which may close before it is there.
+    """Return a future of the running loop for a reference's value.
 
-    Dropped, its error is not reported. Wait for it with `asyncio.wait`, which does not cancel it.
+    The loop may close before the value is there. The error of a future that is dropped is not
+    reported. Wait for it with `asyncio.wait`, which does not cancel it.
     """
     loop = asyncio.get_running_loop()
     waiting: asyncio.Future[Any] = loop.create_future()

@@ -1,6 +1,6 @@
 """Lets ranks find a controller that others started, by a file in a directory of the run.
 
-Free of torch.
+Importing this does not import torch.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from typing import Any
 
 from . import wire
 
-#: Where a controller listens, and how the last one ended.
+#: The files that say where a controller listens, and how the last one ended.
 FILE, EXIT_FILE = "controller.json", "controller-exit.json"
-#: In a controller's environment, from the rank that started it: an id that its exit is filed
-#: under, and the host that ranks on other machines find it at.
+#: Variables of a controller that a rank started: the id that its exit is filed under, and the host
+#: at which ranks on other machines find it.
 RUN_ID, HOST = "MEGATRON_IDEMPOTENT_LIFE", "MEGATRON_IDEMPOTENT_HOST"
 _PROBE_S = 5.0
 
 
 class RendezvousError(RuntimeError):
-    """A controller that cannot be found, or must not be trusted; the message has the file."""
+    """A controller cannot be found, or must not be trusted; the message names the file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerAddress:
-    """The address of a controller. Example: `ControllerAddress.read(directory)`."""
+    """Says where a controller is, and its token. Example: `ControllerAddress.read(directory)`."""
 
     address: str
     token: str
     """The token in hexadecimal."""
     node: str
-    """Name of its machine, and its process id there."""
+    """The name of the controller's machine."""
     pid: int
+    """The controller's process id on that machine."""
     life: str = ""
-    """Id that its exit is filed under; empty for one that the user started."""
+    """The id that the controller's exit is filed under; empty if the user started it."""
 
     @classmethod
     def here(cls, address: str, token: bytes) -> ControllerAddress:
@@ -69,11 +70,11 @@ class ControllerAddress:
         return found
 
     def write(self, directory: Path) -> None:
-        """Leave it for ranks, readable by this user only."""
+        """Write the address for ranks into a file that only this user can read."""
         write_private(directory / FILE, dataclasses.asdict(self))
 
     def remove(self, directory: Path) -> None:
-        """Take it back, unless another controller has written its own."""
+        """Remove the file, unless another controller has written its own."""
         with contextlib.suppress(RendezvousError):
             if ControllerAddress.read(directory) == self:
                 (directory / FILE).unlink(missing_ok=True)
@@ -81,8 +82,8 @@ class ControllerAddress:
     def answers(self) -> bool:
         """Returns whether the controller is there, and knows the token.
 
-        Errors: `RendezvousError` where its process lives on this machine and does not answer: a
-            second controller beside it would write into the same run.
+        Errors: `RendezvousError` if its process lives on this machine and does not answer: a second
+            controller beside it would write into the same run.
         """
         hello = wire.Hello(generation=bytes(16), rank=wire.PROBE, pid=os.getpid())
         try:
@@ -101,7 +102,7 @@ class ControllerAddress:
         return True
 
     def alive(self) -> bool:
-        """Returns whether its process is there, as far as this machine can see."""
+        """Returns whether the controller's process lives, as far as this machine can see."""
         if self.node != socket.gethostname():
             return False
         try:

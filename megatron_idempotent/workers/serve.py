@@ -1,4 +1,4 @@
-"""A rank's side: dial the controller, make the worker, and run what is called on it."""
+"""Runs a rank: dials the controller, makes the worker, and runs the methods that are called."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDED = 75
 
 
 class RankConnection:
-    """A rank's connection to its controller.
+    """Connects a rank to its controller.
 
     A thread reads it all the time and ends the process when it breaks, wherever the main thread is,
     in a collective too. It touches neither pickles nor torch, so it can wait for neither.
@@ -30,7 +30,7 @@ class RankConnection:
     def __init__(
         self, address: str, token: bytes, hello: wire.Hello, *, timeout_s: float = 60.0
     ) -> None:
-        """Errors: `OSError` where nobody is there, `WireError` where this rank is refused."""
+        """Dial the controller. Errors: `OSError` if nobody is there, `WireError` if it refuses."""
         self._rank = hello.rank
         self._connection = wire.connect(address, timeout_s)
         try:
@@ -46,7 +46,8 @@ class RankConnection:
         """Make the worker when asked to, and answer calls until the controller says goodbye.
 
         Args:
-            prepare: runs before the factory; a collective may.
+            spec: the worker to make.
+            prepare: runs before the factory; it may be a collective.
         """
         worker: Any = None
         while True:
@@ -89,7 +90,10 @@ class RankConnection:
 
 
 def make_worker(spec: WorkerSpec) -> Any:
-    """Calls the spec's factory. Errors: `ValueError` for a name that is none; its own."""
+    """Calls the spec's factory, and returns the worker.
+
+    Errors: `ValueError` for a factory that is not `package.module:callable`; those of the factory.
+    """
     module, _, name = spec.factory.partition(":")
     if not module or not name:
         raise ValueError(f"factory is {spec.factory!r}; allowed: package.module:callable")
@@ -115,7 +119,10 @@ def describe(rank: int, error: BaseException) -> RankTraceback:
 
 
 def run_method(worker: Any, method: str, args: tuple[Any, ...]) -> Any:
-    """Return a worker's public method. Errors: `AttributeError` where it has none of that name."""
+    """Call a worker's public method, and return its result.
+
+    Errors: `AttributeError` if it has none of that name; those of the method.
+    """
     found = None if method.startswith("_") else getattr(worker, method, None)
     if not callable(found):
         raise AttributeError(f"{type(worker).__qualname__} has no public method {method!r}")

@@ -1,4 +1,4 @@
-"""The server that ranks dial; it checks who they are before it unpickles what they say."""
+"""Accepts ranks that dial, and checks who they are before it unpickles what they say."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .socket_ranks import Connection, receive
 class Server:
     """Accepts the ranks of one start at a time, and of no earlier one.
 
-    Ranks of the same generation belong together. The first generation that is complete is handed
-    out by `complete`, and nobody else of it is let in from then on; one that loses a rank before is
-    dropped as a whole.
+    The ranks of one start are a generation. `complete` hands out the first generation of which all
+    ranks have come, and lets nobody else of it in from then on. A generation that loses a rank
+    before that is dropped as a whole.
 
     Example:
         server = Server(size=2, token=wire.new_token())
@@ -29,8 +29,8 @@ class Server:
     def __init__(self, size: int, token: bytes, *, expected: bytes | None = None) -> None:
         """
         Args:
-            size: ranks of a generation.
-            token: what ranks must know.
+            size: the number of ranks of a generation.
+            token: the secret that ranks must know.
             expected: the one generation that is let in; None for any new one.
         """
         self._size, self._token, self._expected = size, token, expected
@@ -64,7 +64,7 @@ class Server:
     async def complete(self, timeout_s: float) -> list[Connection]:
         """Return the connections of a complete generation, by rank.
 
-        Errors: `asyncio.TimeoutError`; `missing` says who had come by then.
+        Errors: `asyncio.TimeoutError`; `missing` says which ranks had come by then.
         """
         return await asyncio.wait_for(self._complete(), timeout_s)
 
@@ -73,7 +73,7 @@ class Server:
     ) -> list[Connection] | None:
         """Wait as `complete` does; return None once the time is up or one of `ended` is done.
 
-        Ranks that all came in the moment in which this call was cancelled are dropped.
+        If this call is cancelled in the moment in which all ranks have come, they are dropped.
         """
         arriving = asyncio.ensure_future(self.complete(timeout_s))
         taken = False
@@ -113,7 +113,10 @@ class Server:
             self._spawn(connection.closed(), self._closing)
 
     async def close(self) -> None:
-        """Accept nobody any more, and drop who waits. Those handed out stay. Twice: no-op."""
+        """Accept nobody any more, and drop ranks that wait. Twice: no-op.
+
+        Connections that were handed out stay.
+        """
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -1,4 +1,4 @@
-"""Calls on all ranks over their connections, whatever started them."""
+"""Calls methods on all ranks over their connections, whatever started the ranks."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from .serve import describe
 from .wire import Bytes
 
 Frame = tuple[bytes, list[Bytes]]
-#: The event loop goes round at least so often while a large frame passes.
+#: The event loop goes round after so many bytes of a large frame.
 _SLICE = 4 << 20
 
 
 class Connection:
-    """Frames to and from one rank, of which there is always a reader, so that its end is noticed.
+    """Sends frames to one rank, and always reads from it, so that its end is noticed.
 
     Example: `kind, parts = await connection.ask(b"C", parts)`.
     """
 
     def __init__(self, sock: socket.socket, hello: wire.Hello) -> None:
-        """Take a socket that does not block and is past the introduction."""
+        """Take over a socket that does not block and on which the rank has introduced itself."""
         self.hello = hello
         self.on_end: Callable[[Connection, str], None] | None = None
         self.ended = ""
-        """Why it ended; empty while it has not."""
+        """The reason why the connection ended; empty while it has not."""
         self._sock = sock
         self._answers: asyncio.Queue[Frame] = asyncio.Queue()
         self._writing = asyncio.Lock()
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     async def ask(self, kind: bytes, parts: Sequence[Bytes]) -> Frame:
-        """Send a frame and wait for the next one; for ever where the connection has ended.
+        """Send a frame, and return the next that comes; waits for ever on an ended connection.
 
-        Not to be cancelled while another `ask` is to follow.
+        Do not cancel it if another `ask` is to follow.
         """
         await self.send(kind, parts)
         return await self._answers.get()
 
     async def send(self, kind: bytes, parts: Sequence[Bytes]) -> None:
-        """Send a frame. That the connection ends meanwhile is `on_end`'s to tell."""
+        """Send a frame; if the connection ends meanwhile, `on_end` is called and nothing raised."""
         loop = asyncio.get_running_loop()
         small = b"".join((wire.heads(kind, parts), *parts)) if _bytes(parts) < 1 << 16 else b""
         waiting = [small] if small else [wire.heads(kind, parts), *parts]
@@ -89,7 +89,7 @@ class Connection:
                 self.on_end(self, why)
 
     def shut(self) -> None:
-        """Close it without a word to `on_end`; the rank ends itself. Twice: no-op."""
+        """Close the connection without a call of `on_end`; the rank ends itself. Twice: no-op."""
         self.on_end = None
         self._end("it was ended")
         self._reading.cancel()
@@ -122,7 +122,7 @@ async def receive(sock: socket.socket, size: int) -> bytearray | mmap.mmap:
 
 
 class WorkerSession:
-    """The ranks of one start, until one is lost and all are ended."""
+    """Keeps the ranks of one start together: if one is lost, all are ended."""
 
     def __init__(
         self,
@@ -131,14 +131,14 @@ class WorkerSession:
     ) -> None:
         """
         Args:
-            connections: by rank.
-            ended: sees that all ranks end, in bounded time; what is known of how one ended.
+            connections: the connections, by rank.
+            ended: ends all ranks in bounded time, and returns what is known of one rank's end.
         """
         self.connections = list(connections)
         self.doing = ""
         """The method that runs; empty while none does."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why, once all ranks are ended."""
+        """A future of the reason, done once all ranks are ended."""
         self._ended = ended
         self._ending: asyncio.Task[None] | None = None
         for connection in self.connections:
@@ -195,7 +195,7 @@ class _Request:
 
 
 class SocketRanks:
-    """A `RankGroup` whose ranks dial back. `EmbeddedRanks` and `TorchrunRanks` start them."""
+    """Implements `RankGroup` for ranks that dial this process; subclasses start and end them."""
 
     def __init__(self, size: int, *, start_timeout_s: float, call_timeout_s: float | None) -> None:
         if size < 1:
@@ -209,31 +209,31 @@ class SocketRanks:
     # What differs between kinds of ranks ------------------------------------------------------
 
     async def _launch(self) -> list[Connection]:
-        """Start all ranks; their connections by rank. Errors: `RanksLost`."""
+        """Start all ranks, and return their connections by rank. Errors: `RanksLost`."""
         raise NotImplementedError
 
     async def _ended(self, rank: int | None) -> str:
-        """See that all ranks end, in bounded time; what is known of how this one ended."""
+        """End all ranks in bounded time, and return what is known of this one's end."""
         raise NotImplementedError
 
     async def _release(self) -> None:
         """Free what `_launch` made, besides the ranks. Twice: no-op."""
         raise NotImplementedError
 
-    #: For the call that runs when the ranks are closed, before they are ended in it.
+    #: Seconds for a call that runs at `close`, before the ranks are ended in it.
     _goodbye_s = 0.0
 
     # What all have in common ------------------------------------------------------------------
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return self._size
 
     async def start(self) -> None:
-        """Start all ranks and make their workers. After a loss: fresh ranks in place of all.
+        """Start all ranks and make their workers; after a loss, fresh ranks in place of all.
 
-        Errors: `RanksLost` where they cannot be started, `RankFailed` where a factory raises.
+        Errors: `RanksLost` if they cannot be started, `RankFailed` if a factory raises.
         """
         await self._drop("start() was called again")
         life = self._life = WorkerSession(await self._launch(), self._ended)
@@ -256,8 +256,9 @@ class SocketRanks:
     ) -> list[Any]:
         """Return the method's results by rank: see `RankGroup.call`.
 
-        `timeout_s` counts from when the call has its turn. One that is cancelled before is never
-        sent; after that it goes on, and so do the arguments on their way: leave them as they are.
+        `timeout_s` counts from when the call has its turn. A call that is cancelled before its turn
+        is never sent. After that it goes on: do not change its arguments, which may be on their
+        way.
         """
         check_per_rank(method, per_rank, self._size)
         if self._life is None:
@@ -321,7 +322,7 @@ class SocketRanks:
             life.doing = ""
 
     async def _say_goodbye(self, life: WorkerSession) -> None:
-        """Let idle ranks end by themselves; those in a call have some time to come out of it."""
+        """Let idle ranks end by themselves; ranks in a call have `_goodbye_s` to end it."""
         try:
             await asyncio.wait_for(self._turn.acquire(), max(self._goodbye_s, 1e-3))
         except asyncio.TimeoutError:
@@ -337,7 +338,7 @@ class SocketRanks:
             self._turn.release()
 
     async def _drop(self, why: str) -> None:
-        """End the ranks that there are; calls that run or wait fail with it."""
+        """End the ranks, if there are any; calls that run or wait fail with this reason."""
         life, self._life = self._life, None
         self._gone = NOT_STARTED
         if life is not None:

@@ -1,11 +1,12 @@
-"""Ranks that torchrun starts and restarts: they dial the same controller again.
+"""Connects ranks that torchrun starts, and restarts, to one controller.
 
     if under_torchrun():
         sys.exit(run_rank(spec, directory, controller_command))
 
-The controller's side; free of torch. `TorchrunRank` is the ranks' side.
+`TorchrunRanks` is the controller's side, and does not import torch; `TorchrunRank` is a rank's.
 
-A rank that starts the controller may be ended and restarted, so it cannot wait for it itself:
+A rank that starts the controller may be ended and restarted. So another process waits for the
+controller to end, and writes its exit code:
 
     python -m megatron_idempotent.workers.torchrun DIRECTORY LIFE -- COMMAND…
 """
@@ -50,16 +51,16 @@ def run_rank(
 ) -> int:
     """Serves the worker until the controller ends; every process of torchrun calls it.
 
-    Global rank 0 looks into `directory` for the controller, and starts `controller_command` where
+    Global rank 0 looks into `directory` for the controller, and starts `controller_command` if
     there is none; that command makes a `TorchrunRanks` of the same directory. The other ranks learn
     of it through torchrun's store.
 
     Args:
-        spec: the worker.
-        directory: of the run. Only rank 0's machine and the controller's need to see it.
-        controller_command: program and arguments; it resumes where there is something to resume.
-            Empty where it is started by hand: then ranks wait for it.
-        start_timeout_s: for the controller to listen, and for the ranks to find each other.
+        spec: the worker that each rank makes.
+        directory: the run's directory; only rank 0's machine and the controller's need to see it.
+        controller_command: the controller's program and arguments; it has to resume a run that has
+            begun. Empty if it is started by hand: then ranks wait for it.
+        start_timeout_s: seconds for the controller to listen, and for the ranks to find each other.
 
     Returns:
         The exit code for this process: that of the controller, on all ranks.
@@ -72,10 +73,10 @@ def run_rank(
 
 
 class TorchrunRanks(SocketRanks):
-    """A `RankGroup` of the processes of one torchrun, in the controller.
+    """Implements `RankGroup`, in the controller, for the processes of one torchrun.
 
-    They are not this process's to start or to kill: `start` waits for them, also after a loss,
-    when all of them end and torchrun restarts them.
+    This process neither starts nor kills them: `start` waits for them, also after a loss, when all
+    of them end and torchrun restarts them.
 
     Example:
         ranks = TorchrunRanks(2, Path("runs/7"))
@@ -95,13 +96,13 @@ class TorchrunRanks(SocketRanks):
     ) -> None:
         """
         Args:
-            size: number of ranks, of all machines.
-            directory: of the run, where ranks look for the controller: see `run_rank`.
-            host: name of this machine that ranks on others find it by; then it listens on all
-                interfaces. Empty for what the rank that started this process says, and for
-                127.0.0.1 where all ranks are on one machine.
-            call_timeout_s: for calls that give no `timeout_s`; None for no limit.
-            start_timeout_s: for all ranks to dial, and again for all workers to be made.
+            size: the number of ranks on all machines.
+            directory: the run's directory, where ranks look for the controller: see `run_rank`.
+            host: the name by which ranks on other machines find this one; it then listens on all
+                interfaces. Empty for the name that the rank which started this process gave, and
+                for 127.0.0.1 if all ranks are on one machine.
+            call_timeout_s: seconds for calls that give no `timeout_s`; None for no limit.
+            start_timeout_s: seconds for all ranks to dial, and again for all workers to be made.
         """
         super().__init__(size, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s)
         self._directory = directory
@@ -120,10 +121,7 @@ class TorchrunRanks(SocketRanks):
             ) from late
 
     def _listening(self) -> Server:
-        """Return the server, which stays for as long as the group.
-
-        Ranks of every restart dial it.
-        """
+        """Return the server, which ranks of every restart dial; `close` ends it."""
         if self._server is None:
             token = wire.new_token()
             server = Server(self._size, token)
@@ -145,7 +143,7 @@ class TorchrunRanks(SocketRanks):
         self._server = self._published = None
 
 
-#: What torchrun tells its ranks, and a controller is none.
+#: Variables that torchrun sets for ranks; a controller is none.
 _OF_RANKS = frozenset(
     f"{of}{what}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE")
 ) | {"ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
@@ -156,7 +154,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a controller as a process that outlives this rank and its torchrun.
 
-    It has this process's environment but for what makes a rank of it, and its output.
+    It has this process's output, and its environment without the variables of a rank.
     """
     environ = {
         name: value
@@ -172,10 +170,10 @@ def start(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command to its end; its exit code, with 128 + N for signal N."""
+    """Run the command to its end; returns its exit code, with 128 + N for signal N."""
     directory, life, dashes, *command = argv
     if dashes != "--" or not command:
-        raise ValueError(f"arguments {list(argv)!r}: DIRECTORY LIFE -- COMMAND…")
+        raise ValueError(f"got arguments {list(argv)!r}; allowed: DIRECTORY LIFE -- COMMAND…")
     try:
         child = subprocess.Popen(command)
     except OSError as error:
@@ -197,16 +195,16 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
     return child.wait()
 
 
-#: For a controller to come to its end once it has said goodbye.
+#: Seconds for a controller to come to its end once it has said goodbye.
 _EXIT_S = 600.0
-#: For a controller that has lost a rank to end the others.
+#: Seconds for a controller that has lost a rank to end the others.
 _TELL_S = 1.0
-#: For all ranks to learn of it, before the one that may hold the store leaves.
+#: Seconds for all ranks to learn the exit code, before the one that may hold the store leaves.
 _LEAVE_S = 20.0
 
 
 class TorchrunRank:
-    """One process. Example: `sys.exit(TorchrunRank(spec, directory, command, 300.0).run())`."""
+    """Runs one process of torchrun. Example: `TorchrunRank(spec, directory, command, 300.0)`."""
 
     def __init__(
         self, spec: WorkerSpec, directory: Path, command: Sequence[str], start_timeout_s: float
@@ -218,7 +216,7 @@ class TorchrunRank:
         self._one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
 
     def run(self) -> int:
-        """Serve until the controller ends; its exit code."""
+        """Serve until the controller ends; returns its exit code."""
         self._cuda = _prepare(self._local_rank, one_machine=self._one_machine)
         from torch.distributed.rendezvous import rendezvous
 
@@ -240,17 +238,18 @@ class TorchrunRank:
         return code
 
     def _tell(self) -> None:
-        """Rank 0 finds the controller, and an id for this start of all ranks."""
+        """Find the controller, on rank 0, and tell all ranks of it and of an id for this start."""
         found, code = self._find()
         fields = found and {name: getattr(found, name) for name in ControllerAddress.__slots__}
         said = {"found": fields, "generation": wire.new_generation().hex(), "code": code}
         self._store.set("controller", json.dumps(said))
 
     def _seat(self) -> tuple[RankConnection | None, ControllerAddress | None, int]:
-        """Dial the controller that rank 0 has found; or the exit code of one that has ended.
+        """Dial the controller that rank 0 has found; returns the connection and its address.
 
-        The store outlives a restart, and with it what an earlier rank 0 has said. A controller lets
-        nobody in with that, so it is read again until it is new.
+        For a controller that has ended it returns the exit code instead. The store outlives a
+        restart, and with it what an earlier rank 0 has said. A controller lets nobody in with that,
+        so it is read again until it is new.
         """
         until = time.monotonic() + self._start_timeout_s
         while True:
@@ -273,9 +272,9 @@ class TorchrunRank:
             return seat, found, 0
 
     def _find(self) -> tuple[ControllerAddress | None, int]:
-        """Return a controller that answers, started where there is none.
+        """Return a controller that answers, started if there is none; None if that ended with 0.
 
-        Or how it ended at once.
+        Errors: `RendezvousError` if it ended with another code, or does not answer in time.
         """
         found = ControllerAddress.read(self._directory)
         if found is not None and found.answers():
@@ -308,7 +307,7 @@ class TorchrunRank:
         return start(self._directory, rendezvous.new_run_id(), self._command, host=host)
 
     def _join(self) -> None:
-        """Collective of all ranks: make the default process group."""
+        """Make the default process group; all ranks enter."""
         import torch
         import torch.distributed as dist
 

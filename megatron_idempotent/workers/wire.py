@@ -1,9 +1,9 @@
-"""The bytes that a rank and its controller exchange: who they are, frames, and pickles.
+"""Defines the bytes that a rank and its controller exchange: introductions, frames, and pickles.
 
 Both prove that they know the token of the group before either reads a pickle of the other; the
 token itself does not travel. Nothing is encrypted: use a network that is private to the run.
 
-Free of torch until a tensor comes by: a controller on another machine may have none.
+It imports torch only when a tensor comes by: a controller on another machine may have none.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ BESIDE = 16 << 10
 
 
 def dump(value: Any) -> list[Bytes]:
-    """Returns the stream, followed by the buffers that it refers to, which are not copied.
+    """Pickles a value: returns the stream, followed by large buffers, which are not copied.
 
-    Tensors of this process's memory come out dense, without what else is in their storage; two
-    views of one storage come out as two tensors. Nothing in it needs Megatron to be read.
+    Tensors come out dense, without the rest of their storage; two views of one storage come out as
+    two tensors. Reading it does not need Megatron.
 
-    Errors: whatever pickling raises; `ValueError` for a tensor on a device.
+    Errors: those of pickling; `ValueError` for a tensor that is not on the CPU.
     """
     beside: list[pickle.PickleBuffer] = []
 
@@ -57,7 +57,7 @@ def dump(value: Any) -> list[Bytes]:
 
 
 def load(parts: Sequence[Bytes]) -> Any:
-    """Returns what `dump` was given. Tensors and arrays keep the buffers, and may be written."""
+    """Returns the value that `dump` was given; its tensors and arrays use the buffers' memory."""
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
@@ -76,8 +76,8 @@ def _reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
 
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"a tensor of shape {tuple(tensor.shape)} is on {tensor.device}; what travels between "
-            "a controller and its ranks is on the CPU: call .cpu() on it"
+            f"a tensor of shape {tuple(tensor.shape)} is on {tensor.device}; between a controller "
+            "and its ranks tensors travel on the CPU: call .cpu() on it"
         )
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -110,7 +110,7 @@ PROOF = 32
 #: A verdict, and how many bytes of UTF-8 with the reason follow.
 VERDICT = PicklableStruct("!cH")
 WELCOME, REFUSED = b"+", b"-"
-#: Rank in the hello of one who only asks whether the controller is there.
+#: The rank in a hello that only asks whether the controller is there.
 PROBE = -1
 #: A frame's kind and number of parts; then the length of each.
 HEAD = PicklableStruct("!cI")
@@ -121,7 +121,7 @@ MOST_PARTS = 1 << 22
 _AT_ONCE = 512
 #: Memory from here on comes from the system, page by page as it is written.
 _MAPPED = 1 << 20
-#: For either side to say its part of the introduction.
+#: Seconds for the introduction.
 GREETING_S = 20.0
 
 
@@ -131,7 +131,7 @@ class WireError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """The identity that a rank tells. Example: `Hello(generation=bytes(16), rank=0, pid=7)`."""
+    """Says which rank dials. Example: `Hello(generation=bytes(16), rank=0, pid=7)`."""
 
     generation: bytes
     """16 bytes that all ranks of one start have in common."""
@@ -150,12 +150,12 @@ def new_generation() -> bytes:
 
 
 def rank_proof(token: bytes, greeting: bytes, hello: bytes) -> bytes:
-    """Shows that a rank has the token, for this connection only."""
+    """Returns bytes that prove that a rank has the token, for this connection only."""
     return hmac.digest(token, b"rank" + greeting + hello, "sha256")
 
 
 def controller_proof(token: bytes, greeting: bytes, hello: bytes) -> bytes:
-    """Shows that the controller has it."""
+    """Returns bytes that prove that the controller has the token, for this connection only."""
     return hmac.digest(token, b"controller" + greeting + hello, "sha256")
 
 
@@ -191,7 +191,7 @@ def connect(address: str, timeout_s: float) -> socket.socket:
 
 
 def tune(connection: socket.socket) -> None:
-    """Large buffers; and a peer whose machine is gone is noticed within half a minute."""
+    """Sets large buffers, and limits to half a minute how long a dead machine goes unnoticed."""
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
     if connection.family == socket.AF_UNIX:
@@ -208,12 +208,15 @@ def tune(connection: socket.socket) -> None:
 def introduce(connection: socket.socket, token: bytes, hello: Hello) -> None:
     """Do a rank's part of the introduction, with the socket's own timeout.
 
-    Errors: `WireError` where the other side is no controller of this group, or refuses the rank.
+    Errors: `WireError` if the other side is no controller of this group, or refuses the rank.
     """
     greeting = receive(connection, GREETING.size)
     magic, _ = GREETING.unpack(greeting)
     if magic != MAGIC:
-        raise WireError(f"the controller's address answers {magic!r}, not {MAGIC!r}")
+        raise WireError(
+            f"the controller's address answers {magic!r}, not {MAGIC!r}: another program, or "
+            "release of megatron-idempotent, listens there"
+        )
     said = HELLO.pack(secrets.token_bytes(NONCE), hello.generation, hello.rank, hello.pid)
     connection.sendall(said + rank_proof(token, bytes(greeting), said))
     try:
@@ -229,14 +232,14 @@ def introduce(connection: socket.socket, token: bytes, hello: Hello) -> None:
 
 
 def room(size: int) -> bytearray | mmap.mmap:
-    """Memory to receive into. A large one is not cleared first, which would take its time."""
+    """Returns memory to receive into; a large one is not cleared first, which would take time."""
     if size < _MAPPED:
         return bytearray(size)
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def receive(connection: socket.socket, size: int) -> bytearray | mmap.mmap:
-    """Receives `size` bytes. Errors: `EOFError` where the connection ends before; `OSError`."""
+    """Receives `size` bytes. Errors: `EOFError` if the connection ends before that; `OSError`."""
     got = room(size)
     view, at = memoryview(got), 0
     while at < size:
@@ -260,7 +263,7 @@ def receive_frame(connection: socket.socket) -> tuple[bytes, list[Bytes]]:
 
 
 def send_frame(connection: socket.socket, kind: bytes, parts: Sequence[Bytes]) -> None:
-    """Send all of it, without a copy of the parts. Errors: `OSError`."""
+    """Send a whole frame, without a copy of its parts. Errors: `OSError`."""
     waiting = [memoryview(heads(kind, parts)), *(memoryview(part).cast("B") for part in parts)]
     waiting = [view for view in waiting if view.nbytes]
     while waiting:

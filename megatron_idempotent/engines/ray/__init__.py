@@ -1,4 +1,4 @@
-"""Engines in actors on a Ray cluster."""
+"""Runs engines in actors on a Ray cluster."""
 
 from .engine import RayEngine
 

@@ -1,4 +1,4 @@
-"""An engine in a Ray actor: calls on it by number, and the buckets of its updates in order."""
+"""Hosts an engine in a Ray actor: takes calls by number, and puts an update's buckets in order."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ _CLASSES: dict[str, type[Exception]] = {
         ValueError,
     )
 }
-"""Errors that an engine's caller tells apart, the special ones before those they are kinds of."""
+"""Errors that an engine's caller tells apart, by name; subclasses come before their bases."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CallResult:
-    """The result of a call on the engine. Example: `answer.unwrap("engine-0")`."""
+    """Holds the result of a call on the engine. Example: `answer.unwrap("engine-0")`."""
 
     value: Any = None
     kind: str = ""
-    """Name of an error's class; "" where the call has returned."""
+    """The name of the error's class; "" if the call has returned."""
     message: str = ""
     traceback: str = ""
 
     @classmethod
     def of(cls, error: Exception) -> CallResult:
-        """Return an error, in a form that needs none of the engine's own classes."""
+        """Return the result of a call that raised, without any of the engine's own classes."""
         kind = next((name for name, known in _CLASSES.items() if isinstance(error, known)), "other")
         message = str(error) if kind != "other" else f"{type(error).__name__}: {error}"
         return cls(kind=kind, message=message, traceback="".join(traceback.format_exception(error)))
 
     def unwrap(self, name: str) -> Any:
-        """Return the value. Errors: the error, of the same class; of others, an `EngineError`."""
+        """Return the value, or raise the error: of its own class if known, else `EngineError`."""
         if not self.kind:
             return self.value
         known = _CLASSES.get(self.kind)
@@ -63,18 +63,19 @@ class CallResult:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBucket:
-    """A bucket as arrays of bytes, which Ray passes on without a copy of its own; pickled tensors
-    are copied three times. Example: `unpack(pack(bucket))`.
+    """Holds a bucket as arrays of bytes, which Ray passes on without copies of its own.
+
+    Ray would copy pickled tensors three times. Example: `unpack(pack(bucket))`.
     """
 
     index: int
     tensors: tuple[tuple[TensorInfo, Any], ...]
-    """Each with its bytes, a uint8 array."""
+    """The description of each tensor, with its bytes as a uint8 array."""
     checksums: dict[str, int]
 
 
 def pack(bucket: Bucket) -> PackedBucket:
-    """Return a bucket's bytes, in host memory."""
+    """Return a bucket as bytes in host memory."""
     return PackedBucket(
         index=bucket.index,
         tensors=tuple(
@@ -104,7 +105,7 @@ def _tensor(info: TensorInfo, data: Any) -> torch.Tensor:
 
 
 class BucketQueue:
-    """An async iterator of buckets that calls from elsewhere fill.
+    """Iterates, asynchronously, over buckets that other calls put in.
 
     Ray may run calls in another order than they were made in, so each bucket comes with its place.
     """
@@ -118,7 +119,7 @@ class BucketQueue:
         self._changed = asyncio.Condition()
 
     async def wanted(self) -> bool:
-        """Wait until the engine reads; False where it ends without."""
+        """Wait until the engine reads, and return True; False if it ends before that."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._wanted > 0 or self._closed)
             return self._wanted > 0
@@ -163,7 +164,7 @@ class BucketQueue:
 
 
 class HostedEngine:
-    """The actor class. All methods are coroutines, so Ray runs them in one event loop.
+    """Hosts an engine as a Ray actor. All methods are coroutines, which Ray runs in one event loop.
 
     Ray may run calls in another order than they were made in: a call may be given up before it
     has begun.
@@ -176,7 +177,7 @@ class HostedEngine:
         self._arrivals: dict[int, BucketQueue] = {}
 
     async def open(self, factory: str, argument: bytes) -> CallResult:
-        """Make the engine, and await it where the factory is a coroutine."""
+        """Make the engine; awaits it if the factory is a coroutine."""
         try:
             module, _, name = factory.partition(":")
             made = getattr(importlib.import_module(module), name)(pickle.loads(argument))
@@ -190,11 +191,11 @@ class HostedEngine:
         return await self._run(number, getattr(self._engine, method)(*arguments))
 
     async def expect(self, number: int) -> None:
-        """Make ready for a stage of that number."""
+        """Make a queue for the buckets of the stage with this number."""
         self._arrivals[number] = BucketQueue()
 
     async def forget(self, number: int) -> None:
-        """Nothing more comes for it."""
+        """Drop the queue of a stage, for which nothing more comes."""
         arrival = self._arrivals.pop(number, None)
         if arrival is not None:
             await arrival.close()
@@ -208,7 +209,7 @@ class HostedEngine:
             await arrival.close()
 
     async def wanted(self, number: int) -> bool:
-        """Wait until the stage reads; False where it ends without."""
+        """Wait until the stage reads, and return True; False if it ends before that."""
         arrival = self._arrivals.get(number)
         return arrival is not None and await arrival.wanted()
 

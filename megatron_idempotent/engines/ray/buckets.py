@@ -1,4 +1,4 @@
-"""Buckets on their way to actors: one copy of each in Ray's store, a few at a time."""
+"""Sends buckets to actors, a few at a time, with one copy of each in Ray's store."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .actor import pack
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class BucketRef:
-    """One bucket, for as long as some engine is to take it. Example: `held.ref`."""
+    """Keeps a bucket in Ray's store while some engine is to take it. Example: `held.ref`."""
 
     key: tuple[Any, int]
     bucket: Bucket
-    """Kept, so that no other one gets its id."""
+    """The bucket itself, kept so that no other object gets its id."""
     storing: asyncio.Future[Any]
     users: int = 0
 
@@ -43,7 +43,7 @@ _held: dict[tuple[Any, int], BucketRef] = PerProcessDict(__name__, "_held")
 async def hold(ray: Any, bucket: Bucket) -> BucketRef:
     """Copy a bucket into the store, or share the copy that is there for another engine.
 
-    On return its sender may free or change it. Errors: Ray's, where the store has no room.
+    After the return its sender may free or change it. Errors: Ray's, if the store has no room.
     """
     loop = asyncio.get_running_loop()
     key = (loop, id(bucket))
@@ -63,11 +63,11 @@ async def hold(ray: Any, bucket: Bucket) -> BucketRef:
 
 
 IN_FLIGHT = 2
-"""Buckets that were sent and not taken: one is on its way while the engine takes another."""
+"""The most buckets sent and not taken yet: one is on its way while the engine takes another."""
 
 
 class ActorReceiver(Protocol):
-    """The other end, for one update."""
+    """Receives the buckets of one update in an actor."""
 
     async def hold(self, bucket: Bucket) -> BucketRef:
         """Copy a bucket: its sender may then free or change it."""
@@ -88,8 +88,8 @@ async def send(
     """Pull buckets and send each, as soon as fewer than `IN_FLIGHT` are under way.
 
     Args:
-        buckets: of the update; closed in any case.
-        receiver: gets them.
+        buckets: the update's buckets; the iterator is closed in any case.
+        receiver: the actor's end, which gets them.
         staging: the engine's own call; once it is done, no more are pulled.
 
     Errors: those of the iterator and of the receiver.

@@ -1,4 +1,4 @@
-"""Any engine, in an actor of its own on a Ray cluster."""
+"""Runs any engine in an actor of its own on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from .actor import HostedEngine
 from .buckets import BucketRef, hold, send
 
 _CONTROL = 64
-"""Calls beside the requests: pauses, buckets, health."""
+"""The number of calls that run beside requests: pauses, buckets, health."""
 _GIVE_UP_S = 30.0
 """Seconds for the engine to say that it has given up an update."""
 
 
 class Remote:
-    """Calls an actor, one at a time. Every call ends once its actor dies, with `EngineDead`."""
+    """Calls the engine in an actor, of which there is one at a time.
+
+    If the actor dies, all of its calls end with `EngineDead`.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class Remote:
 
     @property
     def trouble(self) -> str:
-        """Why there is no actor; "" where there is one, as far as is known."""
+        """The reason why there is no actor; "" if there is one, as far as is known."""
         return "" if self._actor is not None else self._why_none
 
     async def start(self) -> None:
@@ -81,7 +84,7 @@ class Remote:
             ray_cluster.kill(self._ray, [actor])
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until no call is running, for so long."""
+        """Wait until no call is running, for at most `timeout_s` seconds."""
         if self._running:
             await asyncio.wait(self._running, timeout=timeout_s)
 
@@ -123,7 +126,7 @@ class Remote:
             actor.forget.remote(number)
 
     async def _give_up(self, actor: Any, number: int) -> None:
-        """Returns once nothing of the stage is left there, or the actor does not say so."""
+        """Cancels a stage in the actor, and waits until it has ended, for a bounded time."""
         gone = ray_cluster.future(actor.give_up.remote(number))
         await asyncio.wait({gone}, timeout=_GIVE_UP_S)
 
@@ -182,7 +185,7 @@ class Remote:
 
 
 class _Receiver:
-    """The actor's end of one stage."""
+    """Passes the buckets of one stage to the actor."""
 
     def __init__(self, remote: Remote, actor: Any, number: int) -> None:
         self._remote = remote
@@ -209,12 +212,11 @@ _CLOSE_S = 30.0
 
 
 class RayEngine:
-    """A `RolloutEngine` whose engine lives in a Ray actor that `start` makes.
+    """Implements `RolloutEngine` with an engine in a Ray actor, which `start` makes.
 
-    Its errors are those of the engine. Where the actor, its node or its process dies, running
-    requests end with `EngineDead` at once; `restart()` makes a fresh engine, which serves what its
-    factory loads until the next update is committed. With `restarts` above 0, `health()` restarts
-    it.
+    Its errors are those of the engine. If the actor, its node or its process dies, running requests
+    end with `EngineDead` at once; `restart()` makes a fresh engine, which serves what its factory
+    loads until the next update is committed. With `restarts` above 0, `health()` restarts it.
 
     Example:
         ray.init(address="auto")
@@ -245,16 +247,16 @@ class RayEngine:
         Args:
             factory: `package.module:callable`, importable on the actor's node; it gets `argument`
                 and returns an engine, or a coroutine that does.
-            argument: anything that can be pickled.
-            name: unique among the engines of a run.
-            num_cpus: of the actor, as Ray counts them.
-            num_gpus: of the actor.
-            options: of the actor, as Ray's `options()` takes them: `resources`, `runtime_env`,
-                `scheduling_strategy`.
-            max_running: requests that are sent to the actor at once; others wait here.
+            argument: the factory's argument: anything that can be pickled.
+            name: the engine's name, unique in a run.
+            num_cpus: the actor's CPUs, as Ray counts them.
+            num_gpus: the actor's GPUs.
+            options: the actor's options, as Ray's `options()` takes them: `resources`,
+                `runtime_env`, `scheduling_strategy`.
+            max_running: the most requests that are sent to the actor at once; others wait here.
             restarts: how often `health()` may restart an engine that was lost.
-            start_timeout_s: for the actor and its engine to come up.
-            health_timeout_s: without an answer for so long, it is DEAD.
+            start_timeout_s: seconds for the actor and its engine to come up.
+            health_timeout_s: seconds without an answer after which `health` reports DEAD.
         """
         if ":" not in factory:
             raise ValueError(
@@ -283,15 +285,15 @@ class RayEngine:
 
     @property
     def name(self) -> str:
-        """Unique among the engines of a run."""
+        """See `RolloutEngine.name`."""
         return self._name
 
     async def start(self) -> None:
         """Start the actor and make the engine in it. Started already: no-op.
 
         Errors: `ModuleNotFoundError` without Ray, `RuntimeError` without a cluster; `EngineError`
-            where the cluster has no room in time, and what the factory raises, as `EngineError`
-            too unless it is one of an engine's own errors.
+            if the cluster has no room in time; what the factory raises, which becomes an
+            `EngineError` unless it is one of an engine's own errors.
         """
         if self._closed:
             raise EngineDead(f"{self._name} was closed; make a new engine")
@@ -320,7 +322,7 @@ class RayEngine:
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
         """See `RolloutEngine.stage`. The actor holds what the engine keeps and two buckets more.
 
-        Errors: beside those, what the iterator raises; nothing is staged then.
+        Errors: those, and what the iterator raises; nothing is staged then.
         """
         await self._remote.stage(update, buckets)
 
@@ -334,7 +336,7 @@ class RayEngine:
         await self._remote.call("rollback", update_id)
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine.health`. Begins a restart of a lost engine where one is left."""
+        """See `RolloutEngine.health`. Begins to restart a lost engine, if `restarts` allows it."""
         if self._closed:
             return _dead("closed")
         if self._remote.trouble:

@@ -1,4 +1,4 @@
-"""SGLang servers as engines, over HTTP."""
+"""Uses SGLang servers as engines, over HTTP."""
 
 from .engine import SglangEngine
 

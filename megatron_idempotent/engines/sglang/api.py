@@ -1,4 +1,4 @@
-"""Calls to one SGLang server over HTTP, and what its answers mean."""
+"""Calls one SGLang server over HTTP, and turns its failures into errors of engines."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any
 from megatron_idempotent.engines.http import HttpClient, HttpResponse
 from megatron_idempotent.engines.protocol import EngineError, EngineUnsupported
 
-#: Where all of the endpoints below, and spans of versions, were read; older releases lack some.
+#: The release in which all endpoints below, and spans of versions, were read; older ones lack some.
 NEWEST_READ = "0.5.23"
 
 
 def is_done(answer: HttpResponse) -> bool:
-    """True if it is done as far as the server says: some endpoints say so in the body too."""
+    """Returns whether the server says that it has done a call, in its status and in its body."""
     said = answer.body.get("success", True) if isinstance(answer.body, dict) else True
     return answer.status < 300 and bool(said)
 
 
 class Api:
-    """One server. Example: `answer = await api.call("POST", "/flush_cache")`."""
+    """Calls one server. Example: `answer = await api.call("POST", "/flush_cache")`."""
 
     def __init__(
         self, url: str, *, name: str, api_key: str | None = None, timeout_s: float = 60.0
     ) -> None:
         """
         Args:
-            url: as in "http://10.0.0.7:30000".
-            name: the engine's, for errors.
-            api_key: sent as a bearer token; the admin key where the server has one.
-            timeout_s: of a call that names no other.
+            url: the server's address, as in "http://10.0.0.7:30000".
+            name: the engine's name, for errors.
+            api_key: sent as a bearer token; the admin key if the server has one.
+            timeout_s: seconds for a call that gives no other limit.
         """
         self._client = HttpClient(url, engine=name, api_key=api_key, connect_s=timeout_s)
         self.url = self._client.url
@@ -47,9 +47,12 @@ class Api:
         """Send a request and wait for its answer, whatever its status is.
 
         Args:
-            timeout_s: from the connection to the last byte of the answer; None for as long as
-                the connection holds; below 0 for this object's own.
-            tolerated: statuses that are an answer though they would be `EngineUnsupported`.
+            method: "GET" or "POST".
+            path: the path below the server's URL.
+            body: sent as JSON; None for no body.
+            timeout_s: seconds from the connection to the last byte of the answer; None for as long
+                as the connection holds; below 0 for this object's own limit.
+            tolerated: statuses that are returned, instead of an `EngineUnsupported`.
 
         Errors: those of `HttpClient.call`; `EngineUnsupported` for an endpoint that the server
             lacks, or whose key it was not given.
@@ -63,9 +66,9 @@ class Api:
     async def done(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = -1.0
     ) -> Any:
-        """Return the body of an answer that says that it is done.
+        """Send a request, and return the answer's body.
 
-        Errors: `EngineError` for any other.
+        Errors: those of `call`; `EngineError` if the server says that it has not done it.
         """
         answer = await self.call(method, path, body, timeout_s=timeout_s)
         if not is_done(answer):

@@ -17,7 +17,7 @@ from .updates import DiskUpdates, read_vocabulary
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
-    """The arguments of `SglangEngine` that its parts need."""
+    """Holds the arguments of `SglangEngine` that its parts need."""
 
     checkpoint: Path
     directory: Path
@@ -31,7 +31,7 @@ class ServerSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Connected:
-    """The parts of an engine. Example: `(await connect(api, settings)).facts.spans`."""
+    """Holds the parts of an engine. Example: `(await connect(api, settings)).facts.spans`."""
 
     facts: Facts
     requests: Requests
@@ -40,7 +40,7 @@ class Connected:
 
 
 async def connect(api: Api, settings: ServerSettings) -> Connected:
-    """Ask a server what it is, and number its weights if it has no number for them.
+    """Ask a server for its abilities, and give its weights a version if they have none.
 
     Errors: `EngineUnsupported`; `ValueError` for a checkpoint that cannot be read.
     """

@@ -1,4 +1,4 @@
-"""SGLang over HTTP, as an engine."""
+"""Makes a running SGLang server an engine, over HTTP."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from .connect import Connected, ServerSettings, connect
 
 
 class SglangEngine:
-    """A running SGLang server as a `RolloutEngine` and `ColocatedEngine`. Experimental.
+    """Implements `RolloutEngine` and `ColocatedEngine` with a running SGLang server. Experimental.
 
-    Written from the source of SGLang 0.5.9 to 0.5.23, and tested against a small server that keeps
-    the rules found there (tests/engines/sglang_server.py names each with its file). It was not run
-    against SGLang itself, which does not start without a GPU.
+    It was written from the source of SGLang 0.5.9 to 0.5.23, and tested against a small server that
+    keeps the rules found there (tests/engines/sglang_server.py names each with its file). It was
+    not run against SGLang itself, which does not start without a GPU.
 
     Weights travel as folders of safetensors that the server loads with /update_weights_from_disk,
     since SGLang has no place beside its weights to stage others in: staging writes the folder, and
     committing loads it. `directory` must be one that server and client both see, such as /dev/shm
     on one machine; it holds the folders that give the weights served, and one that is staged.
 
-    Which version a token was drawn with is exact. SGLang's scheduler itself notes how many tokens
-    each request has when it takes the version of a load that has ended (`weight_versions` in an
-    answer, 0.5.19 and newer), and it draws none meanwhile: a pause is followed by a question that
-    the scheduler answers after it, and `mode="retract"` takes the results of the running step in
-    and puts every request back into the queue. Its cache is then empty, and all of it is computed
-    again with the weights it goes on with. (`in_place` would keep the old cache.)
+    The version of each token is exact. SGLang's scheduler itself notes how many tokens each request
+    has when a load has ended and it takes the new version (`weight_versions` in an answer, 0.5.19
+    and newer). It draws no token meanwhile: the client follows a pause by a question that the
+    scheduler answers after it, and `mode="retract"` takes the results of the running step in and
+    puts every request back into the queue. The cache is then empty, and all of it is computed again
+    with the weights that the request goes on with. (`in_place` would keep the old cache.)
 
     Log-probs are those of SGLang: the log-softmax of the logits divided by the temperature, in the
     precision of its sampler. top-p, top-k, min-p and penalties, which they leave out, are switched
@@ -74,19 +74,20 @@ class SglangEngine:
     ) -> None:
         """
         Args:
-            url: as in "http://10.0.0.7:30000".
+            url: the server's address, as in "http://10.0.0.7:30000".
             checkpoint: the folder the server was started with: config.json and safetensors.
-            directory: where updates are written, below a folder of this engine's name.
-            name: unique in a run; host and port, if not given.
-            server_directory: what the server calls `directory`, where the two differ.
-            expected: every tensor that an update brings, if not those of `checkpoint`.
-            initial_version: of the weights of a server that was started without --weight-version.
-            seeds: False samples at random where the server cannot keep a request's seed, instead
-                of refusing.
-            api_key: the server's, or its admin key where it has one.
-            timeout_s: of calls that take the server little time, and of a connection.
-            load_timeout_s: of a load of weights.
-            health_timeout_s: of `health`, and of a server's silence while requests run.
+            directory: the folder that updates are written to, below one of this engine's name.
+            name: the engine's name, unique in a run; None for host and port.
+            server_directory: the server's path of `directory`, if it is another; None if not.
+            expected: every tensor that an update brings; None for those of `checkpoint`.
+            initial_version: the version of the weights, if the server was started without
+                --weight-version.
+            seeds: False samples at random if the server cannot keep a request's seed; True refuses
+                such a request.
+            api_key: the server's key, or its admin key if it has one.
+            timeout_s: seconds for calls that take the server little time, and for a connection.
+            load_timeout_s: seconds for a load of weights.
+            health_timeout_s: seconds for `health`, and for a server's silence while requests run.
         """
         self._name = name or urlsplit(url).netloc or url
         self._api = Api(url, name=self._name, api_key=api_key, timeout_s=timeout_s)
@@ -123,8 +124,8 @@ class SglangEngine:
     async def pause(self, mode: PauseMode = "keep") -> None:
         """See `RolloutEngine.pause`.
 
-        "abort" takes SGLang up to a second, at which it looks whether all requests have ended; it
-        ends those of other clients too. "wait" holds new requests back here meanwhile.
+        "abort" takes SGLang up to a second, since it checks every second whether all requests have
+        ended; it ends those of other clients, too. "wait" holds new requests back here meanwhile.
         """
         at = await self._ready()
         async with self._control:
@@ -144,7 +145,7 @@ class SglangEngine:
                 at.requests.admit()
 
     async def resume(self) -> None:
-        """See `RolloutEngine.resume`. Errors: `EngineError` for one that sleeps, too."""
+        """See `RolloutEngine.resume`. Errors: `EngineError` if the engine sleeps, too."""
         at = await self._ready()
         async with self._control:
             await at.updates.settle(self._settings.load_timeout_s)
@@ -158,7 +159,7 @@ class SglangEngine:
             self._paused = False
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """See `RolloutEngine.stage`. Errors: `OSError` where the folder cannot be written."""
+        """See `RolloutEngine.stage`. Errors: `OSError` if the folder cannot be written."""
         at = await self._ready()
         async with self._control:
             folder = await at.updates.begin(update)
@@ -166,7 +167,7 @@ class SglangEngine:
             await at.updates.fill(folder, buckets)
 
     async def commit(self, update_id: str) -> int:
-        """See `RolloutEngine.commit`. After `wake`, the last id again loads its weights again."""
+        """See `RolloutEngine.commit`. After `wake`, the last id loads its weights again."""
         at = await self._ready()
         async with self._control:
             if not self._paused and not at.updates.has(update_id):
@@ -177,7 +178,7 @@ class SglangEngine:
             return await at.updates.commit(update_id)
 
     async def rollback(self, update_id: str) -> None:
-        """See `RolloutEngine.rollback`. Errors: `EngineError` where the weights do not load."""
+        """See `RolloutEngine.rollback`. Errors: `EngineError` if the weights do not load."""
         at = await self._ready()
         async with self._control:
             await at.updates.rollback(update_id)
@@ -218,7 +219,7 @@ class SglangEngine:
             await at.memory.take(tags)
 
     async def close(self) -> None:
-        """See `RolloutEngine.close`. The server stays as it is, and what it has loaded."""
+        """See `RolloutEngine.close`. The server stays as it is, with the weights that it has."""
         if self._closed:
             return
         self._closed = True

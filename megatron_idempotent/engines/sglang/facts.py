@@ -1,4 +1,4 @@
-"""The state of a server: its abilities, its memory, and whether it is alive."""
+"""Learns a server's abilities, tracks its memory, and watches whether it is alive."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PROBE_TIMEOUT_S = 120.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """One server. Example: `(await learn(api)).deterministic`."""
+    """Holds what a server has said of itself. Example: `(await learn(api)).deterministic`."""
 
     release: str
     """The server's own version, for messages; nothing is decided by it."""
@@ -42,18 +42,18 @@ class Facts:
     """The folder of the weights that it serves, as the server sees it."""
     weight_version: str
     spans: bool
-    """Answers say which tokens were drawn with which version (`weight_versions`)."""
+    """True if answers say which tokens were drawn with which version (`weight_versions`)."""
     deterministic: bool
-    """Draws by the seed of a request; without it, seeds are read and not used."""
+    """True if it draws by a request's seed; else it reads seeds and does not use them."""
     quantization: str | None
     memory_saver: bool
-    """Memory is freed on request; without it, such a request does nothing, and says it did."""
+    """True if it frees memory on request; else it does nothing, and says that it did."""
     weights_backup: bool
-    """Weights that were freed come back as they were; without it, they come back undefined."""
+    """True if freed weights come back as they were; else they come back undefined."""
 
 
 async def learn(api: Api) -> Facts:
-    """Ask a server that is not paused; samples one token of no consequence.
+    """Ask a server, which must not be paused, for its abilities; it samples one token for that.
 
     Errors: `EngineUnsupported` naming the endpoints that it lacks.
     """
@@ -108,8 +108,8 @@ async def check_temperature(api: Api, prompt: Sequence[int], *, vocabulary: int)
     SGLANG_RETURN_ORIGINAL_LOGPROB=1, which shows in no setting that it reports. Near temperature 0
     the likeliest token has a log-prob of about 0 in the one case and not in the other.
 
-    Returns whether it could be told: after some prompts, such as a padding token whose embedding
-    is zero, all tokens are as likely at every temperature.
+    Returns whether the prompt could show it: after some prompts, such as a padding token whose
+    embedding is zero, all tokens are equally likely at every temperature.
     """
     warm = _likeliest(await one_token(api, temperature=1.0, prompt=prompt))
     if warm + math.log(vocabulary) < 0.05:
@@ -146,7 +146,7 @@ TAGS = ("weights", "kv_cache")
 class ServerMemory:
     """Tracks which parts of a server's memory are freed.
 
-    SGLang's scheduler dies of a part that is taken twice, so nothing is asked for that is there.
+    SGLang's scheduler dies if a part is taken twice, so a part that is there is never asked for.
     """
 
     def __init__(self, api: Api, *, timeout_s: float) -> None:
@@ -165,25 +165,26 @@ class ServerMemory:
         return len(self._freed) < len(TAGS)
 
     def check_sleeps(self, facts: Facts, name: str) -> None:
-        """Errors: `EngineUnsupported` for a server that would free nothing and not say so."""
+        """Raise `EngineUnsupported` for a server that would free nothing and not say so."""
         if not facts.memory_saver:
             raise EngineUnsupported(
-                f"engine {name} was started without --enable-memory-saver, so it cannot sleep"
+                f"engine {name} was started without --enable-memory-saver, so it cannot sleep; "
+                "start it with that option"
             )
 
     def check_weights(self, name: str) -> None:
-        """Errors: `EngineError` where there is no memory that weights could be loaded into."""
+        """Raise `EngineError` if there is no memory that weights could be loaded into."""
         if "weights" in self._freed:
             raise EngineError(f'engine {name} sleeps; wake(["weights"]) before a commit')
 
     async def free(self) -> None:
-        """Free those that are there. The server must be idle."""
+        """Free all parts that are there. The server must be idle."""
         tags = [tag for tag in TAGS if tag not in self._freed]
         await self._change("/release_memory_occupation", tags)
         self._freed += tags
 
     async def take(self, tags: Sequence[str]) -> None:
-        """Have some again; those that are there: no-op. Errors: `ValueError` for other tags."""
+        """Take freed parts again; others stay. Errors: `ValueError` for unknown tags."""
         if unknown := [tag for tag in tags if tag not in TAGS]:
             raise ValueError(f"wake() got {unknown}; allowed: {list(TAGS)}")
         freed = [tag for tag in TAGS if tag in tags and tag in self._freed]
@@ -209,8 +210,8 @@ class Liveness:
     def __init__(self, api: Api, *, every_s: float, timeout_s: float) -> None:
         """
         Args:
-            every_s: from one question to the next.
-            timeout_s: of an answer.
+            every_s: seconds from one question to the next.
+            timeout_s: seconds for an answer.
         """
         self._api = api
         self._every_s = every_s

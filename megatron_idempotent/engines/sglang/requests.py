@@ -1,4 +1,4 @@
-"""Requests on their way through a server, in SGLang's terms, and its answers in ours."""
+"""Turns requests into SGLang's terms, runs them, and turns its answers into samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .facts import Facts, Liveness, check_temperature
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ResponsePart:
-    """The tokens that one call of /generate sampled; a response may take several."""
+    """Holds the tokens that one call of /generate sampled; a response may take several."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -39,7 +39,7 @@ def generate_body(
     """Makes the body of /generate that goes on after the tokens that were drawn.
 
     Everything that a server may have other defaults for (--preferred-sampling-params) is named.
-    `ignore_eos` also switches stop_token_ids off, so it is set only where there are none.
+    `ignore_eos` also switches stop_token_ids off, so it is set only if there are none.
     """
     params: dict[str, Any] = {
         "max_new_tokens": request.max_tokens - len(drawn),
@@ -71,7 +71,7 @@ def generate_body(
 def read_part(body: Any, *, engine: str) -> ResponsePart:
     """Return the tokens of an answer with their log-probs and versions.
 
-    Errors: `EngineError` for an answer that does not say what it must.
+    Errors: `EngineError` for an answer that lacks any of these.
     """
     try:
         meta: Mapping[str, Any] = body["meta_info"]
@@ -79,7 +79,10 @@ def read_part(body: Any, *, engine: str) -> ResponsePart:
         finish = meta["finish_reason"]
         scored = [(float(each[0]), int(each[1])) for each in meta.get("output_token_logprobs", ())]
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise EngineError(f"engine {engine}: /generate answered {str(body)[:500]}") from error
+        raise EngineError(
+            f"engine {engine}: /generate answered {str(body)[:500]}, without meta_info, output_ids "
+            "and finish_reason as SGLang has them; is this an SGLang server?"
+        ) from error
     if tuple(token for _, token in scored) != tokens:
         raise EngineError(
             f"engine {engine}: its {len(tokens)} tokens and the {len(scored)} that have log-probs "
@@ -124,10 +127,7 @@ def goes_on(request: Request, parts: Sequence[ResponsePart]) -> bool:
 
 
 def parsed_version(text: Any) -> int | None:
-    """Return the version that a server's string names.
-
-    None for one of somebody else, as "default".
-    """
+    """Return the version that a server's string names; None for any other, as "default"."""
     return int(text) if isinstance(text, str) and text.isdecimal() else None
 
 
@@ -146,7 +146,10 @@ def _versions(meta: Mapping[str, Any], tokens: int, engine: str) -> tuple[int, .
             )
         versions += [version] * (span["end"] - span["start"])
     if len(versions) != tokens:
-        raise EngineError(f"engine {engine}: {tokens} tokens have versions {spans}")
+        raise EngineError(
+            f"engine {engine}: {tokens} tokens have versions {spans}, which cover {len(versions)}; "
+            "send the request again"
+        )
     return tuple(versions)
 
 
@@ -170,7 +173,7 @@ def _finish_reason(finish: Any, engine: str) -> FinishReason:
 
 
 class Requests:
-    """All requests of one client."""
+    """Runs all requests of one client."""
 
     def __init__(
         self,
@@ -221,16 +224,16 @@ class Requests:
                 self._idle.set()
 
     async def drain(self) -> None:
-        """Hold new ones back here, and wait until none is in the server; `admit` ends that."""
+        """Hold new requests back here, and wait until none is in the server; `admit` ends that."""
         self._open.clear()
         await self._idle.wait()
 
     def admit(self) -> None:
-        """Let new ones through to the server, which queues them while it is paused."""
+        """Let new requests through to the server, which queues them while it is paused."""
         self._open.set()
 
     async def end(self, *, timeout_s: float) -> None:
-        """Have all of them come back as partials; those without an answer in time, empty."""
+        """Make all requests come back as partials, which are empty without an answer in time."""
         self._ended = True
         self.admit()
         for rid in self._running.values():
@@ -292,7 +295,7 @@ class Requests:
                 )
 
     def _abort(self, rid: str) -> None:
-        """Free what a request holds; that it may have ended meanwhile is no error."""
+        """Free what a request holds; it is no error if the request has ended meanwhile."""
 
         async def end() -> None:
             with contextlib.suppress(EngineError):  # a server that is gone holds nothing

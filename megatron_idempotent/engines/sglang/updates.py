@@ -1,4 +1,4 @@
-"""The weights of a server, which it loads from complete folders of safetensors."""
+"""Brings weights to a server, which loads them from complete folders of safetensors."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ from .facts import Facts
 
 
 def read_vocabulary(checkpoint: Path) -> int:
-    """Reads the vocabulary's size. Errors: `ValueError` where config.json does not say."""
+    """Reads the vocabulary's size. Errors: `ValueError` if config.json does not say it."""
     config = json.loads((checkpoint / "config.json").read_text())
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     if not isinstance(size, int):
-        raise ValueError(f"{checkpoint / 'config.json'} names no vocab_size")
+        raise ValueError(
+            f"{checkpoint / 'config.json'} names no vocab_size; give the folder that the server "
+            "was started with"
+        )
     return size
 
 
 class UpdateFolder:
-    """One update on its way to a folder, checked as it comes; nothing of it stays in memory.
+    """Writes one update to a folder, and checks it as it comes; nothing of it stays in memory.
 
     Example:
         folder = UpdateFolder(directory, update, expected=infos, checkpoint=checkpoint)
@@ -85,7 +88,7 @@ class UpdateFolder:
         return self.path
 
     def discard(self) -> None:
-        """Remove it, complete or not. Twice: no-op."""
+        """Remove the folder, complete or not. Twice: no-op."""
         shutil.rmtree(self._partial, ignore_errors=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -93,7 +96,7 @@ class UpdateFolder:
 def check_whole(path: Path, engine: str) -> None:
     """Refuse a folder that lost something since it was written.
 
-    SGLang does not: it loads the tensors that it finds and leaves the others as they were.
+    SGLang does not check: it loads the tensors that it finds and leaves the others as they were.
     Errors: `EngineError`.
     """
     try:
@@ -113,22 +116,22 @@ def check_whole(path: Path, engine: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """A state of the weights: loaded in this order, these folders give this version.
+    """Describes a state of the weights: these folders, loaded in order, give this version.
 
     Example: `Weights(update_id="run/3", version=3, folders=("/shared/v3-1f…",))`.
     """
 
     update_id: str
-    """Empty for the weights that the server was started with."""
+    """The id of the update; empty for the weights that the server was started with."""
     version: int
     folders: tuple[str, ...]
     """The folders as the server sees them: a complete one, then updates that build on it."""
 
 
 class DiskUpdates:
-    """Stages, commits and takes back. The caller sees to it that the server is paused.
+    """Stages, commits and takes back updates. The caller sees to it that the server is paused.
 
-    `dirty` says why the weights may be of more than one version; empty where they are not.
+    `dirty` says why the weights may be of more than one version; it is empty if they are of one.
     """
 
     def __init__(
@@ -158,7 +161,10 @@ class DiskUpdates:
         self._in_flight = False  # its request may still be at work in the server
 
     async def begin(self, update: WeightUpdate) -> UpdateFolder | None:
-        """Take the turn of an update; nothing else is staged from here on. None: it is served."""
+        """Begin to stage an update, and return its folder; None if the update is served already.
+
+        No other update is staged from here on. Errors: those of `RolloutEngine.stage`.
+        """
         await self.settle(self._load_timeout_s)
         if update.id == self.served.update_id:
             return None
@@ -172,7 +178,7 @@ class DiskUpdates:
         return folder
 
     async def fill(self, folder: UpdateFolder, buckets: AsyncIterator[Bucket]) -> None:
-        """Write the buckets of the update that `begin` gave a folder to, on which it is staged."""
+        """Write an update's buckets to the folder of `begin`; after that the update is staged."""
         update = folder.update
         try:
             async for bucket in buckets:
@@ -195,7 +201,7 @@ class DiskUpdates:
         return update_id == self.served.update_id and not self.dirty
 
     async def commit(self, update_id: str) -> int:
-        """See `RolloutEngine.commit`. Weights that are lost are loaded again by their own id."""
+        """See `RolloutEngine.commit`. The id of the served update loads lost weights again."""
         await self.settle(self._load_timeout_s)
         if self.has(update_id):
             return self.served.version
@@ -223,9 +229,9 @@ class DiskUpdates:
     async def settle(self, timeout_s: float) -> None:
         """Finds out how a load ended whose answer did not come.
 
-        The server takes one call after the other, so its answer to another comes after the load.
-        Two loads at once are never sent: SGLang dies of the second one's answer.
-        Errors: `EngineTimeout` while it is still at work; `EngineDead`.
+        The server takes one call after the other, so it answers another call after the load. Two
+        loads at once are never sent: SGLang dies of the second one's answer.
+        Errors: `EngineTimeout` while the load is still at work; `EngineDead`.
         """
         if not self._in_flight:
             return
@@ -236,7 +242,7 @@ class DiskUpdates:
             self._now_serves(target)
 
     def lost(self, reason: str) -> None:
-        """Note that the weights are not what they were, and have to be loaded."""
+        """Note that the server has lost its weights, which have to be loaded again."""
         self.dirty = reason
         self._half = self._half or self.served
 
@@ -245,7 +251,7 @@ class DiskUpdates:
         self._forget_staged()
 
     async def _load(self, target: Weights) -> None:
-        """Load what is missing; on any error the engine is left dirty."""
+        """Load the folders that the server does not serve yet; if loading fails, it is dirty."""
         folders = target.folders
         if not self.dirty and folders[:-1] == self.served.folders:
             folders = folders[-1:]  # an update upon what is served
@@ -337,7 +343,7 @@ class DiskUpdates:
             self._remove(staged.folders[-1])
 
     def _local(self, folder: str) -> Path | None:
-        """Returns its path in this process; None if it was not written here."""
+        """Returns a server's folder as this process sees it; None if it was not written here."""
         parent, _, name = folder.rpartition("/")
         return self._directory / name if parent == self._server_directory else None
 

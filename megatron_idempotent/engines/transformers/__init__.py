@@ -1,4 +1,4 @@
-"""An engine in this process, over a model of transformers: the one that needs nothing else."""
+"""Runs an engine in this process on a model of transformers; it needs nothing else."""
 
 from .engine import TransformersEngine
 

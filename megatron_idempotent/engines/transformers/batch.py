@@ -1,14 +1,11 @@
-"""The model and the requests in its KV cache: what one thread computes at a time.
+"""Computes the next tokens of a batch of requests, whose keys and values it caches.
 
 transformers batches continuously itself, but (5.23) draws with the generator of the process, so
 that a sample depends on its batch, and keeps its cache when weights are exchanged in a pause.
 
-Shapes: B rows in the cache, U sequences to be prefilled, P positions of the longest of them.
-
-Shapes: R rows there is room for, B rows in use (the first ones), H heads of keys and values,
-C positions there is room for, P positions that were prefilled, D head size, U sequences.
-
-Shapes: B requests, V vocabulary.
+Shapes: R rows there is room for, B rows in use (the first ones), each of a request, H heads of keys
+and values, C positions there is room for, U sequences to be prefilled, P positions of the longest
+of them, D head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,11 +22,11 @@ _POSITIONS = 64
 
 
 class RowCache(Cache):
-    """A cache in which each row has its own length, from position 0 on.
+    """Caches keys and values of rows, each of its own length, from position 0 on.
 
-    One forward gives every row one more position. Rows join after the others and leave without
-    the others being computed again: the last ones move into the gaps. After its length a row
-    holds zeros, or what it wrote there itself: another row's NaN would come through the mask.
+    One forward gives every row one more position. Rows join after the others and leave without the
+    others being computed again: the last ones move into the gaps. After its own length a row holds
+    zeros, or what it wrote there itself, because another row's NaN would come through the mask.
     """
 
     def __init__(self, *, layers: int) -> None:
@@ -44,7 +41,7 @@ class RowCache(Cache):
 
     @property
     def lengths_B(self) -> torch.Tensor:
-        """Positions that each row holds, int64."""
+        """The number of positions that each row holds, [B] of int64."""
         return self._places.lengths_B
 
     def join(
@@ -59,8 +56,8 @@ class RowCache(Cache):
         Args:
             computed: keys and values of each layer, both [U, H, P, D]; positions after a
                 sequence's own length mean nothing. Empty where no sequence has any position.
-            sequence_of_row: [new rows], int64: which of the U sequences a row is.
-            lengths: [new rows], int64: positions of each.
+            sequence_of_row: [new rows], int64: the number of each row's sequence among the U.
+            lengths: [new rows], int64: the number of positions of each.
         """
         first = self._places.rows
         for number, layer in enumerate(self._of_layer):
@@ -88,20 +85,23 @@ class RowCache(Cache):
 
 
 class _Places:
-    """The rows of all layers. Not the cache itself: a cycle would keep tensors alive."""
+    """Holds the rows' lengths for all layers, which do not refer to the cache itself.
+
+    Such a cycle of references would keep tensors alive.
+    """
 
     def __init__(self) -> None:
         self.put(torch.zeros(0, dtype=torch.int64))
 
     def put(self, lengths_B: torch.Tensor) -> None:
-        """Positions of each row from now on; read from the device once, not once per layer."""
+        """Set the length of each row; the host reads them once here, not once per layer."""
         self.lengths_B = lengths_B
         self.rows = len(lengths_B)
         self.width = int(lengths_B.max()) if self.rows else 0
 
 
 class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no types
-    """One layer's keys and values, [R, H, C, D]."""
+    """Holds one layer's keys and values, [R, H, C, D]."""
 
     keys: torch.Tensor | None
     values: torch.Tensor | None
@@ -112,7 +112,7 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no typ
         self._places = places
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: room is taken as rows and positions come."""
+        """Do nothing: room is taken as rows and positions come."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -133,7 +133,7 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no typ
         computed: tuple[torch.Tensor, torch.Tensor] | None,
         sequence_of_row: torch.Tensor,
     ) -> None:
-        """Rows from `first` on take the keys and values of their sequence."""
+        """Write the keys and values of their sequences to the rows from `first` on."""
         rows = slice(first, first + len(sequence_of_row))
         for mine, states in zip(("keys", "values"), computed or (None, None), strict=True):
             if states is not None:
@@ -150,27 +150,30 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no typ
                 room[gaps] = room[movers]
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """Positions of the longest row, those of the query included; where they begin.
+        """Return the positions of the longest row, with the query's, and where they begin: 0.
 
-        transformers 5.0 gives the places of the query instead of how many they are.
+        transformers 5.0 gives the places of the query instead of their number.
         """
         queries = query_length if isinstance(query_length, int) else len(query_length)
         return self._places.width + queries, 0
 
     def get_seq_length(self) -> int:
-        """Positions of the longest row."""
+        """Return the number of positions of the longest row."""
         return self._places.width
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Return -1, for no limit."""
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """Return the same, as transformers 5.0 calls it."""
+        """Return -1, for no limit; transformers 5.0 has this name."""
         return -1
 
     def _room(self, mine: str, like: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-        """This layer's keys or values, with room for so much: twice as much as before, or more."""
+        """Return this layer's keys or values, with room for `rows` and `width`.
+
+        If there is less, the room grows to twice its size, or more.
+        """
         room: torch.Tensor | None = getattr(self, mine)
         had = (0, 0) if room is None else (room.shape[0], room.shape[2])
         if room is not None and had[0] >= rows and had[1] >= width:
@@ -194,7 +197,7 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift: torch's `>>` would copy the sign bit."""
+    """Shift in zeros: torch's `>>` would copy the sign bit."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -205,21 +208,21 @@ def _mix(value: torch.Tensor) -> torch.Tensor:
 
 
 def keyed_uniforms(*, seeds_B: torch.Tensor, places_B: torch.Tensor) -> torch.Tensor:
-    """Uniforms in [0, 1) of shape [B], float64: a hash of (seed, place), one place each.
+    """Return uniforms in [0, 1), [B] of float64, each a hash of its row's (seed, place).
 
-    For tokens whose sample is known by a seed of its own, as a `Request` is; `place` counts the
-    tokens of the response from 0. Both are int64; `fold_seed` makes any int one.
+    They are for tokens that a request's own seed determines; `place` counts the tokens of the
+    response from 0. Both are int64; `fold_seed` makes any int one.
     """
     state_B = _mix(seeds_B * _STEP + _MIX_1) + (places_B + 1) * _STEP
     return _shift_right(_mix(state_B), 11).to(torch.float64) * 2.0**-53
 
 
 def fold_seed(seed: int) -> int:
-    """Return the seed modulo 2**64, as a signed number: what fits an int64."""
+    """Return the seed modulo 2**64, as a signed number that fits an int64."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
-#: Logits that are looked at at once: 4 M of them are 32 MB in float64.
+#: Logits that are drawn from at once: 4 M of them are 32 MB in float64.
 _CHUNK = 1 << 22
 
 
@@ -230,11 +233,11 @@ def draw(
     seeds_B: torch.Tensor,
     places_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their log-probs, both [B], int64 and float32.
+    """Draw a token for each row; returns tokens and their log-probs, [B] of int64 and float32.
 
-    Log-probs are natural, of the tempered distribution. The token is where the cumulative
-    distribution passes the uniform of (seed, place). Where logits are not finite (-inf is allowed)
-    the log-prob is NaN, and the token means nothing.
+    Log-probs are natural, of the tempered distribution. The token is the one at which the
+    cumulative distribution passes the uniform of (seed, place). If a row's logits are not finite
+    (-inf is allowed) its log-prob is NaN, and its token means nothing.
     """
     uniforms_B = keyed_uniforms(seeds_B=seeds_B, places_B=places_B)
     rows = max(1, _CHUNK // logits_BV.shape[-1])
@@ -263,7 +266,7 @@ def _draw(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """The inputs of a row's next token. Example: `Turn(token=5, place=0, seed=1, ...)`."""
+    """Holds the inputs of a row's next token. Example: `Turn(token=5, place=0, seed=1, ...)`."""
 
     token: int
     """The last token so far, which is not in the cache yet."""
@@ -274,7 +277,7 @@ class Turn:
 
 
 class DecodeBatch:
-    """Rows of a running batch. Every method blocks; one at a time, from whatever thread.
+    """Computes the rows of a running batch. Methods block; call one at a time, from any thread.
 
     A row's cache holds all of its tokens but the last one. `draw` feeds the last ones of all rows,
     so rows that joined just now take part in the same forward as the others.
@@ -286,7 +289,7 @@ class DecodeBatch:
 
     @property
     def rows(self) -> int:
-        """Rows in use."""
+        """The number of rows in use."""
         return self._cache.rows
 
     def clear(self) -> None:
@@ -295,11 +298,11 @@ class DecodeBatch:
 
     @torch.no_grad()
     def join(self, sequences: Sequence[Sequence[int]], sequence_of_row: Sequence[int]) -> int:
-        """Compute sequences, each once; add a row per entry of `sequence_of_row`. Returns how many.
+        """Compute sequences, each once, and add rows to them; returns the number of new rows.
 
         Args:
-            sequences: all tokens of a row but its last one; may be empty.
-            sequence_of_row: index into `sequences`.
+            sequences: all tokens of a row but its last one; one may be empty.
+            sequence_of_row: for each new row, the index of its sequence.
         """
         device = self._model.device
         longest = max(map(len, sequences))
@@ -324,7 +327,7 @@ class DecodeBatch:
     def draw(self, turns: Sequence[Turn]) -> tuple[list[int], list[float]]:
         """Return the next token of every row and its log-prob, by one forward.
 
-        NaN as `sampling.draw`.
+        The log-prob is NaN if the row's logits are not finite.
         """
         device = self._model.device
         lengths_B = self._cache.lengths_B

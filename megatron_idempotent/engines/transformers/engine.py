@@ -1,4 +1,4 @@
-"""The engine that runs in this process, on a transformers model."""
+"""Defines the engine that runs in this process, on a transformers model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TAGS = ("weights", "kv_cache")
 
 
 class TransformersEngine:
-    """A `RolloutEngine` and `ColocatedEngine` of one causal language model of transformers.
+    """Implements `RolloutEngine` and `ColocatedEngine` with a causal model of transformers.
 
     Requests share forwards and join and leave between them; those that arrive together with one
     prompt share its computation. Forwards run in a thread, so the event loop stays free. A sample
@@ -57,12 +57,14 @@ class TransformersEngine:
         Args:
             model: a transformers causal language model, which is the engine's from then on; or a
                 directory with a checkpoint, which is loaded in the type that it has.
-            name: unique among the engines of a run.
-            version: of the weights that the model has.
-            max_running: requests that share a forward; more wait.
-            max_positions: prompt and response together; None for what the model was made for.
-            prefill_tokens: positions that one forward computes for requests that join.
-            device: where a checkpoint is loaded to; None for the CPU. A model stays where it is.
+            name: the engine's name, unique in a run.
+            version: the version of the weights that the model has.
+            max_running: the most requests that share a forward; more wait.
+            max_positions: the most tokens of prompt and response together; None for the model's
+                own limit.
+            prefill_tokens: the most positions that one forward computes for requests that join.
+            device: the device that a checkpoint is loaded to; None for the CPU. A model stays where
+                it is.
 
         Errors: `ValueError` for a model with layers that this engine cannot serve.
         """
@@ -91,14 +93,13 @@ class TransformersEngine:
 
     @property
     def name(self) -> str:
-        """Unique among the engines of a run."""
+        """See `RolloutEngine.name`."""
         return self._name
 
     async def generate(self, request: Request) -> Sample:
         """See `RolloutEngine.generate`.
 
-        Errors: `EngineError` where a forward failed, for the requests in it; `EngineDead` after
-            `close()`.
+        Errors: `EngineError` if a forward with the request failed; `EngineDead` after `close()`.
         """
         self._check_open()
         self._check_answerable(request)
@@ -108,7 +109,7 @@ class TransformersEngine:
         """See `RolloutEngine.pause`. With "wait", requests that come later wait too.
 
         A cancelled call still pauses; a second one with "abort" cuts a "wait" short.
-        Errors: `EngineError` where it is resumed meanwhile.
+        Errors: `EngineError` if the engine is resumed meanwhile.
         """
         self._check_open()
         await self._serving.pause(mode)
@@ -128,7 +129,7 @@ class TransformersEngine:
         await self._updates.stage(update, buckets)
 
     async def commit(self, update_id: str) -> int:
-        """See `RolloutEngine.commit`. Takes a pointer per tensor; the cache is computed later."""
+        """See `RolloutEngine.commit`. It exchanges pointers; the cache is computed later."""
         self._check_open()
         version = self._updates.committed(update_id)
         if version is not None:
@@ -143,9 +144,9 @@ class TransformersEngine:
         return version
 
     async def rollback(self, update_id: str) -> None:
-        """See `RolloutEngine.rollback`. Gives up an update that is being staged, too.
+        """See `RolloutEngine.rollback`. It gives up an update that is being staged, too.
 
-        Errors: `EngineError` where weights cannot be restored.
+        Errors: `EngineError` if weights cannot be restored.
         """
         self._check_open()
         await self._updates.rollback(update_id)
@@ -188,7 +189,7 @@ class TransformersEngine:
     async def wake(self, tags: Sequence[str]) -> None:
         """See `ColocatedEngine.wake`; the engine stays paused.
 
-        Memory is taken when it is used: weights are those that are staged, and nothing before.
+        Memory is taken when it is used: there are no weights until an update is staged.
         Errors: `ValueError` for other tags; `EngineError` for the cache before the weights.
         """
         self._check_open()
@@ -204,7 +205,7 @@ class TransformersEngine:
 
     @property
     def _trouble(self) -> str:
-        """Why it cannot serve."""
+        """The reason why the engine cannot serve; empty if it can."""
         if self._updates.trouble:
             return self._updates.trouble
         return 'its cache is asleep; wake "kv_cache"' if self._asleep else ""
@@ -229,7 +230,7 @@ class TransformersEngine:
             raise ValueError(
                 f"request {request.id!r} has a prompt of {len(request.prompt)} tokens and "
                 f"max_tokens={request.max_tokens}, {positions} together; {self._name} has "
-                f"{self._max_positions} positions"
+                f"{self._max_positions} positions: ask for fewer tokens"
             )
 
 

@@ -1,4 +1,4 @@
-"""Continuous batching with a gate: chooses the requests that are computed next."""
+"""Batches requests continuously: chooses those that are computed next, or none while paused."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .batch import DecodeBatch, Turn, fold_seed
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
 class RequestSlot:
-    """A running request: the tokens that were drawn so far, and the future that waits for them.
+    """Holds a running request: its tokens so far, and the future that waits for all of them.
 
     Example: `RequestSlot(order=7, request=request, answer=loop.create_future())`.
     """
 
     order: int
-    """Counts the requests that the engine has taken."""
+    """The number of this request, in the order in which the engine has taken them."""
     request: Request
     answer: asyncio.Future[Sample]
     seed: int = dataclasses.field(init=False)
@@ -43,11 +43,11 @@ class RequestSlot:
         self.seed = fold_seed(secrets.randbits(64) if given is None else given)
 
     def computed(self) -> tuple[int, ...]:
-        """Return the tokens in its cache: all but the last one."""
+        """Return the tokens that the cache holds for it: all but the last one."""
         return (*self.request.prompt, *self.tokens)[:-1]
 
     def turn(self) -> Turn:
-        """Return the inputs of its next token."""
+        """Return the inputs of the request's next token."""
         request = self.request
         return Turn(
             token=self.tokens[-1] if self.tokens else request.prompt[-1],
@@ -57,7 +57,7 @@ class RequestSlot:
         )
 
     def take(self, token: int, logprob: float, version: int) -> None:
-        """Add a token, and answer where it was the last one."""
+        """Add a token, and answer the request if it was the last one."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -67,7 +67,7 @@ class RequestSlot:
             self.finish("length")
 
     def finish(self, reason: FinishReason) -> None:
-        """Answer with what is there; a no-op where the caller has gone."""
+        """Answer with the tokens so far; a no-op if the caller has gone."""
         if not self.answer.done():
             self.answer.set_result(
                 Sample(
@@ -80,7 +80,7 @@ class RequestSlot:
             )
 
     def fail(self, error: Exception) -> None:
-        """Answer with an error; a no-op where the caller has gone."""
+        """Answer with an error; a no-op if the caller has gone."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
@@ -91,9 +91,9 @@ T = TypeVar("T")
 class Scheduler:
     """Takes requests and answers them, one forward of the model after the other.
 
-    All state belongs to the event loop; forwards run in one thread of their own. Between two of
-    them rows join and leave, and the gate is looked at. The task that does it lives only as long
-    as there is something to compute.
+    All state belongs to the event loop; forwards run in one thread of their own. Between two
+    forwards rows join and leave, and a shut gate ends the work. The task that does all this lives
+    only as long as there is something to compute.
     """
 
     def __init__(
@@ -108,10 +108,11 @@ class Scheduler:
         """
         Args:
             new_batch: makes an empty batch of the model.
-            name: of the engine, for errors.
-            version: that tokens are stamped with.
-            max_running: rows at most; more requests wait for one.
-            prefill_tokens: positions, padding included, that one forward computes for new rows.
+            name: the engine's name, for errors.
+            version: the version that tokens are stamped with.
+            max_running: the most rows; more requests wait for one.
+            prefill_tokens: the most positions, padding included, that one forward computes for new
+                rows.
         """
         self.version = version
         self._name = name
@@ -136,7 +137,7 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Requests that were taken and not answered."""
+        """The number of requests that were taken and not answered."""
         return len(self._waiting) + len(self._joining) + len(self._rows)
 
     async def answer(self, request: Request) -> Sample:
@@ -157,9 +158,9 @@ class Scheduler:
                 self._sweep()  # else the task does it after its forward
 
     async def pause(self, mode: PauseMode) -> None:
-        """Shut the gate; on return no token is drawn. Cancelled, it still shuts.
+        """Shut the gate; after the return no token is drawn. A cancelled call still shuts it.
 
-        Errors: `EngineError` where the gate is opened before it was shut.
+        Errors: `EngineError` if the gate is opened before it was shut.
         """
         returned = mode == "abort" and not self.shut
         if mode != "wait":
@@ -243,7 +244,7 @@ class Scheduler:
             self._rows = [self._rows[before] for before in self._batch.leave(gone)]
 
     def _next_sequences(self) -> dict[tuple[int, ...], list[RequestSlot]]:
-        """Returns what to prefill in one forward, by tokens: equal prompts are computed once."""
+        """Returns the sequences to prefill in one forward, each once, with their requests."""
         room = self._max_running - len(self._rows)
         found: dict[tuple[int, ...], list[RequestSlot]] = {}
         for slot in itertools.islice(self._waiting.values(), max(room, 0)):
@@ -277,7 +278,8 @@ class Scheduler:
                 slot.fail(
                     EngineError(
                         f"{self._name}: the logits of request {slot.request.id!r} are not finite "
-                        f"after {len(slot.tokens)} tokens, with weights of version {self.version}"
+                        f"after {len(slot.tokens)} tokens, with weights of version {self.version}; "
+                        "are these weights finite?"
                     )
                 )
             else:
@@ -286,7 +288,7 @@ class Scheduler:
     async def _compute(
         self, slots: Sequence[RequestSlot], method: Callable[..., T], *arguments: Any
     ) -> T | None:
-        """Run a method of the batch in the thread. Where it raises, its requests fail: None."""
+        """Run a method of the batch in the thread; if it raises, fail its requests, return None."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{self._name}")
         try:
@@ -299,7 +301,7 @@ class Scheduler:
             return None
 
     def _forget(self) -> list[RequestSlot]:
-        """Return all requests, which are no longer this object's."""
+        """Return all requests, and drop them from this object."""
         slots = [*self._rows, *self._joining, *self._waiting.values()]
         self._rows, self._joining, self._waiting = [], [], {}
         self._batch.clear()

@@ -1,4 +1,4 @@
-"""The versions of the weights that are served and staged, and their exchange all at once."""
+"""Keeps the weights that are served and staged, with their versions, and exchanges all at once."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.(?P<fused>gate_up_proj|down_pr
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """The place of a checkpoint's tensor in the model."""
+    """Names the place of a checkpoint's tensor in the model."""
 
     info: TensorInfo
     whole: str
-    """Name of the model's own tensor."""
+    """The name of the model's own tensor."""
     part: tuple[int, slice] | None = None
     """The expert and its rows; None for the whole tensor."""
 
 
 class ServedWeights:
-    """The parameters and saved buffers of a model.
+    """Serves a model's parameters and saved buffers, and exchanges them.
 
-    Tensors are exchanged by pointer: an update costs as much time for any size of model, and old
-    tensors are there until the last of them is replaced. Tied weights are one tensor.
+    Tensors are exchanged by pointer: the time does not depend on their size, and old tensors are
+    there until the last of them is replaced. Tied weights are one tensor.
     """
 
     def __init__(self, model: Any) -> None:
@@ -64,11 +64,10 @@ class ServedWeights:
 
     @torch.no_grad()
     def assemble(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the model's own tensors made of those of a checkpoint.
+        """Return the model's own tensors, put together from those of a checkpoint.
 
-        What is served does not change.
-
-        Where only some parts of a tensor come, the others are copied from what is served.
+        The served weights do not change. If only some parts of a tensor come, the others are copied
+        from what is served.
         """
         whole: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
@@ -83,7 +82,7 @@ class ServedWeights:
         return whole
 
     def exchange(self, whole: Mapping[str, torch.Tensor]) -> None:
-        """Serve these tensors. Where it raises, `torn` says whether all are back."""
+        """Serve these tensors. If it raises, `torn` says whether all old ones are back."""
         try:
             for name, tensor in whole.items():
                 self._before.setdefault(name, self._tensors[name].data)
@@ -128,7 +127,7 @@ def _own_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _checkpoint_places(info: TensorInfo) -> list[_Place]:
-    """Returns the places of a checkpoint's tensors in one of the model's."""
+    """Returns the places of a checkpoint's tensors in one of the model's tensors."""
     found = _EXPERTS.fullmatch(info.name)
     if found is None or len(info.shape) != 3:
         return [_Place(info=info, whole=info.name)]
@@ -156,7 +155,7 @@ _SCALE = "_scale_inv"
 
 
 class Incoming(Staging):
-    """Gathers tensors, each either as the model has it or as `Fp8Export` makes it.
+    """Gathers an update's tensors, each as the model has it or as `Fp8Export` makes it.
 
     A matrix in E4M3 needs its scales, float32, as `name` + `_scale_inv`, in its own bucket or a
     later one.
@@ -167,9 +166,9 @@ class Incoming(Staging):
     ) -> None:
         """
         Args:
-            update: what is being staged.
+            update: the update that is staged.
             expected: every tensor of the model, by the names that the update has.
-            device: where tensors are kept.
+            device: the device that tensors are kept on.
         """
         expected = tuple(expected)
         super().__init__(update, expected=expected)
@@ -222,7 +221,7 @@ class Incoming(Staging):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Torn:
-    """A commit that failed, and so did putting back what was there before."""
+    """Describes a commit that failed, after which the old weights could not be put back."""
 
     update_id: str
     version: int | None
@@ -232,15 +231,15 @@ class _Torn:
 class WeightVersions:
     """Stages, commits and takes back updates of one model's weights.
 
-    `commit` and `rollback` need that no forward is running. An exchange that fails puts back what
-    was there; only where that fails too are weights of two versions in the model.
+    Call `commit` and `rollback` only while no forward is running. An exchange that fails puts back
+    what was there; only if that fails, too, are weights of two versions in the model.
     """
 
     def __init__(self, weights: ServedWeights, *, name: str, version: int) -> None:
         self.version: int | None = version
-        """None where none is served: freed, or torn."""
+        """The version that is served; None if the weights were freed, or are torn."""
         self.trouble = ""
-        """Why none is served."""
+        """The reason why no version is served; empty if one is."""
         self._weights = weights
         self._name = name
         self._last = version
@@ -250,7 +249,7 @@ class WeightVersions:
         self._torn: _Torn | None = None
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """See `RolloutEngine.stage`. Given up by `rollback` or `free`, it is refused."""
+        """See `RolloutEngine.stage`. It raises `UpdateRefused` if it is rolled back meanwhile."""
         if self._committed == update:
             return
         refuse_kv_scales(self._name, update, "its key-value cache is not quantised")
@@ -275,7 +274,7 @@ class WeightVersions:
     def commit(self, update_id: str) -> int:
         """Serve the staged update; returns its version.
 
-        Errors: `EngineError` for an id that is not staged, or where tensors cannot be exchanged.
+        Errors: `EngineError` for an id that is not staged, or if tensors cannot be exchanged.
         """
         if self._staged is None or self._staged[0].id != update_id:
             has = "nothing" if self._staged is None else f"update {self._staged[0].id}"
@@ -301,7 +300,7 @@ class WeightVersions:
         return self.version
 
     async def rollback(self, update_id: str) -> None:
-        """See `RolloutEngine.rollback`. Errors: `EngineError` where weights cannot be restored."""
+        """See `RolloutEngine.rollback`. Errors: `EngineError` if weights cannot be restored."""
         await self._give_up(update_id)
         if self._torn is not None and self._torn.update_id == update_id:
             try:
@@ -316,7 +315,7 @@ class WeightVersions:
             self._staged = None
 
     async def free(self, why: str) -> None:
-        """Give up all weights, served, staged and arriving."""
+        """Give up all weights: served, staged and arriving ones; `why` becomes the trouble."""
         await self._give_up(None)
         self._staged = self._committed = self._torn = None
         self._weights.free()

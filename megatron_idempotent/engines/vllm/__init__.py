@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine: over HTTP, in process, and the plugin for its workers."""
+"""Makes vLLM a rollout engine: over HTTP or in process, with a plugin for its workers."""
 
 from .control import Timeouts
 from .http import VllmEngine

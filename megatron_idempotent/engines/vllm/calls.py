@@ -1,4 +1,4 @@
-"""HTTP calls to one vLLM server, and what their failures mean."""
+"""Calls one vLLM server over HTTP, and turns its failures into errors of engines."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ _DYING_S = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 
 class BadRequest(EngineError):
-    """A request that the server calls bad; sent again it will be so again."""
+    """The server calls the request bad, and would again."""
 
 
 class Calls:
-    """Example: `await Calls("http://127.0.0.1:8000", engine="a").get("/health", timeout_s=5)`."""
+    """Calls one vLLM server over HTTP.
+
+    Example: `await Calls("http://127.0.0.1:8000", engine="a").get("/health", timeout_s=5)`.
+    """
 
     def __init__(self, url: str, *, engine: str, api_key: str | None = None) -> None:
-        """Errors: `ModuleNotFoundError` without aiohttp."""
+        """Make a client; nothing is sent yet. Errors: `ModuleNotFoundError` without aiohttp."""
         self._client = HttpClient(url, engine=engine, api_key=api_key)
         self.url = self._client.url
         self._schema: Mapping[str, Any] | None = None
@@ -40,9 +43,9 @@ class Calls:
         timeout_s: float | None,
         **query: str,
     ) -> Any:
-        """Return the JSON answer, or None for none.
+        """Return the JSON answer, or None if it is empty.
 
-        Tried once: only the caller knows what twice would do.
+        The call is tried once: only its caller knows what a second one would do.
 
         Errors: `BadRequest`, `EngineDead`, `EngineTimeout`, `EngineUnsupported`, `EngineError`.
         """

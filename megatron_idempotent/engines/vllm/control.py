@@ -1,4 +1,4 @@
-"""The commands that the client needs of a vLLM, over HTTP or in this process."""
+"""Defines the commands that the client gives to a vLLM, over HTTP or in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SERVER_HELP = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Timeouts:
-    """Seconds after which a call is an `EngineTimeout`. Example: `Timeouts(commit_s=600)`."""
+    """Limits calls, in seconds; longer ones end with `EngineTimeout`. Example: `Timeouts()`."""
 
     generate_s: float | None = None
     """Seconds for one response, waiting while the engine is paused included; None for ever."""
@@ -30,8 +30,9 @@ class Timeouts:
     bucket_s: float = 300.0
     """Seconds from announcing a bucket until all workers have it."""
     silence_s: float = 300.0
-    """Without a bucket, after which workers give up an update whose trainer is gone."""
+    """Seconds without a bucket after which workers take the trainer for gone, and give up."""
     health_s: float = 10.0
+    """Seconds for an answer to `health`."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -41,14 +42,17 @@ class Timeouts:
 
 
 class Control(Protocol):
-    """Commands to one vLLM. All raise EngineDead, EngineTimeout, EngineUnsupported, EngineError."""
+    """Gives commands to one vLLM.
+
+    All raise `EngineDead`, `EngineTimeout`, `EngineUnsupported` or `EngineError`.
+    """
 
     async def rpc(self, command: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """Sends a command of `Inbox.answer` to each worker; returns their answers."""
         ...
 
     async def alive(self) -> None:
-        """Raises where it is not."""
+        """Raise an error unless vLLM is alive."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:

@@ -1,4 +1,4 @@
-"""The part of a vLLM engine that is the same over HTTP and in process."""
+"""Implements the part of a vLLM engine that is the same over HTTP and in process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ABORT_S = 0.1
 
 
 class StagedEngine:
-    """A `RolloutEngine`; subclasses say how a request gets to vLLM and how vLLM is let go."""
+    """Implements `RolloutEngine`; subclasses send requests to vLLM, and release it."""
 
     def __init__(
         self,
@@ -60,21 +60,21 @@ class StagedEngine:
         return self._name
 
     async def _draw(self, sent_id: str, request: Request) -> Sample:
-        """Send a request under an id; cancelled, vLLM frees it."""
+        """Send a request under an id; if the call is cancelled, vLLM frees the request."""
         raise NotImplementedError
 
     async def _abort(self, sent_ids: Sequence[str]) -> None:
-        """Let requests come back as partials."""
+        """Make requests come back as partials."""
         raise NotImplementedError
 
     async def _release(self) -> None:
-        """Let go of vLLM."""
+        """Release vLLM: close connections, or end it if it is this process's own."""
         raise NotImplementedError
 
     async def generate(self, request: Request) -> Sample:
         """See `RolloutEngine.generate`."""
         if self._closed:
-            raise EngineDead(f"engine {self._name} was closed by this client")
+            raise EngineDead(f"engine {self._name} was closed by this client; make a new engine")
         # Its own id: the same request may be sent again while vLLM still ends the first.
         sent_id = f"{request.id}-{next(self._count)}"
         drawing = asyncio.ensure_future(self._draw(sent_id, request))
@@ -120,7 +120,7 @@ class StagedEngine:
         Requests that come while it is paused wait inside vLLM.
         """
         if mode not in ("keep", "abort", "wait"):
-            raise ValueError(f"pause() got mode={mode!r}: 'keep', 'abort' or 'wait'")
+            raise ValueError(f"pause() got mode={mode!r}; allowed: 'keep', 'abort' or 'wait'")
         async with self._pausing:  # vLLM is "paused" from a pause's begin on, not from its end
             # Asked first: another pause would abort what the first one kept.
             if not await self._control.is_paused():
@@ -148,8 +148,8 @@ class StagedEngine:
         """See `RolloutEngine.rollback`.
 
         A half-done commit is undone with the copy that workers keep of the version before it, or
-        the checkpoint that they were started from.
-        Errors: `EngineError` where there is neither, or it fails; then the engine is DIRTY.
+        with the checkpoint that they were started from.
+        Errors: `EngineError` if there is neither, or it fails; then the engine is DIRTY.
         """
         await self._updates.rollback(update_id)
 
@@ -178,7 +178,8 @@ class StagedEngine:
 
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM raises lower ones to this without a word, and below 1e-5 takes the likeliest token."""
+"""The lowest temperature that vLLM keeps: it silently raises lower ones to this, and below 1e-5
+takes the likeliest token."""
 _NO_LOGPROB = -9999.0
 """The value that vLLM writes for a log-prob that is absent or not a number."""
 _REASONS: Mapping[str | None, FinishReason] = {
@@ -190,7 +191,7 @@ _MASK = (1 << 64) - 1
 
 
 def sampling_params(request: Request) -> dict[str, Any]:
-    """vLLM's SamplingParams, by name, with nothing left to a server's or a checkpoint's defaults.
+    """Returns vLLM's SamplingParams by name, so that no default of server or checkpoint counts.
 
     Only the request's stop tokens end a response: the checkpoint's own end token does not.
     """
@@ -226,7 +227,7 @@ def seed_at(seed: int, continued: int) -> int:
 
 
 def check_request(request: Request, *, longest: int | None) -> None:
-    """Errors: `ValueError` for what vLLM would silently change: a temperature, or the length."""
+    """Raise `ValueError` for a temperature or length that vLLM would silently change."""
     if request.temperature < LOWEST_TEMPERATURE:
         raise ValueError(
             f"request {request.id!r} has temperature={request.temperature}; allowed: "
@@ -236,7 +237,7 @@ def check_request(request: Request, *, longest: int | None) -> None:
     if longest is not None and positions > longest:
         raise ValueError(
             f"request {request.id!r} has {len(request.prompt)} tokens and may get "
-            f"{request.max_tokens} more; the model has {longest} positions"
+            f"{request.max_tokens} more; the model has {longest} positions: ask for fewer tokens"
         )
 
 
@@ -253,13 +254,21 @@ def to_sample(
     """Return a response, each token with its version.
 
     Args:
+        request: the request that vLLM has answered.
+        tokens: the response's tokens.
+        logprobs: a log-prob for each token.
         spans: vLLM's `weight_versions`: contiguous, by index of the token.
-        version_of: reads one of their versions.
+        finish_reason: vLLM's word for the response's end.
+        version_of: returns the version that a span's stamp stands for.
+        engine: the engine's name, for errors.
 
-    Errors: `EngineError` for a response that is not whole, or ended in a way that is none of ours.
+    Errors: `EngineError` for a response that is not whole, or that ended in an unknown way.
     """
     if finish_reason not in _REASONS:
-        raise EngineError(f"engine {engine}: request {request.id!r} ended with {finish_reason!r}")
+        raise EngineError(
+            f"engine {engine}: request {request.id!r} ended with {finish_reason!r}; allowed: stop, "
+            "length, abort"
+        )
     if len(logprobs) != len(tokens) or any(value <= _NO_LOGPROB for value in logprobs):
         raise EngineError(
             f"engine {engine}: request {request.id!r} has {len(tokens)} tokens, and not all "

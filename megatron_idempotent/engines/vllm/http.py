@@ -1,4 +1,4 @@
-"""An engine that is a vLLM server, over HTTP."""
+"""Makes a vLLM server an engine, over HTTP."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PATHS = (
 
 
 class HttpControl:
-    """A `Control` over HTTP. Example: `HttpControl(calls, Timeouts(), engine="a")`."""
+    """Implements `Control` over HTTP. Example: `HttpControl(calls, Timeouts(), engine="a")`."""
 
     def __init__(self, calls: Calls, timeouts: Timeouts, *, engine: str) -> None:
         self._calls, self._timeouts, self._engine = calls, timeouts, engine
@@ -119,17 +119,18 @@ _GENERATE = "/inference/v1/generate"
 
 
 class VllmEngine(StagedEngine):
-    """A `RolloutEngine` around a vLLM server that was started for it (see `VllmServer`).
+    """Implements `RolloutEngine` with a vLLM server that was started for it (see `VllmServer`).
 
-    Tokens go in and out as ids, at `/inference/v1/generate`. Each is stamped by vLLM itself: its
-    engine attaches the version it has to the outputs of every step, the version changes only
-    through `/finish_weight_update`, which the client calls while the engine is paused, and a pause
-    ends when the steps under way have been handed out. So a stamp cannot be off by one, and the
-    client does not count tokens. Log-probs are those of the distribution drawn from; at a
-    temperature other than 1 the server must run with `--logprobs-mode processed_logprobs`.
+    Tokens go in and out as ids, at `/inference/v1/generate`. vLLM itself stamps each: its engine
+    attaches the version it has to the outputs of every step, the version changes only through
+    `/finish_weight_update`, which the client calls while the engine is paused, and a call to pause
+    returns when the steps under way have been handed out. So a stamp cannot be off by one, and the
+    client does not count tokens. Log-probs are those of the distribution that tokens were drawn
+    from; at a temperature other than 1 the server must run with
+    `--logprobs-mode processed_logprobs`.
 
-    `close` leaves the server as it is. One event loop and one client at a time; one replica per
-    server: data parallelism inside of one is not supported.
+    `close` leaves the server as it is. Use one event loop and one client at a time, and one replica
+    per server: data parallelism inside of one is not supported.
     Example: `VllmEngine("http://127.0.0.1:8000", transport=lambda: DiskSender("/dev/shm/weights"))`
     """
 
@@ -147,14 +148,16 @@ class VllmEngine(StagedEngine):
     ) -> None:
         """
         Args:
-            name: of the engine in errors and reports; the URL where None.
-            transport: makes the trainer's end of each update, for as many workers as the server
-                has; without one it serves and cannot be updated.
-            model: name that the server was given for it; its only one where None.
-            initial_version: of the weights that the server was started with.
-            keep_copy: workers keep a copy of what they serve in host memory, which a rollback of a
-                half-done commit and updates with a base version need.
-            api_key: where the server wants one.
+            url: the server's address, as in "http://127.0.0.1:8000".
+            name: the engine's name in errors and reports; None for the URL.
+            transport: makes the sender of each update, for as many workers as the server has; None
+                for an engine that cannot be updated.
+            model: the model's name in the server; None for its only one.
+            timeouts: the limits of calls; None for the defaults.
+            initial_version: the version of the weights that the server was started with.
+            keep_copy: True has workers keep a copy of what they serve in host memory, which a
+                rollback of a half-done commit and updates with a base version need.
+            api_key: the server's key, if it wants one.
 
         Errors: `ImportError` without aiohttp.
         """
@@ -231,7 +234,7 @@ class VllmEngine(StagedEngine):
             )
 
     async def _ask(self) -> int:
-        """Return the model's positions, of a server that stamps tokens."""
+        """Return the model's number of positions; refuse a server that does not stamp tokens."""
         limit_s = self._timeouts.control_s
         schema = await self._calls.need(_GENERATE, timeout_s=limit_s)
         if "weight_versions" not in json.dumps(schema.get("components", {})):

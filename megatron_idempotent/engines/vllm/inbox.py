@@ -1,4 +1,4 @@
-"""A worker's side of updates: what it receives, what is staged in it, and what it serves."""
+"""Receives updates in a worker, and keeps track of what is staged there and what it serves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_idempotent.weights.transports import receiver
 
 
 class IncomingUpdate:
-    """Receives and checks buckets as they are announced; nothing of it touches the model.
+    """Receives and checks buckets as they are announced; it does not touch the model.
 
     Example:
         arrival = IncomingUpdate(update, opened, rank=0, expected=infos, silence_s=60.0)
@@ -40,10 +40,11 @@ class IncomingUpdate:
     ) -> None:
         """
         Args:
-            opened: what the trainer's sender returned from `open`.
-            rank: of this worker, from 0.
+            update: the update that is received.
+            opened: the announcement that the trainer's sender returned from `open`.
+            rank: this worker's rank, from 0.
             expected: every tensor of the model, by its Hugging Face name.
-            silence_s: seconds without a bucket announced, after which it is given up.
+            silence_s: seconds without an announced bucket after which the update is given up.
         """
         self.update = update
         self.received = 0
@@ -63,7 +64,7 @@ class IncomingUpdate:
 
     @property
     def busy(self) -> bool:
-        """True while more is to come: neither complete nor failed."""
+        """True while the update is neither complete nor failed."""
         return self.tensors is None and self.error is None
 
     def announce(self, announced: Mapping[str, Any]) -> None:
@@ -88,7 +89,7 @@ class IncomingUpdate:
             self._announced.put(None)
 
     def drop(self) -> None:
-        """Forget everything. Its thread ends after the bucket that it is receiving."""
+        """Forget all tensors; the thread ends after the bucket that it is receiving."""
         self._dropped = True
         self._fail(UpdateDamaged(f"update {self.update.id} was dropped"))
         self._announced.put(None)
@@ -153,8 +154,10 @@ class Inbox:
     ) -> None:
         """
         Args:
-            expected: every tensor of the model as an update brings it; asked once per update.
-            checkpoint: what the model was loaded from, for as long as nothing was committed.
+            rank: this worker's rank, from 0.
+            expected: every tensor of the model as an update brings it; called once per update.
+            checkpoint: the tensors that the model was loaded from; called only as long as nothing
+                was committed.
             check_scales: raises for an update's `kv_scales` that the model cannot take.
         """
         self._rank = rank
@@ -205,7 +208,7 @@ class Inbox:
 
     @property
     def dirty(self) -> str:
-        """Why weights may be of more than one version; empty where they are not."""
+        """The reason why weights may be of more than one version; empty if they are of one."""
         return self._dirty
 
     @property
@@ -221,7 +224,7 @@ class Inbox:
         self._dirty = self._dirty or "a commit is under way"
 
     def failed(self, error: BaseException) -> None:
-        """Loading stopped half-way; the layers are whole again, their weights are not."""
+        """Note that loading stopped half-way: the layers are put together, their weights torn."""
         self._loaded, self._restored = None, False
         self._updating = False
         self._dirty = self._dirty_before = f"a commit failed half-way: {error}"
@@ -239,7 +242,7 @@ class Inbox:
         self._arrival = None
 
     def forget(self) -> None:
-        """Drop what is staged, whole or not. Nothing there: no-op."""
+        """Drop the update that is staged or arriving. Without one: no-op."""
         if self._arrival is not None:
             self._arrival.drop()
             self._arrival = None

@@ -1,8 +1,8 @@
-"""Scales of vLLM's key-value cache in FP8, in the attention layers that a worker has.
+"""Reads and writes the scales of vLLM's key-value cache in FP8, in a worker's attention layers.
 
 vLLM keeps them as buffers of each layer, and as numbers beside them for backends that read those. A
 model whose checkpoint is quantised has parameters for them while it is loaded; any other resets
-them to 1 with every reload. Written here after that, they are the same for both.
+them to 1 with every reload. They are written here after that, the same way for both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_idempotent.engines.protocol import EngineUnsupported
 from megatron_idempotent.weights import UpdateMismatch
 
 LayerScales = Mapping[str, float]
-"""A layer's scales as it computes with them, by "k", "v" and "q"."""
+"""The scales that a layer computes with, by "k", "v" and "q"."""
 
 _LISTED = 5
 
@@ -32,17 +32,19 @@ class CacheScales:
     ) -> None:
         """
         Args:
-            model: vLLM's.
-            whole: whether it has all layers; a stage of a pipeline ignores names of others.
-            doubled: whether scales are used twice as large, as FP8 on some AMD GPUs wants them.
+            model: vLLM's model.
+            whole: True if it has all layers; a stage of a pipeline ignores names of other layers.
+            doubled: True to use scales twice as large, as FP8 on some AMD GPUs needs them.
         """
         self._layers = {name: layer for name, layer in model.named_modules() if _has_scales(layer)}
         self._whole = whole
         self._factor = 2.0 if doubled else 1.0
 
     def check(self, given: Mapping[str, float]) -> None:
-        """Errors: `EngineUnsupported` where no cache is in FP8; `UpdateMismatch` for names of no
-        layer, and for layers that lack the scale of their keys or values.
+        """Raise an error unless the model can take these scales.
+
+        Errors: `EngineUnsupported` if no cache is in FP8; `UpdateMismatch` for names of no layer,
+            and for layers that lack the scale of their keys or values.
         """
         if not self._layers:
             raise EngineUnsupported(
@@ -72,7 +74,7 @@ class CacheScales:
         }
 
     def write(self, before: Mapping[str, LayerScales], given: Mapping[str, float] | None) -> None:
-        """Use those that were in use before, and in place of them those that are given."""
+        """Write the scales that were in use before, and those that are given in their place."""
         new = self._by_layer(given or {})[0]
         for name, layer in self._layers.items():
             told = {which: value * self._factor for which, value in new.get(name, {}).items()}

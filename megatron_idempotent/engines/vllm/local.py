@@ -1,4 +1,4 @@
-"""An engine that is a vLLM in this process."""
+"""Makes a vLLM in this process an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class VllmLocalEngine(StagedEngine):
-    """A `ColocatedEngine` around vLLM's own `AsyncLLM`, which it starts and ends.
+    """Implements `ColocatedEngine` with vLLM's own `AsyncLLM`, which it starts and ends.
 
     vLLM's workers are child processes, so a script needs `if __name__ == "__main__"`. They find
     this package through its entry point. Sleep and wake need a build of vLLM that has sleep mode
@@ -47,14 +47,14 @@ class VllmLocalEngine(StagedEngine):
         extension: str = EXTENSION,
         **settings: Any,
     ) -> None:
-        """Start it, which blocks until it is ready.
+        """Start vLLM; blocks until it is ready.
 
         Args:
-            checkpoint: directory or name in Hugging Face's format.
+            checkpoint: a directory, or a model's name in Hugging Face's hub.
             extension: a subclass of `StagingExtension`, by its qualified name.
             settings: more of vLLM's `AsyncEngineArgs`, such as `dtype="float32"`.
 
-        The others are as in `VllmEngine`. Errors: `ImportError` without vLLM, and vLLM's own.
+        The other arguments are as in `VllmEngine`. Errors: `ImportError` without vLLM; vLLM's own.
         """
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -87,7 +87,7 @@ class VllmLocalEngine(StagedEngine):
         await self._local.guard("sleep", self._local.llm.sleep(1, "abort"), self._timeouts.commit_s)
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """See `ColocatedEngine.wake`; once it is awake as a whole it is paused."""
+        """See `ColocatedEngine.wake`; once all of it is awake, the engine is paused."""
         self._must_sleep()
         limit_s = self._timeouts.commit_s
         if await self._local.guard("wake_up", self._local.llm.wake_up(list(tags)), limit_s):
@@ -151,9 +151,9 @@ class _LocalControl:
 
     @property
     def llm(self) -> Any:
-        """vLLM's engine. Errors: `EngineDead` once it was let go of."""
+        """vLLM's engine. Errors: `EngineDead` after `let_go`."""
         if self._llm is None:
-            raise EngineDead(f"engine {self._engine} was closed")
+            raise EngineDead(f"engine {self._engine} was closed; make a new engine")
         return self._llm
 
     def let_go(self) -> None:
@@ -161,9 +161,9 @@ class _LocalControl:
         self._llm = None
 
     async def guard(self, what: str, call: Awaitable[_T], limit_s: float | None) -> _T:
-        """Return a call into vLLM, with its errors as ours.
+        """Await a call into vLLM, and turn its errors into those of engines.
 
-        What vLLM blames the caller for passes.
+        Errors that vLLM blames on the caller's input stay as they are.
         """
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError

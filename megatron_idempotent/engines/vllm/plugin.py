@@ -1,9 +1,9 @@
-"""The plugin that vLLM loads in every one of its processes."""
+"""Registers the transfer engine with vLLM, which loads this plugin in each of its processes."""
 
 from __future__ import annotations
 
 BACKEND = "megatron_idempotent"
-"""Name of the transfer engine, for `--weight-transfer-config '{"backend": …}'`."""
+"""The name of the transfer engine, for `--weight-transfer-config '{"backend": …}'`."""
 EXTENSION = "megatron_idempotent.engines.vllm.worker.StagingExtension"
 """The value of `--worker-extension-cls`: the client's commands to workers go through it."""
 
@@ -11,8 +11,8 @@ EXTENSION = "megatron_idempotent.engines.vllm.worker.StagingExtension"
 def register() -> None:
     """Make the transfer engine known to vLLM; an entry point of `vllm.general_plugins`.
 
-    The engine itself is imported when it is asked for. Twice: no-op, as vLLM loads plugins more
-    than once in a process.
+    The engine itself is imported when vLLM asks for it. Twice: no-op, because vLLM loads plugins
+    more than once in a process.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

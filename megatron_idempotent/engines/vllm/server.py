@@ -1,4 +1,4 @@
-"""A vLLM server as a child process, for tests, examples and single machines."""
+"""Runs a vLLM server as a child process, for tests, examples and single machines."""
 
 from __future__ import annotations
 
@@ -50,16 +50,17 @@ class VllmServer:
     ) -> None:
         """
         Args:
-            checkpoint: directory or name in Hugging Face's format.
-            python: of an environment with vLLM and this package.
-            host: address to listen at: anyone who reaches it can change the weights.
-            port: 0 for a free one.
-            arguments: more of vLLM's, such as `("--dtype", "float32", "--enforce-eager")`.
+            checkpoint: a directory, or a model's name in Hugging Face's hub.
+            python: the interpreter of an environment with vLLM and this package.
+            host: the address to listen at: anyone who reaches it can change the weights.
+            port: the port to listen at; 0 for a free one.
+            arguments: more arguments for vLLM, such as
+                `("--dtype", "float32", "--enforce-eager")`.
             environment: variables besides this process's own, such as `CPU_ENVIRONMENT`.
             extension: a subclass of `StagingExtension`, by its qualified name.
-            log: file for what it writes, which stays; None for a temporary one.
-            deadline_s: seconds from its start until it must answer.
-            stop_s: seconds that it gets to end by itself.
+            log: a file for the server's output, which stays; None for a temporary one.
+            deadline_s: seconds from the server's start until it must answer.
+            stop_s: seconds that the server gets to end by itself.
         """
         self.checkpoint = os.fspath(checkpoint)
         self._python, self._host, self._port = python, host, port
@@ -72,12 +73,12 @@ class VllmServer:
 
     @property
     def url(self) -> str:
-        """The URL for `VllmEngine`; known once it is started."""
+        """The URL for `VllmEngine`, known once the server is started."""
         return f"http://{self._host}:{self._port}"
 
     @property
     def running(self) -> bool:
-        """Returns whether it answers, and says that its engine is well."""
+        """True if the server answers, and says that its engine is well."""
         return self._process is not None and _answers(f"{self.url}/health")
 
     @property
@@ -88,7 +89,10 @@ class VllmServer:
         return self._process.pid
 
     def __enter__(self) -> VllmServer:
-        """Start it and wait until it answers. Errors: `RuntimeError` with the end of its log."""
+        """Start the server, and wait until it answers.
+
+        Errors: `RuntimeError` with the end of its log.
+        """
         self._port = self._port or _free_port(self._host)
         if self._log is None:
             stream, name = tempfile.mkstemp(prefix="vllm-", suffix=".log")
@@ -114,13 +118,13 @@ class VllmServer:
         self.stop()
 
     def log(self, lines: int = _LOG_LINES) -> str:
-        """Return the last lines that it has written."""
+        """Return the last lines of the server's log."""
         if self._log is None or not self._log.exists():
             return ""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self) -> None:
-        """End it and every process that it has started. Not running: no-op."""
+        """End the server and every process that it has started. Not running: no-op."""
         process, self._process = self._process, None
         if process is not None:
             _signal(process.pid, signal.SIGTERM)

@@ -39,30 +39,33 @@ _KINDS: dict[str, type[Exception]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersState:
-    """The state of an engine's workers. Example: `WorkersState.of(answers, engine="a").version`."""
+    """Describes an engine's workers. Example: `WorkersState.of(answers, engine="a").version`."""
 
     version: int | None
     """The version of the last commit; None if there was none, or if workers differ."""
     committed: str
-    """Id of the last commit, where all workers have it."""
+    """The id of the last commit; empty if there was none, or if workers differ."""
     holds: Mapping[str, int]
-    """Versions of the updates that all workers can load, by id: staged, or committed."""
+    """The versions of the updates that all workers can load, by id: staged, or committed."""
     staging: str
-    """Id of an update that one of them is still receiving."""
+    """The id of an update that some worker is still receiving; empty if there is none."""
     received: int
-    """Buckets of it that all of them have."""
+    """The number of buckets of a staged update that all workers have."""
     dirty: str
-    """Why weights may be of more than one version; empty where they are not."""
+    """The reason why weights may be of more than one version; empty if they are of one."""
     half: str
-    """Id of the update whose commit failed half-way; empty where that is not known."""
+    """The id of the update whose commit failed half-way; empty if that is not known."""
     disagree: bool
-    """They have committed different versions."""
+    """True if workers have committed different versions."""
     updating: bool
-    """A commit was begun in one of them, and neither ended nor failed."""
+    """True if a commit was begun in some worker, and neither ended nor failed."""
 
     @classmethod
     def of(cls, answers: Sequence[Mapping[str, Any]], *, engine: str) -> WorkersState:
-        """Errors: the first worker's error, with the engine's name before its message."""
+        """Return the state of workers, none of which has failed.
+
+        Errors: the first worker's error, with the engine's name before its message.
+        """
         for answer in answers:
             for error in (answer.get("error"), answer.get("failed")):
                 if error:
@@ -71,9 +74,9 @@ class WorkersState:
 
     @classmethod
     def whatever(cls, answers: Sequence[Mapping[str, Any]], *, engine: str) -> WorkersState:
-        """Return the state, also where an update has failed.
+        """Return the state of workers, also if receiving an update has failed.
 
-        Errors: a worker that cannot answer.
+        Errors: the first error with which a worker has answered.
         """
         for answer in answers:
             if answer.get("error"):
@@ -106,7 +109,7 @@ class WorkersState:
 
 
 def raised(error: Mapping[str, str], *, engine: str) -> Exception:
-    """Return a worker's error, of its own class where that is one of ours."""
+    """Return a worker's error: of its own class if that is one of ours, else `EngineError`."""
     kind, message = error["kind"], error["message"]
     if kind in _KINDS:
         return _KINDS[kind](f"engine {engine}: {message}")
@@ -119,12 +122,14 @@ def _common(answers: Sequence[Mapping[str, Any]], field: str) -> str:
 
 
 UNSTAMPED = "default"
-"""The stamp of tokens before vLLM was told a version."""
+"""The stamp of tokens that vLLM draws before it was told a version."""
 _POLL_S = (0.002, 0.05)
 
 
 class UpdateStager:
-    """The state of an update is the workers' own: a client that is restarted finds it there.
+    """Stages, commits and takes back updates; their state is kept by the workers alone.
+
+    So a client that is restarted finds it there.
 
     Example:
         await updates.stage(update, buckets)
@@ -163,7 +168,7 @@ class UpdateStager:
     def version_of(self, stamp: str) -> int:
         """Return the version that vLLM's own stamp stands for.
 
-        Errors: `EngineError` for another's.
+        Errors: `EngineError` for a stamp of another client.
         """
         if stamp == UNSTAMPED:
             return self._initial_version
@@ -175,7 +180,7 @@ class UpdateStager:
         return int(stamp)
 
     async def must_not_serve(self, state: WorkersState) -> str:
-        """Why it would serve what it should not; empty where it may serve."""
+        """Returns the reason why the engine must not serve; empty if it may."""
         if state.dirty:
             return state.dirty
         stamped = self.version_of(await self._control.stamp())
@@ -310,12 +315,12 @@ class UpdateStager:
             await self._control.set_stamp(str(version))
 
     async def _tell(self, command: Mapping[str, Any]) -> None:
-        """Errors: those of the workers."""
+        """Send a command to all workers. Errors: theirs."""
         WorkersState.whatever(await self._control.rpc(command), engine=self._engine)
 
 
 async def _both(*calls: Coroutine[Any, Any, None]) -> None:
-    """Run both at once; where one fails, cancel the other: its peer is gone."""
+    """Run two calls at once; if one fails, cancel the other, whose peer is gone."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         await asyncio.gather(*tasks)

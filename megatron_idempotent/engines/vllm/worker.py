@@ -1,4 +1,4 @@
-"""The extension of vLLM's workers: commands, and the transfer engine that commits an update."""
+"""Extends vLLM's workers by the client's commands, and by an engine that commits updates."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from .kv_scales import CacheScales, LayerScales
 
 
 class StagingExtension:
-    """Mixed into vLLM's worker by `--worker-extension-cls`; the client calls it by its name."""
+    """Adds the client's commands to vLLM's worker, which `--worker-extension-cls` mixes it into."""
 
     weight_transfer_engine: Any
 
     def megatron_idempotent(self, command: str) -> dict[str, Any]:
         """Runs one command of the client, given as JSON; returns the worker's state after it.
 
-        vLLM runs it between two steps of the model, so it does not wait for anything: buckets are
-        received by a thread. It never raises: an error in a worker is logged as one of the engine.
-        Errors come back under "error", as in `Inbox.answer`.
+        vLLM runs it between two steps of the model, so it does not wait for anything: a thread
+        receives buckets. It never raises, because vLLM would log that as an error of the engine:
+        errors come back under "error", as in `Inbox.answer`.
         """
         asked = json.loads(command)
         inbox = getattr(self.weight_transfer_engine, "inbox", None)
@@ -72,23 +72,23 @@ class StagingExtension:
 
 @dataclasses.dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing: every update opens its own transport."""
+    """Holds nothing: every update opens its own transport."""
 
 
 @dataclasses.dataclass
 class CommitInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The weights to load. Example: `{"update_id": "run-7/12"}`, or `{"restore": true}`."""
+    """Names the weights to load. Example: `{"update_id": "run-7/12"}`, or `{"restore": true}`."""
 
     update_id: str = ""
     restore: bool = False
-    """Load what was served before a commit that failed half-way, instead of an update."""
+    """True to load the weights before a commit that failed half-way, instead of an update."""
 
 
 class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
     """Loads staged weights through the model's own loader, layer by layer, as vLLM's engines do.
 
-    `inbox` takes them in while the model serves. vLLM calls the rest of this while it is paused:
-    `start_weight_update`, `update_weights` with a CommitInfo, `finish_weight_update`. Where loading
+    `inbox` takes them in while the model serves. vLLM calls three methods while it is paused:
+    `start_weight_update`, `update_weights` with a CommitInfo, `finish_weight_update`. If loading
     fails the layers are put together again, so that all three may be called once more; until then
     `inbox` says that the worker is dirty.
     """
@@ -115,7 +115,7 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         )
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing is set up for more than one update."""
+        """Do nothing: each update sets up its own transport."""
 
     def start_weight_update(self) -> None:
         """Take the model's layers apart."""
@@ -127,7 +127,7 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load what was staged. Errors: `UpdateRefused`, and any of the model's loader."""
+        """Load the staged weights. Errors: `UpdateRefused`, and those of the model's loader."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -149,7 +149,7 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
             self._scales_before = None
 
     def shutdown(self) -> None:
-        """vLLM ends, or releases the trainer's connection: what is staged is forgotten."""
+        """Forget what is staged: vLLM ends, or releases the trainer's connection."""
         self.inbox.forget()
 
     def _load(self, weights: Weights) -> None:

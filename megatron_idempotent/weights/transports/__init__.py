@@ -1,4 +1,4 @@
-"""Transports: how buckets get from a trainer to an engine's workers, as JSON and raw bytes.
+"""Moves buckets from a trainer to an engine's workers, as JSON and raw bytes.
 
 Both ends may run another Python and another torch: nothing is pickled.
 """
@@ -33,14 +33,14 @@ __all__ = [
 
 
 def receiver(opened: Announcement, *, rank: int = 1) -> Receiver:
-    """Return a worker's end of what a sender's `open()` announced.
+    """Return a worker's end of the transport whose sender announced an update.
 
     Args:
-        opened: as the sender gave it.
-        rank: which of the engine's workers this is, from 1 on, each its own.
+        opened: the announcement, as the sender's `open()` returned it.
+        rank: the number of this worker among the engine's, from 1 on; each has its own.
 
     Errors: `TransportError` for a kind or a format that this release does not have;
-        `UpdateDamaged` where the announcement lacks something; `ValueError` for a rank that the
+        `UpdateDamaged` if the announcement lacks something; `ValueError` for a rank that the
         sender does not have.
     """
     if opened.get("format") != FORMAT:
@@ -56,7 +56,8 @@ def receiver(opened: Announcement, *, rank: int = 1) -> Receiver:
     }
     if opened.get("kind") not in kinds:
         raise TransportError(
-            f"the sender is of kind {opened.get('kind')!r}; there are {', '.join(kinds)}"
+            f"the sender is of kind {opened.get('kind')!r}; there are {', '.join(kinds)}: install "
+            "one release of megatron-idempotent at both ends"
         )
     try:
         return kinds[opened["kind"]]()

@@ -1,4 +1,4 @@
-"""The two ends of a transport, what all senders share, and their errors."""
+"""Defines the two ends of a transport, the part that all senders share, and their errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Announcement = Mapping[str, Any]
 
 
 class Sender(Protocol):
-    """The trainer's end, one for each engine.
+    """Sends buckets from the trainer; each engine has a sender of its own.
 
     opened = await sender.open(update)            # pass it to the engine's workers
     for bucket in buckets:
@@ -51,24 +51,22 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """A worker's end. Its methods block: call them in a thread, beside the model."""
+    """Receives buckets in a worker. Its methods block: call them in a thread, beside the model."""
 
     def receive(self, announced: Announcement) -> Bucket:
-        """Return the bucket, in memory of this process.
-
-        CPU tensors, or the GPU's for a CUDA transport.
+        """Return the bucket, in memory of this process: the CPU's, or its GPU's over CUDA IPC.
 
         Errors: `UpdateDamaged` for a bucket that is incomplete, or did not come in time.
         """
         ...
 
     def close(self) -> None:
-        """Leave what `open` announced. Twice: no-op."""
+        """Leave the update that `open` announced. Twice: no-op."""
         ...
 
 
 class TransportError(RuntimeError):
-    """A transfer that cannot be begun or finished; close the sender, then open it again."""
+    """A transfer cannot be begun or finished; close the sender, then open it again."""
 
 
 class TransportTimeout(TransportError):
@@ -79,7 +77,7 @@ _T = TypeVar("_T")
 
 
 class Session(Protocol):
-    """One update on its way. Its methods block; they are called in turn, on one thread."""
+    """Sends one update. Its methods block; they are called in turn, on one thread."""
 
     def announce(self, layout: Layout, bucket: Bucket) -> Mapping[str, Any]:
         """See `Sender.announce`. Returns what a receiver needs in addition to the layout."""
@@ -99,13 +97,14 @@ class Session(Protocol):
 
 
 class SessionSender:
-    """A `Sender` around sessions: subclasses name their kind, and begin one.
+    """Implements `Sender` with a session for each update, which subclasses begin.
 
-    It has a thread of its own, so that the event loop goes on meanwhile, and that `close` runs
-    after a call that was cancelled and still runs.
+    It calls the session on a thread of its own, so that the event loop goes on meanwhile, and
+    `close` runs even after a call that was cancelled and still runs.
     """
 
     kind: str
+    """The transport's name in announcements."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
@@ -189,28 +188,28 @@ def _discard(beginning: Future[tuple[Session, Mapping[str, Any]]]) -> None:
         beginning.result()[0].close()
 
 
-#: One that workers read while the next bucket is written.
+#: Workers read one segment while the next bucket is written to the other.
 _SEGMENTS = 2
 
 
 class SharedMemory(Protocol):
-    """Memory that other processes can open."""
+    """Gives memory that other processes can open."""
 
     nbytes: int
     flat_N: torch.Tensor
-    """All of it, as bytes (uint8)."""
+    """The whole memory as bytes, [nbytes] of uint8."""
 
     def announced(self) -> Mapping[str, Any]:
         """Returns the JSON with which a receiver opens it."""
         ...
 
     def unlink(self) -> None:
-        """Give it back."""
+        """Give the memory back."""
         ...
 
 
 class TwoSegments:
-    """An update's buckets, each in one of two segments until it is released."""
+    """Keeps each bucket of an update in one of two segments until it is released."""
 
     def __init__(
         self,
@@ -221,7 +220,7 @@ class TwoSegments:
     ) -> None:
         """
         Args:
-            update_id: for errors.
+            update_id: the update's id, for errors.
             make: makes memory of at least the given number of bytes.
             copying: the context in which a bucket is copied.
         """

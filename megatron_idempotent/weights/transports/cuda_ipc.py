@@ -1,4 +1,4 @@
-"""Buckets within a GPU's memory, to workers that share the trainer's GPU (CUDA IPC).
+"""Sends buckets within a GPU's memory, to workers that share the trainer's GPU (CUDA IPC).
 
 Source: CUDA Driver API, "Memory Management" (`cuMemAlloc`, `cuIpcGetMemHandle`, ...).
 """
@@ -35,9 +35,9 @@ class CudaDriver:
     def __init__(self, library: str | None = None) -> None:
         """
         Args:
-            library: the driver's, by name or path; None for the system's.
+            library: the driver's library, by name or path; None for the system's.
 
-        Errors: `TransportError` where it cannot be loaded.
+        Errors: `TransportError` if it cannot be loaded.
         """
         try:
             self._library = ctypes.CDLL(library or LIBRARY)
@@ -62,7 +62,7 @@ class CudaDriver:
         self._call("cuMemFree_v2", pointer)
 
     def handle(self, pointer: int) -> bytes:
-        """64 bytes by which another process opens the memory at an address that was allocated."""
+        """Return 64 bytes with which another process opens memory that `allocate` gave."""
         handle = self._handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
         return bytes(handle.reserved)
@@ -89,7 +89,7 @@ class CudaDriver:
 
 # Made when they are needed: a module that holds such types does not travel pickled by value.
 def _handle_type() -> Any:
-    """`CUipcMemHandle`, which the driver takes by value."""
+    """Make the type `CUipcMemHandle`, which the driver takes by value."""
     fields = {"_fields_": (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)}
     return type("CUipcMemHandle", (ctypes.Structure,), fields)
 
@@ -114,11 +114,11 @@ _GRAIN = 1 << 21
 class CudaIpcSender(SessionSender):
     """Copies each bucket within the GPU's memory, into a segment that workers open and copy from.
 
-    As `SharedMemorySender` on the device: no byte passes by the host. Up to two segments are on
-    the GPU while an update is open, and a bucket's is taken until `release(bucket)`. Copies run on
-    streams of their own at both ends. Workers are other processes of the same machine that see
-    this GPU under any index, in the same container or with its IPC namespace; those whose own
-    GPU is another one copy from it. It has not been run on a GPU yet.
+    It does on the GPU what `SharedMemorySender` does on the host, which no byte passes through. Up
+    to two segments are on the GPU while an update is open, and a bucket's segment is taken until
+    `release(bucket)`. Copies run on streams of their own at both ends. Workers are other processes
+    of the same machine that see this GPU under any index, in the same container or with its IPC
+    namespace; those whose own GPU is another one copy from it. It has not been run on a GPU yet.
     """
 
     kind = KIND
@@ -126,7 +126,7 @@ class CudaIpcSender(SessionSender):
     def __init__(self, device: int | None = None) -> None:
         """
         Args:
-            device: index of the GPU that the weights are on; None for the current one.
+            device: the index of the GPU that the weights are on; None for the current one.
 
         Errors: `TransportError` without a GPU.
         """
@@ -143,10 +143,10 @@ class CudaIpcSender(SessionSender):
 
 
 class _Segment:
-    """Memory of this process on a GPU, apart from torch's."""
+    """Holds memory of this process on a GPU, which torch does not manage."""
 
     def __init__(self, nbytes: int, gpu: Gpu) -> None:
-        """Allocates at least `nbytes`. Errors: `TransportError` where there is no room."""
+        """Allocates at least `nbytes`. Errors: `TransportError` if there is no room."""
         self.nbytes = max(1, -(-nbytes // _GRAIN)) * _GRAIN
         self._gpu = gpu
         self._pointer = gpu.allocate(self.nbytes)
@@ -158,11 +158,11 @@ class _Segment:
         self.flat_N = gpu.bytes_at(self._pointer, self.nbytes)
 
     def announced(self) -> Mapping[str, Any]:
-        """See `Memory.announced`."""
+        """See `SharedMemory.announced`."""
         return {"handle": self._handle.hex(), "segment_bytes": self.nbytes}
 
     def unlink(self) -> None:
-        """See `Memory.unlink`."""
+        """See `SharedMemory.unlink`."""
         del self.flat_N
         self._gpu.driver.free(self._pointer)
 
@@ -215,10 +215,10 @@ class CudaIpcReceiver:
 
 
 class Gpu:
-    """A GPU by its index in this process, and its memory outside of torch's."""
+    """Finds a GPU by its index in this process, and allocates memory on it beside torch's."""
 
     def __init__(self, index: int) -> None:
-        """Errors: `TransportError` without a driver, or without such a GPU."""
+        """Load the driver. Errors: `TransportError` without one, or without such a GPU."""
         self.driver = self._load()
         seen = self._seen()
         if not 0 <= index < len(seen):
@@ -233,9 +233,9 @@ class Gpu:
 
     @classmethod
     def of(cls, uuid: str) -> Gpu:
-        """Return the one that another process names.
+        """Return the GPU of this UUID, by which another process names it.
 
-        Errors: `TransportError` where it is not seen.
+        Errors: `TransportError` if this process does not see it.
         """
         seen = cls._seen()
         if uuid not in seen:
@@ -266,7 +266,7 @@ class Gpu:
         return torch.cuda.mem_get_info(self.index)[0]
 
     def enter_thread(self) -> None:
-        """Make it the calling thread's device, for torch and for the driver."""
+        """Make this GPU the calling thread's device, for torch and for the driver."""
         torch.cuda.set_device(self.index)
         torch.empty(1, device=self.device)  # makes its context, where torch has not yet
 
@@ -290,7 +290,7 @@ class Gpu:
 
 
 class _Array:
-    """Memory as the CUDA array interface (version 3) describes it."""
+    """Describes memory to torch by the CUDA array interface (version 3)."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,4 +1,4 @@
-"""Buckets as safetensors files, in a directory that the trainer and the engines share."""
+"""Sends buckets as safetensors files, in a directory that the trainer and the engines share."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ KIND = "disk"
 
 
 class DiskSender(SessionSender):
-    """Writes each bucket to a file beside its name and renames it, so that no half of one is seen.
+    """Writes each bucket to a file under a hidden name, and renames the file when it is complete.
 
-    Each update has a folder of its own, removed by `close()`. For an engine that loads a whole
+    Each update has a folder of its own, which `close()` removes. For an engine that loads a whole
     checkpoint from disk, `like` and `finish()` make that folder one:
 
         sender = DiskSender("/shared/weights", like="/models/Qwen3-0.6B", keep=True)
@@ -44,10 +44,10 @@ class DiskSender(SessionSender):
     ) -> None:
         """
         Args:
-            directory: both ends see it under this name; made where it is absent.
+            directory: a directory that both ends see under this name; it is made if absent.
             like: a Hugging Face checkpoint, whose files other than weights `finish()` copies.
                 Files then stay until `close()`, also those of buckets that were released.
-            keep: `close()` leaves a folder that was finished.
+            keep: True has `close()` leave a folder that was finished.
 
         Errors: `ValueError` for a `like` without config.json, or `keep` without `like`.
         """
@@ -61,7 +61,10 @@ class DiskSender(SessionSender):
                 "of a Hugging Face checkpoint"
             )
         if keep and like is None:
-            raise ValueError("DiskSender() got keep=True and like=None; only finished folders stay")
+            raise ValueError(
+                "DiskSender() got keep=True and like=None; only finished folders stay, which need "
+                "like=a checkpoint's folder"
+            )
 
     def _begin(self, update: WeightUpdate) -> tuple[_Folder, Mapping[str, Any]]:
         # Random, because an update may be sent again, and to several engines at once.
@@ -76,8 +79,8 @@ class DiskSender(SessionSender):
     async def finish(self) -> pathlib.Path:
         """Make the open update's folder a complete Hugging Face checkpoint; returns its path.
 
-        All buckets have been announced. The index is written last: a folder with one is complete.
-        Errors: `TransportError` without `like`, or where the folder cannot be written.
+        Call it after all buckets have been announced. The index is written last: a folder with one
+        is complete. Errors: `TransportError` without `like`, or if the folder cannot be written.
         """
         session = self._opened("finish")
         assert isinstance(session, _Folder)

@@ -1,4 +1,4 @@
-"""A bucket as JSON and one run of bytes: what both ends agree on, also with different torch."""
+"""Describes a bucket as JSON and one run of bytes, which ends with different torch understand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALIGNMENT = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The place of each tensor in the bytes of a bucket.
+    """Describes the place of each tensor in the bytes of a bucket.
 
     Example: `Layout.of("run-7/12", bucket).pack(bucket.tensors, flat_N)`.
     """
@@ -32,7 +32,7 @@ class Layout:
     """The offset of each tensor, in bytes."""
     checksums: Mapping[str, int]
     nbytes: int
-    """Length of the bytes, the gaps between tensors included."""
+    """The number of bytes, gaps between tensors included."""
 
     @classmethod
     def of(cls, update_id: str, bucket: Bucket) -> Layout:
@@ -74,8 +74,8 @@ class Layout:
     def from_json(cls, announced: Mapping[str, Any], *, update_id: str) -> Layout:
         """Return the layout that `as_json` described.
 
-        Errors: `UpdateDamaged` where it is another update's, or anything in it is absent,
-            malformed, or outside of the bucket's bytes.
+        Errors: `UpdateDamaged` if it is another update's, or anything in it is absent, malformed,
+            or outside of the bucket's bytes.
         """
         where = f"update {update_id}: an announced bucket"
         if (found := announced.get("update")) != update_id:
@@ -99,21 +99,30 @@ class Layout:
         except KeyError as error:
             raise UpdateDamaged(f"{where} lacks {error}; pass on what announce() gave") from error
         except (TypeError, ValueError) as error:
-            raise UpdateDamaged(f"{where} cannot be read: {error}") from error
+            raise UpdateDamaged(
+                f"{where} cannot be read: {error}; pass on what announce() gave"
+            ) from error
         layout._check(where)
         return layout
 
     def _check(self, where: str) -> None:
         names = [info.name for info in self.tensors]
         if len(set(names)) < len(names):
-            raise UpdateDamaged(f"{where} lists a tensor twice, among {', '.join(sorted(names))}")
+            raise UpdateDamaged(
+                f"{where} lists a tensor twice, among {', '.join(sorted(names))}; pass on what "
+                "announce() gave"
+            )
         for info, offset in zip(self.tensors, self.offsets, strict=True):
             if any(not isinstance(size, int) or size < 0 for size in info.shape):
-                raise UpdateDamaged(f"{where} has {info.name} of shape {list(info.shape)}")
+                raise UpdateDamaged(
+                    f"{where} has {info.name} of shape {list(info.shape)}; sizes are integers, 0 "
+                    "or more: pass on what announce() gave"
+                )
             if not 0 <= offset <= offset + info.nbytes <= self.nbytes or offset % _ALIGNMENT:
                 raise UpdateDamaged(
                     f"{where} has {info.name} at bytes {offset} to {offset + info.nbytes}: not a "
-                    f"multiple of {_ALIGNMENT}, or outside of its {self.nbytes} bytes"
+                    f"multiple of {_ALIGNMENT}, or outside of its {self.nbytes} bytes; pass on "
+                    "what announce() gave"
                 )
 
     def pack(self, tensors: Mapping[str, torch.Tensor], flat_N: torch.Tensor) -> None:
@@ -142,8 +151,8 @@ def _view(info: TensorInfo, offset: int, flat_N: torch.Tensor) -> torch.Tensor:
 def read_tensor(descriptor: int, info: TensorInfo, offset: int) -> torch.Tensor:
     """Return a tensor out of an open file, in memory of its own.
 
-    Read, and not mapped: a mapping of a file that shrinks kills the process that touches it.
-    Errors: `EOFError` where the file ends before the tensor does; `OSError`.
+    It reads the file and does not map it: a mapping of a file that shrinks kills the process that
+    touches it. Errors: `EOFError` if the file ends before the tensor does; `OSError`.
     """
     tensor = torch.empty(info.shape, dtype=info.dtype)
     memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())

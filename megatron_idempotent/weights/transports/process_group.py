@@ -1,4 +1,4 @@
-"""Buckets over a process group of their own: gloo over TCP, or NCCL from device to device."""
+"""Sends buckets over a process group of their own: gloo over TCP, or NCCL between devices."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .layout import Layout
 Backend = Literal["gloo", "nccl"]
 #: Its stubs leave out what is used here.
 dist: Any = torch.distributed
-#: Between two looks at an NCCL operation, whose own deadline would end the process.
+#: Time between two looks at an NCCL operation, whose own deadline would end the process.
 _POLL_S = 0.001
 
 
 class Rendezvous:
-    """The key-value store at which the ends meet, served by the trainer."""
+    """Lets both ends meet at a key-value store, which the trainer serves."""
 
     def __init__(self, store: Any, *, token: str, host: str, timeout_s: float) -> None:
         self._store = dist.PrefixStore(token, store)
@@ -35,7 +35,7 @@ class Rendezvous:
 
     @classmethod
     def serve(cls, host: str, port: int, *, token: str, timeout_s: float) -> tuple[Rendezvous, int]:
-        """Serve it at one address of this machine, and at no other; returns the port too.
+        """Serve the store at one address of this machine, and at no other; returns the port too.
 
         Errors: `TransportError` for an address that is not this machine's, or is taken.
         """
@@ -60,19 +60,20 @@ class Rendezvous:
 
     @classmethod
     def reach(cls, host: str, port: int, *, token: str, timeout_s: float) -> Rendezvous:
-        """Connects to a trainer's rendezvous. Errors: `TransportTimeout` where nobody answers."""
+        """Connects to a trainer's store. Errors: `TransportTimeout` if it does not answer."""
         try:
             mine = _address_towards(host, port)
             store = _store(host, port, timeout_s, is_master=False, listening=None)
         except (OSError, RuntimeError) as error:
             raise TransportTimeout(
                 f"the trainer does not answer at {host!r}, port {port}, within {timeout_s} s: "
-                f"{_first_line(error)}"
+                f"{_first_line(error)}; is the update still open, and can this machine reach that "
+                "address?"
             ) from error
         return cls(store, token=token, host=mine, timeout_s=timeout_s)
 
     def join(self, rank: int, *, ranks: int, backend: Backend) -> TransferGroup:
-        """Meet the others. All enter: the trainer as rank 0, and ranks 1 to `ranks`.
+        """Meet the others, and return their group. The trainer enters as rank 0, and workers 1 on.
 
         Errors: `TransportTimeout` naming who did not come; `TransportError`.
         """
@@ -98,7 +99,7 @@ class Rendezvous:
             )
 
     def close(self) -> None:
-        """Leave it; the trainer's port is free once its groups are closed too."""
+        """Leave the store; the trainer's port is free once its groups are closed too."""
         self._store = None
 
     def _wait_for_workers(self, ranks: int) -> None:
@@ -114,7 +115,7 @@ class Rendezvous:
 
 
 class TransferGroup:
-    """Rank 0 and the workers. A failed operation breaks it for good: close it."""
+    """Connects rank 0 and the workers. A failed operation breaks the group for good: close it."""
 
     def __init__(self, group: Any, *, backend: Backend, timeout_s: float) -> None:
         self._group = group
@@ -127,9 +128,9 @@ class TransferGroup:
         return torch.device("cuda" if self._backend == "nccl" else "cpu")
 
     def broadcast(self, flat_N: torch.Tensor) -> None:
-        """Rank 0's bytes to all, who all enter; returns when all have them.
+        """Send rank 0's bytes to all ranks; all enter, and return when all have them.
 
-        Errors: `TransportTimeout`, `TransportError` where another end is gone.
+        Errors: `TransportTimeout`; `TransportError` if another end is gone.
         """
         began = time.monotonic()
         try:
@@ -158,7 +159,7 @@ class TransferGroup:
         work.wait()
 
     def close(self) -> None:
-        """Leave it; the others see that at once."""
+        """Leave the group; the others see that at once."""
         self._group = None
 
 
@@ -195,7 +196,7 @@ def _store(
 
 
 def _address_towards(host: str, port: int) -> str:
-    """This machine's address on the route to another; sends nothing."""
+    """Return this machine's address on the route to another; sends nothing."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with contextlib.closing(socket.socket(family, kind)) as probe:
         probe.connect(address)
@@ -237,11 +238,11 @@ class ProcessGroupSender(SessionSender):
     ) -> None:
         """
         Args:
-            address: of this machine, as the workers reach it; no other is listened at.
-            port: where to meet; 0 for a free one.
-            ranks: the engine's workers.
-            backend: "nccl" takes the current CUDA device of each process.
-            timeout_s: longest wait for all workers to join, and then for each bucket.
+            address: the address of this machine that workers reach; it listens at no other.
+            port: the port to meet at; 0 for a free one.
+            ranks: the number of the engine's workers.
+            backend: "gloo", or "nccl", which takes the current CUDA device of each process.
+            timeout_s: longest wait in seconds for all workers to join, and then for each bucket.
         """
         super().__init__()
         if ranks < 1:
@@ -275,7 +276,7 @@ class ProcessGroupSender(SessionSender):
 
 
 class _Broadcasts:
-    """Either end of the group, which is made at the first bucket."""
+    """Sends or receives buckets over the group, which is made at the first one."""
 
     def __init__(
         self,
@@ -353,7 +354,7 @@ class _Broadcasts:
 
 
 class ProcessGroupReceiver:
-    """A worker's end; it joins at its first bucket. A failure is final: it needs a new `open`."""
+    """Receives buckets in a worker, which joins at the first one; a failure needs a new `open`."""
 
     def __init__(self, opened: Announcement, *, rank: int) -> None:
         self._update_id, self._rank = str(opened["update"]), rank

@@ -1,4 +1,4 @@
-"""Buckets through POSIX shared memory, to workers on the trainer's machine."""
+"""Sends buckets through POSIX shared memory, to workers on the trainer's machine."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _GRAIN = 1 << 21
 
 
 class Segment:
-    """Shared memory of this process, under a name that says whose it is."""
+    """Holds shared memory of this process, under a name that says whose it is."""
 
     def __init__(self, nbytes: int) -> None:
-        """Allocates at least `nbytes`. Errors: `TransportError` where there is no room."""
+        """Allocates at least `nbytes`. Errors: `TransportError` if there is no room."""
         self.nbytes = max(1, -(-nbytes // _GRAIN)) * _GRAIN
         self.name = f"{PREFIX}.{_namespace()}.{os.getpid()}.{_started(os.getpid())}"
         self.name += f".{secrets.token_hex(4)}"
@@ -96,7 +96,7 @@ def _namespace() -> int:
 def _started(pid: int) -> int | None:
     """Returns when a process began, in clock ticks since boot; None if it is gone or a zombie.
 
-    Beside its PID, because those are given out again.
+    A segment's name has it beside the PID, because PIDs are given out again.
     """
     try:
         # The second field is the program's name in brackets, and may hold spaces and brackets.
@@ -110,7 +110,7 @@ KIND = "shared_memory"
 
 
 class SharedMemorySender(SessionSender):
-    """Writes each bucket into a segment that all workers read; up to two segments, used again.
+    """Writes each bucket into a segment that all workers read; two segments are used in turn.
 
     A bucket's segment is taken until `release(bucket)`, so at most two buckets are on their way.
     `open()` also removes the segments of trainers that died.
