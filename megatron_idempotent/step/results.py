@@ -45,8 +45,8 @@ class StepResult:
     updated: bool
     """True if the optimizer changed parameters."""
     skipped: str | None
-    """The reason if it did not: nothing valid in the step, gradients that overflowed under a loss
-    scale (and what became of the scale), or `non_finite="skip"`; else None."""
+    """The reason for which no update was made: nothing was valid in the step, gradients overflowed
+    under a loss scale (and what became of the scale), or `non_finite="skip"`; else None."""
     grad_norm: float | None
     """Norm before clipping, of gradients divided by the normalizer; None if not computed."""
     global_valid_sequences: float
@@ -62,7 +62,7 @@ class StepResult:
     metrics: Mapping[str, float]
     """Metrics over all microbatches of all ranks: sums ÷ their normalizer, minima, maxima."""
     rows: tuple[Mapping[str, float], ...]
-    """One per microbatch of all replicas, by the rank that reports it and then in order; each
+    """A row per microbatch of all replicas, by the rank that reports it and then in order; each is
     normalised as `metrics` is, and with `lr`, `wd`, `global_valid_seqs`, `global_valid_toks`,
     `rank` (the global rank that reports for its replica) and `replica` (its data-parallel rank)."""
     reported_by: int = dataclasses.field(default=0, compare=False)
