@@ -166,7 +166,10 @@ class Target(Place):
 
     def __post_init__(self) -> None:
         if not _is_address(self.address):
-            raise ValueError(f"target address {self.address!r} is not 'module:qualname'")
+            raise ValueError(
+                f"target address {self.address!r} is not 'module:qualname': write it like "
+                "'megatron.training.training:train'"
+            )
         if not self.reviewed:
             self.__dict__["reviewed"] = bodies_of(self.address)
         if self.parts and not self.relies_on:
@@ -226,12 +229,17 @@ class Hazard(Record):
 
     def __post_init__(self) -> None:
         if not _is_kebab(self.id):
-            raise ValueError(f"patch id {self.id!r} is not kebab-case")
+            raise ValueError(
+                f"patch id {self.id!r} is not kebab-case: write it like 'train-interval-timer'"
+            )
         if not self.upstream.startswith("https://"):
-            raise ValueError(f"patch {self.id} links nothing upstream: {self.upstream!r}")
+            raise ValueError(
+                f"patch {self.id} links nothing upstream: {self.upstream!r}; give a link that "
+                "begins with https://"
+            )
         for bound in (self.since, self.before):
             if not _is_release(bound):
-                raise ValueError(f"patch {self.id}: {bound!r} is no release like 0.12")
+                raise ValueError(f"patch {self.id}: {bound!r} is no release; give one like '0.12'")
 
     @property
     def versions(self) -> str:
@@ -281,7 +289,7 @@ class Patch(Hazard):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.targets:
-            raise ValueError(f"patch {self.id} has no target")
+            raise ValueError(f"patch {self.id} has no target: give targets=(Target(…),)")
         for target in self.targets:
             if target.relies_on and not target.parts:
                 target.__dict__["parts"] = parts_of(target.address, self.id)
