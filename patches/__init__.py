@@ -1,7 +1,8 @@
-"""The case files: one hazard of the train path per file, found here by name.
+"""Holds the case files, one hazard of the train path per file, which `catalog` finds by name.
 
 Each module's docstring is its case file (Symptom, Cause, Affects, Upstream, Remove when); below it
-stand the wrappers, the reproduction and one `PATCH` record. Adding a patch is adding a file.
+stand the wrappers, the reproduction and one `PATCH`, `HELPER` or `LIMIT`. Adding a patch is adding
+a file.
 """
 
 if __name__ != "megatron_idempotent.patches":

@@ -26,11 +26,11 @@ _ABSENT = (
 
 
 class Areal(Windows):
-    """A model that AReaL's engine trains, as after `initialize`.
+    """Trains a model with AReaL's engine, which is as after `initialize`.
 
     Args:
-        dtype: of the parameters, as `cpu.tiny.build` takes it.
-        loss_scale: that the optimizer's scaler is at.
+        dtype: the type of the parameters, as `cpu.tiny.build` takes it.
+        loss_scale: the scale of the optimizer's scaler at the start.
     """
 
     def __init__(self, *, dtype: str = "fp32", loss_scale: float = 1.0, **layout: Any) -> None:
@@ -93,7 +93,7 @@ class Areal(Windows):
                 part.grad_scaler._scale.fill_(loss_scale)
 
     def train(self, seed: int) -> float:
-        """Run one call of the engine's `train_batch`: its gradient norm."""
+        """Run one call of the engine's `train_batch`, and return its gradient norm."""
         found: float = self.engine.train_batch(self._batch(seed), None, None)["grad_norm"]
         return found
 

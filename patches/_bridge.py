@@ -15,7 +15,7 @@ from . import _standins
 
 
 class _Off(SimpleNamespace):
-    """Configuration that has every option, off unless it was given."""
+    """Stands for a configuration that has every option, off unless it was given."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -24,7 +24,7 @@ class _Off(SimpleNamespace):
 
 
 class _Flops(SimpleNamespace):
-    """Statistics of which each is 0: a tuple of five up to 0.6, and attributes after that."""
+    """Holds statistics that are all 0: as a tuple of five up to 0.6, as attributes after that."""
 
     def __iter__(self) -> Iterator[int]:
         return iter((0,) * 5)
@@ -34,10 +34,10 @@ class _Flops(SimpleNamespace):
 
 
 class Bridge:
-    """A model that Bridge trains, as after its `setup()`.
+    """Trains a model with Bridge, which is as after its `setup()`.
 
     Args:
-        options: Megatron's, as on a command line.
+        options: options of Megatron, as on a command line.
         train: options of Bridge's `TrainingConfig`.
 
     Example:

@@ -1,4 +1,4 @@
-"""Shared parts of the case files about frameworks' copies of Megatron's `train()` and wiring.
+"""Shares wrappers between case files about frameworks' copies of Megatron's `train()` and wiring.
 
 Those files go by the statements that a wrapper relies on, not by reviewed bodies: the frameworks
 change around them with every release, and many run from a checkout that says no version.
@@ -19,15 +19,13 @@ if TYPE_CHECKING:
 
 
 def forget_no_sync(config: Any, chunks: Sequence[Any]) -> None:
-    """Clear a `no_sync_func` that is the bound `no_sync` of these very chunks; nobody else's."""
+    """Clear a `no_sync_func` that is the bound `no_sync` of these very chunks, and no other."""
     if is_no_sync_of(config.no_sync_func, chunks):
         config.no_sync_func = None
 
 
 def is_megatrons_no_sync(installed: Any) -> bool:
-    """Returns whether a `no_sync_func` is the bound `no_sync` of Megatron's data-parallel
-    wrappers.
-    """
+    """Returns whether a `no_sync_func` is the bound `no_sync` of Megatron's wrappers."""
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
     functions = installed if isinstance(installed, (list, tuple)) else [installed]
@@ -39,7 +37,7 @@ def is_megatrons_no_sync(installed: Any) -> bool:
 
 
 def asserts_no_longer(assertion: str) -> Callable[[Mapping[str, Body]], bool]:
-    """Returns whether none of the bodies holds the assertion on `no_sync_func`: a `fixed_when`."""
+    """Returns, as a `fixed_when`, whether no body holds the assertion on `no_sync_func`."""
     return lambda bodies: not any(body.contains(assertion) for body in bodies.values())
 
 
@@ -51,10 +49,10 @@ def put_back(
     config: Any,
     param_sync_func: Any,
 ) -> Any:
-    """Call `original`; whichever way it ends, undo what it took away.
+    """Call `original`, and put back what it took away, also if it raises.
 
     A `config.param_sync_func` that is None then becomes `param_sync_func`, and Python's garbage
-    collector is on again where it was.
+    collector is on again if it was on.
     """
     was_on = gc.isenabled()
     try:
@@ -67,7 +65,7 @@ def put_back(
 
 
 def rollout(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around slime's and miles' `train`, which a worker calls once per rollout."""
+    """Runs slime's or miles' `train` so that a worker can call it again for the next rollout."""
     from megatron.core.utils import get_model_config
     from megatron.training.global_vars import get_args
 

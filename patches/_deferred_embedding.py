@@ -1,4 +1,4 @@
-"""A model whose output layer defers its weight gradient, for reproductions."""
+"""Builds a model whose output layer defers its weight gradient, for reproductions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Right programs beside the hazards of a chunk's reductions, which the patches must leave alone.
+"""Runs neighbours of the hazards of a chunk's reductions, which the patches must leave alone.
 
 They take steps as frameworks do that defer `finalize_model_grads`: each step is one or several
 schedule calls, which reduce nothing, and one reduction after them.
@@ -13,14 +13,14 @@ from megatron_idempotent.megatron.ddp import bucket_groups
 
 
 class Steps(NamedTuple):
-    """Steps that stock takes rightly, and how they reduce."""
+    """Describes steps that stock takes rightly, and how they reduce."""
 
     calls: tuple[tuple[int, ...], ...]
     """Microbatches of each schedule call, by step."""
     overlap: bool = True
     distributed: bool = True
     wired: bool = True
-    """True if `config.no_sync_func` is set, where reductions overlap."""
+    """True if `config.no_sync_func` is set when reductions overlap."""
     held: bool = False
     """True if all calls of a step but the last are made inside of `no_sync()`."""
     learns: bool = False
@@ -38,10 +38,10 @@ ALL = (
 
 
 def taken() -> list[bytes]:
-    """Parameters after each step of `ALL`, on this rank.
+    """Return this rank's parameters after each step of `ALL`.
 
     Raises:
-        RuntimeError: a step that differs from the same without overlap.
+        RuntimeError: a step differs from the same step without overlap.
     """
     found = []
     for steps in ALL:
@@ -67,7 +67,7 @@ def _run(steps: Steps) -> list[bytes]:
 def build(*, overlap: bool, distributed: bool, wired: bool = True) -> Any:
     """Return a bench of one layer on all ranks, whose schedules reduce nothing by themselves.
 
-    It does not clip: a norm is summed in another order where buckets are others.
+    It does not clip: with other buckets a norm is summed in another order.
     """
     from megatron_idempotent.cpu import tiny
 
@@ -100,5 +100,5 @@ def step(model: Any, calls: tuple[int, ...], *, held: bool = False, data_seed: i
 
 
 def learns(model: Any) -> bool:
-    """True if the bucket groups of this release learn from a first batch."""
+    """Returns whether the bucket groups of this release learn from a first batch."""
     return hasattr(bucket_groups(model.chunks[0])[0], "is_first_batch")

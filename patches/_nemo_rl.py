@@ -1,4 +1,4 @@
-"""Shared parts of the case files about NeMo-RL's Megatron workers.
+"""Shares parts between the case files about NeMo-RL's Megatron workers.
 
 `NemoRL` is for reproductions: the workers around a tiny model.
 The workers, the forward and backward, the timers and the decorators are NeMo-RL's, from the modules
@@ -25,11 +25,11 @@ _ABSENT = ("megatron.bridge", "transformers")
 
 
 class NemoRL(Windows):
-    """A model that one of NeMo-RL's workers holds, as after the worker's `__init__`.
+    """Trains a model with one of NeMo-RL's workers, which is as after its `__init__`.
 
     Args:
         worker: `policy` or `value`.
-        layout: for `cpu.tiny.build`.
+        layout: arguments of `cpu.tiny.build`.
 
     Example:
         nemo = NemoRL(overlap_param_gather=True)
@@ -142,7 +142,7 @@ class NemoRL(Windows):
         return b"".join(_bits(tensor) for _, tensor in pairs)
 
     def remember_reference(self) -> None:
-        """Let the reference be another model than the policy, as the worker's set-up does."""
+        """Make the reference another model than the policy, as the worker's set-up does."""
         self.worker.reference_state_dict = {
             name: item.detach().clone() * 0.5
             for name, item in self.worker.model.state_dict().items()
@@ -201,7 +201,7 @@ class NemoRL(Windows):
 
 
 class _Config(dict):  # type: ignore[type-arg]
-    """NeMo-RL's configurations are dictionaries."""
+    """Stands for one of NeMo-RL's configurations, which are dictionaries."""
 
 
 class _Data(dict):  # type: ignore[type-arg]

@@ -1,4 +1,4 @@
-"""Shared parts of the case files about ROLL's Megatron strategy.
+"""Shares parts between the case files about ROLL's Megatron strategy.
 
 `Roll` is for reproductions: ROLL's own `train_step` around a tiny model. Its data, and the forward
 step of a microbatch, are stand-ins.
@@ -18,7 +18,7 @@ _ABSENT = ("codetiming", "transformers", "datasets", "tensordict", "peft")
 
 
 class Roll(Windows):
-    """A model that ROLL's strategy trains, as after `initialize`.
+    """Trains a model with ROLL's strategy, which is as after `initialize`.
 
     Example:
         roll = Roll(overlap_param_gather=True)

@@ -41,11 +41,11 @@ MICROBATCHES = 4
 
 
 class Rollouts:
-    """A model that a framework trains rollout by rollout.
+    """Trains a model rollout by rollout with a framework's `train()`.
 
     Args:
         framework: `slime` or `miles`.
-        options: Megatron's, as on a command line.
+        options: options of Megatron, as on a command line.
 
     Example:
         rollouts = Rollouts("slime", ["--overlap-grad-reduce"])
@@ -62,11 +62,11 @@ class Rollouts:
             f"{framework}.backends.megatron_utils.model", framework, "tqdm", "wandb"
         )
         self.losses: list[float] = []
-        """Every microbatch's, over all rollouts."""
+        """The loss of every microbatch, over all rollouts."""
         self.norms: list[float] = []
-        """Every step's, on the ranks that log."""
+        """The norm of every step, on the ranks that log."""
         self.fail_at: int | None = None
-        """Number of a microbatch, counted over all rollouts, whose data cannot be read."""
+        """The number, over all rollouts, of the microbatch whose data cannot be read."""
         self._rollout = 0
         self._read = 0
         self._batches: list[Any] = []
@@ -177,7 +177,7 @@ def run_twice(framework: str) -> None:
 
 
 class _Data:
-    """A rollout's batches, which `train()` starts over with each call."""
+    """Holds a rollout's batches, which `train()` starts over with each call."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self._batches = batches

@@ -1,4 +1,4 @@
-"""Parts that several reproductions share: aborts, and what is compared after them."""
+"""Shares parts between reproductions: they abort windows, and compare what comes after."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def expect_agreement(model: Any, when: str) -> None:
 
 
 class Broken(Exception):
-    """A reproduction raises this inside `train()`."""
+    """Is raised by a reproduction inside `train()`."""
 
 
 def interrupt(running: Any) -> None:
-    """Call `train(1)` of a `cpu.program` whose data raises; it is as it was afterwards.
+    """Call `train(1)` of a `cpu.program` with a forward step that raises, then put its own back.
 
-    On all ranks at once: a rank that fails alone leaves the others waiting for it.
+    All ranks call it at once: a rank that fails alone leaves the others waiting for it.
     """
     step = running._forward_step
 

@@ -1,4 +1,4 @@
-"""Shared parts of the case files about SkyRL's Megatron worker.
+"""Shares parts between the case files about SkyRL's Megatron worker.
 
 `SkyRL` is for reproductions: SkyRL's own model wrapper and `optim_step` around a tiny model.
 The rest of its worker, its data and its losses are stand-ins.
@@ -23,7 +23,7 @@ _ABSENT = ("megatron.bridge", "transformers", "omegaconf", "loguru", "huggingfac
 
 
 class SkyRL(Windows):
-    """A model that SkyRL's Megatron worker trains, as after `init_model`.
+    """Trains a model with SkyRL's Megatron worker, which is as after `init_model`.
 
     Example:
         skyrl = SkyRL()
@@ -81,7 +81,7 @@ class SkyRL(Windows):
         self.step()
 
     def step(self) -> float | None:
-        """Run one call of the worker's `optim_step`: its gradient norm."""
+        """Run one call of the worker's `optim_step`, and return its gradient norm."""
         norm: float | None = self.worker.optim_step()
         return norm
 

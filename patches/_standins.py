@@ -1,9 +1,8 @@
 """Imports a framework's module without the rest of the framework, for reproductions.
 
-The functions of the module are the framework's own; what it imports from its own package, and
-packages that are not installed (a server, a tokenizer, a logger), are stand-ins. So reproductions
-run on machines that lack a framework's requirements, CUDA among them. Nothing here is used by
-`apply()`.
+The functions of the module are the framework's own; the rest of its package, and packages that are
+not installed (a server, a tokenizer, a logger), are stand-ins. So reproductions run on machines
+that lack a framework's requirements, CUDA among them. Nothing here is used by `apply()`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from typing import Any
 def import_alone(module: str, *absent: str) -> Any:
     """Import `module` with stand-ins for the rest of its package.
 
-    To be called in a process that ends soon after, such as a rank: the stand-ins stay.
+    Call it in a process that ends soon after, such as a rank: the stand-ins stay.
 
     Args:
-        module: such as `slime.backends.megatron_utils.model`.
-        absent: other packages to stand in for, those that are installed excepted.
+        module: the module's full name, such as `slime.backends.megatron_utils.model`.
+        absent: other packages to stand in for, if they are not installed.
     """
     found = sys.modules.get(module)
     if isinstance(found, _Standin):  # another module imported it before
@@ -84,7 +83,7 @@ class _Empty(Loader):
         return _Standin(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to run."""
+        """Do nothing: a stand-in has nothing to run."""
 
 
 class _Names(type):
@@ -102,7 +101,7 @@ class Thing(metaclass=_Names):
         return _made(self, name)
 
     def __class_getitem__(cls, item: Any) -> Any:
-        """Itself: annotations may subscript it."""
+        """Return the class itself, because annotations may subscript it."""
         return cls
 
 

@@ -1,6 +1,4 @@
-"""Stands for a Megatron trainer of ms-swift, as its own methods use it; for reproductions and
-tests.
-"""
+"""Stands for a Megatron trainer of ms-swift around its own methods, for reproductions and tests."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ def trainer(method: str, options: Sequence[str]) -> Any:
     """Return a stand-in for a trainer, with ms-swift's own `method` as `call`.
 
     Args:
-        method: of `BaseMegatronTrainer`.
-        options: Megatron's, as on a command line.
+        method: the name of a method of `BaseMegatronTrainer`.
+        options: options of Megatron, as on a command line.
     """
     from megatron_idempotent.cpu import program
 
@@ -41,7 +39,7 @@ def trainer(method: str, options: Sequence[str]) -> Any:
 
 
 class Swift(Windows):
-    """A model whose steps and evaluations are `train_step` and `evaluate` of ms-swift's trainer."""
+    """Trains and evaluates a model with `train_step` and `evaluate` of ms-swift's trainer."""
 
     def __init__(self, **layout: Any) -> None:
         from megatron_idempotent.cpu import tiny

@@ -20,7 +20,7 @@ _ABSENT = ("transformers", "omegaconf", "tensordict", "mbridge", "peft")
 
 
 class Verl(Windows):
-    """A model that verl's engine trains, as after `initialize`, with nothing offloaded."""
+    """Trains a model with verl's engine, which is as after `initialize`, with nothing offloaded."""
 
     def __init__(self, **layout: Any) -> None:
         import torch

@@ -1,7 +1,7 @@
 """Puts a small model into the hands of a framework's own worker, for reproductions.
 
-The worker's methods are the framework's, from the module on the path; what they are called on is a
-stand-in that has the attributes they read. Its model is a tiny GPT of `cpu.tiny`.
+The worker's methods are the framework's, from the module on the path. They are called on a stand-in
+that has the attributes they read. Its model is a tiny GPT of `cpu.tiny`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ SITES = ("data", "loss", "backward")
 
 
 class Windows:
-    """A model of `cpu.tiny`, its data, and a microbatch that fails on demand.
+    """Holds a model of `cpu.tiny`, its data, and a microbatch that fails on demand.
 
     Args:
-        layout: for `cpu.tiny.build`.
+        layout: arguments of `cpu.tiny.build`.
     """
 
     def __init__(self, **layout: Any) -> None:
@@ -27,13 +27,13 @@ class Windows:
 
         self.bench = tiny.build(**layout)
         self.losses: list[float] = []
-        """Every microbatch's, over all windows."""
+        """The loss of every microbatch, over all windows."""
         self.fail: tuple[str, int] | None = None
-        """One of `SITES`, and the number of the microbatch that fails there, from 0 on."""
+        """One of `SITES`, and the number of the microbatch that fails there, from 0 on; or None."""
         self._read = 0
 
     def batches(self, seed: int, number: int) -> list[dict[str, Any]]:
-        """`number` microbatches of this data-parallel rank: the same for the same seed."""
+        """Return `number` microbatches of this data-parallel rank, the same for the same seed."""
         import itertools
 
         import torch
@@ -67,9 +67,9 @@ class Windows:
         return loss
 
     def failing(self, at: tuple[str, int], call: Callable[[], Any]) -> None:
-        """`call()`, in which a microbatch fails; what it had measured before that is forgotten.
+        """Run `call()`, in which a microbatch fails, and forget the losses that it measured.
 
-        On all ranks at once: a rank that fails alone leaves the others waiting for it.
+        All ranks call it at once: a rank that fails alone leaves the others waiting for it.
         """
         kept = len(self.losses)
         self.fail, self._read = at, 0

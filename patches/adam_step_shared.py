@@ -33,7 +33,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def load_state_dict(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
-    """After upstream's load: one counter per parameter, at the saved step."""
+    """Runs upstream's load, then gives each parameter a counter of its own, at the saved step."""
     import torch
 
     original(self, state_dict)

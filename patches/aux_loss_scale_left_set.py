@@ -37,7 +37,7 @@ _AUXILIARY = ("num_moe_experts", "mtp_num_layers", "experimental_attention_varia
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around a schedule: put the scalers' values back, where the model has auxiliary losses."""
+    """Runs a schedule, then puts the scalers' values back if the model has auxiliary losses."""
     from megatron.core.utils import get_model_config
 
     model = kwargs["model"]
@@ -70,9 +70,7 @@ def _put_back(scaler: Any, scale: Any, value: Any) -> None:
 
 
 def reproduce() -> None:
-    """Runs the same direct backward after one microbatch and after four: the router's must
-    agree.
-    """
+    """Run the same direct backward after one microbatch and after four, and compare gradients."""
     import torch
 
     from megatron_idempotent.cpu import tiny

@@ -52,7 +52,7 @@ def set_loss_scale(original: Callable[..., None], scale: Tensor) -> None:
 
 
 def reproduce() -> None:
-    """Log-probabilities under inference mode, then a training window."""
+    """Compute log-probs under inference mode, then run a training window."""
     import torch
 
     from megatron_idempotent.cpu import tiny

@@ -33,7 +33,7 @@ from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target, argu
 
 
 def evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around Bridge's `evaluate`: undo what it set up."""
+    """Runs Bridge's `evaluate`, and undoes its changes also if it raises."""
     call = arguments(original, args, kwargs)
     return undone(
         original,

@@ -5,9 +5,9 @@ Symptom:
     optimizer step raised, with `timing_log_level` 1 or 2.
 
 Cause:
-    Bridge's `train_step` starts the timer "optimizer", and stops it without a `finally`. (What else
-    an exception leaves, `rerun-state-after-exception` and `timers-left-running` mend in
-    Megatron itself, and so for Bridge too.)
+    Bridge's `train_step` starts the timer "optimizer", and stops it without a `finally`. (All else
+    that an exception leaves is repaired in Megatron itself, and so for Bridge too, by
+    `rerun-state-after-exception` and `timers-left-running`.)
 
 Affects:
     Every release, read from 0.3.1 to 0.6.2 and main of August 2026. What the patch does: where the
@@ -32,7 +32,7 @@ from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target, argu
 
 
 def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around Bridge's `train_step`: an exception stops the timers that the step started."""
+    """Runs Bridge's `train_step`; if it raises, stops the timers that the step started."""
     timers = arguments(original, args, kwargs)["global_state"].timers
     return stopping(timers, original, *args, **kwargs)
 

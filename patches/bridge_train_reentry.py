@@ -40,7 +40,7 @@ _TIMER = "interval-time"
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around Bridge's `train`: make it callable again, whichever way it ends."""
+    """Runs Bridge's `train` so that it can be called again, also if it raises."""
     from megatron.core.utils import get_model_config
 
     call = arguments(original, args, kwargs)

@@ -37,12 +37,12 @@ from megatron_idempotent.patching import UNTRIED, Helper, Reproduction
 
 
 def reproduce() -> None:
-    """Four calls of one microbatch, for which the caller divides its own loss by four."""
+    """Run four calls of one microbatch, for which the caller divides its own loss by four."""
     _compare(lambda chunks: nullcontext(), divide=4)
 
 
 def repaired() -> None:
-    """Four calls of one microbatch in a window."""
+    """Run four calls of one microbatch in a window."""
     from megatron_idempotent import accumulation_window
 
     _compare(lambda chunks: accumulation_window(chunks, total_microbatches=4), divide=1)

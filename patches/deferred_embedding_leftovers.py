@@ -35,7 +35,7 @@ from . import _deferred_embedding
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around a schedule with pipelining: leave in the lists only what a window owes."""
+    """Runs a schedule; if it is forward-only or raises, drops what it added to the lists."""
     from megatron.core.utils import get_model_config
 
     model, forward_only = kwargs["model"], kwargs.get("forward_only", False)
@@ -59,7 +59,7 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Three forward-only windows of two microbatches."""
+    """Run three forward-only windows of two microbatches."""
     model = _deferred_embedding.build()
     for data_seed in range(3):
         model.forward_backward(2, data_seed=data_seed, forward_only=True)

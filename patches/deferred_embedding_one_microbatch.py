@@ -51,7 +51,7 @@ def drain(
 
 
 def reproduce() -> None:
-    """Run a window of one microbatch: the output layer's gradient as without deferring it."""
+    """Run a window of one microbatch, deferred and not: the output layer's gradients must agree."""
     import torch
 
     from megatron_idempotent.cpu import tiny

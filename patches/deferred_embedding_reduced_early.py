@@ -39,7 +39,7 @@ _deferring: PerProcessWeakKeys[Any, bool] = PerProcessWeakKeys(__name__, "_defer
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around a schedule with pipelining: its window's deferred gradient is still to come."""
+    """Runs a schedule with pipelining, and puts off its deferred gradient's reduction."""
     group = None if kwargs.get("forward_only", False) else _group(kwargs["model"])
     if group is None:
         return original(*args, **kwargs)
@@ -71,7 +71,7 @@ def _group(model: Any) -> Any:
 
 
 def start_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around a bucket group's reduction: not while a gradient is to come."""
+    """Starts a bucket group's reduction, or puts it off while a deferred gradient is to come."""
     if self in _deferring:
         _deferring[self] = True
     else:
@@ -79,7 +79,7 @@ def start_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwar
 
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse where the gradient that the group waits for was never computed."""
+    """Finishes a bucket group, or raises if the gradient that it waits for was never computed."""
     if _defer_no_more(self) is not None:
         raise RuntimeError(
             "the output layer's gradient is deferred and was not computed: the schedule does that "
@@ -90,7 +90,7 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 
 def reset(original: Callable[..., None], self: Any) -> None:
-    """Around the start of a bucket group's window: nothing is to come from the one before."""
+    """Resets a bucket group for a window, which waits for no gradient of the window before."""
     _defer_no_more(self)
     original(self)
 
@@ -104,7 +104,7 @@ def drain(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Wraps `drain_embedding_wgrad_compute`: after it, the reduction that waits may start."""
+    """Computes the deferred gradient, then starts the reduction that waits for it."""
     if embedding_activation_buffer or grad_output_buffer:
         original(config, embedding_activation_buffer, grad_output_buffer, weight, *args, **kwargs)
     # Else a failure that guarded_window() carries has dropped them; the peers reduce all the same.
@@ -131,7 +131,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Deferring without overlap, calls of several sizes; with it, the first window of 0.16 on."""
+    """Run deferring windows of several sizes without overlap, and a first window with it."""
     from megatron_idempotent.cpu import tiny
 
     from . import _neighbours

@@ -68,10 +68,7 @@ def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Run an ordinary window, so that it is not the first.
-
-    Then one that is held back altogether.
-    """
+    """Run an ordinary window, so that the next is not the first, then one that is held back."""
     import torch
 
     from megatron_idempotent.cpu import tiny

@@ -34,7 +34,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Reduce once, and again only where there is something new."""
+    """Finishes a reduction, unless no gradient has come since the last one."""
     if ddp.is_idle(self):
         for group in bucket_groups(self):
             # As upstream does at every call.
@@ -47,7 +47,7 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 
 def start_all(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around the chunk's `start_grad_sync`: without overlap it reduces, as finishing does."""
+    """Starts a chunk's reductions; without overlap that reduces, and is done once."""
     if self.ddp_config.overlap_grad_reduce:
         original(self, *args, **kwargs)
     elif not ddp.is_idle(self):
@@ -56,7 +56,7 @@ def start_all(original: Callable[..., None], self: Any, *args: Any, **kwargs: An
 
 
 def start(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around a bucket group's: not again while its reduction is under way."""
+    """Starts a bucket group's reduction, unless it is under way already."""
     if self.ddp_config.overlap_grad_reduce and ddp.dispatched(self) and ddp.late(self) is None:
         return
     ddp.dispatching(original, self, *args, **kwargs)

@@ -31,7 +31,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around a forward-only schedule with gradients enabled: put the counts back."""
+    """Runs a schedule; after a forward-only one with gradients enabled, puts the counts back."""
     import torch
     from megatron.core.utils import get_model_config
 

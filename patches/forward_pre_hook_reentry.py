@@ -36,7 +36,7 @@ class _NoHandle:
     """Stands where a module holds no hook, so that upstream's loop has something to remove."""
 
     def remove(self) -> None:
-        """Nothing was registered."""
+        """Do nothing, because nothing was registered."""
 
 
 def disable(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:

@@ -30,15 +30,13 @@ from megatron_idempotent.patching import Patch, Reproduction, Target
 
 
 def add_up(original: Callable[..., None], model: list[Any], config: Any) -> None:
-    """Around `_allreduce_word_embedding_grads`: only what has a gradient."""
+    """Adds up the shared weight's gradients, unless it is frozen and has none."""
     if not (_is_shared() and any(map(_is_frozen, model))):
         original(model, config)
 
 
 def _is_shared() -> bool:
-    """Returns whether upstream looks at the model at all: it may be any module where it does
-    not.
-    """
+    """Returns whether upstream looks at the model; if not, the model may be any module."""
     import torch
     from megatron.core import parallel_state
 
@@ -64,10 +62,7 @@ def _freeze(module: Any) -> None:
 
 
 def reproduce() -> None:
-    """Run a window of a model whose embedding is tied and frozen.
-
-    What is trained gets a gradient.
-    """
+    """Run a window of a model whose embedding is tied and frozen; the rest gets a gradient."""
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build(pp=2, tied=True, before_ddp=_freeze)

@@ -54,7 +54,7 @@ def _expect_held(chunk: Any, when: str) -> None:
 
 
 def neighbour() -> object:
-    """Steps of a schedule that holds its own, with the buffers zeroed inside of `no_sync`."""
+    """Run steps of a schedule with its own `no_sync`, and zero the buffers inside of it."""
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build(fsdp="optim")

@@ -51,7 +51,7 @@ _captured: dict[str, tuple[list[Callable[[], Any]], list[Any]]] = {}
 
 
 def replay(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `FullCudaGraphWrapper.__call__`: no graph but that of these arguments."""
+    """Runs or replays a window, and drops a graph that was captured from other arguments."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
     if any(name not in kwargs for name in _NEEDED):
@@ -116,7 +116,7 @@ class Graph:
     replays = 0
 
     def register_generator_state(self, state: Any) -> None:
-        """There is nothing to register."""
+        """Do nothing: a stand-in has no generators."""
 
     def replay(self) -> None:
         """Count the replay."""
@@ -150,10 +150,7 @@ def stand_in() -> None:
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return one microbatch of a bench, read as the wrapper's static buffers want it.
-
-    From a dict.
-    """
+    """Return one microbatch of a bench, read from a dict, as the wrapper's static buffers need."""
     import torch
 
     tokens_BT = next(data_iterator)["tokens"]
@@ -169,10 +166,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any
 
 
 def window(schedule: Callable[..., Any], model: Any, microbatches: int, **other: Any) -> list[Any]:
-    """Return one window of a bench's model through `schedule`.
-
-    Its losses, and its gradients reduced.
-    """
+    """Run one window of a bench's model through `schedule`; return its losses, reduce gradients."""
     from megatron_idempotent.cpu import tiny
 
     for chunk in model.chunks:

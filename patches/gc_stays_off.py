@@ -31,7 +31,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around upstream's `train`: turn the collector on again."""
+    """Runs upstream's `train`, then turns the collector on again if it was on."""
     was_on = gc.isenabled()
     try:
         return original(*args, **kwargs)

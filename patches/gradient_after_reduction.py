@@ -129,7 +129,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Steps of one call and of several, held, wired and finalized by hand, and without overlap."""
+    """Run steps of one call and of several, held, wired, finalized by hand, and not overlapped."""
     from . import _neighbours
 
     return _neighbours.taken()

@@ -1,4 +1,4 @@
-"""After an exception in a recomputed layer Megatron believes to be recomputing for ever.
+"""After an exception in a recomputed layer Megatron takes all later code for recomputation.
 
 Symptom:
     `megatron.core.tensor_parallel.random.is_checkpointing()` stays True after an exception in a
@@ -33,7 +33,7 @@ _FUNCTION = "megatron.core.tensor_parallel.random:CheckpointFunction"
 
 
 def clear_on_error(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around the forward and the backward of upstream's checkpoint."""
+    """Runs the forward or backward of upstream's checkpoint; clears the flag if it raises."""
     try:
         return original(*args, **kwargs)
     except BaseException:

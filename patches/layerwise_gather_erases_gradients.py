@@ -46,7 +46,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def finish_grad_sync(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around a bucket group's reduction: its gradients wait for a step from here on."""
+    """Finishes a bucket group's reduction, and notes that its gradients wait for a step."""
     result = original(self, *args, **kwargs)
     if gather.gathers_by_lists(self):
         gather.hold_gradients(self, True)
@@ -54,7 +54,7 @@ def finish_grad_sync(original: Callable[..., Any], self: Any, *args: Any, **kwar
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
-    """Around the start of a window: first take out of the gradients' memory what is on its way."""
+    """Waits for gathers into the gradients' memory, then zeroes the gradients."""
     import torch
 
     for group in bucket_groups(self):
@@ -66,7 +66,7 @@ def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
-    """Around a chain's update, which uses the gradients up."""
+    """Notes that no gradient waits any more, then runs a chain's update."""
     for group in gather.deferred_groups(self):
         if gather.gathers_by_lists(group):
             gather.hold_gradients(group, False)
@@ -75,7 +75,7 @@ def step(original: Callable[..., Any], self: Any) -> Any:
 
 
 def start(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
-    """Around a bucket group's gather: not into gradients that somebody waits for."""
+    """Starts a bucket group's gather, unless it would overwrite gradients that wait for a step."""
     if (
         gather.holds_gradients(self)
         and not gather.marked(self)

@@ -32,9 +32,7 @@ from megatron_idempotent.patching import Patch, Reproduction, Target, arguments
 
 
 class _Logits:
-    """Takes the place of logits: made for callers that compute with them, known by its type to
-    others.
-    """
+    """Takes the place of logits, and makes them for code that computes with them."""
 
     def __init__(self, layer: Any, hidden_states: Any, weight: Any, gather: Any) -> None:
         self.hidden_states, self.weight = hidden_states, weight
@@ -95,7 +93,7 @@ def forward(
     output_processor_context: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Around the model's forward: hand the hidden states to the processor."""
+    """Runs the model's forward; with a processor, hands it the hidden states instead of logits."""
     if output_processor is None or not self.post_process:
         return original(self, *args, **kwargs)
     call = arguments(original, (self, *args), kwargs)
@@ -138,9 +136,12 @@ _HANDED_ON = (
 
 @contextmanager
 def _without_logits(model: Any, labels: Any) -> Iterator[None]:
-    """MTP heads compute losses of labels that are rolled on; whose labels are these is the model's.
+    """Lets stand-ins take the hidden states where the model would make logits.
 
-    What stands in is an attribute of the instance, which is found before its modules and methods.
+    A loss of the very `labels` is the model's own; MTP heads compute losses of labels that are
+    rolled on.
+
+    A stand-in is an attribute of the instance, which is found before its modules and methods.
     """
     loss, scale = model.compute_language_model_loss, getattr(model, "_scale_logits", _unscaled)
 

@@ -12,7 +12,7 @@ Cause:
 
 Affects:
     The worker of main, August 2026. What the patch does: where the block raises, the context
-    manager is left as if it had not, and the exception goes on. What fails in the middle of the
+    manager is left as if it had not, and the exception goes on. A failure in the middle of the
     first copy is not undone.
 
 Upstream:
@@ -37,7 +37,7 @@ from . import _nemo_rl
 def use_reference_model(
     original: Callable[..., AbstractContextManager[None]], self: Any
 ) -> AbstractContextManager[None]:
-    """Around `use_reference_model`: an exception in the block restores the policy too."""
+    """Runs `use_reference_model`'s block, and restores the policy also if it raises."""
     return _restoring(original(self))
 
 

@@ -35,7 +35,7 @@ from . import _nemo_rl, _scenarios
 
 
 def export(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `_iter_params_with_optional_kv_scales`: finish the update that is exported."""
+    """Gathers the pending update, then runs `_iter_params_with_optional_kv_scales`."""
     gather.finish_update([self.model])
     return original(self, *args, **kwargs)
 

@@ -14,8 +14,8 @@ Cause:
 Affects:
     Every release, with overlap_grad_reduce. What the patch does: `no_sync` counts its entries per
     chunk, and the last exit turns synchronisation on. `zero_grad_buffer` starts a new count, as it
-    always turned synchronisation on: an exit of an entry before it ends nothing of a later one. So
-    call `zero_grad_buffer` first and hold `no_sync` then.
+    always turned synchronisation on: the exit of an entry from before it does not end a later
+    entry. So call `zero_grad_buffer` first and enter `no_sync` then.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py,
@@ -63,7 +63,7 @@ def _expect_held(chunk: Any, when: str) -> None:
 
 
 def neighbour() -> object:
-    """Contexts one after another: left by an exception, as a decorator, made and never entered."""
+    """Use contexts one after another: left by an exception, as a decorator, and never entered."""
     from . import _neighbours
 
     model = _neighbours.build(overlap=True, distributed=True, wired=False)

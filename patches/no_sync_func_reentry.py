@@ -33,7 +33,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, arguments
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around upstream's `train`: forget the `no_sync` that its previous call installed."""
+    """Clears the `no_sync` that an earlier call installed, then runs upstream's `train`."""
     call = arguments(original, args, kwargs)
     config = call["config"]
     installed = config.no_sync_func

@@ -47,7 +47,7 @@ _OWNERS = "megatron_idempotent_gradient_owners"
 
 
 def offload(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around `offload_grad_buffers`: remember which gradients go that nobody has used."""
+    """Runs `offload_grad_buffers`, and notes which gradients it drops that no step has used."""
     in_flight = sum(group.grad_reduce_handle is not None for group in bucket_groups(self))
     if in_flight:
         raise RuntimeError(
@@ -63,7 +63,7 @@ def offload(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any)
 
 
 def offload_buffer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around a buffer's `offload_to_cpu`, which may leave the gradients where they are."""
+    """Runs a buffer's `offload_to_cpu`, and notes if it drops gradients that no step has used."""
     grads = self.grad_data
     pending = grads is not None and _pending(grads)
     original(self, *args, **kwargs)
@@ -72,13 +72,13 @@ def offload_buffer(original: Callable[..., None], self: Any, *args: Any, **kwarg
 
 
 def reset(original: Callable[..., None], self: Any) -> None:
-    """Around a buffer's zeroing: what was dropped is not wanted any more."""
+    """Zeroes a buffer, after which its dropped gradients are not missed any more."""
     original(self)
     vars(_whole(self.grad_data)).pop(_DROPPED, None)
 
 
 def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around a step or an update: not on what is lost; and what it has used is spent."""
+    """Raises if gradients were dropped; else runs a step or an update, and notes they are used."""
     grads = [
         grad
         for optimizer in getattr(self, "chained_optimizers", (self,))
@@ -131,7 +131,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def reproduce() -> None:
-    """Run a window, its buffers offloaded and restored, its step. A refusal is as good."""
+    """Run a window, offload and restore its buffers, and step, which may also refuse."""
     from megatron_idempotent.cpu import tiny
 
     model = tiny.build()
@@ -150,7 +150,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Offload after steps, after a skipped one, a probe's gradients, and zeros."""
+    """Offload after steps, after a skipped step, after a probe's gradients, and after zeroing."""
     from megatron_idempotent.cpu import tiny
 
     found = []

@@ -51,7 +51,7 @@ _running = {"forward_only": False}
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around a schedule: say whether it is forward-only, and leave nothing of one that raises."""
+    """Runs a schedule, notes whether it is forward-only, and drops what it leaves if it raises."""
     from megatron.core.utils import get_model_config
 
     config = get_model_config(schedules.chunks(kwargs["model"])[0])
@@ -88,7 +88,7 @@ def _abort() -> None:
 
 
 def begin_forward(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around `init_model_chunk_offload_handler`: a forward without a backward has no chunk."""
+    """Begins a forward's chunk, unless no backward will follow."""
     idle = _no_backward()
     setattr(self, _IDLE, idle)
     if idle:
@@ -98,7 +98,7 @@ def begin_forward(original: Callable[..., None], self: Any, *args: Any, **kwargs
 
 
 def next_chunk(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `pop_forward_chunk`: None, which has upstream leave the tensors alone."""
+    """Returns the next chunk; None if no backward will follow, so that nothing is offloaded."""
     # Both: a recomputed layer's first forward has no gradients, and the capture of CUDA graphs
     # calls layers without beginning a forward.
     if getattr(self, _IDLE, False) and _no_backward():
@@ -113,7 +113,7 @@ def _no_backward() -> bool:
 
 
 def offloading(**layout: Any) -> Any:
-    """Runs on a rank: a bench that offloads what attention and its norm save for the backward.
+    """Runs on a rank; returns a bench that offloads what attention and its norm save for backward.
 
     Stands in for Transformer Engine's flag, and for the device that 0.19 wants tensors to be on.
     """
@@ -140,7 +140,7 @@ def offloading(**layout: Any) -> Any:
 
 
 def offloaded() -> int:
-    """Tensors that were copied to the host since the manager was made."""
+    """Counts the tensors that were copied to the host since the manager was made."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
         PipelineOffloadManager,
     )
@@ -150,7 +150,7 @@ def offloaded() -> int:
 
 
 def reproduce() -> None:
-    """Log-probabilities in eval mode, as an RL loop begins, then two windows of training."""
+    """Compute log-probs in eval mode, as an RL loop begins, then run two windows of training."""
     import contextlib
     import io
 

@@ -32,7 +32,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, arguments
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around upstream's `train`: put `param_sync_func` back, whichever way it ends."""
+    """Runs upstream's `train`, and puts `param_sync_func` back also if it raises."""
     from megatron.training import get_args
 
     call = arguments(original, args, kwargs)

@@ -46,7 +46,7 @@ def repaired() -> None:
 
 
 def neighbour() -> list[bytes]:
-    """Windows in which nothing fails: of training, and forward-only between them."""
+    """Run windows in which nothing fails: of training, and forward-only between them."""
     from megatron_idempotent.cpu import tiny
 
     return _windows(tiny.build(pp=2, overlap_grad_reduce=True), lambda _: None)

@@ -36,7 +36,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 
 
 def seed_all_stages(original: Callable[..., Any], seed: int, *args: Any, **kwargs: Any) -> Any:
-    """Around `model_parallel_cuda_manual_seed`: seed again where all stages have come out alike."""
+    """Seeds; if all pipeline stages have the same states then, seeds again with an offset."""
     result = original(seed, *args, **kwargs)
     offset = _missing_offset()
     if offset is not None:

@@ -34,7 +34,7 @@ _ADDRESS = "megatron.core.parallel_state:destroy_model_parallel"
 
 
 def destroy(original: Callable[[], None]) -> None:
-    """Let upstream drop the groups, then destroy those that are nobody's."""
+    """Lets upstream drop the groups, then destroys those that nothing else refers to."""
     import gc
 
     import torch.distributed as dist
@@ -67,7 +67,7 @@ def _reset_globals() -> None:
 
 
 def reproduce() -> None:
-    """Three cycles, then the groups that torch.distributed still knows."""
+    """Run three cycles, then count the groups that torch.distributed still knows."""
     from megatron.core import parallel_state
 
     before = len(alive())

@@ -43,7 +43,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 def checkpoint(
     original: Callable[..., Any], function: Any, distribute_saved_activations: bool, *args: Any
 ) -> Any:
-    """Around `tensor_parallel.checkpoint`: record the piece if something in it is trained."""
+    """Runs `tensor_parallel.checkpoint` so that a piece with trained parameters is recorded."""
     import torch
 
     tensors = [each for each in args if isinstance(each, torch.Tensor)]

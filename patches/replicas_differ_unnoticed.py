@@ -38,7 +38,7 @@ _CHUNKS = "_megatron_idempotent_chunks"
 
 
 def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around `get_megatron_optimizer`: remember which chunks the optimizer updates."""
+    """Builds an optimizer, and remembers which chunks it updates."""
     from megatron.core.optimizer import MegatronOptimizer
 
     optimizer = original(*args, **kwargs)
@@ -48,7 +48,7 @@ def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compare, then step."""
+    """Compares the replicas, then runs the step."""
     from megatron_idempotent.megatron.replica_check import check_replicas
 
     chunks = getattr(self, _CHUNKS, ())
@@ -96,7 +96,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Steps whose gradients are reduced by the end, and one on gradients that are all zero."""
+    """Run steps whose gradients are reduced by the end, and one on gradients that are all zero."""
     from . import _neighbours
 
     model = _neighbours.build(overlap=True, distributed=False)

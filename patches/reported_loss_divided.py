@@ -35,7 +35,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 def forward(
     original: Callable[..., Any], forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Around the schedules' `forward_step`: one microbatch."""
+    """Runs `forward_step` with a loss function whose reports do not share memory with the loss."""
     return original(partial(_forward, forward_step_func), *args, **kwargs)
 
 
@@ -64,7 +64,7 @@ def _memory(value: Any) -> int | None:
 
 
 def reproduce() -> None:
-    """Four equal microbatches, whose mean loss is that of each."""
+    """Run four equal microbatches, whose mean loss is that of each."""
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

@@ -1,11 +1,11 @@
-"""A parameter that is frozen or unfrozen after DDP was built is not: no error.
+"""A parameter that is frozen after DDP was built goes on moving; an unfrozen one is not trained.
 
 Symptom:
     Adapters, a router or a head that a program freezes between two windows go on moving, by the
-    optimizer's momentum and by weight decay. What it unfreezes is never trained: its gradients add
-    up in `param.grad`, outside of the gradient's norm. With overlap_grad_reduce a frozen parameter
-    raises `Communication call has not been issued for this bucket`; with overlap_param_gather an
-    `AssertionError` without a text.
+    optimizer's momentum and by weight decay. Parameters that it unfreezes are never trained: their
+    gradients add up in `param.grad`, outside of the gradient's norm. No error, but for frozen
+    parameters with overlap: with overlap_grad_reduce they raise `Communication call has not been
+    issued for this bucket`, with overlap_param_gather an `AssertionError` without a text.
 
 Cause:
     DDP and the optimizer take the parameters that require gradients when they are built, and look

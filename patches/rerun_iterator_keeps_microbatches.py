@@ -27,7 +27,7 @@ from megatron_idempotent.patching import UNTRIED, Limit, Reproduction
 
 
 def reproduce() -> None:
-    """Five windows of two microbatches, without the state machine's loop."""
+    """Run five windows of two microbatches, without the state machine's loop."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.rerun_state_machine import (
         RerunDataIterator,

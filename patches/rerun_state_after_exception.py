@@ -44,7 +44,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 def should_run_forward_backward(
     original: Callable[..., bool], self: Any, *args: Any, **kwargs: Any
 ) -> bool:
-    """Around `should_run_forward_backward`: a step that an exception has left is over."""
+    """Ends a step that an exception has left, then asks `should_run_forward_backward`."""
     training.abandon_if_left(self)
     runs = original(self, *args, **kwargs)
     if runs:
@@ -55,7 +55,7 @@ def should_run_forward_backward(
 
 
 def state_dict(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `state_dict`: a checkpoint after a failed step says that no step is under way."""
+    """Ends a step that an exception has left, then makes the state of a checkpoint."""
     training.abandon_if_left(self)
     return original(self, *args, **kwargs)
 
@@ -73,7 +73,7 @@ def reproduce() -> None:
 
 
 def _window(model: Any, forward_step: Callable[..., Any]) -> Any:
-    """Run two microbatches, around which the machine is asked as NeMo-RL asks it."""
+    """Run two microbatches, and ask the machine before and after them as NeMo-RL does."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
@@ -95,7 +95,7 @@ def _window(model: Any, forward_step: Callable[..., Any]) -> Any:
 
 
 class _Unreadable(Exception):
-    """Raised in place of a microbatch."""
+    """Is raised in place of a microbatch."""
 
 
 def _unreadable(data_iterator: Any, model: Any) -> Any:

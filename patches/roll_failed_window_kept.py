@@ -32,7 +32,7 @@ from . import _roll
 
 
 def train_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `train_step`: one that raises leaves what the next one expects."""
+    """Runs `train_step`; if it raises, zeroes the gradients, as the next one expects."""
     try:
         return original(self, *args, **kwargs)
     except BaseException:

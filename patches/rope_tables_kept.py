@@ -34,9 +34,7 @@ from megatron_idempotent.patching import UNTRIED, Limit, Reproduction
 
 
 def deleted_model() -> Any:
-    """Runs on a rank; returns a weak reference to the rotary embedding of a model that ran and is
-    gone.
-    """
+    """Runs a model on a rank, deletes it, and returns a weak reference to its rotary embedding."""
     import gc
     import weakref
 

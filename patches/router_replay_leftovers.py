@@ -36,7 +36,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Checks after a schedule that nothing is queued for its routers."""
+    """Runs a schedule, then empties the replay lists of its routers."""
     from megatron.core.utils import get_model_config
 
     chunks = schedules.chunks(kwargs["model"])
@@ -53,7 +53,7 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Log-probabilities with replayed routing, then what training's recomputation would take."""
+    """Compute log-probs with replayed routing, then look at what recomputation would take."""
     import torch
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 

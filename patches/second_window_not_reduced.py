@@ -48,7 +48,7 @@ _AGAIN = "_megatron_idempotent_reduced_again"
 
 
 def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Reduce again where new gradients came on top of reduced ones, or refuse."""
+    """Finishes a reduction, again if new gradients came on top of reduced ones, or raises."""
     if ddp.grown(self):
         _require_exact(self)
         setattr(self, _AGAIN, True)
@@ -64,7 +64,7 @@ def finish_grad_sync(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 
 def start_all(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around the chunk's `start_grad_sync`: without overlap it reduces, as finishing does."""
+    """Starts a chunk's reductions; without overlap that reduces, and raises as finishing does."""
     if self.ddp_config.overlap_grad_reduce:
         original(self, *args, **kwargs)
         return
@@ -87,7 +87,7 @@ def _require_exact(chunk: Any) -> None:
 
 
 def finalize(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-    """Around `finalize_model_grads`, which sums over more than the data-parallel ranks."""
+    """Runs `finalize_model_grads`; raises if it would apply sums to reduced gradients again."""
     chunks = list(model)
     if any(ddp.grown(chunk) and not getattr(chunk, _ZEROED, False) for chunk in chunks):
         num_tokens = args[0] if args else kwargs.get("num_tokens")
@@ -98,7 +98,7 @@ def finalize(original: Callable[..., None], model: Any, *args: Any, **kwargs: An
 
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around a chunk's forward: a caller may zero gradients without `zero_grad_buffer`."""
+    """Notes if the caller has zeroed gradients without `zero_grad_buffer`, then runs a forward."""
     reduced = ddp.reduced(self)
     if reduced is not None and not getattr(self, _ZEROED, False):
         _look_for_zeros(self, reduced)
@@ -138,7 +138,7 @@ def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
 
 
 def _inexact(group: Any) -> str | None:
-    """Why reducing R + g again would not give R + (the reduced g); None where it does."""
+    """Says why reducing R + g again would not give R + (the reduced g); None if it does."""
     config = group.ddp_config
     if not config.use_distributed_optimizer:
         ranks = group.data_parallel_group.size()
@@ -183,10 +183,7 @@ def _refuse(chunks: Sequence[Any], why: str) -> None:
 
 
 def reproduce() -> None:
-    """Run two windows on top of each other, against the same without overlap.
-
-    Then a reduce-scatter.
-    """
+    """Run two windows on top of each other, with overlap and without, then reduce-scatter."""
     import torch
 
     gradients = []
@@ -216,7 +213,7 @@ def _two_windows(**options: Any) -> Any:
 
 
 def neighbour() -> object:
-    """Windows on top of reduced ones where that is exact, zeroed by hand, held, and of a probe."""
+    """Run windows on top of reduced ones if exact, zeroed by hand, held, and of a probe."""
     from . import _neighbours
 
     found = []

@@ -12,8 +12,8 @@ Cause:
     between leaves it there.
 
 Affects:
-    Every release. What the patch does: the first piece starts from nothing. In a forward that was
-    not preceded by an exception there is nothing.
+    Every release. What the patch does: before the first piece runs, it drops what an earlier
+    forward has left. Unless that one raised, it has left nothing.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/shared_experts.py,
@@ -33,7 +33,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 
 
 def pre_forward_comm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around the first of the pieces."""
+    """Drops what an interrupted forward has left, then runs the first of the pieces."""
     reset_shared_experts(self)
     original(self, *args, **kwargs)
 

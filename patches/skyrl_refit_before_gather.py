@@ -33,7 +33,7 @@ from . import _scenarios, _skyrl
 
 
 def extract_weights(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `extract_weights`: finish the update that is exported."""
+    """Gathers the pending update, then runs `extract_weights`."""
     gather.finish_update(self.actor_module)
     return original(self, *args, **kwargs)
 

@@ -10,9 +10,9 @@ Cause:
     never shut down; and only a shutdown empties the queue.
 
 Affects:
-    Main after July 2026 (#6438, #6415), where telemetry is on. What the patch does: a handle that
-    was not shut down yet is, at the end of its own run. An interval's span that a `train()` leaves
-    open where it raises needs no repair: the next `train()` closes it, where intervals are on.
+    Main after July 2026 (#6438, #6415), if telemetry is on. What the patch does: a handle that was
+    not shut down yet is shut down at the end of its own run. If `train()` raises, it leaves an
+    interval's span open, which needs no repair: the next `train()` closes it, if intervals are on.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/6438, `_end_otel_job_spans`.
@@ -35,7 +35,7 @@ _ended: dict[str, Any] = PerProcessDict(__name__, "_ended")
 
 
 def end_job_spans(original: Callable[[], None]) -> None:
-    """Around `_end_otel_job_spans`: what was done to another handle is not done to this one."""
+    """Runs `_end_otel_job_spans` so that it shuts a new handle down after an old one, too."""
     from megatron.training import training
 
     handle = training.get_telemetry()

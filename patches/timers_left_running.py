@@ -33,7 +33,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around the three schedules, whose arguments are keywords."""
+    """Runs a schedule; if it raises, stops the timers that it started."""
     from megatron.core.utils import get_model_config
 
     timers = get_model_config(schedules.chunks(kwargs["model"])[0]).timers
@@ -41,14 +41,14 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def finalize(original: Callable[..., Any], model: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Around `finalize_model_grads`, which streaming callers call by themselves."""
+    """Runs `finalize_model_grads`; if it raises, stops the timers that it started."""
     from megatron.core.utils import get_model_config
 
     return stopping(get_model_config(model[0]).timers, original, model, *args, **kwargs)
 
 
 def step(original: Callable[..., Any], self: Any) -> Any:
-    """Around the optimizers' `step`."""
+    """Runs an optimizer's `step`; if it raises, stops the timers that it started."""
     # A chain of no optimizers, on a rank whose parameters are frozen, has no config.
     return stopping(getattr(getattr(self, "config", None), "timers", None), original, self)
 

@@ -7,7 +7,7 @@ Symptom:
 
 Cause:
     `train()` starts the timer "interval-time" on entry and never stops it; the logging in between
-    reads it while it runs. What it times inside it stops without a `finally`.
+    reads it while it runs. It stops its other timers without a `finally`.
 
 Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
@@ -35,7 +35,7 @@ _TIMER = "interval-time"
 
 
 def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around upstream's `train`: reset the timer that its previous call left running."""
+    """Resets the timer that an earlier call left running, then runs upstream's `train`."""
     from megatron.training import get_timers
 
     timers = get_timers()
@@ -47,7 +47,7 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around upstream's `train_step`, which frameworks call by themselves."""
+    """Runs upstream's `train_step`; if it raises, stops the timers that it started."""
     from megatron.training import get_timers
 
     return stopping(get_timers(), original, *args, **kwargs)

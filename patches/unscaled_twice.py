@@ -42,7 +42,7 @@ _MEMORY = "megatron_idempotent_unscaled"
 
 
 def prepare_grads(original: Callable[..., bool], self: Any) -> bool:
-    """Around `prepare_grads`: unscale each gradient once."""
+    """Runs `prepare_grads`, and unscales each gradient once."""
     # A stub holds no gradient to tell a new window by; Megatron-FSDP keeps its own.
     if self.grad_scaler is None or self.is_stub_optimizer or _is_fsdp(self):
         return original(self)
@@ -56,7 +56,7 @@ def prepare_grads(original: Callable[..., bool], self: Any) -> bool:
 
 
 def clip_grad_norm(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around a caller's own clipping: it writes to the gradients, and leaves them unscaled."""
+    """Clips gradients, which stay unscaled although clipping writes to them."""
     unscaled = [o for o in getattr(self, "chained_optimizers", (self,)) if _is_unscaled(o)]
     result = original(self, *args, **kwargs)
     for optimizer in unscaled:
@@ -65,7 +65,7 @@ def clip_grad_norm(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
 
 def step_with_ready_grads(original: Callable[..., bool], self: Any) -> bool:
-    """Wraps the update: the gradients it is given are unscaled, and clipped by its caller."""
+    """Runs the update, whose gradients count as unscaled, although its caller has clipped them."""
     if hasattr(self, _MEMORY):
         _remember(self)
     return original(self)
@@ -107,7 +107,7 @@ def _again(optimizer: Any, *, scale: Tensor, found_inf: bool) -> bool:
 
 
 def _versions(optimizer: Any) -> tuple[int, ...]:
-    """Version counters that rise with every write to a gradient; a buffer's views share its own."""
+    """Returns version counters, which rise with every write to a gradient or its buffer."""
     if hasattr(optimizer, "buffers"):
         return tuple(buffer.grad_data._version for buffer in optimizer.buffers)
     return tuple(grad._version for grad in _model_grads(optimizer))

@@ -31,7 +31,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def state_dict(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
-    """Before upstream reads the state: fill it where there is none at all."""
+    """Fills the state if there is none at all, then has upstream read it."""
     if not self.optimizer.state and optimizers.is_torch_adam(self):
         _fill(self.optimizer)
     return original(self)

@@ -30,7 +30,7 @@ from megatron_idempotent.patching import Patch, Reproduction
 
 
 def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around the interleaved schedule, whose arguments are keywords."""
+    """Runs the interleaved schedule; if forward-only, or if it raises, puts the rank back."""
     from megatron.core import parallel_state
 
     before = parallel_state.get_virtual_pipeline_model_parallel_rank()

@@ -10,7 +10,7 @@ Cause:
 
 Affects:
     0.16.0 and later. What the patch does: a buffer without memory is not written to. Restoring it
-    zeroes it, so what was asked for is what comes; the rest of `zero_grad_buffer` runs as ever.
+    zeroes it, as the caller asked; the rest of `zero_grad_buffer` runs as before.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
@@ -30,7 +30,7 @@ from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
 
 def reset(original: Callable[..., None], self: Any) -> None:
-    """Around a buffer's zeroing: with its own memory put aside there is none to write to."""
+    """Zeroes a buffer; while its gradients are offloaded, zeroes all but them."""
     if self.grad_data.untyped_storage().size() or not self.grad_data.numel():
         original(self)
         return

@@ -1,9 +1,9 @@
-"""Megatron's DDP and its bucket groups: patch targets, open `no_sync` contexts, reductions.
+"""Names targets in Megatron's DDP and bucket groups, and tracks `no_sync` contexts and reductions.
 
-With overlap_grad_reduce every gradient passes `register_grad_ready` of its bucket group, inside of
-`no_sync` too, where that does nothing. Upstream keeps no record of a reduction that was dispatched:
-its handle is None again as soon as it was waited for, and with several distributed-optimizer
-instances there is none at all.
+With overlap_grad_reduce every gradient passes `register_grad_ready` of its bucket group; inside of
+`no_sync` that does nothing. Upstream keeps no record of a reduction that was dispatched: its handle
+is None again after the wait for it, and with several distributed-optimizer instances there is no
+handle at all.
 
 A window's gradients are local until `finish_grad_sync` and reduced afterwards, until
 `zero_grad_buffer`. Upstream keeps no record of which.
@@ -27,13 +27,13 @@ GROUP_UPSTREAM = f"{_SOURCE}/param_and_grad_buffer.py"
 
 
 def ddp_target(method: str, wrapper: Callable[..., Any]) -> Target:
-    """Return a method of `DistributedDataParallel`."""
+    """Returns the target for a method of `DistributedDataParallel`."""
     address = f"{_DDP}.{method}"
     return Target(address=address, wrapper=wrapper)
 
 
 def forward_target(wrapper: Callable[..., Any]) -> Target:
-    """Return the forward of a wrapped chunk, which Megatron-FSDP's wrapper shares."""
+    """Returns the target for a wrapped chunk's forward, which Megatron-FSDP's wrapper shares."""
     return Target(
         address="megatron.core.distributed.data_parallel_base:_BaseDataParallel.forward",
         wrapper=wrapper,
@@ -41,13 +41,13 @@ def forward_target(wrapper: Callable[..., Any]) -> Target:
 
 
 def group_target(method: str, wrapper: Callable[..., Any]) -> Target:
-    """Return a method of the bucket group, which holds what one collective reduces or gathers."""
+    """Returns the target for a method of a bucket group: what one collective reduces or gathers."""
     address = f"{_GROUP}.{method}"
     return Target(address=address, wrapper=wrapper)
 
 
 def buffer_reset_target(wrapper: Callable[..., Any]) -> Target:
-    """Return the place where a gradient buffer is zeroed, from 0.16 on."""
+    """Returns the target in which a gradient buffer is zeroed, from 0.16 on."""
     return Target(
         address="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.reset",
         wrapper=wrapper,
@@ -55,7 +55,7 @@ def buffer_reset_target(wrapper: Callable[..., Any]) -> Target:
 
 
 def finalize_target(wrapper: Callable[..., Any]) -> Target:
-    """`finalize_model_grads`, which finishes the reductions of all chunks, and sums elsewhere."""
+    """Returns the target `finalize_model_grads`, which finishes the reductions of all chunks."""
     return Target(
         address="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
         wrapper=wrapper,
@@ -63,9 +63,9 @@ def finalize_target(wrapper: Callable[..., Any]) -> Target:
 
 
 def bucket_groups(chunk: Any) -> list[Any]:
-    """Return all bucket groups of a chunk in Megatron's DDP, dense ones first, as upstream does.
+    """Returns all bucket groups of a chunk in Megatron's DDP, dense ones first, as upstream does.
 
-    None of a bare module.
+    The list is empty for a module without a wrapper.
     """
     return [
         *getattr(chunk, "bucket_groups", ()),
@@ -106,9 +106,9 @@ class Entries:
 
 
 class NoSync(ContextDecorator):
-    """The context that `ddp.no_sync()` returns. Dropping it without an exit leaves it, too.
+    """Takes the place of `ddp.no_sync()`'s context; if it is dropped without an exit, it ends too.
 
-    The schedules do that to it at the end of a forward-only pass.
+    The schedules drop it so at the end of a forward-only pass.
     """
 
     def __init__(self, chunk: Any) -> None:
@@ -121,7 +121,7 @@ class NoSync(ContextDecorator):
     def __enter__(self) -> None:
         if self._entries is not None:
             raise RuntimeError(
-                "this no_sync() context was entered twice: call ddp.no_sync() for each"
+                "this no_sync() context was entered twice: call ddp.no_sync() for each entry"
             )
         entries = getattr(self._chunk, _ENTRIES, None)
         if entries is None:
@@ -153,14 +153,14 @@ def _arm(chunk: Any, armed: bool) -> None:
 
 
 def no_sync(original: Callable[..., Any], self: Any) -> NoSync:
-    """Instead of upstream's generator."""
+    """Returns our context instead of upstream's generator."""
     # Never entered; called for the other case files whose wrappers may stand below this one.
     original(self)
     return NoSync(self)
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
-    """Forget the entries: what is still open belongs to a window that is gone."""
+    """Forgets the open `no_sync` contexts: they belong to a window that is gone."""
     setattr(self, _ENTRIES, None)
     original(self)
 
@@ -172,7 +172,7 @@ _LATE = "late"
 
 
 def watch(group: Any, purpose: str) -> None:
-    """Remember the first gradient of the bucket group that comes from here on."""
+    """Have the bucket group note, for `purpose`, its first gradient that comes from here on."""
     vars(group).setdefault(_WATCHES, {})[purpose] = None
     if not _is_hooked(group):
         # An attribute of the instance, and only until the first one: a wrapper would run once per
@@ -181,12 +181,12 @@ def watch(group: Any, purpose: str) -> None:
 
 
 def arrived(group: Any, purpose: str) -> Any:
-    """Return the parameter whose gradient came first since `watch`; None if none has."""
+    """Returns the parameter whose gradient came first since `watch`; None if none came."""
     return vars(group).get(_WATCHES, {}).get(purpose)
 
 
 def unwatch(group: Any, purpose: str) -> None:
-    """Forget what came."""
+    """Stop noting the first gradient for `purpose`, and forget which it was."""
     watches = vars(group).get(_WATCHES, {})
     watches.pop(purpose, None)
     if not watches and _is_hooked(group):
@@ -210,12 +210,12 @@ def _register(
 
 
 def dispatch_target(wrapper: Callable[..., None] | None = None) -> Target:
-    """`start_grad_sync` of a bucket group. A `wrapper` of one's own calls `dispatching`."""
+    """Returns the target `start_grad_sync`; a `wrapper` of your own has to call `dispatching`."""
     return group_target("start_grad_sync", wrapper or dispatching)
 
 
 def dispatching(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around a reduction's dispatch: what comes from here on comes too late for it."""
+    """Dispatches a reduction, and watches for gradients that come too late for it from here on."""
     original(self, *args, **kwargs)
     if self.ddp_config.overlap_grad_reduce and not vars(self).get(_POSTPONED, False):
         if not vars(self).get(_DISPATCHED, False):
@@ -224,17 +224,17 @@ def dispatching(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
 
 
 def postpone(group: Any, postponed: bool) -> None:
-    """Say that a call of `start_grad_sync` puts the reduction off, or no more."""
+    """Note whether calls of `start_grad_sync` put the reduction off from here on."""
     setattr(group, _POSTPONED, postponed)
 
 
 def dispatched(group: Any) -> bool:
-    """True if an overlapped reduction was dispatched and its window is not finished."""
+    """Returns whether an overlapped reduction was dispatched and its window is not finished."""
     return vars(group).get(_DISPATCHED, False) or group.grad_reduce_handle is not None
 
 
 def late(group: Any) -> Any:
-    """Return the first parameter whose gradient came after its reduction began, or None."""
+    """Returns the first parameter whose gradient came after its reduction began, or None."""
     return arrived(group, _LATE)
 
 
@@ -253,13 +253,13 @@ _REDUCED = "_megatron_idempotent_reduced"
 
 
 def reduced(chunk: Any) -> tuple[int, ...] | None:
-    """Returns the gradients' `versions` when they were reduced; None before that in a window."""
+    """Returns the gradients' `versions` right after their reduction; None before it in a window."""
     found: tuple[int, ...] | None = getattr(chunk, _REDUCED, None)
     return found
 
 
 def grown(chunk: Any) -> bool:
-    """True if gradients were added to reduced ones, or their reduction was dispatched again."""
+    """Returns whether gradients were added to reduced ones, or are being reduced again."""
     before = reduced(chunk)
     if before is None:
         return False
@@ -273,12 +273,12 @@ def grown(chunk: Any) -> bool:
 
 
 def is_idle(chunk: Any) -> bool:
-    """True if all of the chunk's gradients are reduced."""
+    """Returns whether all of the chunk's gradients are reduced."""
     return reduced(chunk) is not None and not grown(chunk)
 
 
 def finished(chunk: Any) -> None:
-    """Records that all gradients are reduced now; to be called after `finish_grad_sync`."""
+    """Note that all gradients are reduced now; call it after `finish_grad_sync`."""
     setattr(chunk, _REDUCED, versions(chunk))
     ended(chunk)
     if chunk.ddp_config.overlap_grad_reduce:
@@ -287,7 +287,7 @@ def finished(chunk: Any) -> None:
 
 
 def began(chunk: Any) -> None:
-    """Belongs to `zero_grad_buffer`: a window whose gradients are not reduced."""
+    """Note that a window begins, whose gradients are not reduced; `zero_grad_buffer` calls it."""
     setattr(chunk, _REDUCED, None)
     ended(chunk)
     for group in bucket_groups(chunk):
@@ -304,14 +304,14 @@ def _replays(config: Any) -> bool:
 
 
 def registered(group: Any) -> dict[Any, int]:
-    """Returns how often each parameter's gradient came in armed backward passes since `reset`."""
+    """Returns how often each parameter's gradient came since `reset` in backwards that reduce."""
     counts = getattr(group, "per_param_grad_ready_counts", None)
     # Releases before 0.16 keep a set, because they allow one gradient per parameter.
     return dict.fromkeys(group.params_with_grad, 1) if counts is None else counts
 
 
 def drop_registered(group: Any) -> None:
-    """Restarts the count of gradients."""
+    """Start the count of `registered` gradients at zero."""
     if hasattr(group, "params_with_grad"):
         group.params_with_grad = set()
     else:
@@ -319,9 +319,10 @@ def drop_registered(group: Any) -> None:
 
 
 def start_held(chunk: Any, *args: Any, **kwargs: Any) -> None:
-    """Dispatch what `no_sync` has held back, as `finish_grad_sync` expects to find it.
+    """Dispatch the reductions that `no_sync` has held back, as `finish_grad_sync` expects.
 
-    Not in a first batch, where that dispatches; without a handle it would do so a second time.
+    In a first batch do nothing: there `finish_grad_sync` dispatches by itself, and if a reduction
+    has no handle it would dispatch it a second time.
     """
     for group in bucket_groups(chunk):
         if not getattr(group, "is_first_batch", False):
@@ -329,7 +330,7 @@ def start_held(chunk: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def wait(chunk: Any) -> None:
-    """Let the reductions in flight end; what they write is of no use any more."""
+    """Wait for the reductions in flight, whose results are of no use any more."""
     for group in bucket_groups(chunk):
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
@@ -337,13 +338,13 @@ def wait(chunk: Any) -> None:
 
 
 def name_of(chunk: Any, param: Any) -> str:
-    """Return the parameter's name in the wrapped module, for messages."""
+    """Returns the parameter's name in the wrapped module, for messages."""
     names = (name for name, other in chunk.module.named_parameters() if other is param)
     return next(names, "?")
 
 
 def gradients(chunk: Any) -> list[Any]:
-    """Return the tensors that hold the chunk's gradients."""
+    """Returns the tensors that hold the chunk's gradients."""
     return [
         tensor
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
@@ -352,5 +353,5 @@ def gradients(chunk: Any) -> list[Any]:
 
 
 def versions(chunk: Any) -> tuple[int, ...]:
-    """torch's counters of writes in place into the gradients, reductions included."""
+    """Returns torch's counters of writes in place into the gradients, reductions included."""
     return tuple(tensor._version for tensor in gradients(chunk))

@@ -1,4 +1,4 @@
-"""Patch targets in the first version of Megatron-FSDP, and the state of a chunk in it.
+"""Names patch targets in the first version of Megatron-FSDP, and resets a chunk in it.
 
 Its wrapper holds a `MegatronFSDP`, which does the work, as `module`.
 """
@@ -18,12 +18,12 @@ UPSTREAM = (
 
 
 def zero_target(wrapper: Callable[..., Any]) -> Target:
-    """Return the method that begins a step."""
+    """Returns the target that begins a step."""
     return _target("zero_grad_buffer", wrapper)
 
 
 def no_sync_target(wrapper: Callable[..., Any]) -> Target:
-    """Return the context in which no backward reduces, but where gradients are sharded."""
+    """Returns the target `no_sync`, in which no backward reduces unless gradients are sharded."""
     return _target("no_sync", wrapper)
 
 
@@ -50,7 +50,7 @@ def was_interrupted(fsdp: Any) -> bool:
 
 
 def start_over(fsdp: Any) -> None:
-    """Drop what a backward that did not end has left, before gradients are zeroed."""
+    """Drop what an interrupted backward has left; call it before gradients are zeroed."""
     reductions = fsdp.grad_reduce_pipeline
     # First, because reductions under way write into the gradients that are zeroed next.
     reductions.wait_for_previous_grad_reduce(0)

@@ -1,11 +1,11 @@
-"""Overlapped gathers of parameters: which bucket groups still wait for theirs.
+"""Tracks which bucket groups still wait for an overlapped gather of their parameters.
 
-This holds for the distributed optimizer and for `LayerWiseDistributedOptimizer`.
+It serves the distributed optimizer and `LayerWiseDistributedOptimizer`.
 
 Upstream's `param_gather_dispatched` cannot tell: it is reset when gradients are finished, not when
-parameters change. So each bucket group carries a mark of ours, set where an optimizer writes the
-group's parameters and cleared where a gather of them is dispatched. All ranks of a data-parallel
-group step together, so the marks are the same on all of them.
+parameters change. So each bucket group carries a mark of ours, which is set when an optimizer
+writes the group's parameters and cleared when a gather of them is dispatched. All ranks of a
+data-parallel group step together, so the marks are the same on all of them.
 
 `LayerWiseDistributedOptimizer` is a chain of optimizers, each with whole parameters of this rank,
 and no DistributedOptimizer: its updates do not pass the methods that `gather` watches.
@@ -29,7 +29,7 @@ _watched: PerProcessWeakKeys[Any, None] = PerProcessWeakKeys(__name__, "_watched
 
 
 def step_target(wrapper: Callable[..., Any]) -> Target:
-    """Return the method in which the distributed optimizer writes its shard of the parameters."""
+    """Returns the target in which the distributed optimizer writes its shard of the parameters."""
     return Target(
         address=_STEP,
         wrapper=wrapper,
@@ -37,12 +37,12 @@ def step_target(wrapper: Callable[..., Any]) -> Target:
 
 
 def gather_target() -> Target:
-    """Return the method that dispatches a bucket group's gather; its wrapper clears the mark."""
+    """Returns the target that dispatches a bucket group's gather; its wrapper clears the mark."""
     return group_target("start_param_sync", start_param_sync)
 
 
 def owned_groups(optimizer: Any) -> list[Any]:
-    """Return the chunks' bucket groups whose parameters this distributed optimizer writes.
+    """Returns the chunks' bucket groups whose parameters this distributed optimizer writes.
 
     Dense and expert parameters of one chunk belong to different optimizers, and so do the chunks of
     one rank under overlap_param_gather_with_optimizer_step.
@@ -90,24 +90,27 @@ def hold_gradients(group: Any, held: bool) -> None:
 
 
 def holds_gradients(group: Any) -> bool:
-    """Returns whether a gather into the gradients' memory would lose gradients, if watched."""
+    """Returns whether reduced gradients of `group` wait for a step, as `hold_gradients` noted.
+
+    A gather into the gradients' memory would lose them.
+    """
     return bool(getattr(group, _HELD, False))
 
 
 def watch(chunk: Any) -> None:
-    """Remember a chunk that an optimizer updates, for as long as somebody else does."""
+    """Remember, by a weak reference, a chunk that an optimizer updates."""
     _watched.setdefault(chunk, None)
 
 
 def watched_chunks() -> list[Any]:
-    """Return the chunks that were updated here, in the order of their first update."""
+    """Returns the chunks that `watch` remembers, in the order of their first update."""
     return list(_watched)
 
 
 def updating(original: Callable[..., Any], self: Any) -> Any:
-    """Around the optimizer's update: mark what it writes.
+    """Marks the bucket groups that the optimizer writes, then runs its update.
 
-    Before the call, because without overlap_param_gather upstream gathers inside of it.
+    The marks come first, because without overlap_param_gather upstream gathers inside of the call.
     """
     for group in owned_groups(self):
         mark(group)
@@ -115,7 +118,7 @@ def updating(original: Callable[..., Any], self: Any) -> Any:
 
 
 def start_param_sync(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
-    """Around a bucket group's gather: what is dispatched from here on carries the update."""
+    """Runs a bucket group's gather, and clears the mark if the gather carries the update."""
     stale_in_flight = force_sync and self.param_gather_handle is not None
     result = original(self, force_sync=force_sync)
     # With a gather in flight, `force_sync` only waits for it: it carries what it set out with.
@@ -127,7 +130,7 @@ def start_param_sync(original: Callable[..., Any], self: Any, force_sync: bool =
 def wait(group: Any) -> None:
     """Wait for the gather of `group` that is in flight, if any; dispatch nothing.
 
-    Through upstream's `finish_param_sync`, which knows what else has to follow a gather.
+    It calls upstream's `finish_param_sync`, which does all else that follows a gather.
     """
     if group.param_gather_handle is not None:
         group.param_gather_dispatched = True  # or upstream would dispatch it once more
@@ -135,9 +138,9 @@ def wait(group: Any) -> None:
 
 
 def gather(chunk: Any) -> None:
-    """Gather what is stale in `chunk` and wait for all gathers in flight.
+    """Gather the marked bucket groups of `chunk`, and wait for all gathers in flight.
 
-    All ranks of the chunk's data-parallel groups must enter where anything is marked: the
+    All ranks of the chunk's data-parallel groups must enter if any group is marked: the
     all-gathers below hang otherwise.
     """
     import torch
@@ -154,10 +157,10 @@ def gather(chunk: Any) -> None:
 
 
 def finish_update(chunks: list[Any]) -> None:
-    """Gather in these chunks, wrapped or not, what a step has left to the next forward.
+    """Gather the updates in these chunks, wrapped or not, that a step left to the next forward.
 
-    All ranks of the chunks' data-parallel groups take part. Where nobody has watched the updates
-    everything is gathered. MXFP8 parameters that share memory with gradients are left alone.
+    All ranks of the chunks' data-parallel groups take part. A group that no patch watches is
+    gathered in any case. MXFP8 parameters that share memory with gradients are left alone.
     """
     for chunk in chunks:
         options = getattr(chunk, "ddp_config", None)
@@ -174,7 +177,10 @@ def finish_update(chunks: list[Any]) -> None:
 
 
 def shares_memory_with_gradients(chunk: Any) -> bool:
-    """MXFP8 with reuse_grad_buf_for_mxfp8_param_ag: only the training loop can stage the update."""
+    """Returns whether reuse_grad_buf_for_mxfp8_param_ag puts parameters into gradients' memory.
+
+    Then only the training loop can stage the update for a gather.
+    """
     return bool(getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False))
 
 
@@ -188,10 +194,10 @@ _CHUNKS = "_megatron_idempotent_chunks"
 
 
 def layer_wise_step_target(wrapper: Callable[..., Any]) -> Target:
-    """Return the method in which the chain updates its parameters.
+    """Returns the target in which the chain updates its parameters.
 
-    The base class's, because 0.17 overrides `step` and later releases `step_with_ready_grads`;
-    either calls this one.
+    It is the base class's, because 0.17 overrides `step` and later releases
+    `step_with_ready_grads`; either calls this one.
     """
     return Target(
         address=f"{_OPTIMIZER}:ChainedOptimizer.step_with_ready_grads",
@@ -200,7 +206,7 @@ def layer_wise_step_target(wrapper: Callable[..., Any]) -> Target:
 
 
 def chunks_target() -> Target:
-    """Return the constructor that tells the chunks to an optimizer which gathers by lists."""
+    """Returns the target in which an optimizer that gathers by lists is given its chunks."""
     return Target(
         address=f"{_LAYER_WISE}:LayerWiseDistributedOptimizer.set_bucket_layerwise_params_list",
         wrapper=remember_chunks,
@@ -208,15 +214,15 @@ def chunks_target() -> Target:
 
 
 def remember_chunks(original: Callable[..., None], self: Any, model_chunks: Any) -> None:
-    """0.17, and commits between it and 0.18, forget them."""
+    """Keeps the chunks on the optimizer, which 0.17 and commits up to 0.18 do not."""
     original(self, model_chunks)
     setattr(self, _CHUNKS, list(model_chunks))
 
 
 def deferred_groups(optimizer: Any) -> list[Any]:
-    """Return the bucket groups whose gather this optimizer leaves to the forward pre-hooks.
+    """Returns the bucket groups whose gather this optimizer leaves to the forward pre-hooks.
 
-    The same on all ranks, whether they own any of the parameters or not.
+    They are the same on all ranks, whether a rank owns any of the parameters or not.
     """
     if not _defers(optimizer):
         return []
@@ -229,14 +235,14 @@ def deferred_groups(optimizer: Any) -> list[Any]:
 
 
 def watch_layer_wise(optimizer: Any) -> None:
-    """Remember the chunks, for a checkpoint."""
+    """Remember the chunks of a layer-wise optimizer, so that a checkpoint gathers them first."""
     if _defers(optimizer):
         for chunk in _chunks(optimizer):
             watch(chunk)
 
 
 def outdate(group: Any) -> None:
-    """Marks the group's gathered parameters as out of date, as they are after a step."""
+    """Mark the group's gathered parameters as out of date, as they are after a step."""
     if group.param_gather_handle is not None:
         # Only waited for: what it brings is about to be overwritten.
         group.param_gather_handle.wait()

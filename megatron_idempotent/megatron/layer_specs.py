@@ -1,11 +1,11 @@
-"""Upstream's local layer specs on any release, and a norm that allows sequence parallelism.
+"""Builds models of upstream's local layer specs on any release, also with sequence parallelism.
 
 Megatron's local spec falls back to `WrappedTorchNorm`, which refuses sequence parallelism only
 because it leaves its weights unmarked: Megatron sums the gradients of parameters that carry
 `sequence_parallel = True` over the tensor-parallel group. `MarkedNorm` marks them, as Apex's and
 Transformer Engine's norms do. It goes into a layer spec, so upstream stays as it is.
 
-What differs between releases is probed by signature, so that a release in between, or a patched
+Differences between releases are probed by signature, so that a release in between, or a patched
 one, needs no entry.
 """
 
@@ -26,9 +26,9 @@ def gpt_stage(
     change_spec: Callable[[Any], Any] | None = None,
     **model: Any,
 ) -> Any:
-    """Return a `GPTModel`; `model` holds its other arguments, `vocab_size` and so on.
+    """Returns a `GPTModel` of upstream's local layers; `model` holds its other arguments.
 
-    `change_spec` makes the layer spec that is used of upstream's.
+    `change_spec` gets upstream's layer spec, and returns the one to use.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -57,7 +57,10 @@ def takes(function: Callable[..., Any], parameter: str) -> bool:
 
 
 class MarkedNorm:
-    """Called as a class by layer specs; gives torch's norm that `config.normalization` names."""
+    """Makes torch's norm that `config.normalization` names, marked for sequence parallelism.
+
+    Layer specs call it as a class.
+    """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_kwargs: Any) -> Any:
         kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
@@ -68,7 +71,7 @@ class MarkedNorm:
 
 
 def with_marked_norm(layer_spec: Any, config: Any, vp_stage: int | None = None) -> Any:
-    """Block submodules of one pipeline stage: `layer_spec` with MarkedNorm for every norm."""
+    """Returns one pipeline stage's block submodules, with `MarkedNorm` for every norm."""
     from megatron.core.transformer import transformer_block
 
     layer_spec = copy.deepcopy(layer_spec)

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: the state of a window in them, and their auxiliary losses."""
+"""Resets what a window leaves in mixture-of-experts layers, and finds their auxiliary losses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _KEPT = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_ou
 
 
 def reset_shared_experts(shared: Any) -> None:
-    """Drops what an interrupted forward of overlapped shared experts has kept."""
+    """Drop what an interrupted forward of overlapped shared experts has kept."""
     for name in _KEPT:
         if getattr(shared, name, None) is not None:
             setattr(shared, name, None)
@@ -41,7 +41,7 @@ _COEFFICIENTS = (
 
 
 def auxiliary_losses(config: Any) -> list[str]:
-    """Names of the config's coefficients of losses that layers add to the gradient themselves."""
+    """Returns the names of the coefficients in use of losses that layers add to the gradient."""
     found = []
     for part, name in _COEFFICIENTS:
         value = getattr(config, name, None)
@@ -64,7 +64,7 @@ _LOGS = (
 
 
 def scalers() -> Iterator[Any]:
-    """Yield the classes whose `main_loss_backward_scale` the schedules set, where loaded."""
+    """Yields the loaded classes whose `main_loss_backward_scale` the schedules set."""
     for module, name in _SCALERS:
         scaler = getattr(sys.modules.get(module), name, None)
         if scaler is not None:
@@ -72,7 +72,7 @@ def scalers() -> Iterator[Any]:
 
 
 def layer_logs() -> Iterator[Any]:
-    """Yield the tensors that MTP and DSA layers add their losses to; those of MoE are elsewhere."""
+    """Yields the tensors that MTP and DSA layers log their losses into; MoE's are elsewhere."""
     import torch
 
     for module, name in _LOGS:

@@ -1,4 +1,4 @@
-"""Megatron's optimizers: patch targets in their steps and checkpoints, and the loss scale."""
+"""Names patch targets in Megatron's optimizers, and applies their loss scale."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _KINDS = ("ChainedOptimizer", "MixedPrecisionOptimizer", "FP32Optimizer")
 
 
 def step_target(kind: str, wrapper: Callable[..., Any]) -> Target:
-    """`step` of one class."""
+    """Returns the target for `step` of one optimizer class."""
     return Target(address=f"{MODULE}:{kind}.step", wrapper=wrapper)
 
 
 def step_targets(wrapper: Callable[..., Any]) -> tuple[Target, ...]:
-    """`step` of all classes; a DistributedOptimizer has that of MixedPrecisionOptimizer."""
+    """Returns the targets for `step` of all classes; DistributedOptimizer inherits its own."""
     return tuple(step_target(kind, wrapper) for kind in _KINDS)
 
 
 def factory_target(wrapper: Callable[..., Any]) -> Target:
-    """`get_megatron_optimizer`."""
+    """Returns the target `get_megatron_optimizer`."""
     return Target(
         address="megatron.core.optimizer:get_megatron_optimizer",
         wrapper=wrapper,
@@ -43,7 +43,7 @@ UPSTREAM = (
 
 
 def target(method: str, wrapper: Callable[..., Any]) -> Target:
-    """Return a method of `DistributedOptimizer`."""
+    """Returns the target for a method of `DistributedOptimizer`."""
     return Target(
         address=f"{_MODULE}:DistributedOptimizer.{method}",
         wrapper=wrapper,
@@ -67,18 +67,21 @@ OURS = "_megatron_idempotent_scaling"
 
 
 class LossScale:
-    """`optimizer.scale_loss` without keeping, copying or pickling the optimizer."""
+    """Calls `optimizer.scale_loss`, and does not keep alive, copy or pickle the optimizer."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, while it exists."""
+        """The optimizer; None if it no longer exists."""
         return self._optimizer()
 
     def __call__(self, loss: Tensor) -> Tensor:
-        """`loss` of any shape times the optimizer's current loss scale."""
+        """Return `loss`, of any shape, times the optimizer's current loss scale.
+
+        Return it as it is if the optimizer is gone, or if the caller has scaled by hand.
+        """
         optimizer = self._optimizer()
         if optimizer is None or any(SCALED in vars(part) for part in parts(optimizer)):
             return loss
@@ -102,4 +105,5 @@ def _unwired() -> None:
 
 
 def parts(optimizer: Any) -> list[Any]:
+    """Returns the optimizer and, if it is a chain, the optimizers in it."""
     return [optimizer, *getattr(optimizer, "chained_optimizers", ())]

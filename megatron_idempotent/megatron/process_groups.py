@@ -1,4 +1,4 @@
-"""Megatron's process groups, and who still refers to them."""
+"""Lists Megatron's process groups, and tells whether an object still refers to one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def live_groups() -> list[Any]:
-    """This rank's process groups in `megatron.core.parallel_state`, each once, without WORLD."""
+    """Returns this rank's process groups in `megatron.core.parallel_state`, without WORLD."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -20,6 +20,7 @@ def live_groups() -> list[Any]:
 
 
 def alive() -> Any:
+    """Returns torch's table of the process groups that are not destroyed."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world.pg_map

@@ -1,6 +1,6 @@
-"""Debug mode: compare gradients and parameters between data-parallel ranks before a step.
+"""Compares gradients and parameters between data-parallel ranks before a step, in debug mode.
 
-Switched on with `MEGATRON_IDEMPOTENT_CHECK=1`; see the case file `replicas-differ-unnoticed`.
+`MEGATRON_IDEMPOTENT_CHECK=1` switches it on; see the case file `replicas-differ-unnoticed`.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ _PRIME = 1_000_003
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Data-parallel ranks would step on different gradients, or from different parameters."""
+    """Says that data-parallel ranks would step on different gradients or parameters."""
 
 
 class _Row(NamedTuple):
-    """One rank's numbers of one bucket group; 64-bit integers."""
+    """Holds one rank's numbers of one bucket group, as 64-bit integers."""
 
     reductions: int
     """The number of reductions that finished since `zero_grad_buffer`."""
     gradients: int
-    """Checksum; 0 where all are zero."""
+    """The checksum of the gradients; 0 if all are zero."""
     parameters: int
-    """Checksum, or 0 where they are not comparable now."""
+    """The checksum of the parameters; 0 if they are not comparable now."""
 
 
 def check_replicas(model_chunks: Sequence[Any]) -> None:
-    """Compare checksums over the data-parallel groups of these chunks.
+    """Compare bucket groups of these chunks between their data-parallel ranks.
 
-    Three things are compared per bucket group: that it was reduced, and equally often; parameters,
-    bit for bit; with an all-reduce also gradients, bit for bit. (After a reduce-scatter each rank
-    holds another shard of them.) All ranks of each chunk's data-parallel groups take part, with one
-    small all-gather per group; one more where something differs.
+    Each bucket group must have been reduced equally often, at least once if it has gradients.
+    Parameters must have the same bits, and with an all-reduce gradients too. (After a
+    reduce-scatter each rank holds another shard of them.) All ranks of each chunk's data-parallel
+    groups take part, with one small all-gather per group; one more if something differs.
 
     Raises:
         ReplicaMismatchError: on all ranks of the group; names the first parameter that differs,
@@ -136,9 +136,9 @@ def _all_gather(rows: Sequence[_Row], process_group: Any) -> list[list[_Row]]:
 
 
 def checksum(values: Tensor) -> Tensor:
-    """Return a 64-bit sum over the bits of `values`, weighted by position; 0 where all bits are 0.
+    """Returns a 64-bit sum over the bits of `values`, weighted by position; 0 if all bits are 0.
 
-    Integers, so that it depends on the bits alone and not on the order of summation.
+    It sums integers, so that it depends on the bits alone and not on the order of summation.
     """
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = values.detach().contiguous().view(-1).view(kinds[values.element_size()])

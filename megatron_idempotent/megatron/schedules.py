@@ -1,7 +1,7 @@
-"""Megatron's three pipeline schedules: patch targets, the window they ask, deferred gradients.
+"""Names targets in Megatron's three pipeline schedules, and leads their calls to open windows.
 
-Only `accumulation_window()` fills the list of open windows; without it a schedule's wrapper looks
-at an empty list.
+`accumulation_window()` and `TrainStep` fill the list of open windows; otherwise a schedule's
+wrapper looks at an empty list.
 
 With `defer_embedding_wgrad_compute` the output layer keeps its inputs and output gradients in two
 lists, and its weight gradient is computed from them after the last backward. Upstream wants the
@@ -32,12 +32,12 @@ _ALL = (
 
 
 def targets(wrapper: Callable[..., Any], *names: str) -> tuple[Target, ...]:
-    """Return the schedules called `names`, all three by default, under one wrapper."""
+    """Returns targets for the schedules called `names`, all three by default, with one wrapper."""
     return tuple(Target(address=f"{MODULE}:{name}", wrapper=wrapper) for name in names or _ALL)
 
 
 def chunks(model: Any) -> list[Any]:
-    """Return the model chunks of a schedule's `model` argument, which may be one chunk alone."""
+    """Returns the model chunks of a schedule's `model` argument, which may be one chunk alone."""
     return list(model) if isinstance(model, list) else [model]
 
 
@@ -48,7 +48,7 @@ class Window(Protocol):
         """Returns whether the chunk is one of the window's."""
 
     def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
-        """Run one call of the schedule, as part of the window."""
+        """Run one call of the schedule as part of the window, and return its result."""
 
 
 open_windows: list[Window] = PerProcessList(__name__, "open_windows")
@@ -60,19 +60,19 @@ def are_held(chunks: list[Any]) -> bool:
 
 
 def around(schedule: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    """`schedule`, or the same inside of the open window that holds a chunk of `model`."""
+    """Returns `schedule`, or the `run` with it of the open window that holds a chunk of `model`."""
     for window in open_windows:
         if any(window.holds(chunk) for chunk in chunks(model)):
             return partial(window.run, schedule)
     return schedule
 
 
-#: Those that defer.
+#: The schedules that defer the embedding's gradient.
 SCHEDULES = _ALL[1:]
 
 
 def drain_target(wrapper: Callable[..., Any]) -> Target:
-    """Return the function that computes the deferred gradient."""
+    """Returns the target that computes the deferred gradient."""
     return Target(
         address="megatron.core.utils:drain_embedding_wgrad_compute",
         wrapper=wrapper,
@@ -80,7 +80,7 @@ def drain_target(wrapper: Callable[..., Any]) -> Target:
 
 
 def buffers(model: Any) -> tuple[list[Any], list[Any]] | None:
-    """Activations and output gradients kept on the last stage; None where nothing is deferred."""
+    """Returns activations and output gradients that the last stage keeps; None without deferral."""
     holder = _holder(model[-1] if isinstance(model, list) else model)
     return (
         None if holder is None else (holder.embedding_activation_buffer, holder.grad_output_buffer)
@@ -88,10 +88,7 @@ def buffers(model: Any) -> tuple[list[Any], list[Any]] | None:
 
 
 def weight(chunk: Any) -> Any:
-    """Return the weight whose gradient the chunk defers.
-
-    None where it defers none, or it is frozen.
-    """
+    """Returns the weight whose gradient the chunk defers; None if it defers none or is frozen."""
     holder = _holder(chunk)
     if holder is None:
         return None

@@ -1,6 +1,7 @@
-"""`megatron.training.training`: patch targets, and what a call leaves when it raises.
+"""Names targets in `megatron.training.training`, and undoes what its calls leave when they raise.
 
-That is timers, the arguments that `evaluate` changes, and the step of the rerun state machine.
+They leave timers running, the settings that `evaluate` changes, and the rerun state machine inside
+of a step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def target(
     *relies_on: str,
     function: str = "train",
 ) -> Target:
-    """Upstream's `train`, `train_step` or `evaluate`, wrapped at entry and exit."""
+    """Returns the target for upstream's `train`, `train_step` or `evaluate`."""
     return Target(
         address=f"{MODULE}:{function}",
         wrapper=wrapper,
@@ -35,9 +36,9 @@ def target(
 
 
 def locals_of(function: str, error: BaseException) -> Mapping[str, Any] | None:
-    """Upstream's local variables where `error` left `function`; None where it was not inside.
+    """Returns upstream's local variables when `error` left `function`; None if it was not inside.
 
-    `train` keeps its counters in local variables and hands them out only where it returns.
+    `train` keeps its counters in local variables and hands them out only when it returns.
     """
     link = error.__traceback__
     while link is not None:
@@ -50,9 +51,9 @@ def locals_of(function: str, error: BaseException) -> Mapping[str, Any] | None:
 
 
 def stopping(timers: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `original`; where it raises, stop the timers that it started and did not stop.
+    """Call `original`; if it raises, stop the timers that it started and did not stop.
 
-    What they had measured before stays: several iterations may add up to one line of the log.
+    The times that they measured before stay: several iterations may add up to one line of the log.
     """
     known = getattr(timers, "_timers", None)
     if known is None:  # no timers, or a framework's own
@@ -79,7 +80,10 @@ def undone(
     config: Any,
     timers: Any,
 ) -> Any:
-    """Call an `evaluate`, upstream's or a copy, and undo what it set up, however it ends."""
+    """Call an `evaluate`, upstream's or a copy, and undo its changes also if it raises.
+
+    It changes training modes, the rerun mode, the config's timers and its own timer.
+    """
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     rerun = get_rerun_state_machine()
@@ -124,7 +128,7 @@ _began: PerProcessWeakKeys[Any, FrameType] = PerProcessWeakKeys(__name__, "_bega
 
 
 def live_machine() -> Any:
-    """Return the process's rerun state machine, or None: upstream's getter would make one."""
+    """Returns the process's rerun state machine, or None: upstream's getter would make one."""
     from megatron.core import rerun_state_machine
 
     return rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
@@ -150,7 +154,7 @@ def abandon(machine: Any) -> None:
 
 
 def began(machine: Any) -> None:
-    """Remember that the function that called the caller, a wrapper, runs the machine's step."""
+    """Remember which function runs the machine's step: the one that called our wrapper."""
     _began[machine] = next(
         frame
         for frame in _outwards(sys._getframe(2))
@@ -159,12 +163,12 @@ def began(machine: Any) -> None:
 
 
 def ended(machine: Any) -> None:
-    """Forget who ran the step: its loop has ended as it should."""
+    """Forget which function ran the step, because its loop has ended as it should."""
     _began.pop(machine, None)
 
 
 def abandon_if_left(machine: Any) -> None:
-    """End the machine's step where an exception has left the call that ran it.
+    """End the machine's step if an exception has left the call that ran it.
 
     A function that returned, or catches the exception itself, may still ask for the step's end:
     its step is left alone.

@@ -1,10 +1,11 @@
-"""Patches on live objects: record → decide → install → report.
+"""Patches live objects: record → decide → install → report.
 
 `record` and `source` know nothing of the others; `catalog` finds the case files; `contract`
-compares a body with a wrapper; `decide` reads them; `patch_points` changes live objects; `install`
-holds the state and the lock; `import_hooks` waits for imports; `api` and `verify` are what users
-call. Nothing here imports torch or Megatron. What `apply()` needs before Megatron is imported takes
-nothing from the standard library that a bare interpreter has not loaded.
+compares a body with a wrapper; `decide` judges a patch by version and bodies; `patch_points`
+changes live objects; `install` holds the state and the lock; `import_hooks` waits for imports;
+users call `api` and `verify`. Nothing here imports torch or Megatron. Code that `apply()` runs
+before Megatron is imported takes nothing from the standard library that a bare interpreter has not
+loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`apply()`, `revert()` and `report()`: what users call."""
+"""Implements `apply()`, `revert()` and `report()`, which users call."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def apply(
     Args:
         only: ids to apply, and no others; naming a patch accepts a body that nobody reviewed.
         exclude: ids to leave out.
-        strict: raise where a patch failed, drifted or is in conflict; None reads
+        strict: raise if a patch failed, drifted or is in conflict; None reads
             `MEGATRON_IDEMPOTENT_STRICT`.
-        dry_run: decide and report, change nothing.
+        dry_run: decide and report, but change nothing.
 
     Returns:
         A row per known patch. A patch whose modules are not imported yet is `pending_import`.
@@ -86,8 +86,8 @@ def revert() -> Report:
     """Take every patch off again and forget those that wait for an import.
 
     Returns:
-        A row per patch that was on or waiting: `disabled`, or `conflict` where someone has wrapped
-        our function in the meantime. It then stays below theirs and only passes calls on.
+        A row per patch that was on or waiting: `disabled`, or `conflict` if someone has wrapped our
+        function in the meantime. Our function then stays below theirs and only passes calls on.
     """
     with install.lock:
         import_hooks.forget()
@@ -101,7 +101,7 @@ def report() -> Report:
     """Returns what is in place now: a row per known patch, `disabled` before the first `apply()`.
 
     Raises:
-        PatchError: in strict mode, where a patch that landed late has a problem.
+        PatchError: in strict mode, if a patch that landed late has a problem.
     """
     with install.lock:
         import_hooks.forget()
@@ -213,7 +213,7 @@ def _log(changed: list[Row]) -> None:
 
 
 def write_report() -> None:
-    """Write what is in place to where `MEGATRON_IDEMPOTENT_REPORT` says."""
+    """Write the report into the file that `MEGATRON_IDEMPOTENT_REPORT` names, if it is set."""
     path = state.selection.settings.report_path if state.selection else None
     if path is None:
         return

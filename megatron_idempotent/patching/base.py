@@ -1,4 +1,4 @@
-"""The base of everything in this package: frozen records, and the errors that users see.
+"""Defines frozen records, on which all of this package stands, and the errors that users see.
 
 A `Record` does what `@dataclass(frozen=True, kw_only=True)` does, without importing `dataclasses`:
 with the `inspect`, `ast` and `tokenize` that it imports, that takes longer than all of `apply()`.
@@ -23,7 +23,7 @@ NOTHING: Mapping[Any, Any] = type(vars(object))({})
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Record:
-    """Base of records: the annotated names of a subclass are its fields.
+    """Makes the annotated names of a subclass its fields, frozen and given by keyword.
 
     Example:
         class Point(Record):
@@ -54,7 +54,7 @@ class Record:
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Check the values; subclasses override it."""
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__} is frozen: cannot set {name}")
@@ -82,7 +82,7 @@ class UnknownPatchError(ValueError):
 
 
 class Conflict(Exception):
-    """Somebody else's object sits where upstream's function should be. Becomes a row's reason."""
+    """Somebody else's object stands in place of upstream's function; becomes a row's reason."""
 
 
 class VerificationError(RuntimeError):

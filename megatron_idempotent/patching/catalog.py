@@ -33,7 +33,7 @@ _NOTHING = "-"
 
 
 class Place(Record):
-    """The address of a function of Megatron or of a framework."""
+    """Holds the address of a function of Megatron or of a framework."""
 
     address: str
     """`module:qualname`. A colon, because an attribute can shadow a submodule of the same name."""
@@ -50,7 +50,7 @@ class Place(Record):
 
 
 class Outline(Record):
-    """A `Patch` without its code; the fields are those of `Patch`."""
+    """Describes a `Patch` without its code; the fields are those of `Patch`."""
 
     id: str
     distribution: str
@@ -75,7 +75,7 @@ def specifier(since: str, before: str) -> str:
 def index_of(hazards: Iterable[Hazard]) -> str:
     """Return the content of the index.
 
-    A line per hazard, for those that are no patches the id alone.
+    It has a line per hazard; the line of a hazard without a patch is its id and a dash.
     """
     lines = []
     for hazard in hazards:
@@ -123,9 +123,10 @@ _patches: dict[str, Patch] = {}
 
 
 def outlines() -> dict[str, Outline]:
-    """Return what `apply()` has to know of each patch, by id, in order of id.
+    """Return the outlines, all that `apply()` has to know of a patch, by id, in order of id.
 
-    From the index; or from the case files where one was added or taken away since that was made.
+    They come from the index, or from the case files if one was added or taken away since the index
+    was made.
     """
     if not _outlines:
         # Not open(): the package may be in a zip file.
@@ -162,8 +163,8 @@ def hazards() -> dict[str, Hazard]:
     """Return all known hazards by id, in order of id. Imports every case file.
 
     Raises:
-        TypeError: a module there declares no hazard, or more than one.
-        ValueError: a hazard whose id is not its file's name.
+        TypeError: a case file declares no hazard, or more than one.
+        ValueError: a hazard's id is not its file's name.
     """
     if not _hazards:
         folders = _folders()
@@ -194,7 +195,9 @@ def _declared(name: str) -> Hazard:
     module = __import__(f"{PACKAGE}.{name}", fromlist=["PATCH"])
     declared = [value for kind in _KINDS if (value := getattr(module, kind, None)) is not None]
     if len(declared) != 1 or not isinstance(declared[0], Hazard):
-        raise TypeError(f"{PACKAGE}.{name} declares {len(declared)} of {', '.join(_KINDS)}")
+        raise TypeError(
+            f"{PACKAGE}.{name} declares {len(declared)} of {', '.join(_KINDS)}: declare one hazard"
+        )
     hazard: Hazard = declared[0]
     if hazard.id.replace("-", "_") != name:
         raise ValueError(f"patch {hazard.id!r} is declared in {name}.py: names must agree")
@@ -206,11 +209,9 @@ def _folders() -> list[str]:
 
 
 def _files(folders: list[str]) -> list[str] | None:
-    """Return the names of the case files, in order.
+    """Return the names of the case files, in order; None if they are in a zip file.
 
-    None where they are in no folder, but in a zip file.
-
-    What pkgutil does, which imports inspect for it: more than all that `apply()` costs.
+    pkgutil does the same, but imports inspect, which takes longer than all of `apply()`.
     """
     if not all(map(os.path.isdir, folders)):
         return None

@@ -1,8 +1,8 @@
-"""Compare the function that runs with the source that was read.
+"""Compares the function that runs with the source that was read.
 
 A name may lead to a lambda, to another definition of the module, or to code that was compiled
-before its file changed. So it is compared, code for code, with what the interpreter has compiled
-the file to; where that is not kept, the source is compiled once more.
+before its file changed. So the function's code is compared with the code in the file's .pyc; if
+there is none, the source is compiled again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COMPARED = (
 
 @lru_cache(maxsize=256)  # apply() asks before it changes anything, and again for each function
 def difference(code: CodeType, body: Body, qualname: str) -> str | None:
-    """Say what the code is where it is not the body's, as the end of a sentence; else None."""
+    """Say what the code is, as the end of a sentence, if it is not the body's; else None."""
     where = f"{code.co_filename}:{code.co_firstlineno}"
     if code.co_name != body.tree.name:
         return f"{code.co_name} from {where}"
@@ -45,7 +45,7 @@ def difference(code: CodeType, body: Body, qualname: str) -> str | None:
 
 
 def _compiled(body: Body, qualname: str, like: CodeType) -> Iterator[CodeType]:
-    """Compile the body: as it is kept, by itself, which is quick, and then in its file."""
+    """Yields the body's code: from the .pyc, compiled by itself, and compiled in its file."""
     found = _inside(kept(like.co_filename), qualname)
     if found is not None:
         yield found
@@ -78,7 +78,7 @@ def _inside(found: CodeType | None, qualname: str) -> CodeType | None:
 
 
 def kept(file: str) -> CodeType | None:
-    """Return the module in the .pyc file that was made of the source as it is now, or None."""
+    """Return the module's code from its .pyc file; None if that does not fit the source."""
     try:
         cached = importlib.util.cache_from_source(file)
         source, made = os.stat(file), os.stat(cached)

@@ -27,26 +27,26 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 class Contract(Record):
-    """The needs of one wrapper.
+    """Holds what one wrapper needs of the function that it wraps.
 
     Example:
         contract_of(train).reads == ("config", "model")
     """
 
     reads: tuple[str, ...]
-    """Parameters that it looks up among the bound arguments."""
+    """Parameters that the wrapper looks up among the bound arguments."""
     leading: tuple[str, ...]
-    """Its own parameters after `original`, which it passes on by position."""
+    """The wrapper's own parameters after `original`, which it passes on by position."""
     takes_all: bool
-    """True where it passes on any other arguments too, as `*args, **kwargs`."""
+    """True if the wrapper passes on any other arguments too, as `*args, **kwargs`."""
     items: tuple[str, ...] | None
-    """Names that it unpacks the result into, `_` for any; None where it leaves that whole."""
+    """Names that the wrapper unpacks the result into, `_` for any; None if it does not unpack."""
     or_more: bool
-    """True where the result may have more items than these."""
+    """True if the result may have more items than the wrapper names."""
 
 
 def unmet(wrapper: Callable[..., Any], body: Body) -> str | None:
-    """Say what the wrapper needs and the body does not give, as a sentence's end; else None."""
+    """Say what the wrapper needs and the body lacks, as the end of a sentence; else None."""
     try:
         contract = contract_of(wrapper)
     except (OSError, TypeError, ValueError) as error:
@@ -202,10 +202,12 @@ _Step = tuple[str, tuple[ast.AST, ...]]
 
 
 class BodyPart:
-    """Statements of a body that touch the same things as `fragments` do.
+    """Finds the statements of a body that touch the same things as `fragments` do.
 
     Args:
-        parameters: names of the function's; their declarations belong to it.
+        body: the body of the function.
+        fragments: source fragments that name attributes, texts and names.
+        parameters: names of parameters whose declarations belong to the part, too.
     """
 
     def __init__(self, body: Body, fragments: Iterable[str], parameters: Iterable[str]) -> None:
@@ -224,7 +226,7 @@ class BodyPart:
 
     @property
     def text(self) -> str:
-        """A line per statement, for people."""
+        """The part for people, a line per statement."""
         return "\n".join(" > ".join(map(_readable, line)) for line in self._lines)
 
     @computed
@@ -242,9 +244,9 @@ class BodyPart:
 def _touching(
     things: _Things, statements: Sequence[ast.stmt], above: tuple[_Step, ...], *, own: bool
 ) -> Iterator[tuple[_Step, ...]]:
-    """Yield the lines of these statements.
+    """Yield a line for each of these statements that touches one of the things.
 
-    `own`: they are the function's, not of one inside of it.
+    `own` is True for statements of the function itself, not of a function inside of it.
     """
     for statement in statements:
         if isinstance(statement, _SCOPES):
@@ -297,10 +299,11 @@ def _declarations(arguments: ast.arguments) -> dict[str, tuple[ast.AST, ...]]:
 
 
 class _Things:
-    """The attributes, texts and names that fragments speak of.
+    """Collects the attributes, texts and names in fragments, and tells whether code touches one.
 
-    Attributes by their name, whatever they are attributes of; texts; what is returned. Names that
-    the function binds by what binds them, other names by every use.
+    Attributes count by their name, whatever object they belong to; so do texts, and returns if a
+    fragment returns. Names that the function binds count where they are bound, other names at every
+    use.
     """
 
     def __init__(self, fragments: Iterable[str], bound_here: set[str]) -> None:

@@ -1,8 +1,8 @@
 """Decides from source whether a patch is right for the Megatron on the path; imports nothing.
 
 The order is fixed: switched off → not installed → version → target missing → fixed upstream →
-body drifted. The version range only selects; the body decides. What can only be seen on live
-objects (already applied, conflict) is for `sites`.
+body drifted. The version range only selects; the body decides. `api` and `install` find the
+outcomes that only live objects show (already applied, conflict).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Verdict(Record):
-    """Go (`status` None) or the outcome that ends the patch here, and why."""
+    """Says that a patch may go on (`status` None), or the outcome that ends it here, and why."""
 
     status: Status | None
     reason: str
@@ -39,7 +39,7 @@ MEGATRON = "megatron-core"
 
 
 class Selection(Record):
-    """Arguments of one `apply()` and the environment, together."""
+    """Holds the arguments of one `apply()` together with the environment."""
 
     only: frozenset[str] | None
     exclude: frozenset[str]
@@ -51,7 +51,7 @@ class Selection(Record):
         return self.only is not None and patch_id in self.only
 
     def gate(self, patch: Outline) -> Verdict:
-        """Step 1: arguments and environment."""
+        """Decide step 1: whether arguments and environment leave the patch on."""
         settings, patch_id = self.settings, patch.id
         asked = self.named(patch_id) or patch_id in (settings.only or ())
         on = patch.default or asked or (patch.debug and settings.debug)
@@ -71,9 +71,9 @@ class Selection(Record):
 def version_of(hazard: Hazard | Outline) -> versions.Installed | None:
     """Returns the installed version of the hazard's distribution.
 
-    A framework's copy of Megatron's code that is not on the path is found out without reading
-    metadata, which would take longer than all else that `apply()` does; and one that is there
-    without metadata has a version that is `UNKNOWN`.
+    If a framework is not on the path, that is found without reading metadata, which would take
+    longer than all else that `apply()` does. A framework on the path without metadata has the
+    version `UNKNOWN`.
     """
     targets: Sequence[Place] = getattr(hazard, "targets", ())
     if hazard.distribution == MEGATRON or not targets:
@@ -91,7 +91,7 @@ def package_of(module: str) -> str:
 
 
 def check_version(hazard: Hazard | Outline, version: versions.Installed | None) -> Verdict:
-    """Step 2: is the distribution there, and in the hazard's range."""
+    """Decide step 2: whether the distribution is installed, and in the hazard's range."""
     if version is None:
         return Verdict(status="not_installed", reason=versions.absence(hazard.distribution))
     if not in_range(hazard, version):
@@ -103,7 +103,7 @@ def check_version(hazard: Hazard | Outline, version: versions.Installed | None) 
 
 
 def in_range(hazard: Hazard | Outline, version: versions.Installed) -> bool:
-    """Tell if the version leaves the decision to the bodies; one that nobody has run does."""
+    """Tell if the hazard's range has the version, or nobody has run it yet: then bodies decide."""
     if version is versions.UNKNOWN:
         return True
     before = OPEN if hazard.before == UNTRIED else hazard.before
@@ -111,7 +111,7 @@ def in_range(hazard: Hazard | Outline, version: versions.Installed) -> bool:
 
 
 def beyond(patch: Outline | Patch) -> str:
-    """Say, before another reason, that nobody has run the installed version; or nothing."""
+    """Return a prefix for a reason, which says that nobody has run this version; else nothing."""
     version = version_of(patch)
     if version is None or patch.before != UNTRIED:
         return ""
@@ -132,9 +132,9 @@ def check_modules(patch: Outline | Patch) -> Verdict:
 
 
 def check_bodies(patch: Patch, *, named: bool) -> Verdict:
-    """Steps 3 to 5: read every target's body and compare it with what the patch was written for.
+    """Decide steps 3 to 5: read every target's body, and compare it with those that were reviewed.
 
-    A drifted body is accepted where the patch was asked for by name: that is the user's decision.
+    A drifted body is accepted if the patch was named: that is the user's decision.
     """
     from pathlib import Path
 
@@ -156,7 +156,7 @@ def check_bodies(patch: Patch, *, named: bool) -> Verdict:
 
 
 def judge(patch: Patch, found: Mapping[str, Body | None], *, named: bool) -> Verdict:
-    """Steps 3 to 5 on bodies that were read: by target address, None where there is none."""
+    """Decide steps 3 to 5 on bodies that were read, by target address; None for a missing one."""
     bodies: dict[str, Body] = {}
     for target in patch.targets:
         body = found[target.address]
@@ -183,9 +183,10 @@ def judge(patch: Patch, found: Mapping[str, Body | None], *, named: bool) -> Ver
 
 
 def _older(label: str, since: str) -> bool:
-    """Tell if a body's releases, such as `0.12.0 to 0.15.3`, all came before another one.
+    """Tell if the releases in a body's label, such as `0.12.0 to 0.15.3`, are all before `since`.
 
-    A development commit says the release that it leads to, and may have the code of the one before.
+    A development commit has the version of the release that it leads to, and may have the code of
+    the one before.
     """
     last = versions.numbers(label.rpartition(" ")[2])
     return () < last < versions.numbers(since)
@@ -208,7 +209,7 @@ def review(target: Target, body: Body) -> tuple[bool, str]:
 
 
 def _drifted(target: Target, body: Body) -> str | None:
-    """Why a body that nobody reviewed is none for the wrapper; None where it is one."""
+    """Say why the wrapper does not fit a body that nobody reviewed; None if it fits."""
     from .contract import unmet
 
     missing = [fragment for fragment in target.relies_on if not body.contains(fragment)]

@@ -1,7 +1,7 @@
 """Waits for modules that are not imported yet, and finds their source without importing them.
 
 wrapt's post-import hooks do the waiting. Importing wrapt takes longer than all else that `apply()`
-does, so a doorbell on the top-level package puts that off until somebody imports Megatron.
+does, so a finder in `sys.meta_path` puts that off until somebody imports Megatron.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ _package_paths: dict[str, list[str] | None] = {}
 
 
 def namespace(module: object) -> dict[str, Any]:
-    """Return the module's `__dict__`, also of a lazy one.
-
-    `vars()` and `hasattr()` would load that.
-    """
+    """Return the module's `__dict__` without loading a lazy module, as `vars()` would."""
     try:
         found: dict[str, Any] = object.__getattribute__(module, "__dict__")
     except AttributeError:
@@ -181,7 +178,7 @@ def _register(name: str, action: _Action) -> None:
 
 
 def _imported(name: str, module: ModuleType, action: _Action) -> None:
-    """`module` is in `sys.modules`: act at once, or at the end of the import under way."""
+    """Act for a module in `sys.modules`: at once, or at the end of the import under way."""
     if is_complete(name):
         _hooked.discard(name)
         action()
@@ -198,8 +195,8 @@ def _watch(name: str, module: ModuleType, action: _Action) -> bool:
     """Act when the import system marks the spec of `module` as initialised; False if it can't.
 
     No import hook reaches an import that has already begun. Its last act, successful or not, is to
-    set `spec._initializing`, so that is made a property for as long. Only where a person has read
-    that it is: on a later Python the target is looked for when `apply()` is called again.
+    set `spec._initializing`, so that is made a property until then. This is done only on Pythons
+    whose import system a person has read; on a later one the next `apply()` looks again.
     """
     if sys.version_info >= _UNREAD:
         return False
@@ -234,10 +231,10 @@ def _watch(name: str, module: ModuleType, action: _Action) -> bool:
 
 
 class _ImportSentinel:
-    """A finder that finds nothing, and rings when a package is about to be imported.
+    """Registers hooks, as a finder, when a package that is waited for is about to be imported.
 
-    It stays where it is: to take a finder out of `sys.meta_path` in the middle of an import makes
-    that import skip the next one.
+    It stays in `sys.meta_path`: to take a finder out in the middle of an import makes that import
+    skip the next finder.
     """
 
     def find_spec(

@@ -1,7 +1,7 @@
-"""Move patches from wanted to landed and off again. The caller holds `lock`.
+"""Moves patches from wanted to landed and off again. The caller holds `lock`.
 
-Wanted: its version fits and every target's file exists. Landed: every target's module is imported,
-the bodies were judged, and every wrapper is in.
+A patch is wanted if its version fits and every target's file exists. It has landed when every
+target's module is imported, the bodies were judged, and every wrapper is in.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class State(PerProcess):
-    """Everything that `apply()` remembers in this process."""
+    """Holds everything that `apply()` remembers in this process."""
 
     def __init__(self, module: str, name: str) -> None:
         super().__init__(module, name)
@@ -35,12 +35,12 @@ class State(PerProcess):
         """The selection of the latest `apply()`."""
         self.wanted: dict[str, Outline] = {}
         self.named: frozenset[str] = frozenset()
-        """Asked for by name in any `apply()`, so that a drifted body is accepted."""
+        """Ids that any `apply()` named, for which a drifted body is accepted."""
         self.rows: dict[str, Row] = {}
         self.sites: dict[str, PatchPoint] = {}
-        """The ledger, by target address. Never a flag on the target: a flag set through a wrapper
-        lands on the original and outlives it. A site without layers stays, so that what holds its
-        function is patched again by the next `apply()`."""
+        """The sites by target address. No flag on the target says so: a flag set through a wrapper
+        lands on the original and outlives it. A site without layers stays, so that the next
+        `apply()` patches its function again for everything that holds it."""
 
 
 REVERTED = "reverted"
@@ -177,7 +177,7 @@ def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:
     """Take these patches off, last in first out, and forget them.
 
     Args:
-        names: told what to look for in other modules; None looks at once.
+        names: collects the sites whose names are to be rebound; None rebinds them at once.
     """
     from .patch_points import StaleReferences
 
@@ -200,7 +200,7 @@ def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:
 
 
 def landed(patch: Outline | Patch) -> bool:
-    """Returns whether every target leads to our function, and that carries this patch."""
+    """Returns whether every target leads to our function, and our function has this patch."""
     return all(
         (site := state.sites.get(target.address)) is not None
         and patch.id in site.layers
@@ -210,7 +210,7 @@ def landed(patch: Outline | Patch) -> bool:
 
 
 def missing(patch: Outline) -> list[str]:
-    """Modules of the patch that are not imported yet."""
+    """Return the patch's modules that are not imported yet."""
     return sorted({t.module for t in patch.targets if not import_hooks.is_complete(t.module)})
 
 

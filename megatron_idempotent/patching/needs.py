@@ -1,4 +1,4 @@
-"""Asks for the patches that library code stands on, by what they provide, and says what is lost."""
+"""Checks that patches on which library code stands are applied, and says what is lost if not."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _NOT_THERE = frozenset({"fixed_upstream", "missing_target", "unsupported_version
 
 
 def always(_: Any) -> bool:
-    """Say of each chunk that it has what is patched."""
+    """Return True, because every chunk has what is patched."""
     return True
 
 
 class Need(NamedTuple):
-    """Something that library code stands on, and that patches provide."""
+    """Names something that library code stands on and patches provide, and the loss without it."""
 
     provided: str
     """A key of `patching.record.PROVIDED`."""
     without: str
     """The consequence of its absence, as a clause."""
     where: Callable[[Any], bool] = always
-    """True of a chunk that has what is patched."""
+    """A function that returns whether a chunk has what is patched."""
     a_door: bool = False
-    """True if Megatron is reached through the patch, whether or not the hazard is there."""
+    """True if library code reaches Megatron through the patch, so needs it without the hazard."""
 
 
 def providers(name: str) -> list[Outline]:
@@ -36,12 +36,12 @@ def providers(name: str) -> list[Outline]:
 
 
 def is_provided(name: str) -> bool:
-    """True if a patch is in place that provides this key of `PROVIDED`."""
+    """Return whether a patch that provides this key of `PROVIDED` is in place."""
     return any(map(landed, providers(name)))
 
 
 def check_applied(what: str, needs: Iterable[Need], chunks: Sequence[Any]) -> None:
-    """Raise unless the patches are applied that `what` stands on for these chunks.
+    """Raise unless the patches that `what` needs for these chunks are applied.
 
     Raises:
         RuntimeError: names each that is not, why it is not, and what is lost without it.

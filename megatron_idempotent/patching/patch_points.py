@@ -1,4 +1,4 @@
-"""The ledger of live functions that carry our wrappers, and of names that still hold the old ones.
+"""Puts our wrappers around live functions, and rebinds names that still hold the old functions.
 
 One `PatchPoint` per patched function. The object installed there is one plain function that never
 changes: `deepcopy`, `pickle`, `cloudpickle` and Dynamo treat it as they treat upstream's, and twice
@@ -6,9 +6,8 @@ applied is once applied by identity, with a `revert()` in between too. The patch
 below that function, so that they can be added and taken away in any order.
 
 `StaleReferences` finds names that still hold the old function. All modules of a process have some
-300,000 names, so one look serves all functions of an `apply()`;
-and modules in which nothing is rebound are looked through, for the report, only where reference
-counts say that somebody beyond the others holds a function.
+300,000 names, so one look serves all functions of an `apply()`. Modules in which nothing is rebound
+are looked through, for the report, only if reference counts say that one of them holds a function.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _NEVER = frozenset({"torch"}) | sys.stdlib_module_names
 
 
 class StaleReferences:
-    """Collects the names to rebind until `rebind()` does it."""
+    """Collects sites, and rebinds the names of their functions in all modules at once."""
 
     def __init__(self) -> None:
         self._sites: list[PatchPoint] = []
@@ -43,10 +42,10 @@ class StaleReferences:
         self._sites.append(site)
 
     def rebind(self) -> None:
-        """Look through modules; afterwards each site's `left` names what was not its to change.
+        """Rebind names in modules; each site's `left` then has the names that it may not change.
 
-        To be called after all assignments to the sites: a module that another thread imports in
-        between gets our functions by itself, or is seen here.
+        Call it after all assignments to the sites: a module that another thread imports in between
+        gets our functions by itself, or is seen here.
         """
         sites, self._sites = self._sites, []
         if not sites:
@@ -116,14 +115,14 @@ _CACHED = ("cache_clear", "cache_info", "cache_parameters")
 
 
 class PatchPoint:
-    """A function of Megatron with our layers around it.
+    """Puts layers of wrappers around one function of Megatron, and takes them off again.
 
     Args:
         target: any target that leads here.
         owner: the module or class that holds the function.
         raw: what stands in the owner's `__dict__`: a function, staticmethod or classmethod; or
             `ABSENT`.
-        inherited: what a base class has in its `__dict__`, where raw is `ABSENT`.
+        inherited: what a base class has in its `__dict__`, if raw is `ABSENT`.
         held_elsewhere: references to raw besides the owner's; None where nobody counted.
     """
 
@@ -224,7 +223,8 @@ class PatchPoint:
     def is_held_by_more_than(self, names: int) -> bool:
         """Returns whether more than `names` names may hold the function that we replaced.
 
-        Known exactly once, before we hold it ourselves; afterwards it may always be.
+        That is known only the first time, before we hold the function ourselves; later calls assume
+        that more names hold it.
         """
         held, self._held_elsewhere = self._held_elsewhere, None
         return self.is_installed and (held is None or held > names)
@@ -234,7 +234,7 @@ class PatchPoint:
 
         Args:
             prefixes: packages whose early-bound names are rebound; names elsewhere are `left`.
-            names: told to look for them.
+            names: collects this site, to rebind its names later.
         """
         self.prefixes = frozenset(prefixes)
         self.is_installed = True
@@ -244,7 +244,7 @@ class PatchPoint:
             names.follow(self)
 
     def uninstall(self, names: StaleReferences) -> bool:
-        """Put upstream's function back; False where someone has wrapped ours in the meantime.
+        """Put upstream's function back; return False if someone has wrapped ours in the meantime.
 
         In that case ours stays below theirs as an inert layer that only passes calls on.
         """
@@ -265,7 +265,7 @@ class PatchPoint:
 
     @property
     def leftover(self) -> str | None:
-        """Say what is left of us where no patch is on, as the end of a sentence; or None."""
+        """Words for what is left of us when no patch is on, as the end of a sentence; or None."""
         if self.is_installed:
             return None
         found, address = namespace(self.owner).get(self.name), self.target.address
@@ -287,10 +287,11 @@ def open_patch_point(target: Target, body: Body) -> PatchPoint:
     """Return a site for the live function, with nothing installed yet.
 
     Args:
-        body: what upstream's source says there.
+        target: any target that leads to the function.
+        body: the function's body in upstream's source.
 
     Raises:
-        Conflict: what stands there was not compiled from that source.
+        Conflict: the live function was not compiled from that source.
         AttributeError: nothing stands there.
     """
     check_patch_point(target, body)
@@ -304,11 +305,13 @@ def open_patch_point(target: Target, body: Body) -> PatchPoint:
 
 
 def check_patch_point(target: Target, body: Body) -> None:
-    """Compare the live function with the source, and make nothing: a site refers to itself, and one
-    that is dropped would hold the function until the next garbage collection.
+    """Compare the live function with the source, without making a site.
+
+    A site refers to itself, and one that is dropped would hold the function until the next garbage
+    collection.
 
     Raises:
-        Conflict: what stands there was not compiled from that source.
+        Conflict: the live function was not compiled from that source.
         AttributeError: nothing stands there.
     """
     module = sys.modules[target.module]

@@ -1,4 +1,4 @@
-"""State that each process has for itself, also where the package arrives pickled by value.
+"""Keeps state that each process has for itself, also if the package arrives pickled by value.
 
 `cloudpickle.register_pickle_by_value(megatron_idempotent)` copies functions with the globals that
 they use. A copy of a lock, of process groups or of what is patched here would be wrong in another
@@ -23,7 +23,7 @@ def of_this_process(module: str, name: str) -> Any:
 
 
 class PerProcess:
-    """A global that is pickled and copied as a reference to where it stands.
+    """Makes a global that is pickled and copied as a reference to its module and name.
 
     Example:
         class Counter(PerProcess):
@@ -41,19 +41,19 @@ class PerProcess:
 
 
 class PerProcessDict(PerProcess, dict["Any", "Any"]):
-    """A dictionary. Example: `_groups: dict[str, Any] = PerProcessDict(__name__, "_groups")`."""
+    """Is a dictionary. Example: `_groups: dict[str, Any] = PerProcessDict(__name__, "_groups")`."""
 
 
 class PerProcessSet(PerProcess, set["Any"]):
-    """A set. Example: `_seen: set[str] = PerProcessSet(__name__, "_seen")`."""
+    """Is a set. Example: `_seen: set[str] = PerProcessSet(__name__, "_seen")`."""
 
 
 class PerProcessList(PerProcess, list["Any"]):
-    """A list. Example: `windows: list[Any] = PerProcessList(__name__, "windows")`."""
+    """Is a list. Example: `windows: list[Any] = PerProcessList(__name__, "windows")`."""
 
 
 class PerProcessLock(PerProcess):
-    """A lock that a forked child finds open, even if a thread of the parent held it.
+    """Locks; a forked child finds the lock open, even if a thread of the parent held it.
 
     Example:
         _lock = PerProcessLock(__name__, "_lock")
@@ -68,16 +68,16 @@ class PerProcessLock(PerProcess):
         os.register_at_fork(after_in_child=self.renew)
 
     def renew(self) -> None:
-        """Forget who holds it."""
+        """Replace the lock by an open one."""
         self._lock = self._allocate()
 
     def acquire(self, *, timeout: float = -1) -> bool:
-        """Take it within `timeout` seconds; return whether that was possible."""
+        """Take the lock within `timeout` seconds, -1 for ever; return whether that was possible."""
         taken: bool = self._lock.acquire(timeout=timeout)
         return taken
 
     def release(self) -> None:
-        """Give it back."""
+        """Give the lock back."""
         self._lock.release()
 
     def __enter__(self) -> bool:

@@ -1,10 +1,11 @@
-"""The records of a case file in `patches/`: a hazard, its releases, its remedy, and its groups.
+"""Defines the records of a case file in `patches/`: hazard, releases, remedy, groups.
 
 A `Patch` repairs it from outside; a `Helper` names the function that the caller has to use instead,
 where no wrapper can know enough; a `Limit` only says what to keep away from.
 
-Each member of a group repairs a hazard of its own, and none breaks a program for want of another: a
-group is applied as far as it goes. But who uses what it is for meets the hazard that is left.
+Each member of a group repairs a hazard of its own, and none breaks a program if another is missing:
+a group is applied as far as it goes. But a program that relies on the group's promise then meets
+the hazard of the missing member.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def arguments(
 
 
 class PatchGroup(Record):
-    """Something that takes several patches."""
+    """Names a promise that several patches keep together."""
 
     promise: str
     """The promise that holds if all members are applied, as a sentence."""
@@ -133,7 +134,7 @@ SECTIONS = ("Symptom", "Cause", "Affects", "Upstream", "Remove when")
 
 
 class Target(Place):
-    """One function of Megatron and the wrapper that goes around it.
+    """Names one function of Megatron, and the wrapper that goes around it.
 
     Example:
         Target(
@@ -151,21 +152,24 @@ class Target(Place):
     says of the address. Any of them may be wrapped."""
 
     relies_on: tuple[str, ...] = ()
-    """Source fragments that a body nobody reviewed must contain for the wrap to be right. What else
-    it does with the same attributes, texts and names is its part: see `parts`."""
+    """Source fragments that a body nobody reviewed must contain for the wrap to be right. All
+    statements with the same attributes, texts and names are the body's part: see `parts`."""
 
     parts: Mapping[str, str] = NOTHING
     """Hash of a part (`patching.contract`) → the releases on which a person read it; by default
-    what `reviewed.txt` says of the patch. Where this is empty, as for frameworks that nobody reads
+    what `reviewed.txt` says of the patch. If this is empty, as for frameworks that nobody reads
     release by release, the fragments alone decide."""
 
     early_users: tuple[str, ...] = ()
-    """Modules that call the function while they are imported, as a decorator's maker is. One that
-    was imported before the wrapper came keeps what it made, and the report says so."""
+    """Modules that call the function while they are imported, for example to make a decorator. A
+    module that was imported before the wrapper keeps what it made, and the report says so."""
 
     def __post_init__(self) -> None:
         if not _is_address(self.address):
-            raise ValueError(f"target address {self.address!r} is not 'module:qualname'")
+            raise ValueError(
+                f"target address {self.address!r} is not 'module:qualname': write it like "
+                "'megatron.training.training:train'"
+            )
         if not self.reviewed:
             self.__dict__["reviewed"] = bodies_of(self.address)
         if self.parts and not self.relies_on:
@@ -173,24 +177,24 @@ class Target(Place):
 
 
 class Reproduction(Record):
-    """A program that shows the hazard, and its absence, on CPU ranks with the real Megatron."""
+    """Shows the hazard, and its absence, on CPU ranks with the real Megatron."""
 
     run: Callable[[], None]
-    """Module-level function, called on every rank; returns where all is well, raises where not."""
+    """Module-level function, called on every rank; it raises if the hazard is there."""
 
     repaired: Callable[[], None] | None = None
-    """The same with the helper's remedy in use; None where the patches alone repair `run`."""
+    """`run` with the helper's remedy in use; None if the patches alone repair `run`."""
 
     neighbour: Callable[[], object] | None = None
     """A right program beside the hazard, which stock runs and the patches must leave as it is.
 
-    Module-level function, called on every rank, stock and patched. It raises where stock gets the
+    Module-level function, called on every rank, stock and patched. It raises if stock gets the
     program wrong, and returns what has to be the same to the bit: bytes, numbers, strings, or lists
     of them. Each patch that can raise has one, and each helper.
     """
 
     helped: Callable[[], object] | None = None
-    """The neighbour with a helper in use; None where patches alone are the remedy."""
+    """The neighbour with a helper in use; None if patches alone are the remedy."""
 
     ranks: int
     """Number of ranks that `run` is called on."""
@@ -200,7 +204,7 @@ class Reproduction(Record):
 
 
 class Hazard(Record):
-    """One thing that goes wrong. The docstring of the declaring module is the case file."""
+    """Describes one thing that goes wrong. The declaring module's docstring is the case file."""
 
     id: str
     """Kebab-case, named for the symptom; the file has the same name with underscores."""
@@ -218,19 +222,24 @@ class Hazard(Record):
     """Public link to the upstream code, issue or pull request that shows the hazard."""
 
     reproduction: Reproduction
-    """Run by `megatron-idempotent prove`."""
+    """The programs that `megatron-idempotent prove` runs."""
 
     distribution: str = "megatron-core"
     """The package whose releases `since` and `before` speak of."""
 
     def __post_init__(self) -> None:
         if not _is_kebab(self.id):
-            raise ValueError(f"patch id {self.id!r} is not kebab-case")
+            raise ValueError(
+                f"patch id {self.id!r} is not kebab-case: write it like 'train-interval-timer'"
+            )
         if not self.upstream.startswith("https://"):
-            raise ValueError(f"patch {self.id} links nothing upstream: {self.upstream!r}")
+            raise ValueError(
+                f"patch {self.id} links nothing upstream: {self.upstream!r}; give a link that "
+                "begins with https://"
+            )
         for bound in (self.since, self.before):
             if not _is_release(bound):
-                raise ValueError(f"patch {self.id}: {bound!r} is no release like 0.12")
+                raise ValueError(f"patch {self.id}: {bound!r} is no release; give one like '0.12'")
 
     @property
     def versions(self) -> str:
@@ -257,30 +266,30 @@ class Hazard(Record):
 
 
 class Patch(Hazard):
-    """A hazard that wrappers around Megatron's functions repair."""
+    """Describes a hazard that wrappers around Megatron's functions repair."""
 
     targets: tuple[Target, ...]
     """The wrapped functions: all of them or none."""
 
     fixed_when: Callable[[Mapping[str, Body]], bool] | None = None
-    """Probe over the bodies by target address: True where upstream no longer needs the patch."""
+    """A function of the bodies by target address: True if upstream no longer needs the patch."""
 
     default: bool = True
-    """False where it was never run, for want of the hardware, or costs: applied only if named."""
+    """False for a patch that costs, or was never run, for want of hardware: on only if named."""
 
     groups: tuple[str, ...] = ()
     """Keys of `GROUPS`: the promises that this patch keeps together with others."""
 
     provides: tuple[str, ...] = ()
-    """Keys of `PROVIDED`: what library code may stand on where this patch is applied."""
+    """Keys of `PROVIDED`: facts that library code may rely on if this patch is applied."""
 
     debug: bool = False
-    """True if it only looks, so that `MEGATRON_IDEMPOTENT_CHECK=1` switches it on too."""
+    """True if the patch only looks, so that `MEGATRON_IDEMPOTENT_CHECK=1` switches it on too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.targets:
-            raise ValueError(f"patch {self.id} has no target")
+            raise ValueError(f"patch {self.id} has no target: give targets=(Target(…),)")
         for target in self.targets:
             if target.relies_on and not target.parts:
                 target.__dict__["parts"] = parts_of(target.address, self.id)
@@ -300,7 +309,7 @@ class Patch(Hazard):
 
 
 class Helper(Hazard):
-    """A hazard that only the caller can avoid, by calling a function of this package."""
+    """Describes a hazard that only the caller can avoid, by calling a function of this package."""
 
     call: str
     """Name of the function in `megatron_idempotent`, such as `ensure_params_synced`."""
@@ -322,11 +331,11 @@ class Helper(Hazard):
 
 
 class Limit(Hazard):
-    """A hazard that nothing here repairs: its case file says what to keep away from."""
+    """Describes a hazard that nothing here repairs; its case file says what to keep away from."""
 
     @property
     def answer(self) -> str:
-        """Nothing to call."""
+        """The words "documented limit", because there is nothing to call."""
         return "documented limit"
 
 

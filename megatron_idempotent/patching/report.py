@@ -1,4 +1,4 @@
-"""The report of `apply()`: a row per patch with its status and the reason."""
+"""Reports what `apply()` has done: a row per patch with its status and the reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COVERED: frozenset[str] = frozenset({"applied", "already_applied", "pending_impo
 
 
 class Row(Record):
-    """The outcome of one patch.
+    """Holds the outcome of one patch.
 
     Example:
         Row(id="grad-scale-func", status="applied", reason="body reviewed on 0.19.0 to 0.19.2",
@@ -41,9 +41,9 @@ class Row(Record):
     status: Status
     reason: str
     version: str | None
-    """Installed version of the distribution that the patch belongs to; None where absent."""
+    """Installed version of the distribution that the patch belongs to; None if there is none."""
     targets: tuple[str, ...]
-    """`module:qualname` of everything the patch wraps."""
+    """`module:qualname` of every function that the patch wraps."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -51,7 +51,7 @@ class Row(Record):
 
 
 class Report:
-    """One row per known patch, in order of id.
+    """Holds one row per known patch, in order of id.
 
     Example:
         for row in megatron_idempotent.apply():
@@ -97,8 +97,9 @@ class Report:
 
     @property
     def incomplete(self) -> tuple[str, ...]:
-        """A sentence for each group of patches of which a part is refused or excluded: what is
-        missing, what that means, and what to do without it.
+        """A sentence for each group of patches of which a part is refused or excluded.
+
+        It says which patch is missing, what that means, and what to do without it.
         """
         from .catalog import patches
         from .record import incomplete

@@ -1,8 +1,8 @@
 """Reads `reviewed.txt`, which lists the bodies of upstream's functions that a person has read.
 
-One file for all patches, so that a new release of Megatron touches this file and no case file. A
-line names a function, and the lines below it the hashes of its bodies with their releases. A body
-that was read is known to every patch that wraps the function; a part belongs to one patch.
+It is one file for all patches, so that a new release of Megatron touches this file and no case
+file. A line names a function, and the lines below it the hashes of its bodies with their releases.
+A body that was read is known to every patch that wraps the function; a part belongs to one patch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PART = "part"
 
 
 class Reviewed:
-    """The contents of the file.
+    """Holds the contents of `reviewed.txt`.
 
     Example:
         Reviewed(["m:f", "  0123456789ab 0.12.0 to 0.13.1"]).bodies["m:f"]
@@ -46,7 +46,7 @@ class Reviewed:
                 self.bodies.setdefault(address, {})[name] = label
 
     def lines(self) -> list[str]:
-        """Returns the lines that say the same, functions in alphabetical order."""
+        """Returns the contents as lines of the file, functions in alphabetical order."""
         found = [*_HEAD]
         for address in sorted({*self.bodies, *(address for address, _ in self.parts)}):
             found.append(address)
@@ -78,10 +78,10 @@ def reviewed() -> Reviewed:
 
 
 def bodies_of(address: str) -> Mapping[str, str]:
-    """Hash of a body → its releases, for a function of upstream."""
+    """Returns hash of a body → its releases, for a function of upstream."""
     return reviewed().bodies.get(address, NOTHING)
 
 
 def parts_of(address: str, patch_id: str) -> Mapping[str, str]:
-    """Hash of a part → its releases, for what a patch relies on in a function."""
+    """Returns hash of a part → its releases, for one patch's part of a function of upstream."""
     return reviewed().parts.get((address, patch_id), NOTHING)

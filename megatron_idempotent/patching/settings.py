@@ -1,4 +1,4 @@
-"""The environment's say in what is applied. Read by `apply()` only, never at import.
+"""Reads from the environment which patches are applied: in `apply()` only, never at import.
 
 An operator who sets these cannot edit the program, so they win over its arguments.
 """
@@ -23,7 +23,7 @@ VARIABLES = {
     f"{SWITCH}_REPORT": "file for the report, with {rank} filled in",
     f"{SWITCH}_STRICT": "1 makes a problem an error",
 }
-"""The one table of what `apply()` reads."""
+"""The variables that `apply()` reads; there is no other table of them."""
 _ELSEWHERE = frozenset(
     f"{SWITCH}_{name}"
     for name in (
@@ -37,14 +37,14 @@ _TRUE, _FALSE = frozenset({"1", "true", "on", "yes"}), frozenset({"0", "false", 
 
 
 class Settings(Record):
-    """`MEGATRON_IDEMPOTENT` and its companions, checked."""
+    """Holds the values of `MEGATRON_IDEMPOTENT` and its companions, checked."""
 
     enabled: bool
     """`MEGATRON_IDEMPOTENT=0` turns every patch off."""
     disable: frozenset[str]
-    """`MEGATRON_IDEMPOTENT_DISABLE=id,…`: these never."""
+    """`MEGATRON_IDEMPOTENT_DISABLE=id,…`: patches that are never applied."""
     only: frozenset[str] | None
-    """`MEGATRON_IDEMPOTENT_ONLY=id,…`: none but these; None where unset or blank."""
+    """`MEGATRON_IDEMPOTENT_ONLY=id,…`: the only patches to apply; None if unset or blank."""
     strict: bool
     """`MEGATRON_IDEMPOTENT_STRICT=1`: a problem raises instead of being recorded."""
     debug: bool
@@ -55,16 +55,16 @@ class Settings(Record):
     report_path: str | None
     """`MEGATRON_IDEMPOTENT_REPORT=path.json`: where the report is written, `{rank}` filled in."""
     unknown: tuple[str, ...]
-    """Sentences about variables that begin like these and are none: misspelt, as a rule."""
+    """Sentences about variables that begin like these and mean nothing, as misspelt ones do."""
 
 
 def read(known: Iterable[str], environ: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings in `environ`; None for those of this process.
+    """Return the settings in `environ`; None reads this process's environment.
 
     Raises:
-        UnknownPatchError: an id that no case file has.
-        ValueError: a switch that is neither on nor off, a list for `_ONLY` that names nothing, or
-            something for `_REBIND` that is no package.
+        UnknownPatchError: no case file has an id.
+        ValueError: a switch is neither on nor off, the list of `_ONLY` names nothing, or a name of
+            `_REBIND` is no package.
     """
     # Not a default of the argument, which goes along where this is pickled by value.
     environ = os.environ if environ is None else environ
@@ -86,7 +86,7 @@ def check_ids(ids: Iterable[str], source: str, known: Iterable[str]) -> frozense
 
     Raises:
         TypeError: `ids` is one string, or holds something that is not a string.
-        UnknownPatchError: an id that is not in `known`; the message has the nearest ones.
+        UnknownPatchError: an id is not in `known`; the message has the nearest ones.
     """
     if isinstance(ids, str):
         raise TypeError(f"{source} takes several ids, got the string {ids!r}: write [{ids!r}]")

@@ -1,9 +1,9 @@
-"""Reads upstream's source without importing it: what a function's body says.
+"""Reads the bodies of upstream's functions from its source, without importing it.
 
 A body is known by a hash over its syntax tree. Left out are docstrings, comments, formatting,
 annotations, decorators that only watch, and the fields that differ between Python versions: the
-same code has the same hash everywhere.
-Imported when the first body is read: `apply()` before Megatron's import needs none of this.
+same code has the same hash everywhere. This module is imported when the first body is read, because
+`apply()` before Megatron's import needs none of it.
 
 `computed` takes the place of `functools.cached_property`. That has a lock before Python 3.12, and a
 class with one does not pickle by value, which is how Ray's users send a package that workers lack.
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 class computed(Generic[_T]):
-    """A property whose value is kept in the instance's `__dict__`.
+    """Makes a property whose value is kept in the instance's `__dict__`.
 
     Two threads that ask at the same time may both compute it.
 
@@ -65,7 +65,7 @@ def locate(module: str) -> Path | None:
 
 
 class Body:
-    """The syntax tree of one function, with the questions that patches ask of it.
+    """Answers the questions of patches about one function, from its syntax tree.
 
     Example:
         body = read_body(Path("training.py"), "train")
@@ -75,7 +75,7 @@ class Body:
     def __init__(self, tree: ast.FunctionDef | ast.AsyncFunctionDef, module: str) -> None:
         self.tree = tree
         self.module = module
-        """The source of the module that it is from."""
+        """The source of the module that the function is from."""
 
     @computed
     def hash(self) -> str:
@@ -105,8 +105,9 @@ class Body:
         return ast.unparse(bare)
 
     def contains(self, fragment: str, *, outside_loops: bool = False) -> bool:
-        """Returns whether the body has an expression or statement with the code of `fragment`,
-        formatting aside; with `outside_loops`, in no `for` or `while` of it.
+        """Returns whether the body has an expression or statement with the code of `fragment`.
+
+        Formatting does not count; with `outside_loops` code in a `for` or `while` does not, either.
         """
         (wanted,) = ast.parse(fragment).body
         node: ast.AST = wanted.value if isinstance(wanted, ast.Expr) else wanted
@@ -214,7 +215,7 @@ def _definition(
 
 
 def digest(text: str) -> str:
-    """Twelve hexadecimal digits."""
+    """Returns the first twelve hexadecimal digits of a text's SHA-256."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -252,6 +253,7 @@ def canonical(
 
 
 def without_docstring(statements: list[ast.stmt]) -> list[ast.stmt]:
+    """Returns the statements of a body without its docstring."""
     if statements and isinstance(statements[0], ast.Expr):
         value = statements[0].value
         if isinstance(value, ast.Constant) and isinstance(value.value, str):

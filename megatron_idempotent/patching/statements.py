@@ -1,4 +1,4 @@
-"""Show what is new in a body, without the text of the accepted one: by hashes of its statements.
+"""Shows what is new in a body, without the text of the accepted one: by hashes of its statements.
 
 `accepted.txt`, which `megatron-idempotent drift --accept` writes, has a line for every body that a
 person read: its hash, then four characters for each of its statements.
@@ -28,19 +28,16 @@ _OPENS = {"orelse": "else:", "finalbody": "finally:"}
 
 
 class Statement(NamedTuple):
-    """One statement, or the header of a compound one."""
+    """Holds one statement, or the header of a compound one."""
 
     hash: str
-    """Four characters; the depth of its block is part of what they stand for."""
+    """Four characters of a hash over the statement and the depth of its block."""
     text: str
     """The statement as Python would format it, indented."""
 
 
 def statements(body: Body) -> list[Statement]:
-    """Return the body's statements in order.
-
-    Decorators that do something, its signature, the rest.
-    """
+    """Return the body's statements in order: decorators that do something, signature, the rest."""
     tree = body.tree
     decorators = [each for each in tree.decorator_list if not watches(each)]
     kind = type(tree).__name__
@@ -59,7 +56,7 @@ def accepted_lines(bodies: Iterable[Body]) -> list[str]:
 
 @cache
 def accepted() -> Mapping[str, tuple[str, ...]]:
-    """Hash of a body → the hashes of its statements, for all that were shipped."""
+    """Return hash of a body → the hashes of its statements, for all bodies in `accepted.txt`."""
     lines = ACCEPTED.read_text(encoding="ascii").splitlines()
     return {
         name: tuple(hashes[i : i + _DIGITS] for i in range(0, len(hashes), _DIGITS))
@@ -68,25 +65,28 @@ def accepted() -> Mapping[str, tuple[str, ...]]:
 
 
 class Change(NamedTuple):
-    """The difference between a body and the nearest of those that were read."""
+    """Holds the difference between a body and the nearest of those that were read."""
 
     label: str
-    """The releases of that body."""
+    """The releases of the nearest body."""
     lines: tuple[str, ...]
     """The lines of a diff: `+` and a new statement, `-` and how many statements are gone, and
     statements that stayed; `@@` between parts."""
     new: int
+    """The number of new statements."""
     gone: int
+    """The number of statements that are gone."""
 
 
 def change(body: Body, reviewed: Mapping[str, str]) -> Change | None:
     """Compare a body with the nearest one that was read.
 
     Args:
+        body: the body that nobody has read.
         reviewed: hash of a body → its releases, of one target.
 
     Returns:
-        None where none of those is in `accepted.txt`.
+        The difference; None if none of the reviewed bodies is in `accepted.txt`.
     """
     mine = statements(body)
     hashes = [each.hash for each in mine]

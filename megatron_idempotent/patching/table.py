@@ -1,4 +1,4 @@
-"""Plain-text tables, for terminals and for pipes."""
+"""Lays out plain-text tables, for terminals and for pipes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal that standard output is, or None where it is none."""
+    """Return the columns of standard output's terminal; None if it is no terminal."""
     if sys.stdout is None or not sys.stdout.isatty():
         return None
     return shutil.get_terminal_size().columns
 
 
 def wrapped(text: str, width: int | None) -> list[str]:
-    """Break a text into lines at spaces, so that names stay whole; one line where width is None."""
+    """Break a text into lines at spaces, so that names stay whole; one line if width is None."""
     text = " ".join(text.split())
     if width is None:
         return [text]
@@ -28,9 +28,9 @@ def render(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
 
     Args:
         header: the first row; empty for none.
-        rows: as many cells each.
-        width: at which the last column wraps. None asks the terminal, and where standard output
-            goes into a file or a pipe nothing wraps: a row is a line.
+        rows: rows of as many cells as the header has.
+        width: columns at which the last cell wraps. None asks the terminal; if standard output goes
+            into a file or a pipe nothing wraps, and a row is a line.
     """
     width = width or terminal_width()
     cells = [tuple(row) for row in (header, *rows) if row]

@@ -1,4 +1,4 @@
-"""Source that is not on the path: a checkout, an unpacked wheel, a wheel.
+"""Reads source that is not on the path: of a checkout, an unpacked wheel, a wheel.
 
 It is Megatron's, or that of a framework that carries copies of its code. Nothing is imported,
 installed or unpacked. A release is told from a development commit by its contents.
@@ -21,11 +21,11 @@ INFO = "megatron.core.package_info"
 
 
 class SourceTree:
-    """The modules of one Megatron or framework, read from a folder or a wheel.
+    """Reads the modules of one Megatron or framework from a folder or a wheel.
 
     Args:
         path: a folder that holds `megatron/`, `slime/` or the like, or a `.whl` file.
-        patches: those that may have targets in it.
+        patches: patches by id, which may have targets in it.
 
     Raises:
         ValueError: no patch has a target in it, or Megatron's version cannot be read.
@@ -62,7 +62,7 @@ class SourceTree:
             )
 
     def text(self, module: str) -> str | None:
-        """Return the module's source, or None where it is not in the tree."""
+        """Return the module's source, or None if it is not in the tree."""
         stem = module.replace(".", "/")
         for name in (f"{stem}.py", f"{stem}/__init__.py"):
             if self._wheel is not None:
@@ -73,7 +73,7 @@ class SourceTree:
         return None
 
     def body(self, module: str, qualname: str) -> Body | None:
-        """Return the body of a function, or None where the tree lacks it.
+        """Return the body of a function, or None if the tree lacks it.
 
         Raises:
             SyntaxError: this Python cannot parse the module.
@@ -105,21 +105,21 @@ class SourceTree:
 
 
 class Contents(NamedTuple):
-    """The functions of the installed Megatron that patches wrap."""
+    """Counts the functions of the installed Megatron that patches wrap."""
 
     version: str
-    """The version that it claims."""
+    """The version that the installed Megatron claims to be."""
     functions: int
-    """The number of the release's functions that it has."""
+    """The number of these functions that it has."""
     others: int
-    """The number whose body is not that release's."""
+    """The number of them whose body is not the claimed release's."""
 
 
 def contents(patches: Iterable[Patch]) -> Contents | None:
     """Compare what is installed with the release that it says it is.
 
     Returns:
-        None where no Megatron is installed.
+        The counts; None if no Megatron is installed.
     """
     version = versions.installed(MEGATRON)
     if version is None:
@@ -139,7 +139,7 @@ def contents(patches: Iterable[Patch]) -> Contents | None:
 
 
 def _holds(label: str, version: versions.Installed) -> bool:
-    """Tell if a release is one of a body's, which are written like `0.12.0 to 0.15.3`."""
+    """Tell if a body's label, such as `0.12.0 to 0.15.3`, has the version."""
     first, _, last = label.partition(" to ")
     since, until = versions.numbers(first), versions.numbers(last or first)
     # A later patch release of a line has what the last one that was read has.

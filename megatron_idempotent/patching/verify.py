@@ -1,4 +1,4 @@
-"""Check that the patches are still in place, and the same on every rank."""
+"""Checks that the patches are still in place, and the same on every rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .report import PROBLEMS, Report, Row
 
 
 def verify(group: Any = None) -> Report:
-    """Check the patches of this process and, where a process group is up, of all its ranks.
+    """Check the patches of this process and, if a process group is up, of all its ranks.
 
     Half-patched ranks hang in collectives, long after the cause. Call this once after
     initialisation, on every rank of `group`: it gathers a digest of (id, status, upstream version,
-    upstream body, our code) over them, and raises on all of them where it raises on one.
+    upstream body, our code) over them, and raises on all of them if it raises on one.
 
     Args:
         group: a `torch.distributed` process group; None means the default one. Without an
@@ -28,8 +28,8 @@ def verify(group: Any = None) -> Report:
         The report of this process.
 
     Raises:
-        VerificationError: a patched function was replaced, or ranks differ; names which.
-        PatchError: in strict mode, where a patch of this process has a problem.
+        VerificationError: a patched function was replaced, or ranks differ; the message names them.
+        PatchError: in strict mode, if a patch of this process has a problem.
     """
     failure: PatchError | VerificationError | None = None
     try:

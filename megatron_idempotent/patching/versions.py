@@ -22,16 +22,16 @@ _PACKAGE_INFO = {"megatron-core": "megatron.core.package_info"}
 
 
 class Installed(Record):
-    """A distribution's version."""
+    """Holds a distribution's version."""
 
     text: str
     """The version as the distribution writes it, such as `0.17.0rc0`."""
     release: tuple[int, ...]
-    """The release it belongs to or leads to, such as (0, 17, 0)."""
+    """The release that the version belongs to or leads to, such as (0, 17, 0)."""
 
 
 def installed(distribution: str) -> Installed | None:
-    """Returns what `import` would find, or None if the distribution or its version is not there."""
+    """Returns the version of what `import` would find; None if there is none, or it has none."""
     info = _PACKAGE_INFO.get(distribution)
     if info is None:
         return _from_metadata(distribution)
@@ -49,7 +49,7 @@ UNKNOWN = Installed(text="unknown", release=())
 
 
 def absence(distribution: str) -> str:
-    """Why `installed` says None."""
+    """Say why `installed` returns None, as a clause."""
     info = _PACKAGE_INFO.get(distribution)
     path = None if info is None else find(info)
     if path is None:

@@ -1,4 +1,4 @@
-"""`PerProcess` for weak keys, in a file of its own because importing weakref takes time."""
+"""Makes `PerProcess` with weak keys, in a file of its own because importing weakref takes time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _V = TypeVar("_V")
 
 
 class PerProcessWeakKeys(PerProcess, WeakKeyDictionary[_K, _V]):
-    """Values of objects that live elsewhere.
+    """Maps objects, which it does not keep alive, to values.
 
     Example: `_order: WeakKeyDictionary[Any, int] = PerProcessWeakKeys(__name__, "_order")`.
     """

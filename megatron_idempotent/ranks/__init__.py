@@ -1,1 +1,1 @@
-"""Agreement between ranks before anything depends on what one of them found."""
+"""Lets ranks agree before anything depends on what one of them found."""

@@ -1,4 +1,4 @@
-"""All ranks learn whether any of them failed, before anything depends on the answer.
+"""Tells all ranks whether any of them failed, before anything depends on the answer.
 
 The agreement runs on gloo groups of its own, over the host: it never waits for the GPU, it has a
 deadline, and it still works where NCCL or a pipeline message is stuck. Once ranks can no longer
@@ -40,10 +40,10 @@ _session = _Session(__name__, "_session")
 
 
 class WindowAborted(RuntimeError):
-    """One or more ranks failed and all ranks stopped; nothing is left over, the next window works.
+    """Says that ranks failed, and that all ranks stopped; the message says what is left to do.
 
     `failures` maps global ranks to what happened there. On those ranks the original error is the
-    `__cause__`, and the message begins with it: `rank` is the global rank of this process, None
+    `__cause__`, and the message begins with it. `rank` is the global rank of this process, None
     without process groups.
     """
 
@@ -66,21 +66,24 @@ class WindowAborted(RuntimeError):
 
 
 class SessionPoisoned(RuntimeError):
-    """Ranks left a window at different points; this process may run no further guarded window."""
+    """Says that ranks left a window at different points; no rank may run another guarded window.
+
+    `rebuild_process_groups()` or a restart of the processes lifts that.
+    """
 
 
 def agree(error: BaseException | None = None, *, deadline_s: float = DEADLINE_S) -> None:
-    """Raise on all ranks where any rank brings an error; call it before a schedule starts.
+    """Raise on all ranks if any rank brings an error; call it before a schedule starts.
 
     All ranks of the default group take part: one all-reduce of one number, on the host. The first
     call with a given deadline also creates its group.
 
     Args:
-        error: what went wrong on this rank, such as a bad batch; None where nothing did.
+        error: the failure of this rank, such as a bad batch; None if there is none.
         deadline_s: how long to wait for the slowest rank, in seconds.
 
     Raises:
-        WindowAborted: some rank failed. Nothing was sent, so any rank may go on.
+        WindowAborted: some rank failed. No rank has started the window, so all may go on.
         SessionPoisoned: the ranks cannot agree within the deadline, or could not before.
 
     Example:
@@ -98,9 +101,12 @@ def agree(error: BaseException | None = None, *, deadline_s: float = DEADLINE_S)
 
 
 def exchange(failure: str | None, deadline_s: float, group: Any = None) -> dict[int, str]:
-    """Return all ranks' failures by global rank. Costs one all-reduce where there are none.
+    """Return all ranks' failures by global rank. A collective: one all-reduce if there are none.
 
     `group` is a gloo group with that deadline, None for the one of all ranks.
+
+    Raises:
+        SessionPoisoned: a rank did not come within `deadline_s`.
     """
     if not dist.is_initialized():
         return {} if failure is None else {0: failure}
@@ -120,7 +126,10 @@ def exchange(failure: str | None, deadline_s: float, group: Any = None) -> dict[
 
 
 def control_group(deadline_s: float) -> Any:
-    """Return the gloo group over all ranks whose operations time out after `deadline_s`."""
+    """Return the gloo group over all ranks whose operations time out after `deadline_s`.
+
+    The first call for a deadline is a collective over all ranks.
+    """
     world = dist.group.WORLD
     made_under, group = _control.get(("all", deadline_s), (None, None))
     if made_under is not world:
@@ -131,7 +140,7 @@ def control_group(deadline_s: float) -> Any:
 
 
 def compare(what: str, group: Any) -> list[str]:
-    """Gathers a string from each rank of a gloo group; empty if one did not come in time."""
+    """Return a string from each rank of a gloo group; empty if one did not come in time."""
     told: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(told, what, group=group)
@@ -152,7 +161,7 @@ def lockstep_group() -> Any:
 
 
 def shared_group(name: str, key: object, deadline_s: float) -> Any:
-    """Return the gloo group over all ranks with an equal key, made once per name and deadline.
+    """Return the gloo group over all ranks that give the same key, made once per name and deadline.
 
     The first call is a collective over all ranks, like that of `control_group`.
     """
@@ -171,7 +180,7 @@ def shared_group(name: str, key: object, deadline_s: float) -> Any:
 
 
 def poison(reason: str) -> SessionPoisoned:
-    """Refuse all further windows of this process; the error to raise."""
+    """Refuse all further windows of this process, and return the error to raise."""
     first = _heard_of()
     if _session.poisoned is None:
         _session.poisoned = reason
@@ -186,7 +195,7 @@ def is_poisoned() -> bool:
 
 
 def refuse_if_poisoned() -> None:
-    """Raise where an earlier window of this process could not be finished."""
+    """Raise `SessionPoisoned` if an earlier window of this process could not be finished."""
     if _session.poisoned is not None:
         raise SessionPoisoned(
             f"an earlier window was left half-way: {_session.poisoned}. {_remedy()}"
@@ -194,7 +203,7 @@ def refuse_if_poisoned() -> None:
 
 
 def forget() -> None:
-    """Destroy this module's groups and lift the poison; all ranks, as part of a rebuild."""
+    """Destroy this module's groups and lift the poison; all ranks call it, in a rebuild."""
     for made_under, group in _control.values():
         if made_under is dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -204,7 +213,7 @@ def forget() -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message, as a traceback ends."""
+    """Return type and message of an error, as the last line of a traceback has them."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
@@ -223,7 +232,7 @@ def _tell(reason: str) -> None:
 
 
 def _heard_of() -> str | None:
-    """Why the first rank poisoned its session, where that is known."""
+    """Return the first rank that poisoned its session, and why; None if that is not known."""
     with contextlib.suppress(RuntimeError, ValueError):
         store = distributed_c10d._get_default_store()
         if store.check([_key()]):
@@ -237,10 +246,10 @@ def _key() -> str:
 
 @contextmanager
 def collective_timeout(groups: Sequence[Any], timeout_s: float) -> Iterator[None]:
-    """Have operations of these process groups end after `timeout_s`, where gloo carries them.
+    """Have gloo's operations in these process groups end after `timeout_s` in the block.
 
-    NCCL's are ended by its watchdog, after the timeout that the groups were made with, and end the
-    process: nothing is changed for them.
+    It changes nothing for NCCL, whose watchdog ends operations, and the process, after the timeout
+    that a group was made with.
     """
     changed = []
     timeout = datetime.timedelta(seconds=timeout_s)

@@ -1,4 +1,5 @@
-"""One optimizer step in any number of pieces: `TrainStep` on Megatron, `FSDPTrainStep` on FSDP2.
+"""Runs one optimizer step in pieces: `TrainStep` on Megatron, `FSDPTrainStep` on FSDP2.
 
-Data flows records → batch → lifecycle → a backend (`megatron`, `fsdp`), and back as a result.
+A batch flows through `lifecycle`, `open_step`, `share` and `rounds` into a backend (`megatron`,
+`fsdp`), and back as a `Receipt`; the step ends in a `StepResult`.
 """

@@ -1,4 +1,4 @@
-"""The protocol of a training engine on which a step can be split."""
+"""Defines `Backend`, which a split step calls for all that Megatron and FSDP2 do differently."""
 
 from __future__ import annotations
 
@@ -22,36 +22,37 @@ class Update:
     """
 
     skipped: str | None
-    """Why no parameter was updated; None where they were."""
+    """The reason for which no parameter was updated; None if they were."""
     grad_norm: float | None
+    """Norm of the gradients before clipping; None where it was not computed."""
 
 
 class Backend(Protocol):
-    """A model, its optimizer and its schedule on this rank. Methods are called in this order."""
+    """Runs a model, its optimizer and its scheduler on this rank; a step calls it in this order."""
 
     @property
     def replica(self) -> int:
-        """Data-parallel rank; ranks of one replica are given the same batches."""
+        """The data-parallel rank of this process; ranks of one replica get the same batches."""
 
     @property
     def is_reporting_rank(self) -> bool:
-        """True on the one rank of a replica that counts for it."""
+        """True on the one rank of a replica that reports what is valid in its batches."""
 
     @property
     def has_losses(self) -> bool:
-        """True on that rank, and on the others whose losses are of other positions."""
+        """True on the reporting rank, and on ranks that compute the loss of other positions."""
 
     @property
     def device(self) -> Any:
-        """The device for microbatches that this rank makes up because it has none."""
+        """The device of the parameters, on which dummy microbatches are made."""
 
     @property
     def must_agree(self) -> Mapping[str, Any]:
-        """Settings that are the same on all ranks in a step that is right, by name."""
+        """Settings by name; where they differ between ranks, the step fails on all of them."""
 
     @property
     def replicas(self) -> int:
-        """Data-parallel ranks."""
+        """The number of data-parallel ranks."""
 
     @property
     def lowers_scale(self) -> bool:
@@ -59,96 +60,102 @@ class Backend(Protocol):
 
     @property
     def narrow(self) -> bool:
-        """True if gradients of sums over a whole step may leave the range of their type."""
+        """True if gradients of a loss that is summed over a whole step may overflow their type."""
 
     @property
     def alignment(self) -> TokenAlignment:
-        """Multiples of tokens that packs are padded to. `ValueError` where none are known."""
+        """Multiples of tokens that packs are padded to. `ValueError` where they are not known."""
 
     @property
     def microbatch_multiple(self) -> int:
-        """The number of microbatches in a call is a multiple of it."""
+        """The number whose multiples a call takes as its number of microbatches; 1 for any."""
 
     @property
     def attention(self) -> float:
-        """Work of a token for each token of its sequence, where a token costs 1 besides."""
+        """Work that a token adds for each token of its sequence; its other work counts as 1."""
 
     @property
     def partially_updated(self) -> bool:
-        """True if parameters may be half updated, without a copy to go back to."""
+        """True if parameters may be half updated, and there is no copy to go back to."""
 
     def accept_loss(self, loss: StepLoss) -> None:
-        """Raise `ValueError` where the model has losses that this one does not weigh."""
+        """Raise `ValueError` if the loss lacks a weight for auxiliary losses that the model has."""
 
     def open(self) -> None:
         """Zero gradients, switch to training, and remember what `restore` puts back."""
 
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
-        """Raise `ValueError` where microbatches cannot be run so; nothing has happened yet."""
+        """Raise `ValueError` if microbatches, a list for each call, cannot run; change nothing."""
 
     def lockstep_group(self) -> tuple[bool, Any]:
-        """Returns whether ranks meet inside of a microbatch, and the gloo group of those that do.
+        """Return whether ranks meet inside of a microbatch, and the gloo group of those that do.
 
         The group is None if it has all ranks. The first call is a collective of all ranks.
         """
 
     def divide_losses(self, shift: int) -> None:
-        """Divide losses by 2 ** shift until the update, and the gradients that are there already.
+        """Have later losses of the step, and the gradients so far, divided by 2 ** shift.
 
-        Only where gradients are `narrow`. The update multiplies with it.
+        Called only where gradients are `narrow`. The update multiplies by 2 ** shift again.
         """
 
     def run(
         self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
     ) -> list[Reported]:
-        """Forward and backward, with the loss not normalised; what it returned for each microbatch.
+        """Run forward and backward, with the loss not normalised; return what it reported.
 
-        With `reduce`, reductions start as they would in the last microbatch of a one-shot step.
-        Nothing of `ghosts` may reach a gradient. Raises `LocalFailure` for a failure on this rank
-        after which it did all that other ranks wait for, and `WindowAborted` for one that all know.
+        There is an item per microbatch on ranks that have the loss. With `reduce`, reductions
+        start as they would in the last microbatch of a one-shot step. With `ghosts` the
+        microbatches are dummies, of which nothing may reach a gradient. Raises `LocalFailure` for a
+        failure on this rank after which it did all that other ranks wait for, and `WindowAborted`
+        for one that all know.
         """
 
     def check_ready(self, increment: int | None) -> None:
-        """Raise `RuntimeError` where gradients could not be finalized; starts no collective.
+        """Raise `RuntimeError` if gradients could not be finalized; start no collective.
 
-        Raise `ValueError` where the scheduler needs a batch size to advance by, and got none.
+        Raise `ValueError` if the scheduler needs a batch size to advance by, and `increment` is
+        None.
         """
 
     def join(self, *, wait: bool = True) -> None:
-        """Take part in what peers start in a forward, if this rank had none; wait for its end."""
+        """Take part in gathers that peers start in a forward, if this rank has run none.
+
+        With `wait`, return when the gathers have ended.
+        """
 
     def check_gradients(self) -> None:
-        """Raise where a gradient would be refused in the reduction."""
+        """Raise here for a gradient that the reduction would refuse while peers wait in it."""
 
     def update(
         self, totals: Totals, local: float, increment: int | None, timeout_s: float
     ) -> Update:
         """Reduce and finalize once, divide, step the optimizer and the scheduler.
 
-        `local` is this replica's part of the normalizer, if that is counted. All ranks take part;
-        none waits longer than `timeout_s` in a collective, where that can be had. Raises
-        `RuntimeError` on all ranks where the norm is not finite and that is to be refused; nothing
-        is updated then.
+        `local` is this replica's part of the normalizer, where that counts tokens or sequences. All
+        ranks take part; none waits longer than `timeout_s` in a collective whose backend has
+        timeouts. Raises `RuntimeError` on all ranks if the norm is not finite and the step refuses
+        that; then nothing is updated.
         """
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the update; `restore` puts back what it was."""
 
     def rates(self) -> tuple[float, float] | None:
-        """Learning rate and weight decay as they are now; None where nothing is trained here."""
+        """Return learning rate and weight decay; None if this rank trains no parameter."""
 
     def skip(self) -> None:
-        """Drop the gradients of a step that has nothing valid; parameters stay."""
+        """Drop the gradients of a step that is not to update; parameters stay."""
 
     def close(self) -> None:
-        """The step has ended with a result: forget what `restore` would put back."""
+        """Forget what `restore` would put back, because the step has ended with a result."""
 
     def restore(self) -> None:
-        """Drop the gradients, and put back what `open` found; nothing where that was refused."""
+        """Drop the gradients, and put back what `open` found; do nothing if it was refused."""
 
 
 def no_way_back(step_id: str, what: str) -> RuntimeError:
-    """Makes the error of a call that comes after all ranks have updated; `finish` alone may."""
+    """Makes the error for a call other than `finish` after all ranks have updated."""
     return RuntimeError(
         f"{what}(): all ranks have updated in step {step_id!r}; finish() it again for its result"
     )

@@ -1,4 +1,4 @@
-"""Puts sequences into bins of at most so many tokens: few of them, and of even work.
+"""Puts sequences into few bins of even work, each within a budget of tokens.
 
 Legend: n sequences, k bins.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from megatron_idempotent.fp8.packing import TokenAlignment
 
 Bins = tuple[tuple[int, ...], ...]
-"""Indices of the sequences of each bin, in their order; the bin with most work comes first."""
+"""The indices of each bin's sequences, in rising order; the bin with most work comes first."""
 
 NO_ALIGNMENT = TokenAlignment(sequence=1, pack=1)
 
@@ -26,26 +26,27 @@ def bin_sequences(
     multiple: int = 1,
     attention: float = 0.0,
 ) -> Bins:
-    """Put sequences into as few bins of at most `max_tokens` as are found, with even work.
+    """Put sequences into few bins of at most `max_tokens` each, with even work.
 
     The same lengths give the same bins on every rank and machine. Ranks that meet in each
-    microbatch first agree on the largest of their numbers of bins, and ask for that many: the bin
-    with most work comes first, so that those of all ranks are alike at each turn.
+    microbatch agree on the largest of their numbers of bins, and call again with it as `bins`. The
+    bin with most work comes first, so that ranks have about the same work in each microbatch.
 
     Args:
         lengths: [n], tokens of each sequence, without padding.
         max_tokens: the most that a bin may hold, padding included.
         alignment: what sequences and packs are padded to, as `token_alignment` says.
         bins: the least number of bins; some are empty where there are fewer sequences.
-        multiple: the number of bins is a multiple of it, as interleaved pipelines want.
-        attention: work of a token for each token of its sequence, where a token costs 1 besides.
-            About 1 / (6 · hidden size) for a transformer; 0 to count tokens alone.
+        multiple: the number of bins is a multiple of it, as interleaved pipelines need.
+        attention: work that a token adds for each token of its sequence; its other work counts as
+            1. About 1 / (6 · hidden size) for a transformer; 0 to count tokens alone.
 
     Returns:
-        Indices of the sequences of each bin; none without sequences, unless `bins` asks for them.
+        The indices of each bin's sequences; no bins without sequences, unless `bins` is 2 or more.
 
     Raises:
-        ValueError: a sequence that takes more than `max_tokens`, or numbers that cannot be.
+        ValueError: a sequence takes more than `max_tokens`, a length is negative, or a number is
+            not a positive int (`bins` may be 0).
 
     Example:
         for bin in bin_sequences([len(each) for each in sequences], 4096, alignment=alignment):
@@ -83,20 +84,20 @@ def capacity_of(max_tokens: int, alignment: TokenAlignment) -> int:
     """Returns the tokens that a pack of at most `max_tokens` can have.
 
     Raises:
-        ValueError: fewer than the least pack has.
+        ValueError: `max_tokens` is less than the smallest pack takes.
     """
     capacity = max_tokens - max_tokens % alignment.pack
     if not capacity:
         raise ValueError(
             f"a budget of {max_tokens} tokens, and packs are multiples of {alignment.pack} tokens "
-            "on these ranks: give at least so many"
+            f"on these ranks: give at least {alignment.pack}"
         )
     return capacity
 
 
 def _told(index: int, length: int, size: int, max_tokens: int, capacity: int) -> str:
     if length < 0:
-        return f"sequence {index} has length {length}: 0 or more"
+        return f"sequence {index} has length {length}: give lengths of 0 or more"
     padded = f", {size} with its padding," if size != length else ""
     usable = f", of which {capacity} can be used" if capacity != max_tokens else ""
     return (
@@ -112,7 +113,7 @@ def _evenly(
     number: int,
     capacity: int,
 ) -> list[list[int]] | None:
-    """Each sequence goes where least work is, and room; None where there is no room."""
+    """Puts each sequence into the bin with least work that has room; None if no bin has room."""
     bins: list[list[int]] = [[] for _ in range(number)]
     rooms = [capacity] * number
     heap = [(0.0, place) for place in range(number)]
@@ -132,7 +133,7 @@ def _evenly(
 
 
 def _tightly(order: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Each sequence goes where the least room is left for it: close to the fewest bins."""
+    """Puts each sequence into the fullest bin that has room for it: close to the fewest bins."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
     for index in order:

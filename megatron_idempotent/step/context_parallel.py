@@ -1,7 +1,7 @@
-"""Positions of rows and packs under context parallelism: this rank's, or those of all ranks.
+"""Cuts rows and packs to one context-parallel rank's positions, and gathers those of all ranks.
 
-Upstream has a function for rows in a batch (`get_batch_on_this_cp_rank`); a loss needs its targets
-and masks cut in the same way, or the log-probs of whole sequences.
+Upstream has a function that cuts a batch of rows (`get_batch_on_this_cp_rank`); a loss needs its
+targets and masks cut in the same way, or the log-probs of whole sequences gathered.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_idempotent.logprobs.targets import context_parallel_part, context_
 
 
 def context_parallel_ranks() -> tuple[int, int]:
-    """Returns this rank in its context-parallel group, and the ranks in it; (0, 1) without."""
+    """Returns this rank's place in its context-parallel group, and its size; (0, 1) without one."""
     if not parallel_state.model_parallel_is_initialized():
         return 0, 1
     return (
@@ -25,20 +25,19 @@ def context_parallel_ranks() -> tuple[int, int]:
 def own_positions(values: Tensor, *, dim: int = 1, cu_seqlens: Tensor | None = None) -> Tensor:
     """Cut whole rows, or a whole pack, down to the positions that this rank computes.
 
-    Without context parallelism these are all. Shift targets before: the position after a piece's
-    last one is on another rank.
+    Without context parallelism these are all. Shift targets before you cut them: the position after
+    a part's last one is on another rank.
 
     Args:
         values: [B, T, …], the same on all context-parallel ranks.
         dim: the dimension of positions.
-        cu_seqlens: [n + 1], where the sequences of a pack begin and end, with padding; None for
-            rows.
+        cu_seqlens: [n + 1], the borders of a pack's n sequences, padding included; None for rows.
 
     Returns:
         [B, T / ranks, …]
 
     Raises:
-        ValueError: positions that do not go into 2 * ranks pieces.
+        ValueError: the positions are no multiple of 2 * ranks.
 
     Example:
         stats = token_logprobs(logits=output, targets=own_positions(shift_targets(tokens_BT)))
@@ -51,8 +50,8 @@ def all_positions(part: Tensor, *, dim: int = 1, cu_seqlens: Tensor | None = Non
     """Gather what `own_positions` has cut, for a loss over whole sequences. A collective.
 
     All ranks of a context-parallel group take part. In the backward each rank keeps the gradient of
-    its own positions, without a collective: what is computed of whole sequences is the same on all
-    of these ranks, and the model's gradients are summed over them.
+    its own positions, without a collective: all of these ranks compute the same loss of whole
+    sequences, and the model's gradients are summed over them.
 
     Args:
         part: [B, T / ranks, …], this rank's positions.

@@ -1,4 +1,4 @@
-"""`FSDPTrainStep`: a split step on FSDP2's `fully_shard` and torch's optimizers."""
+"""Runs a split step on FSDP2's `fully_shard` and torch's optimizers: `FSDPTrainStep`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from .totals import Totals
 
 
 class FSDPBackend:
-    """This rank's model, optimizer and scheduler; see `Backend` for what the methods do."""
+    """Implements `Backend` on this rank's FSDP2 model, torch optimizer and scheduler."""
 
     def __init__(
         self,
@@ -160,10 +160,10 @@ class FSDPBackend:
         self._model.train()
 
     def accept_loss(self, loss: StepLoss) -> None:
-        """Models here add no loss of their own that the step could weigh."""
+        """Accept any loss, because models here add none of their own that it had to weigh."""
 
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
-        """Microbatches of any shape are run, if `forward` keeps the sequences of packs apart."""
+        """Accept any shapes, but packs only with a `forward` that keeps their sequences apart."""
         packed = any(piece.segments is not None for pieces in lists for piece in pieces)
         if packed and self._forward is tokens_forward:
             raise ValueError(
@@ -176,7 +176,7 @@ class FSDPBackend:
         return True, None  # every layer's parameters are gathered from all ranks
 
     def divide_losses(self, shift: int) -> None:
-        """Nothing: gradients are not narrow."""
+        """Do nothing: gradients are not `narrow`."""
 
     def run(
         self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
@@ -190,7 +190,7 @@ class FSDPBackend:
                 collective_timeout(self.shards.process_groups(), self._deadline_s / 2)
             )
             if ghosts:
-                # What a microbatch that nobody has counted or drew from is not kept.
+                # Buffers and random states stay as if no dummy microbatch had been run.
                 stack.callback(TorchSnapshot().restore)
                 stack.callback(ModuleSnapshot([self._model]).restore_buffers)
             if not self._model.training:  # an evaluation may have left it so
@@ -216,10 +216,10 @@ class FSDPBackend:
             )
 
     def join(self, *, wait: bool = True) -> None:
-        """FSDP2 starts nothing in a forward that it does not end there."""
+        """Do nothing: FSDP2 starts nothing in a forward that it does not end there."""
 
     def check_gradients(self) -> None:
-        """FSDP2 refuses no gradient; `update` looks at the norm, which is the same on all ranks."""
+        """Do nothing: FSDP2 refuses no gradient, and `update` looks at the norm of all ranks'."""
 
     def update(
         self, totals: Totals, local: float, increment: int | None, timeout_s: float
@@ -245,9 +245,9 @@ class FSDPBackend:
         return Update(skipped=None, grad_norm=grad_norm)
 
     def _clipped(self) -> tuple[float | None, str | None]:
-        """Clip; return the norm before that, and why the update is to be skipped.
+        """Clip the gradients; return their norm before that, and the reason to skip the update.
 
-        There is no norm where gradients overflowed, for which the scale is lower now.
+        The norm is None if gradients overflowed, and the loss scale is lower now.
 
         Raises:
             RuntimeError: the norm is not finite, no lower scale would change that, and the step
@@ -305,9 +305,9 @@ class FSDPBackend:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients on all ranks, a scalar. All ranks take part.
+    """Returns the 2-norm of all gradients on all ranks, a scalar. All ranks take part.
 
-    Those on one device mesh are taken together, as `clip_grad_norm_` does with all.
+    It is the norm of one norm per device mesh, each computed as `clip_grad_norm_` does.
     """
     by_mesh: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
@@ -322,7 +322,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def stranger_shapes(shards: Shards, optimizer: Any) -> list[tuple[int, ...]]:
-    """Shapes of the optimizer's parameters that the model does not have."""
+    """Returns the shapes of those parameters of the optimizer that are not the model's."""
     known = {id(parameter) for parameter in shards.parameters()}
     return [
         tuple(parameter.shape)
@@ -339,13 +339,13 @@ def tokens_forward(model: Any, microbatch: Batch) -> torch.Tensor:
 
 
 class FSDPTrainStep(SplitStep):
-    """`TrainStep` on a model that `torch.distributed.fsdp.fully_shard` shards; needs no Megatron.
+    """Runs `TrainStep`'s calls on a model that torch's `fully_shard` shards; needs no Megatron.
 
-    The gradient is that of a loop with all microbatches in the same order, which reduces in the
-    last one's backward, bit for bit: of a loss that is summed, divided by what is valid on all
-    ranks, whatever FSDP2 divides by. It is reduced once. Until then gradients are accumulated
-    unsharded, as with `set_requires_gradient_sync(False)`: that takes the memory of a whole model's
-    gradients on each rank, in the reduce dtype where it is another one.
+    The gradient is, bit for bit, that of one loop over all microbatches in the same order that
+    reduces in the last backward. The loss is summed, and the gradient divided by what is valid on
+    all ranks, whatever FSDP2 divides by. Gradients are reduced once. Until then they are
+    accumulated unsharded, as with `set_requires_gradient_sync(False)`, in the reduce dtype: each
+    rank needs the memory of a whole model's gradients.
 
     Ranks meet in every layer, where its parameters are gathered, so all of them take part in each
     `microbatch()`; those with fewer rows than others send zeros through the model. A failure
@@ -359,13 +359,13 @@ class FSDPTrainStep(SplitStep):
         optimizer: a torch optimizer of its parameters, made after `fully_shard`.
         scheduler: its `step()` follows each update, and its `state_dict()` is what `abort()` goes
             back to; may be None.
-        forward: makes the output, a tensor, from (model, microbatch).
+        forward: a function of (model, microbatch) that returns the output, a tensor.
         shared: names in batches that are the same for all rows, see `TrainStep`.
-        shape, counts: of ready microbatches, see `TrainStep`.
+        shape, counts: functions of a ready microbatch, see `TrainStep`.
         alignment: multiples of tokens that packs of a budget are padded to; None for no padding.
-        non_finite: what `finish()` does where a loss or the norm of the gradients is NaN or
-            infinite, and no scaler lowers its scale for it, see `TrainStep`.
-        nothing_valid: what it does where nothing is valid on any rank, see `TrainStep`.
+        non_finite: what `finish()` does if a loss or the norm of the gradients is NaN or infinite,
+            and no scaler lowers its scale for it, see `TrainStep`.
+        nothing_valid: what `finish()` does if nothing is valid on any rank, see `TrainStep`.
         clip_grad: largest norm of the gradient; None to leave it as it is.
         grad_scaler: a `torch.amp.GradScaler` for half precision: a step whose gradients overflow
             is skipped, and its scale is lowered.
@@ -425,12 +425,12 @@ class FSDPTrainStep(SplitStep):
 
     @contextmanager
     def reading(self) -> Iterator[list[Any]]:
-        """The model for log-probs, evaluation or export, whether or not a step is open.
+        """Yields the model for log-probs, evaluation or export, whether or not a step is open.
 
-        In a list, as `TrainStep` gives its chunks. Inside, parameters are DTensors, and those of
-        the last update; modules are in eval mode and no gradient is recorded. Afterwards modes,
-        buffers, random states and accumulated gradients are what they were. All ranks take part in
-        a forward and in `full_tensor()`.
+        It comes in a list, as `TrainStep` gives its chunks. Inside, parameters are DTensors with
+        the values of the last update; modules are in eval mode and no gradient is recorded.
+        Afterwards modes, buffers, random states and accumulated gradients are what they were. All
+        ranks take part in a forward and in `full_tensor()`.
 
         Example:
             with step.reading() as [model]:

@@ -1,6 +1,7 @@
-"""Parts of torch's FSDP2 without a public name: which a step relies on, and how releases differ.
+"""Reaches the parts of torch's FSDP2 that have no public name, and differ between releases.
 
-Nothing here asks for a version: a release, a nightly or a vendor's build is taken by what it has.
+No code here asks for torch's version. It looks at what this torch has, so that nightlies and
+vendors' builds work too.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def check_internals() -> None:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """A module's parameter groups; before torch 2.12 it has one, or none."""
+    """Returns the parameter groups of a module's state; before torch 2.12 one, or none."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -109,9 +110,10 @@ def mark_sharded(group: Any) -> None:
 
 
 def reset(model: Any) -> None:
-    """Put back what a forward or backward that has not ended leaves in a root that has run.
+    """Clear the state that a forward or backward leaves in FSDP2 if it does not end.
 
-    torch does so itself from 2.13 on. Accumulated gradients may be dropped or left.
+    The model is a root that has run before. From 2.13 on torch does it itself. Accumulated
+    gradients may be dropped or left.
     """
     if _resets_itself():
         model.reset_iter_state()
@@ -146,7 +148,7 @@ def reset(model: Any) -> None:
 
 
 def _in_flight(talk: Any, groups: list[Any]) -> Iterator[Any]:
-    """Events after which nothing on the device reads or writes what FSDP2 holds for collectives."""
+    """Yields events after which nothing on the device uses what FSDP2 holds for collectives."""
     held = [talk.all_gather_state, *(group._all_reduce_state for group in groups)]
     one = getattr(talk, "reduce_scatter_state", None)
     held += getattr(talk, "reduce_scatter_states", [one])
@@ -202,7 +204,7 @@ def _names(owner: type) -> set[str]:
 
 
 def _found(path: str) -> Any:
-    """A class of FSDP2's; None if there is none of that name."""
+    """Returns FSDP2's class at "module.name"; None if there is none."""
     module, _, name = path.partition(".")
     try:
         return getattr(import_module(f"{_PACKAGE}.{module}"), name, None)

@@ -1,9 +1,9 @@
-"""Forward and backward of microbatches on FSDP2, where ranks meet in every layer.
+"""Runs forward and backward of microbatches on FSDP2, where ranks meet in every layer.
 
-A rank that fails outside of the layers stays in them, with zeros, so that no other rank waits for
-it; all ranks learn of it when the microbatches are through.
+A rank that fails outside of the layers goes on through them with zeros, so that no other rank waits
+for it; all ranks learn of the failure when the microbatches are through.
 
-It stands on parts of torch.distributed.fsdp._fully_shard that have no public name: the parameter
+It relies on parts of torch.distributed.fsdp._fully_shard that have no public name: the parameter
 groups of a model, the flags on them, and the callback that ends each backward. `fsdp_internals`
 lists all of them.
 """
@@ -43,7 +43,7 @@ from .records import Batch
 
 
 class Shards:
-    """A fully sharded model, as its parameter groups: each is gathered and reduced as one."""
+    """Works on a fully sharded model's parameter groups, each gathered and reduced as one."""
 
     def __init__(self, model: FSDPModule) -> None:
         assert isinstance(model, nn.Module)
@@ -64,17 +64,17 @@ class Shards:
 
     @property
     def replica(self) -> int:
-        """Data-parallel rank: the place in the mesh that fully_shard was given."""
+        """The data-parallel rank: this rank's place in the mesh that fully_shard was given."""
         return int(self._line.index(dist.get_rank()))
 
     @property
     def replicas(self) -> int:
-        """Data-parallel ranks."""
+        """The number of data-parallel ranks."""
         return len(self._line)
 
     @property
     def is_reporting_rank(self) -> bool:
-        """True on the one line of ranks that counts for all; each line has every replica."""
+        """True on rank 0 and the ranks of its line in the mesh, which has each replica once."""
         return 0 in self._line
 
     @property
@@ -100,7 +100,7 @@ class Shards:
         return list(dict.fromkeys(found))
 
     def parameters(self) -> list[nn.Parameter]:
-        """The sharded parameters in the model's order, in which norms are added up; reshards."""
+        """Reshards, and returns the parameters in the model's order, in which norms add up."""
         self.reshard()
         return list(self.model.parameters())
 
@@ -117,14 +117,14 @@ class Shards:
     def reduce(self) -> None:
         """Reduce what backwards without synchronisation have accumulated. All ranks take part.
 
-        What FSDP2 calls at the end of each backward, for groups whose own hook did not fire there:
-        the same copy-in and the same collective per group, so the same bits.
+        FSDP2 calls the same function at the end of each backward, for groups whose own hook did
+        not fire there: it makes the same copy-in and collective per group, so the same bits.
         """
         self.model.set_requires_gradient_sync(True)
         self._root._root_post_backward_final_callback()
 
     def multiply(self, factor: float) -> None:
-        """Turn the gradients, of which FSDP2 has made means over ranks, into sums x factor."""
+        """Turn the gradients from FSDP2's means over ranks into sums over ranks x factor."""
         for group in self._groups:
             divided_by = group.gradient_divide_factor or group.mesh_info.mesh.size()
             for param in group.fsdp_params:
@@ -134,7 +134,7 @@ class Shards:
                     grad.to_local().mul_(divided_by * factor)
 
     def reshard(self) -> None:
-        """Have the modules hold sharded parameters, so that no forward computes with old ones."""
+        """Free unsharded copies of parameters, so that no forward computes with old ones."""
         for module in self._modules:
             module.reshard()
 
@@ -149,7 +149,7 @@ class Shards:
             mark_sharded(group)
 
     def drop(self) -> None:
-        """`settle`, and no gradients: a reset leaves those that are accumulated."""
+        """Settle, and drop all gradients: a reset leaves those that are accumulated."""
         self.settle()
         for group in self._groups:
             for param in group.fsdp_params:
@@ -160,7 +160,7 @@ class Shards:
 
 
 class AccumulatedSnapshot:
-    """Unsharded gradients, by reference: a reset of FSDP2 is documented to drop them."""
+    """Keeps unsharded gradients, by reference: a reset of FSDP2 is documented to drop them."""
 
     def __init__(self, shards: Shards) -> None:
         self._held = [
@@ -171,14 +171,14 @@ class AccumulatedSnapshot:
         ]
 
     def restore(self) -> None:
-        """Put them back; what has come since is dropped."""
+        """Put the gradients back; those that have come since are dropped."""
         for param, accumulated, unsharded, grad in self._held:
             param.unsharded_accumulated_grad = accumulated
             unsharded.grad = grad
 
 
 class SyncSnapshot:
-    """Keeps per parameter group whether a backward reduces and ends the iteration."""
+    """Keeps whether each group's gradients are reduced, and whether a backward is the last."""
 
     def __init__(self, shards: Shards) -> None:
         self._groups = [(g, g.reduce_grads, g.all_reduce_grads) for g in shards._groups]
@@ -205,7 +205,7 @@ class SchedulerSnapshot:
 
 
 class ScalerSnapshot:
-    """The scale of a `torch.amp.GradScaler`, which has not looked at gradients yet."""
+    """Keeps the state of a `torch.amp.GradScaler` that has not looked at gradients yet."""
 
     def __init__(self, scaler: Any, device: Any) -> None:
         self._scaler = scaler
@@ -230,7 +230,7 @@ _THROUGH = "through"
 
 
 class Watch:
-    """Tracks the model's forward; outside of microbatches, none may record gradients."""
+    """Tracks the model's forward, and refuses one that records gradients outside of the step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -241,7 +241,7 @@ class Watch:
         self.zeros: Zeros = []
 
     def is_taken(self) -> bool:
-        """Returns whether another step, which is open, watches the model."""
+        """Returns whether another open step watches the model."""
         hooks = self._model._forward_pre_hooks.values()
         return any(isinstance(getattr(hook, "__self__", None), Watch) for hook in hooks)
 
@@ -291,7 +291,7 @@ class Watch:
 
 
 class FSDPCall:
-    """The microbatches that all ranks run between two agreements, on this rank."""
+    """Runs this rank's microbatches between two agreements of all ranks."""
 
     def __init__(self, shards: Shards, watch: Watch, forward: Forward, scaler: Any) -> None:
         self._shards = shards
@@ -309,7 +309,10 @@ class FSDPCall:
         return self._place is not _THROUGH
 
     def run(self, piece: Piece, loss: StepLoss | None) -> Reported | None:
-        """One forward and backward, of zeros without a loss; and what the loss has returned."""
+        """Run one forward and backward, and return what the loss reported.
+
+        Without a loss, or after a failure, zeros go backwards, and None is returned.
+        """
         self._number += 1
         self._watch.start()
         try:
@@ -350,7 +353,7 @@ class FSDPCall:
     def _forward_and_loss(
         self, piece: Piece, loss: StepLoss | None
     ) -> tuple[Callable[[], None], Reported | None]:
-        """The backward that is to follow, and what the loss returned."""
+        """Run the forward and the loss; return the backward to run, and what the loss reported."""
         microbatch = piece.batch
         try:
             output = self._forward(self._shards.model, microbatch)
@@ -371,7 +374,7 @@ class FSDPCall:
             return functools.partial(_send, zeros_for(output)), None
 
     def _zeros_after(self, error: Exception, microbatch: Batch) -> Zeros:
-        """Returns the zeros that can go backwards through the model after `forward` has failed."""
+        """Return zeros that can go backwards through the model after `forward` has failed."""
         if self._watch.inside:
             self._stop(error, "forward of the model")
             return []
@@ -397,7 +400,7 @@ class FSDPCall:
 
 
 def zeros_for(output: Any) -> Zeros:
-    """Returns the zeros, and their edges, that go backwards through all layers of the output."""
+    """Returns the edges of the output's graph, each with zeros that can go backwards from it."""
     return [
         (get_gradient_edge(leaf), leaf.detach().new_zeros(()).expand(leaf.shape))
         for leaf in _pytree.tree_leaves(output)

@@ -1,4 +1,4 @@
-"""`gpt_forward`: how a step calls a `GPTModel`, with rows or with a pack of sequences.
+"""Calls a `GPTModel` with rows or with a pack of sequences: `gpt_forward`.
 
 Legend: B rows, T positions of a row or of a pack, n sequences of a pack.
 """
@@ -23,10 +23,10 @@ _POSITIONS = "position_ids"
 
 
 def gpt_forward(model: Any, microbatch: Batch) -> torch.Tensor:
-    """Calls a `GPTModel` with `gpt_inputs`.
+    """Calls a `GPTModel` with `gpt_inputs`, and returns its output.
 
-    Returns logits [B, T, V] on the last pipeline stage, hidden states on the others; of a pack
-    [1, T, V].
+    That is logits [B, T, V] on the last pipeline stage ([1, T, V] for a pack), hidden states on
+    the others.
     """
     output: torch.Tensor = model(**gpt_inputs(model, microbatch))
     return output
@@ -39,19 +39,20 @@ def gpt_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
     `attention_mask`. A pack is `input_ids` [1, T] or [T] with a `Pack`, Megatron's
     `PackedSeqParams`, or `cu_seqlens` and, where sequences are padded, `cu_seqlens_padded`. Padding
     after a sequence belongs to it in attention, which is causal, so that no token sees it. Routers
-    are told where the padding of a `Pack` is (from 0.16 on), and MTP heads too, so that their
-    losses are of tokens alone; with an expert bias routers are not, which releases up to 0.19 get
-    wrong.
+    (from 0.16 on) and MTP heads are told where the padding of a `Pack` is, so that their losses
+    count tokens alone. Routers with an expert bias or quantile balancing are not told, because
+    releases up to 0.19 compute wrongly then.
 
     Under context parallelism rows and packs come whole, and the model is given this rank's
     `own_positions`; a mask [B, 1, T, T] is cut to the rank's queries.
 
     Args:
-        model: a chunk, in whatever it is wrapped.
-        microbatch: as of a step.
+        model: a chunk, in any wrappers.
+        microbatch: one microbatch of a step.
 
     Raises:
-        ValueError: a pack of more than one row, or padding without places.
+        ValueError: a pack of more than one row, or positions that context-parallel ranks cannot
+            share.
 
     Example:
         stats = model_logprobs(model, **gpt_inputs(model, microbatch), targets=targets)
@@ -74,8 +75,8 @@ def gpt_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
     tokens_1T = tokens[None] if tokens.dim() == 1 else tokens
     if tokens_1T.dim() != 2 or len(tokens_1T) != 1:
         raise ValueError(
-            f"gpt_forward() got a pack with {TOKENS!r} of {tuple(tokens.shape)}: [1, positions] or "
-            "[positions]"
+            f"gpt_forward() got a pack with {TOKENS!r} of {tuple(tokens.shape)}: give it as "
+            "[1, positions] or [positions]"
         )
     if positions is None:
         positions = _positions(packed, tokens_1T) if pack is None else pack.position_ids
@@ -112,7 +113,7 @@ def _packed_seq_params(microbatch: Batch, pack: Pack | None) -> Any:
 
 
 def _positions(packed: Any, tokens_1T: Tensor) -> Tensor:
-    """Counted from 0 in each sequence, and in what follows the last."""
+    """Counts positions [T] from 0 in each sequence, and in the padding after the last one."""
     given = packed.cu_seqlens_q_padded
     given = packed.cu_seqlens_q if given is None else given
     borders: Tensor = given.to(tokens_1T.device, torch.int64)

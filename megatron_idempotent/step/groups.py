@@ -1,4 +1,4 @@
-"""Groups of a step: the samples of one prompt or rollout, wherever they are, by their ids.
+"""Reads the ids of a step's groups, by which all ranks count how many there are.
 
 Legend: n sequences.
 """
@@ -16,10 +16,10 @@ from .records import GROUP_IDS, SAMPLE_MASK
 
 
 def group_ids(batch: Any, sequences: int) -> tuple[Tensor, Tensor | None]:
-    """Ids of a batch's groups [n], and which sequences are valid [n], None where all are.
+    """Returns each sequence's group id [n], and which sequences are valid [n]; None if all are.
 
     Raises:
-        ValueError: a batch without `group_ids`, or with others than one integer for each sequence.
+        ValueError: `group_ids` is missing, or is not one integer for each sequence.
     """
     found = field_of(batch, GROUP_IDS)
     if found is None:
@@ -32,7 +32,7 @@ def group_ids(batch: Any, sequences: int) -> tuple[Tensor, Tensor | None]:
     if ids_n.is_floating_point() or ids_n.dtype == torch.bool or ids_n.numel() != sequences:
         raise ValueError(
             f"whose {GROUP_IDS!r} are {ids_n.dtype} of shape {tuple(ids_n.shape)} for {sequences} "
-            "sequences: integers, one for each"
+            "sequences: give one integer for each"
         )
     mask_n = field_of(batch, SAMPLE_MASK)
     return ids_n.reshape(-1), None if mask_n is None else mask_n.reshape(-1) > 0

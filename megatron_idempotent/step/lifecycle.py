@@ -1,4 +1,4 @@
-"""The life of a split step: begin, microbatches, finish or abort, each once per id."""
+"""Takes the calls of a split step: `begin`, `microbatch`, `finish` or `abort`, each once per id."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _REMEMBERED = 8
 
 
 class SplitStep:
-    """The common part of `TrainStep` and `FSDPTrainStep`.
+    """Has the calls of a step, which `TrainStep` and `FSDPTrainStep` share.
 
     One thread of one process per rank calls it. Every rank makes the same `begin` and `finish` or
-    `abort` calls; which rank gets how many batches is free, see `microbatch`.
+    `abort` calls; ranks may get different numbers of batches, see `microbatch`.
     """
 
     def __init__(self, backend: Backend, options: Options) -> None:
@@ -51,37 +51,39 @@ class SplitStep:
         divisor: Divisor | None = None,
         step_id: str | None = None,
     ) -> str:
-        """Open a step: gradients are zero, the model trains.
+        """Open a step: zero the gradients, and put the model into training mode.
 
-        All ranks call it; the first time it makes gloo groups, after that it waits for nobody.
+        All ranks call it. The first call makes gloo groups, where ranks wait for each other; later
+        ones wait for nobody.
 
         Args:
             loss: see `StepLoss`; the same on all ranks.
             global_batch_size: what the scheduler advances by, in sequences; the same on all ranks.
-                None where `finish()` is told.
+                None if it is given to `finish()`.
             micro_batch_size: rows of a microbatch; the last one of a batch may have fewer. Replicas
-                may have different ones. None where all microbatches come ready.
-            max_tokens_per_microbatch: in its place, the most tokens of a microbatch, padding
-                included: the rows of a batch, whose `lengths` or `attention_mask` say what is real,
-                become packs of about one size; the same on all ranks.
-            rank_batch_size: rows that this rank will get in the step, where that is known: the
-                batch that completes them is the last one, see `microbatch`.
-            divisor: what gradients are divided by, in place of what the loss's kind counts; the
-                same on all ranks. A function of `StepCounts` is asked in `finish()`, on all ranks.
+                may have different ones. None if all microbatches come ready.
+            max_tokens_per_microbatch: the most tokens of a microbatch, padding included, instead of
+                `micro_batch_size`. The rows of a batch become packs of about one size; its
+                `lengths` or `attention_mask` say which tokens are real. The same on all ranks.
+            rank_batch_size: rows that this rank will get in the step, if that is known: the batch
+                that completes them counts as the last one, see `microbatch`.
+            divisor: the number that gradients are divided by, instead of the count of the loss's
+                kind; the same on all ranks. A function of `StepCounts` is called in `finish()`, on
+                all ranks.
             step_id: a name of the caller's, the same on all ranks; None for the step's number.
 
         Returns:
-            The id. Sent again with the id of the open step, or of one that ended with a result,
-            the call changes nothing and returns it again.
+            The step's id. A repeated call, with the id of the open step or of one that ended with a
+            result, changes nothing and returns the id again.
 
         Raises:
-            RuntimeError: a step is open, or this id was aborted, or the parameters are half
-                updated.
+            RuntimeError: a step is open, this id was aborted or is open with other arguments, or
+                the parameters are half updated.
             ValueError: a size that is not a positive integer, two that exclude each other, a budget
-                below the least pack, a loss that does not say its kind, or one of groups, or
-                already divided, that does not weigh the model's MoE, MTP or other auxiliary losses
-                (`auxiliary_weight`).
-            SessionPoisoned: ranks of an earlier step went apart.
+                below the smallest pack, or a loss that does not say its kind. Or the model has MoE,
+                MTP or other auxiliary losses, and a loss of kind "group" or "none" has no
+                `auxiliary_weight` for them.
+            SessionPoisoned: a rank left collectives of an earlier step that others may wait in.
 
         Ranks that begin with different arguments are told so (`WindowAborted`) where they next
         agree on anything: in a batch that they run together or that is the last one, or in
@@ -141,45 +143,48 @@ class SplitStep:
         last: bool = False,
         microbatch_id: str | None = None,
     ) -> Receipt:
-        """Forward and backward of some rows of the step, or of microbatches that exist already.
+        """Run forward and backward of some rows of the step, or of microbatches that are ready.
 
-        Nothing is updated. A batch is cut into microbatches of `micro_batch_size` rows;
-        `microbatches` are run as they are, of any shape, in one call of the schedule.
+        Nothing is updated. A batch is cut into microbatches of `micro_batch_size` rows, or packed
+        into microbatches of `max_tokens_per_microbatch`; `microbatches` are run as they are, of any
+        shape, in one call of the schedule.
 
         The ranks of one replica (tensor, context and pipeline parallel) are given the same batch.
-        Where replicas meet inside of the model (expert parallelism, FSDP2) all ranks take part at
-        every turn, those without data with None; elsewhere None does nothing.
+        If replicas meet inside of the model (expert parallelism, FSDP2), all ranks make each call,
+        those without data with None; elsewhere None does nothing.
 
         Args:
             batch: a mapping with `input_ids` [B, T], and `sample_mask` [B] and `token_mask` [B, T]
-                where not all is valid. Tensors have B as their first dimension, lists and tuples B
-                items; scalars, and what the step was made to share, are the same for all rows. B
-                may be 0. A step with a budget of tokens needs `lengths` [B] or `attention_mask`
-                [B, T] besides, or nested `input_ids`.
-            microbatches: in place of a batch, a list of anything that `forward` and the loss take:
+                if not all is valid. Tensors have B as their first dimension, lists and tuples B
+                items; scalars, and names in the step's `shared`, are the same for all rows. B may
+                be 0. A step with a budget of tokens also needs `lengths` [B] or `attention_mask`
+                [B, T], or nested `input_ids`.
+            microbatches: instead of a batch, a list of anything that `forward` and the loss take:
                 mappings, TensorDicts, dataclasses, packs, nested tensors. Their shape is that of
-                `input_ids`, or what the step's `shape` says. Valid are what the masks say in rows
-                and packs, `counts` in a microbatch (valid sequences and tokens), or what the step's
-                `counts` says. An interleaved pipeline takes multiples of its stages.
-            last: it is this rank's last batch of the step. Where all ranks say so, its backward
+                `input_ids`, or what the step's `shape` returns. Valid sequences and tokens are
+                what the step's `counts` returns, else `counts` in a microbatch, else what the masks
+                of rows or packs say. An interleaved pipeline takes multiples of its stages.
+            last: True for this rank's last batch of the step. If all ranks say so, its backward
                 overlaps the reductions, as the last microbatch of a one-shot step does. All ranks
                 agree on it first, so a rank waits there for the slowest one.
-            microbatch_id: a batch that is sent again under the same id is not run again.
+            microbatch_id: a name of the caller's; a batch that is sent again under it is not run
+                again.
 
         Returns:
-            What was run, and on the ranks that have the loss what it returned: its `outputs` for
-            each sequence at once, and sums (`Receipt.metrics()`) for callers that want them before
-            `finish()`. For a batch that was sent again, what was returned the first time.
+            The receipt of the batch. On ranks that have the loss it holds the loss's `outputs` for
+            each sequence, and sums (`Receipt.metrics()`) for callers that want them before
+            `finish()`. For a batch that was sent again, the receipt of the first time.
 
         Raises:
             RuntimeError: no such step is open, it has failed, or has had its last batch.
             ValueError: not a batch, or one with a `Pack`; rows of unknown lengths, or one that is
                 longer than the budget; a microbatch whose shape or counts are unknown, or whose
                 masks or `cu_seqlens` do not fit. The step is as it was.
-            WindowAborted: a rank failed, and all who wait for it know. Where the message says so
-                the step is as it was; else it has failed.
-            SessionPoisoned: a failure that cannot be carried, or a rank that did not come.
-            Exception: what the model or the loss raised, where nobody waits for this rank. The step
+            WindowAborted: a rank failed, and all that wait for it know. The step is as it was if
+                the message says so; else it has failed.
+            SessionPoisoned: a rank failed where others may wait for it, or did not come within the
+                deadline.
+            Exception: what the model or the loss raised, if nobody waits for this rank. The step
                 has failed then, and stays open until `abort()`.
         """
         step = self._current(step_id, "microbatch")
@@ -206,19 +211,19 @@ class SplitStep:
         nothing is valid is skipped, or updates, as the step's `nothing_valid` says.
 
         Args:
-            global_batch_size: as in `begin()`, where it was not known yet.
-            divisor: as in `begin()`, where it was not known yet.
+            global_batch_size: as in `begin()`, if it was not known there.
+            divisor: as in `begin()`, if it was not known there.
             lr: the learning rate of this update, times each parameter group's `lr_mult`. It stays
                 until a scheduler or a later step sets another.
 
         Returns:
-            What was done; with the id of one of the last steps, the same result again.
+            The step's result; called again with the id of one of the last steps, that step's.
 
         Raises:
-            ValueError: an argument that differs from what `begin()` was given, or the batch size
-                that the scheduler needs is missing. The step is as it was.
-            RuntimeError: no such step is open, it has failed, or gradients cannot be finalized,
-                which is found before any collective.
+            ValueError: an argument is of the wrong kind or differs from what `begin()` was given,
+                or the batch size that the scheduler needs is missing. The step is as it was.
+            RuntimeError: no such step is open, it has failed, or gradients cannot be finalized;
+                the call has started no collective.
             WindowAborted: a rank failed or aborted, ranks began the step differently, or a loss or
                 the gradients' norm is not finite and the step refuses that. All ranks know; nothing
                 was updated, and the step stays open until `abort()`.
@@ -247,7 +252,8 @@ class SplitStep:
     def abort(self, step_id: str | None = None) -> None:
         """Drop the open step, as if it had never begun; without an open step nothing happens.
 
-        All ranks call it, or `finish()`, which then raises; none waits if all know already.
+        All ranks call it, or `finish()`, which then raises. None waits if all ranks know already
+        that the step failed.
 
         Raises:
             RuntimeError: another step is open than `step_id`, or all ranks have updated in it.
@@ -282,7 +288,8 @@ class SplitStep:
             if differing:
                 raise RuntimeError(
                     f"begin(): step {step_id!r} is open, and this call differs from the one that "
-                    f"opened it (there, here): {differing}"
+                    f"opened it (there, here): {differing}. Repeat it with equal arguments, or "
+                    "finish() or abort() the step first"
                 )
             return True
         ended = self._ended.get(step_id)
@@ -316,7 +323,7 @@ class SplitStep:
 
 
 def _given(step: OpenStep, name: str, value: Any) -> Any:
-    """Return what `begin()` or `finish()` was given; both may be, if they are equal."""
+    """Return the argument that `begin()` or `finish()` was given; both may be, if equal."""
     begun = step.begun_with[name]
     if value is None or begun is None:
         return begun if value is None else value

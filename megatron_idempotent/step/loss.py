@@ -1,4 +1,4 @@
-"""The loss of a split step: what it returns, and what its sums are divided by.
+"""Defines the loss of a split step: what it returns, and what its sums are divided by.
 
 Legend: B rows, T positions of a row.
 """
@@ -17,7 +17,8 @@ from .pieces import Piece
 from .records import check_size
 
 Normalizer = Literal["tokens", "sequences", "groups", "microbatches", "none"]
-"""Denominator of a metric: what of that kind all ranks have in the step, or none at all."""
+"""Denominator of a metric: the valid tokens or sequences, groups or microbatches of all ranks in
+the step; or "none", if it is not divided."""
 
 Kind = Literal["token", "sequence", "group", "none"]
 """The unit of a loss's mean: valid tokens, valid sequences or groups of the step; or "none", if the
@@ -78,8 +79,8 @@ POLICY_GRADIENT_NORMALIZERS: Mapping[str, Normalizer] = MappingProxyType(
 )
 """Denominators of the usual policy-gradient metrics, by name, for sums that a loss returns.
 
-What goes into the loss, such as a penalty, is not among them: it is divided as the loss is. Names
-are common ones, and those of NeMo-RL, SkyRL and verl.
+Metrics that go into the loss, such as a penalty, are not among them: they are divided as the loss
+is. Names are common ones, and those of NeMo-RL, SkyRL and verl.
 
 A loss adds its own: `{**POLICY_GRADIENT_NORMALIZERS, "is_oob_ratio": "sequences"}`.
 """
@@ -87,7 +88,7 @@ A loss adds its own: `{**POLICY_GRADIENT_NORMALIZERS, "is_oob_ratio": "sequences
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepCounts:
-    """The counts of all ranks in a step. Example: `divisor=lambda counts: counts.groups`."""
+    """Holds the counts of all ranks in a step. Example: `divisor=lambda counts: counts.groups`."""
 
     tokens: float
     """Valid tokens."""
@@ -100,18 +101,18 @@ class StepCounts:
 
 
 Divisor = float | Callable[[StepCounts], float]
-"""A number that gradients are divided by, or a function that makes it of what was counted."""
+"""The number that gradients are divided by, or a function that returns it for `StepCounts`."""
 
 
 class StepLoss(Protocol):
-    """A loss that is a sum, with what the sum is to be divided by.
+    """Computes a loss as a sum over a microbatch, and says what the sum is divided by.
 
-    Two attributes more are read where a loss has them. `outputs` names what it returns for each
-    sample, beside its metrics: see `microbatch()`. `auxiliary_weight`, a number or a function of
-    the microbatch, is what MoE and MTP losses of a microbatch are multiplied with before they are
-    divided as the loss is; without it they count by the microbatch's positions (its tokens, where
-    the model is told where the padding of a pack is; its sequences, if the loss is of sequences).
-    Losses of groups, and those that the caller has divided, need it.
+    A loss may have two more attributes. `outputs` names what it returns for each sample, beside its
+    metrics: see `microbatch()`. `auxiliary_weight`, a number or a function of the microbatch,
+    multiplies the microbatch's MoE and MTP losses before they are divided as the loss is; without
+    it they are multiplied by the microbatch's positions (its tokens, if the model is told where the
+    padding of a pack is; its sequences, for kind "sequence"). Kinds "group" and "none" need it for
+    a model with such losses.
 
     Example:
         class PolicyGradient:
@@ -133,31 +134,32 @@ class StepLoss(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """The divisor of gradients: what all ranks have of it in the step."""
+        """The unit whose count on all ranks in the step divides the gradients."""
 
     @property
     def normalizers(self) -> Mapping[str, Normalizer]:
-        """Denominator by name of metric; metrics that are not named use that of the gradient."""
+        """The denominator of each metric, by name; metrics without one use the gradients'."""
 
     def __call__(
         self, output: Any, microbatch: Any, /
     ) -> tuple[torch.Tensor | float, Mapping[str, Any]]:
-        """The sum (not the mean) of the loss over one microbatch, a scalar, and its metrics.
+        """Return the sum (not the mean) of the loss over one microbatch, a scalar, and its metrics.
 
-        Called on the last pipeline stage with what `forward` made there: logits, or where that is
-        `model_logprobs`, TokenStats. Under tensor parallelism logits [B, T, V / tp] are this rank's
-        columns, for `token_logprobs(…, tp_group=…)`. Metrics are scalars, sums too unless their
-        normalizer is "none"; those with `_min` or `_max` in their name are extrema and never
-        divided. A microbatch with nothing valid may have the constant 0 as its sum.
+        The step calls it on the last pipeline stage with the output of `forward`: logits, or
+        TokenStats if `forward` calls `model_logprobs`. Under tensor parallelism logits
+        [B, T, V / tp] are this rank's columns, for `token_logprobs(…, tp_group=…)`. Metrics are
+        scalars, sums too unless their normalizer is "none"; those with `_min` or `_max` in their
+        name are extrema and never divided. A microbatch with nothing valid may have the constant 0
+        as its sum.
 
-        Under context parallelism the microbatch has whole rows, and the output this rank's
+        Under context parallelism the microbatch has whole rows, and the output has this rank's
         positions (`own_positions`). Sums are over these; or over whole rows, if the loss has
         gathered them (`all_positions`) and says so: `context_parallel = "whole"`.
         """
 
 
 def returned_by(loss: StepLoss) -> Returned:
-    """Reads the loss's `context_parallel`; most have none."""
+    """Returns the loss's `context_parallel`, "part" if it has none."""
     found: Returned = getattr(loss, "context_parallel", "part")
     return found
 
@@ -172,7 +174,7 @@ def check_loss(loss: Any) -> None:
         )
     if returned_by(loss) not in get_args(Returned):
         raise ValueError(
-            f"begin() got a loss with context_parallel {returned_by(loss)!r}: one of "
+            f"begin() got a loss with context_parallel {returned_by(loss)!r}: give it one of "
             f"{', '.join(map(repr, get_args(Returned)))}"
         )
     named = getattr(loss, "normalizers", None)
@@ -193,13 +195,15 @@ def check_loss(loss: Any) -> None:
         )
     outputs = getattr(loss, "outputs", ())
     if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
-        raise ValueError(f"begin() got a loss whose `outputs` is {outputs!r}: a tuple of names")
+        raise ValueError(
+            f"begin() got a loss whose `outputs` is {outputs!r}: give it a tuple of names"
+        )
     weight = getattr(loss, "auxiliary_weight", None)
     number = isinstance(weight, (int, float)) and math.isfinite(weight)
     if weight is not None and not number and not callable(weight):
         raise ValueError(
-            f"begin() got a loss whose `auxiliary_weight` is {weight!r}: a finite number, or a "
-            "function of a microbatch that returns one"
+            f"begin() got a loss whose `auxiliary_weight` is {weight!r}: give it a finite number, "
+            "or a function of a microbatch that returns one"
         )
 
 
@@ -213,8 +217,7 @@ def check_begin(begun_with: Mapping[str, Any], step_id: str | None) -> None:
     if all(begun_with[name] is not None for name in sizes):
         told = ", ".join(f"{name}={begun_with[name]!r}" for name in sizes)
         raise ValueError(
-            f"begin() got {told}: a microbatch has so many rows, or at most so many tokens; give "
-            "one of the two"
+            f"begin() got {told}: microbatches are cut by rows or by tokens; give one of the two"
         )
     if step_id is not None and not isinstance(step_id, str):
         raise ValueError(f"begin() takes a str as step_id, got {step_id!r}")
@@ -226,15 +229,15 @@ def needs_groups(loss: StepLoss) -> bool:
 
 
 def needs_weight(loss: StepLoss) -> bool:
-    """Returns whether nothing says by how much a microbatch's auxiliary losses count."""
+    """Returns whether the loss needs an `auxiliary_weight` for auxiliary losses, and has none."""
     given = getattr(loss, "auxiliary_weight", None) is not None
     return loss.kind in ("group", "none") and not given
 
 
 def auxiliary_weight(loss: StepLoss, piece: Piece, number: int) -> float:
-    """Returns what a microbatch's auxiliary losses, which are means over it, count as.
+    """Returns the number that a microbatch's auxiliary losses are multiplied by.
 
-    `number` is what they are means over: its positions, or without the padding its tokens.
+    They are means over `number` positions, or over its tokens if padding is left out.
     """
     given = getattr(loss, "auxiliary_weight", None)
     if given is not None:
@@ -243,22 +246,22 @@ def auxiliary_weight(loss: StepLoss, piece: Piece, number: int) -> float:
 
 
 def check_divisor(what: str, divisor: Any) -> None:
-    """Raise `ValueError` unless it is None, a positive number or a function."""
+    """Raise `ValueError` unless the divisor is None, a positive number or a function."""
     if divisor is None or callable(divisor):
         return
     number = isinstance(divisor, (int, float)) and not isinstance(divisor, bool)
     if not number or not (0 < divisor < math.inf):
         raise ValueError(
-            f"{what}() got divisor={divisor!r}: a positive number, or a function that makes one of "
-            "StepCounts"
+            f"{what}() got divisor={divisor!r}: give a positive number, or a function of "
+            "StepCounts that returns one"
         )
 
 
 def divided_by(divisor: Callable[[StepCounts], float], counts: StepCounts) -> float:
-    """Ask a function for its number; 0 says that nothing is valid.
+    """Returns what a divisor's function returns for the counts; 0 says that nothing is valid.
 
     Raises:
-        ValueError: it is negative, or no finite number.
+        ValueError: it returned no finite number from 0 on.
     """
     found = divisor(counts)
     if isinstance(found, torch.Tensor) and found.numel() == 1:
@@ -266,7 +269,7 @@ def divided_by(divisor: Callable[[StepCounts], float], counts: StepCounts) -> fl
     number = isinstance(found, (int, float)) and not isinstance(found, bool)
     if not number or not (0 <= found < math.inf):
         raise ValueError(
-            f"divisor({counts}) returned {found!r}: a finite number from 0 on, the same on all "
-            "ranks"
+            f"divisor({counts}) returned {found!r}: return a finite number from 0 on, the same on "
+            "all ranks"
         )
     return float(found)

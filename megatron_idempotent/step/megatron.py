@@ -1,4 +1,4 @@
-"""`TrainStep`: a split step on Megatron's schedules, DDP and optimizers."""
+"""Runs a split step on Megatron's schedules, DDP and optimizers: `TrainStep`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .totals import Totals
 
 
 class MegatronBackend:
-    """This rank's chunks, optimizer and scheduler; see `Backend` for what the methods do."""
+    """Implements `Backend` on this rank's model chunks, Megatron optimizer and scheduler."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class MegatronBackend:
             self._optimizer.zero_grad()
 
     def in_force(self) -> AbstractContextManager[None]:
-        """Have modules and process as this step's tenant has them; as they are without one."""
+        """Give modules and process the tenant's state in a `with`; without a tenant do nothing."""
         return nullcontext() if self.tenant is None else self.tenant.in_force()
 
     def accept_loss(self, loss: StepLoss) -> None:
@@ -282,9 +282,9 @@ class MegatronBackend:
         snapshot.restore()
 
     def _num_tokens(self, local: float) -> Any:
-        """Returns the tokens that finalizing sums over data- and context-parallel ranks.
+        """Return the scalar tensor that finalizing sums over data- and context-parallel ranks.
 
-        Context parallel ranks are given the same rows, so that one of them counts.
+        Context-parallel ranks are given the same rows, so that only the first of them counts.
         """
         counted = local if context_parallel_ranks()[0] == 0 else 0.0
         # As the schedules count; a sum of masks that are no zeros and ones needs more.
@@ -293,7 +293,7 @@ class MegatronBackend:
 
 
 def _check_positions(lists: Sequence[Sequence[Piece]], config: Any) -> None:
-    """Ranks can share the positions, and under context parallelism each sequence of a pack."""
+    """Raise `ValueError` unless ranks can share the positions, and each sequence of a pack."""
     _, size = context_parallel_ranks()
     sharing = size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     for piece in (each for pieces in lists for each in pieces):
@@ -319,7 +319,10 @@ def _check_positions(lists: Sequence[Sequence[Piece]], config: Any) -> None:
 
 
 class _Window:
-    """The window that patched schedules ask while a step is open, see `megatron/schedules.py`."""
+    """Refuses other training on the chunks of an open step; patched schedules call it first.
+
+    See `megatron/schedules.py`.
+    """
 
     def __init__(self, runner: Runner, tenant: str | None) -> None:
         self._runner = runner
@@ -339,52 +342,53 @@ class _Window:
 
 
 class TrainStep(SplitStep):
-    """One optimizer step of Megatron's, in any number of pieces, safe to stop anywhere.
+    """Runs one Megatron optimizer step in any number of pieces, and is safe to stop anywhere.
 
-    The gradient is that of one schedule call with all microbatches in the same order, bit for bit:
-    of a loss that is summed, divided by what is valid on all ranks. It is reduced and finalized
-    once. MoE, MTP and other auxiliary losses, which are means over a microbatch, count by its
-    positions (a pack's tokens, where the model is told of padding; its sequences, if the loss is of
-    these) against the same divisor, as they do under `calculate_per_token_loss`; with that set or
-    not, gradients are the same but for rounding.
+    The gradient is, bit for bit, that of one schedule call with all microbatches in the same order.
+    The loss is summed, and the gradient divided by what is valid on all ranks. Gradients are
+    reduced and finalized once. MoE, MTP and other auxiliary losses are means over a microbatch.
+    They are multiplied by its positions (by a pack's tokens, if the model is told of padding; by
+    its sequences, for a loss of kind "sequence") and divided as the loss is. So does Megatron under
+    `calculate_per_token_loss`; with that set or not, gradients are the same but for rounding.
 
-    Log-probs, evaluation and export while a step is open belong into `reading()`.
+    While a step is open, compute log-probs, evaluate and export inside of `reading()`.
 
     Args:
         model_chunks: this rank's chunks, wrapped in Megatron's `DistributedDataParallel`, and wired
             (`wire_train_config`).
         optimizer: what `get_megatron_optimizer` returned for them.
         scheduler: its `step(increment=global_batch_size)` follows each update; may be None.
-        forward: makes the output of a chunk from (chunk, microbatch); for what needs more than
-            `gpt_forward` passes, such as images.
+        forward: a function of (chunk, microbatch) that returns the chunk's output; for models that
+            take more than `gpt_forward` passes, such as images.
         shared: names in batches that are the same for all rows, whatever they hold: each microbatch
             is given them whole.
-        shape: gives rows and positions of a ready microbatch; None for those of its `input_ids`.
-        counts: gives valid sequences and tokens of a ready microbatch, as two numbers or a tensor
-            [2]; None to count them by its masks.
+        shape: a function of a ready microbatch that returns its rows and positions; None for those
+            of its `input_ids`.
+        counts: a function of a ready microbatch that returns its valid sequences and tokens, as two
+            numbers or a tensor [2]; None to count them by its masks.
         alignment: multiples of tokens that packs of a budget are padded to; None for those that the
             model's config needs.
-        non_finite: what `finish()` does where a loss or the norm of the gradients is NaN or
-            infinite. "refuse" raises `WindowAborted` on all ranks, before anything is updated;
-            "skip" drops the gradients, and the result says why; "update" updates all the same, as
-            Megatron does, and looks at nothing. An overflow under a loss scale is skipped in any
-            case. The norm is looked at where the optimizer computes it, see docs/train-step.md.
-        nothing_valid: what `finish()` does where nothing is valid on any rank. "skip" leaves
+        non_finite: what `finish()` does if a loss or the norm of the gradients is NaN or infinite.
+            "refuse" raises `WindowAborted` on all ranks, before anything is updated; "skip" drops
+            the gradients, and the result says why; "update" updates all the same, as Megatron does,
+            and checks neither. An overflow under a loss scale is skipped in any case. The norm is
+            checked if the optimizer computes it, see docs/train-step.md.
+        nothing_valid: what `finish()` does if nothing is valid on any rank. "skip" leaves
             parameters, optimizer state and scheduler as they are; "update" divides gradients,
             which are zero, by 1, so that momentum and weight decay move parameters.
-        deadline_s: how long a rank waits for the others where ranks agree, and for their
+        deadline_s: how long a rank waits for the others when ranks agree, and for their
             parameters, in seconds.
         undo: copy parameters and optimizer state to the host before each update, so that one that
             fails half-way can be aborted too. Without it a step that fails inside of the inner
             optimizer ends in an error that asks for a checkpoint.
-        tenant: a name, where steps of others are open over the same modules at the same time, each
-            with a DDP and parameters of its own: see "Several adapters at once" in
-            docs/train-step.md. The same on all ranks.
+        tenant: a name, the same on all ranks, if several `TrainStep`s over the same modules are
+            open at the same time, each with a DDP and parameters of its own: see "Several adapters
+            at once" in docs/train-step.md.
 
     Raises:
         ValueError: chunks or an optimizer that are not Megatron's.
-        RuntimeError: patches are not applied that a step on these chunks stands on; they are named,
-            with what is lost without each.
+        RuntimeError: patches that a step on these chunks needs are not applied; the error names
+            each, and what is lost without it.
 
     Example:
         step = TrainStep(chunks, optimizer, scheduler)
@@ -424,13 +428,13 @@ class TrainStep(SplitStep):
 
     @contextmanager
     def reading(self) -> Iterator[list[Any]]:
-        """The chunks for log-probs, evaluation or export, whether or not a step is open.
+        """Yields the chunks for log-probs, evaluation or export, whether or not a step is open.
 
         Inside, parameters are those of the last update on all ranks, also under
         overlap_param_gather; modules are in eval mode and no gradient is recorded. Afterwards
-        modes, buffers and random states are what they were. The data-parallel ranks take part where
-        parameters are still to be gathered; the gather is that of the next forward, so that ranks
-        may also enter it through `microbatch` or `finish`.
+        modes, buffers and random states are what they were. If parameters are still to be gathered,
+        the data-parallel ranks take part. The gather is the one that the next forward would start,
+        so that ranks may also take part through `microbatch` or `finish`.
 
         Example:
             with step.reading() as chunks:

@@ -1,4 +1,4 @@
-"""Checks what a step on Megatron stands on: patches that are applied, options that it knows."""
+"""Checks that Megatron has the patches that a step needs, and no option that it cannot run with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_idempotent.patching.needs import Need, check_applied
 
 
 def refuse_chunks(chunks: Sequence[Any]) -> None:
-    """Raise for what would give another gradient, or none."""
+    """Raise `ValueError` for options of Megatron with which gradients would be wrong or missing."""
     for chunk in chunks:
         config = get_model_config(chunk)
         if getattr(config, "overlap_moe_expert_parallel_comm", False):
@@ -76,7 +76,7 @@ _NEEDS = (
 
 
 def check_patches(chunks: Sequence[Any]) -> None:
-    """Raise unless the patches are applied that a step on these chunks stands on.
+    """Raise unless the patches that a step on these chunks needs are applied.
 
     Raises:
         RuntimeError: names each that is not, why it is not, and what is lost without it.

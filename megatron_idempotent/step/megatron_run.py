@@ -69,7 +69,7 @@ _OWN_SCALES = ("moe_grad_scale_func", "mtp_grad_scale_func")
 
 
 class Runner:
-    """The model chunks of this rank, run without a division and, but for `reduce`, a reduction."""
+    """Runs Megatron's schedule on this rank's chunks; it divides no loss, and reduces if asked."""
 
     def __init__(
         self, chunks: list[Any], optimizer: Any, forward: Forward, deadline_s: float
@@ -79,7 +79,7 @@ class Runner:
         self.running = False
         self.deadline_s = deadline_s
         self.shift = 0
-        """Losses are divided by 2 ** shift, which changes no bit of what is in range."""
+        """The exponent of the power of two that losses are divided by; it changes no mantissa."""
         self.finalize_options: dict[str, Any] = {}
         """Arguments that the schedule passes to the finalize function after chunks and tokens."""
         self._optimizer = optimizer
@@ -89,7 +89,7 @@ class Runner:
 
     @property
     def replica(self) -> int:
-        """Data-parallel rank."""
+        """The data-parallel rank of this process."""
         return int(parallel_state.get_data_parallel_rank())
 
     @property
@@ -108,12 +108,12 @@ class Runner:
             raise ValueError(
                 f"begin() got a loss of kind {loss.kind!r} for a model with {', '.join(found)}, "
                 "whose losses are means over a microbatch: give the loss an `auxiliary_weight`, "
-                "which says what each of these means counts as against the divisor"
+                "the number that each of these means is multiplied by before the divisor applies"
             )
 
     @property
     def microbatch_multiple(self) -> int:
-        """Pipeline stages under an interleaved schedule, which takes multiples of them."""
+        """The number of stages of an interleaved pipeline, which takes multiples of it; else 1."""
         if len(self.chunks) == 1:
             return 1
         return int(parallel_state.get_pipeline_model_parallel_world_size())
@@ -125,7 +125,7 @@ class Runner:
                 raise ValueError(
                     f"microbatch() got {len(microbatches)} microbatches of equal size for an "
                     f"interleaved pipeline of {stages} stages, whose schedule takes multiples of "
-                    f"{stages}: send so many rows, padded with rows whose sample_mask is 0"
+                    f"{stages}: pad the batch with rows whose sample_mask is 0"
                 )
 
     def lockstep_group(self) -> tuple[bool, Any]:
@@ -214,9 +214,9 @@ class Runner:
                         set_for(stack, config, name, _times(2.0**-self.shift, own))
 
     def _gather_once(self, stack: ExitStack) -> None:
-        """Start parameter gathers that the schedule would start in every call, once in a step.
+        """Start the parameter gathers, which the schedule would start again in every call.
 
-        Peers may make more calls or fewer, and gathers pair up by order alone.
+        Peers may make more calls or fewer in a step, and gathers pair up by order alone.
         """
         for config in self.configs:
             if config.param_sync_func is not None and all(map(gathers_by_hooks, self.chunks)):
@@ -253,7 +253,7 @@ class Runner:
             raise LocalFailure(call.error)
 
     def groups(self) -> list[Any]:
-        """Megatron's process groups that this rank is in; 0.12 uses the default one, too."""
+        """Return Megatron's process groups that this rank is in, and the default one (for 0.12)."""
         # The group itself tells one initialisation from the next.
         known = parallel_state.get_tensor_model_parallel_group()
         if self._groups[0] is not known:
@@ -300,11 +300,11 @@ class Runner:
         return forward_step
 
     def _weight(self, loss: StepLoss, ghosts: bool, piece: Piece, masked: bool = False) -> float:
-        """Returns the weight that makes a microbatch's auxiliary losses count by its share.
+        """Return the number that Megatron is to multiply a microbatch's auxiliary losses by.
 
         They are means over a microbatch: over its positions, or over its tokens if the model was
-        told where padding is. With calculate_per_token_loss Megatron multiplies them with that
-        number itself, and all else is divided by the step's normalizer at the end.
+        told where padding is (`masked`). With calculate_per_token_loss Megatron multiplies them by
+        that number itself. Like the loss, they are divided by the step's normalizer at the end.
         """
         if ghosts or not piece.sequences:
             return 0.0
@@ -319,7 +319,7 @@ class Runner:
 
 
 class _Now:
-    """The microbatch that a call runs forward now, for what has to know its size."""
+    """Knows the microbatch whose forward runs now, for shapes and weights that depend on it."""
 
     def __init__(self, arguments: dict[str, Any], *, weigh: Callable[..., float]) -> None:
         self._arguments = arguments
@@ -328,17 +328,17 @@ class _Now:
         self._masked = False
 
     def begin(self, piece: Piece) -> None:
-        """Its forward begins."""
+        """Note that the forward of this microbatch begins."""
         self._piece, self._masked = piece, False
         # Read where this rank's forward fails and zeros go to the next stage in its place.
         self._arguments.update(micro_batch_size=piece.shape[0], seq_length=piece.shape[1])
 
     def weight(self) -> float:
-        """The weight of its auxiliary losses."""
+        """Return the weight of the microbatch's auxiliary losses; 0 before the first one."""
         return 0.0 if self._piece is None else self.weigh(self._piece, self._masked)
 
     def look(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """The model is called: note whether it is told where padding is."""
+        """Note, as a hook before a chunk's forward, whether the chunk is told where padding is."""
         self._masked = kwargs.get("padding_mask") is not None
 
 
@@ -384,5 +384,5 @@ def _times(factor: float, scale: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _nobody(failure: str | None) -> dict[int, str]:
-    """Takes the place of an exchange if the others learn of a failure in `finish` or `abort`."""
+    """Tells no rank of a failure, because the others learn of it in `finish` or `abort`."""
     return {}

@@ -42,7 +42,7 @@ class _Part(Protocol):
 
 
 class SharedSnapshot:
-    """Keeps what a step changes of the modules and the process, as it is now."""
+    """Keeps what a step changes in the modules and the process, as it is now."""
 
     def __init__(self, chunks: list[Any]) -> None:
         self.modules = ModuleSnapshot(chunks)
@@ -66,7 +66,7 @@ class SharedSnapshot:
 
 
 class MegatronSnapshot(SharedSnapshot):
-    """All that is small and that a step changes, as it is before the step."""
+    """Keeps all that a step changes, but for gradients, parameters and the optimizer's state."""
 
     def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
         super().__init__(chunks)
@@ -86,7 +86,7 @@ class MegatronSnapshot(SharedSnapshot):
 
 
 class TrackerSnapshot:
-    """The random states of Megatron's tracker, which forwards draw dropout from."""
+    """Keeps the random states of Megatron's tracker, which forwards draw dropout from."""
 
     def __init__(self) -> None:
         self._states = {
@@ -105,13 +105,13 @@ class TrackerSnapshot:
 
 
 class LogSnapshot:
-    """Keeps the totals that MoE, MTP and DSA layers log; `empty` keeps zeros in their place."""
+    """Keeps the totals that MoE, MTP and DSA layers log; with `empty`, zeros instead."""
 
     def __init__(self, *, empty: bool = False) -> None:
         self._values = [] if empty else [(value, value.clone()) for value in _logged()]
 
     def restore(self) -> None:
-        """Put it back; what was first logged since is zero."""
+        """Put the totals back; those that layers have begun to log since then become zero."""
         known = {id(value): before for value, before in self._values}
         for value in _logged():
             before = known.get(id(value))
@@ -121,7 +121,7 @@ class LogSnapshot:
                 value.copy_(before)
 
     def add(self) -> None:
-        """Add it to what is logged now."""
+        """Add the kept totals to those that are logged now."""
         for value, before in self._values:
             value.add_(before)
 
@@ -142,7 +142,7 @@ def _logged() -> Iterator[Tensor]:
 
 
 def undo_of(chunks: list[Any], optimizer: Any) -> StateUndo:
-    """A copy of the trained parameters and of optimizer state to go back to."""
+    """Copies the trained parameters and the optimizer's state, to go back to."""
     inner = [one.optimizer for one in _optimizers(optimizer)]
     return StateUndo(
         [param for chunk in chunks for param in chunk.param_to_bucket_group],

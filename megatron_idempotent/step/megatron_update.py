@@ -1,4 +1,4 @@
-"""Call a Megatron optimizer's `step()`, and stop it before it updates with what is not finite."""
+"""Calls a Megatron optimizer's `step()`, and stops it before it updates with what is not finite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .snapshot import StateUndo
 
 
 class CheckedUpdate:
-    """Runs an optimizer's `step()` in parts, and knows how far it has come on this rank."""
+    """Runs an optimizer's `step()`, checks the norm in it, and knows how far it has come."""
 
     def __init__(
         self, chunks: Sequence[Any], optimizer: Any, rule: NonFinite, *, keeps_undo: bool
@@ -22,7 +22,7 @@ class CheckedUpdate:
         self.updating = False
         """True once parameters may have been changed."""
         self.undo: StateUndo | None = None
-        """The state to go back to, once they may."""
+        """The state to go back to, once parameters may have been changed; None without a copy."""
         self._chunks = list(chunks)
         self._optimizer = optimizer
         self._rule = rule
@@ -39,10 +39,10 @@ class CheckedUpdate:
         return any(isinstance(each, DynamicGradScaler) for each in self._scalers())
 
     def run(self) -> tuple[float | None, str | None]:
-        """Step; return the norm of the gradients, and why there was no update.
+        """Call `step()`; return the gradients' norm, and the reason if there was no update.
 
         Raises:
-            RuntimeError: the norm is not finite, and is to be refused. Nothing was updated.
+            RuntimeError: the norm is not finite, and the rule is "refuse". Nothing was updated.
         """
         self.reset()
         # A scale is never written in place, so these are the values from before.
@@ -62,10 +62,10 @@ class CheckedUpdate:
 
     @contextmanager
     def _watched(self) -> Iterator[list[str]]:
-        """Look at the norm, which is that of all ranks, between where it is known and the update.
+        """Have the optimizer check the norm, which is that of all ranks, right before its update.
 
-        No sooner than the optimizer knows it, and without waiting for the device once more: it is
-        read here instead of at the end.
+        Yields the reasons to skip the update. The norm is read here instead of at the end, so that
+        the host waits for the device no more often.
         """
         optimizer, reasons = self._optimizer, list[str]()
         begin_update = optimizer.step_with_ready_grads
@@ -116,7 +116,7 @@ class CheckedUpdate:
 
 
 def _overflow(scales: Sequence[tuple[Any, Any]]) -> str:
-    """Say what became of the loss scale that gradients overflowed under."""
+    """Returns the reason for a skip after an overflow, with what became of the loss scale."""
     found = [(scaler, float(before), float(scaler.scale)) for scaler, before in scales]
     lowered = [each for each in found if each[2] < each[1]]
     scaler, before, now = (lowered or found)[0]

@@ -18,8 +18,8 @@ from megatron_idempotent.ranks.agreement import WindowAborted, control_group, de
 Doing = Literal["chunk", "last", "finish", "divide", "updated", "abort"]
 
 ListShape = tuple[int, int, int, int]
-"""Microbatches of one call: how many, their largest rows and positions, and a checksum of their
-shapes where these differ, else 0."""
+"""Microbatches of one call: how many, their largest rows and positions, and a checksum of all
+shapes, 0 for rows of one shape."""
 
 # Bytes of each rank in the first gather; those of a rank with dozens of metrics' rows are more.
 _ROOM = 4096
@@ -28,7 +28,7 @@ _LENGTH = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """The state of one rank in a step.
+    """Tells the other ranks how far this rank is in a step, and with what.
 
     Example: `RankStatus(doing="abort", step_id="3", updates=2)`.
     """
@@ -40,7 +40,7 @@ class RankStatus:
     failure: str | None = None
     """The error of this rank, if there was one."""
     partially_updated: bool = False
-    """True if this rank's update has begun, and it cannot go back."""
+    """True if this rank has begun its update, and has no copy to go back to."""
     poisoned: bool = False
     """True if this rank has left collectives that others may be in."""
     begun: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -48,25 +48,25 @@ class RankStatus:
     replica: int = 0
     """Data-parallel rank; ranks of one replica are given the same batches."""
     lists: tuple[ListShape, ...] = ()
-    """The batch as microbatches, one entry per call."""
+    """The microbatches of the batch, one entry per call."""
     specs: tuple[tuple[Any, tuple[int, int]], ...] = ()
-    """A microbatch of each entry without its values, and its shape, for ranks that have none."""
+    """Per entry of `lists` a microbatch's `spec` and shape, of which other ranks make dummies."""
     bins: int = 0
-    """Microbatches that the batch takes at least, where a budget of tokens makes them."""
+    """The number of packs that the batch becomes within the budget of tokens; 0 without one."""
     shift: int | None = None
-    """Losses are divided by 2 ** shift on this rank, or should be; None without a batch."""
+    """The exponent of the power of two that losses are to be divided by; None without a batch."""
     counts: tuple[float, float] = (0.0, 0.0)
-    """Valid sequences and tokens, on one rank of each replica."""
+    """Valid sequences and tokens, on the reporting rank of each replica; else zeros."""
     groups: tuple[int, ...] = ()
-    """Ids of groups with valid sequences, on that rank too."""
+    """Ids of groups with valid sequences, on the same ranks."""
     rows: tuple[Mapping[str, float], ...] = ()
-    """Un-normalised metrics of each microbatch, on that rank too."""
+    """Metrics of each microbatch, not normalised, on ranks that have the loss."""
     rates: tuple[float, float] | None = None
     """Learning rate and weight decay; None on a rank that trains no parameter."""
 
 
 class LocalFailure(Exception):
-    """A failure after which this rank did all that others wait for; `error` is what it was."""
+    """Says that this rank failed, and did all that others wait for; `error` is the failure."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -74,13 +74,13 @@ class LocalFailure(Exception):
 
 
 def all_gather_status(say: RankStatus, deadline_s: float, group: Any = None) -> list[RankStatus]:
-    """Returns what all ranks of the group say, by rank. A collective: one gather on the host.
+    """Returns the status of all ranks of the group, by rank. A collective: one gather on the host.
 
-    A second one follows where what a rank says is longer than a few kilobytes. `group` is a gloo
-    group whose operations end after `deadline_s`, None for that of all ranks.
+    A second gather follows if any status is longer than a few kilobytes. `group` is a gloo group
+    whose operations end after `deadline_s`, in seconds; None for that of all ranks.
 
     Raises:
-        SessionPoisoned: a rank did not come in time, or one that did is poisoned.
+        SessionPoisoned: a rank did not come in time, or says that it is poisoned.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [say]
@@ -107,7 +107,7 @@ def all_gather_status(say: RankStatus, deadline_s: float, group: Any = None) -> 
 
 
 def _gathered(message: bytes, group: Any) -> list[bytes]:
-    """Each rank's message, whatever their lengths."""
+    """Returns each rank's message, whatever their lengths. A collective."""
     start = len(message).to_bytes(_LENGTH, "little") + message[: _ROOM - _LENGTH]
     everybody = _gathered_evenly(start, _ROOM, group)
     lengths = [int.from_bytes(each[:_LENGTH], "little") for each in everybody]
@@ -128,9 +128,9 @@ def _gathered_evenly(message: bytes, size: int, group: Any) -> list[bytes]:
 
 
 def failures(said: Sequence[RankStatus], group: Any = None) -> dict[int, str]:
-    """Returns what stops the step, by global rank: failures, aborts, ranks at another call.
+    """Returns what stops the step, by global rank: failures, aborts, ranks in another step.
 
-    `group` is the one that was heard, None for all ranks.
+    `group` is the group whose ranks said it, None for all ranks.
     """
     ids = {say.step_id for say in said}
     updates = {say.updates for say in said}
@@ -155,7 +155,7 @@ def failures(said: Sequence[RankStatus], group: Any = None) -> dict[int, str]:
 
 
 def begun_alike(said: Sequence[RankStatus]) -> bool:
-    """True if ranks that are in one step began it with the same arguments."""
+    """Returns whether ranks that are in one step began it with the same arguments."""
     return not _begun_otherwise(said, range(len(said)))
 
 

@@ -1,4 +1,4 @@
-"""Cuts a batch of any size into microbatches, counts what is valid, and plans uneven ranks.
+"""Cuts a batch of any size into microbatches, and plans calls of ranks with uneven batches.
 
 Legend: B rows of the batch, T positions.
 """
@@ -26,13 +26,13 @@ _SCALARS = (bool, int, float, str, bytes, type(None))
 
 
 def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
-    """Check a batch, and return B.
+    """Check a batch, and return its number of rows, B.
 
     Values named in `shared` may be anything; all others have B rows, or are scalars.
 
     Raises:
-        ValueError: no mapping, no `input_ids` [B, T], a value of another number of rows or of none,
-            or a `Pack`.
+        ValueError: the batch is no mapping or has no `input_ids` [B, T], or a value has another
+            number of rows, no rows, or is a `Pack`.
     """
     tokens_BT = batch.get(TOKENS) if hasattr(batch, "get") else None
     if not isinstance(tokens_BT, Tensor) or tokens_BT.dim() < 2:
@@ -70,7 +70,7 @@ def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
     if mask_BT is not None and allowed and mask_BT.shape[1] not in allowed:
         raise ValueError(
             f"microbatch() got {TOKEN_MASK!r} of {tuple(mask_BT.shape)} for {TOKENS!r} of "
-            f"{tuple(tokens_BT.shape)}: one for each position"
+            f"{tuple(tokens_BT.shape)}: give one for each position"
         )
     return rows
 
@@ -107,9 +107,10 @@ def _told_value(value: Any) -> str:
 
 
 def split(batch: Batch, rows: int, size: int, shared: Collection[str] = ()) -> list[list[Piece]]:
-    """Microbatches of `size` rows, in order; what is left over is a smaller one of its own.
+    """Cut a batch into microbatches of `size` rows, in order; rows left over are a smaller one.
 
-    In lists of equal sizes, because the messages of a pipeline have one shape per schedule call.
+    Returns a list for each size, because the messages of a pipeline have one shape per schedule
+    call.
     """
     whole = rows - rows % size
     cuts = [[(start, start + size) for start in range(0, whole, size)]]
@@ -131,7 +132,7 @@ def split(batch: Batch, rows: int, size: int, shared: Collection[str] = ()) -> l
 
 
 def list_shape(pieces: Sequence[Piece]) -> ListShape:
-    """Describe the microbatches of one call: how many, their largest shape, and all shapes."""
+    """Describe the microbatches of one call: how many, their largest shape, a checksum of all."""
     rows = max(piece.shape[0] for piece in pieces)
     positions = max(piece.shape[1] for piece in pieces)
     shapes = [piece.shape for piece in pieces]
@@ -155,9 +156,10 @@ def _slice(batch: Batch, start: int, end: int, shared: Collection[str]) -> Batch
 def spec(microbatch: Any, name: str = "") -> Any:
     """Describe a microbatch so that another rank can make its `ghost`.
 
-    Tensors, however deep in mappings, dataclasses, lists and tuples, are replaced by a description;
-    all else is sent along. So are packs and `cu_seqlens`, without which attention knows no
-    sequences; `name` is the value's.
+    Tensors, however deep in mappings, dataclasses, lists and tuples, are replaced by a description
+    without values; all else is kept. The description of packs and of `cu_seqlens` has their
+    borders, without which attention knows no sequences. `name` is the name of a value in its
+    microbatch.
     """
     if isinstance(microbatch, Pack):
         return _PACK, microbatch.lengths, microbatch.segments
@@ -230,11 +232,12 @@ def _zeros(described: tuple[Any, ...], device: Any) -> Tensor:
 def calls(
     lists: Sequence[Sequence[Piece]], said: Sequence[RankStatus], device: object
 ) -> Iterator[tuple[list[Piece], bool]]:
-    """The calls that this rank makes, and whether their microbatches are dummies.
+    """Yields the calls that this rank makes, and whether their microbatches are dummies.
 
     Ranks that share a model's collectives make calls of the same sizes in the same order: up to
     the fewest microbatches that a rank has, up to the second fewest, and so on. A rank that ran
-    out sends dummy microbatches through its model, shaped like those of the fullest rank.
+    out sends dummy microbatches through its model, shaped like those of the fullest rank. `said`
+    is empty if ranks run by themselves.
     """
     if not said:
         for pieces in lists:

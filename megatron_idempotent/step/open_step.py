@@ -1,4 +1,4 @@
-"""One open step on this rank: what is added to it, and how it ends on all ranks."""
+"""Adds batches to an open step on this rank, and ends the step on all ranks alike."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .totals import Totals
 
 
 class OpenStep(Rounds):
-    """A step that has begun and not ended."""
+    """Holds what this rank has run in a step that has begun and not ended."""
 
     def __init__(self, *as_rounds: Any) -> None:
         super().__init__(*as_rounds)
@@ -53,7 +53,10 @@ class OpenStep(Rounds):
         last: bool,
         microbatch_id: str | None,
     ) -> Receipt:
-        """Run a batch, after ranks that would wait for each other agree on what it is."""
+        """Run a batch, after the ranks that meet in the model have agreed on what each of them has.
+
+        Raises what `SplitStep.microbatch` does.
+        """
         coupled, group = self._backend.lockstep_group()
         share, packed = Share(), None
         bad: ValueError | None = None
@@ -96,9 +99,9 @@ class OpenStep(Rounds):
     def _as_many_bins(
         self, doing: Doing, share: Share, packed: PackedRows | None, bad: ValueError | None
     ) -> Share:
-        """Agree on a number of packs, so that no rank sends zeros through a model that all share.
+        """Agree on a number of packs, so that ranks need no dummies in a model that all share.
 
-        Those with fewer make smaller ones, up to one sequence each. All ranks take part.
+        Ranks with fewer packs make smaller ones, down to one sequence each. All ranks take part.
         """
         said = self._meet(doing, [], bad, None, bins=0 if packed is None else packed.bins)
         most = max(say.bins for say in said)
@@ -133,7 +136,7 @@ class OpenStep(Rounds):
         return bool(rows) and after == whole
 
     def finish(self, increment: int | None, lr: float | None, divisor: Any) -> StepResult:
-        """Agree that nothing failed, then update; after that, only tell what was done."""
+        """Agree that no rank failed, then update; in a step that has updated, return the result."""
         if not self.committed:
             with self._failing(unless=WindowAborted):
                 totals, local = self._totals(increment, lr, divisor)
@@ -171,12 +174,12 @@ class OpenStep(Rounds):
 
     @property
     def updates(self) -> int:
-        """Updates of all steps so far, this one's included."""
+        """The number of updates in all steps so far, this one's included."""
         done = self._done is not None and isinstance(self._done[1], Update)
         return self._updates + (done and self.committed)
 
     def tell_of_abort(self) -> None:
-        """Have the peers stop too, unless they know."""
+        """Have the peers stop too, unless they know already. All ranks take part."""
         if self.owes and not is_poisoned():
             self._fail("it was interrupted on its way into a batch")
             poison(f"a batch of step {self.step_id!r} was left before it was run")
@@ -205,7 +208,10 @@ class OpenStep(Rounds):
     def _totals(
         self, increment: int | None, lr: float | None, divisor: Any
     ) -> tuple[Totals, float]:
-        """Gathers what all ranks have run, once all of them are at the end of the step."""
+        """Gather what all ranks have run, once all of them are at the end of the step.
+
+        Returns the totals, and this replica's valid tokens or, for other kinds, sequences.
+        """
         error: Exception | None = None
         local = (0.0, 0.0)
         rows: tuple[dict[str, float], ...] = ()
@@ -276,10 +282,10 @@ class OpenStep(Rounds):
         return totals, local[self._loss.kind == "token"]
 
     def _agreed(self, divisor: Callable[[StepCounts], float], counts: StepCounts) -> float:
-        """Ask for the divisor, and raise on all ranks unless it is the same on all.
+        """Call the divisor's function, and raise on all ranks unless all got the same number.
 
-        Another gather: a function may look at what only one rank has, and gradients of replicas
-        that divide by other numbers would go apart.
+        This takes another gather: a function may look at what only one rank has, and parameters
+        would differ between replicas that divide by different numbers.
         """
         error: Exception | None = None
         found = 0.0
@@ -296,10 +302,10 @@ class OpenStep(Rounds):
         return found
 
     def _reason_to_skip(self, totals: Totals) -> str | None:
-        """Decide, as all ranks do, whether there is nothing that could be reduced.
+        """Return the reason to skip the update, the same on all ranks; None if there is none.
 
         Raises:
-            WindowAborted: a loss is not finite, and that is to be refused.
+            WindowAborted: a loss is not finite, and the step refuses that.
         """
         if totals.is_empty and self._options.nothing_valid == "skip":
             kind = "" if self._loss.kind == "none" else f" {self._loss.kind}"

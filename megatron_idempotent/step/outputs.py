@@ -24,12 +24,13 @@ Row = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reported:
-    """The result of a loss for one microbatch.
+    """Holds what a loss has returned for one microbatch.
 
     Example: `reported(loss, total, metrics, piece)`.
     """
 
     row: Row
+    """The loss's sum, as "loss", and its metrics."""
     outputs: Mapping[str, Sequence[Tensor]]
     """A tensor for each of the n sequences, without its graph, by name."""
 
@@ -38,9 +39,9 @@ def reported(loss: StepLoss, total: Any, metrics: Mapping[str, Any], piece: Piec
     """Take over what a loss has returned, so that later changes do not reach it.
 
     Raises:
-        ValueError: a total that is neither a scalar with its graph nor the constant 0, a metric
-            that is no scalar or has a name that the step uses itself, an output that is missing,
-            or not one for each sequence or token.
+        ValueError: the total is neither a scalar with its graph nor the constant 0, a metric is no
+            scalar or has a name that the step uses itself, or an output is missing or has not one
+            entry for each sequence or token.
     """
     names = tuple(getattr(loss, "outputs", ()))
     taken = [name for name in RESERVED if name in metrics]
@@ -66,7 +67,7 @@ def reported(loss: StepLoss, total: Any, metrics: Mapping[str, Any], piece: Piec
 
 
 def has_graph(total: Any) -> bool:
-    """Returns False for the constant of a microbatch in which nothing is valid."""
+    """Returns whether a backward can start at the total; a constant has no graph."""
     return isinstance(total, Tensor) and total.requires_grad
 
 
@@ -90,7 +91,7 @@ def _check_metric(name: str, value: Any) -> None:
         if value.numel() != 1:
             raise ValueError(
                 f"the loss reported {name!r} of shape {tuple(value.shape)}: metrics are scalars, "
-                "summed over the microbatch. Name what each sample has in the loss's `outputs`"
+                "summed over the microbatch; name it in the loss's `outputs` if each sample has one"
             )
     elif not isinstance(value, (int, float)):
         raise ValueError(
@@ -131,7 +132,7 @@ def _by_sample(name: str, value: Any, piece: Piece) -> tuple[Tensor, ...]:
 
 
 def as_numbers(rows: Sequence[Row]) -> tuple[dict[str, float], ...]:
-    """The rows' values as floats, with one transfer from the device for all of them."""
+    """Returns the rows with floats as values; all come from the device in one transfer."""
     found = [(index, name, value) for index, row in enumerate(rows) for name, value in row.items()]
     tensors = [
         value.detach().reshape(()).to(torch.float64)
@@ -151,7 +152,7 @@ def is_extremum(name: str) -> bool:
 
 
 def over_all(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The rows' metrics together: extrema by name, everything else summed."""
+    """Returns the rows' metrics as one row: minima and maxima by name, everything else summed."""
     found: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():

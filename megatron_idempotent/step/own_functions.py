@@ -25,7 +25,7 @@ _METHODS = {
 def use_own_functions(
     stack: ExitStack, chunks: Sequence[Any], configs: Sequence[Any], optimizer: Any
 ) -> None:
-    """Until the stack is left, let configs call these chunks and this optimizer, and no others.
+    """Let configs call these chunks and this optimizer, and no others, until the stack is left.
 
     Functions that belong to neither a DDP nor an optimizer are the caller's, and stay.
     """

@@ -1,4 +1,4 @@
-"""Makes microbatches of at most so many tokens: rows of a batch become packs.
+"""Packs the rows of a batch into microbatches within a budget of tokens.
 
 Legend: B rows, T positions of a row, n sequences of a pack, S its tokens with padding.
 """
@@ -23,7 +23,7 @@ from .records import ATTENTION_MASK, LENGTHS, PACK, TOKEN_MASK, TOKENS, Batch, O
 from .share import Share, groups_of_rows
 
 _POSITIONS = "position_ids"
-#: What stands in padding, where it is not 0: nothing is predicted there.
+#: The padding of values whose padding is not 0, by name: nothing is predicted there.
 _FILLS = {"labels": -100, "targets": -100}
 
 
@@ -37,7 +37,7 @@ def pack_batches(
     attention: float = 0.0,
     shared: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """Make packs of at most `max_tokens` of the rows of a batch, as a step with a budget does.
+    """Pack a batch's rows into microbatches of at most `max_tokens`, as a budgeted step does.
 
     For frameworks that make their microbatches themselves: a `TrainStep` takes the list as
     `microbatches`, and `gpt_forward` runs each.
@@ -48,15 +48,15 @@ def pack_batches(
             with nested `input_ids`, which have lengths themselves.
         max_tokens: the most tokens of a pack, padding included.
         alignment: what sequences and packs are padded to, as `token_alignment` says.
-        bins: the least number of packs; those without sequences are of padding alone.
+        bins: the least number of packs; those without sequences have padding alone.
         multiple: the number of packs is a multiple of it.
-        attention: work of a token for each of its sequence, see `bin_sequences`.
+        attention: work that a token adds for each token of its sequence, see `bin_sequences`.
         shared: names in the batch that are the same for all rows, whatever they hold.
 
     Returns:
-        Mappings with the `Pack` as `pack`. What is [B, T, …] in the batch is [1, S, …], with 0 in
-        padding (-100 in `labels` and `targets`); what is [B, …] is [n, …]; lists have n items; all
-        else is as it was. `token_mask` and `position_ids` [1, S] are always there, and
+        Mappings with the `Pack` as `pack`. Tensors [B, T, …] of the batch become [1, S, …], with 0
+        in padding (-100 in `labels` and `targets`); tensors [B, …] become [n, …]; lists have n
+        items; all else is as it was. `token_mask` and `position_ids` [1, S] are always there, and
         `attention_mask` is not.
 
     Raises:
@@ -85,10 +85,10 @@ def packed_rows(
     options: Options,
     backend: Backend,
 ) -> PackedRows | None:
-    """The rows of a batch, where a step with a budget makes packs of them.
+    """Returns the rows of a batch that a step with a budget is to pack; None if it packs none.
 
     Raises:
-        ValueError: a batch that cannot be packed within the budget.
+        ValueError: the batch cannot be packed within the budget.
     """
     budget = begun_with["max_tokens_per_microbatch"]
     if budget is None or batch is None or ready is not None:
@@ -105,7 +105,7 @@ def packed_rows(
 
 
 class PackedRows:
-    """Rows of a batch, checked, which become as many microbatches as ranks have agreed on."""
+    """Checks the rows of a batch, and packs them into as many bins as ranks have agreed on."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class PackedRows:
         if mask_BT is not None and not tokens_BT.is_nested and mask_BT.shape != tokens_BT.shape[:2]:
             raise ValueError(
                 f"microbatch() got {TOKEN_MASK!r} of {tuple(mask_BT.shape)} for {TOKENS!r} of "
-                f"{tuple(tokens_BT.shape)}: one for each position"
+                f"{tuple(tokens_BT.shape)}: give one for each position"
             )
         if PACK in batch:
             raise ValueError(
@@ -142,13 +142,13 @@ class PackedRows:
 
     @property
     def bins(self) -> int:
-        """Microbatches that the rows take at least; 0 without rows."""
+        """The number of packs that the rows need; 0 without rows."""
         return len(self._bins)
 
     def share(self, bins: int) -> Share:
-        """Make at least so many packs, which are run in one call.
+        """Make at least `bins` packs, which are run in one call.
 
-        No more than there are rows, but for the multiple that a call takes.
+        There are no more packs than rows, rounded up to the multiple that a call takes.
         """
         most = min(bins, -(-max(self.rows, 1) // self._multiple) * self._multiple)
         found = self._bins if most <= self.bins else self._binned(most)
@@ -242,7 +242,7 @@ class _Chosen:
         return value.index_select(0, index_n)
 
     def _packed(self, name: str, values: Tensor) -> Tensor:
-        """[all tokens, …] to [1, S, …]."""
+        """Lay the batch's values [all tokens, …] out as the pack's [1, S, …]."""
         chosen = values.index_select(0, self._place_N.to(values.device))
         joined = chosen.new_full((self._pack.tokens, *chosen.shape[1:]), _FILLS.get(name, 0))
         place_N = self._pack.place_N.to(values.device)
@@ -250,13 +250,13 @@ class _Chosen:
 
 
 def _real(batch: Batch, rows: int) -> tuple[list[int], list[int]]:
-    """The place of each row's first token, in its row or among all of a nested batch, and lengths.
+    """Returns the place of each row's first token, in its row or in a nested batch, and its length.
 
     The host reads once from the device.
 
     Raises:
-        ValueError: neither is known, they are of another shape, they are not of one run of tokens,
-            or the two that are given differ; the message names the row.
+        ValueError: a batch has neither `lengths` nor a mask, one has the wrong shape, a row's
+            tokens do not lie side by side, or the two differ; the message names the row.
     """
     tokens_BT = batch[TOKENS]
     lengths, mask = batch.get(LENGTHS), batch.get(ATTENTION_MASK)
@@ -276,7 +276,7 @@ def _real(batch: Batch, rows: int) -> tuple[list[int], list[int]]:
             shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(
                 f"microbatch() got {ATTENTION_MASK!r} of {shape} for {TOKENS!r} of "
-                f"{tuple(tokens_BT.shape)}: for a budget of tokens it is 1 for each real token"
+                f"{tuple(tokens_BT.shape)}: give it that shape, with 1 for each real token"
             )
         firsts, counted = _runs(mask > 0, width)
     if lengths is None:
@@ -300,7 +300,7 @@ def _nested(batch: Batch, tokens: Tensor) -> tuple[list[int], list[int]]:
                 if found != length:
                     raise ValueError(
                         f"microbatch() got {name!r} with {found} entries in row {row}, which has "
-                        f"{length} tokens"
+                        f"{length} tokens: give one for each token"
                     )
     return starts, lengths
 
@@ -312,7 +312,7 @@ def _jagged(nested: Any) -> tuple[list[int], list[int]]:
 
 
 def _runs(real_BT: Tensor, width: int) -> tuple[list[int], list[int]]:
-    """First place and number of the tokens of each row, which lie side by side."""
+    """Returns first place and number of the real tokens of each row, which lie side by side."""
     if not real_BT.numel():
         return [0] * len(real_BT), [0] * len(real_BT)
     place_T = torch.arange(width, device=real_BT.device)
@@ -323,7 +323,7 @@ def _runs(real_BT: Tensor, width: int) -> tuple[list[int], list[int]]:
         if number and last - first + 1 != number:
             raise ValueError(
                 f"microbatch() got {ATTENTION_MASK!r} with {number} tokens in row {row}, between "
-                f"places {first} and {last}: those of a row lie side by side"
+                f"places {first} and {last}: pad rows at their ends alone"
             )
     return [first if number else 0 for first, _, number in zip(*facts, strict=True)], facts[2]
 
@@ -333,14 +333,17 @@ def _as_numbers(lengths: Any, rows: int, width: int) -> list[int]:
         if lengths.dim() != 1 or lengths.is_floating_point():
             raise ValueError(
                 f"microbatch() got {LENGTHS!r} of {lengths.dtype} and shape "
-                f"{tuple(lengths.shape)}: integers, [rows]"
+                f"{tuple(lengths.shape)}: give integers, [rows]"
             )
         lengths = lengths.tolist()
     if not isinstance(lengths, (list, tuple)) or len(lengths) != rows:
-        raise ValueError(f"microbatch() got {LENGTHS!r} {lengths!r}: one of each of {rows} rows")
+        raise ValueError(
+            f"microbatch() got {LENGTHS!r} {lengths!r} for {rows} rows: give a length for each row"
+        )
     for row, length in enumerate(lengths):
         if type(length) is not int or not 0 <= length <= width:
             raise ValueError(
-                f"microbatch() got row {row} with {LENGTHS!r} {length!r}: it has {width} positions"
+                f"microbatch() got row {row} with {LENGTHS!r} {length!r}: give an int from 0 to "
+                f"{width}, its positions"
             )
     return list(lengths)

@@ -1,4 +1,4 @@
-"""One microbatch as a step runs it: what the model is given, its shape, and what counts in it.
+"""Describes one microbatch as a step runs it: its content, its shape, and what is valid in it.
 
 Legend: B rows, T positions of a row, n sequences of a pack, T of a pack all of its tokens.
 """
@@ -23,45 +23,48 @@ Shape = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Segments:
-    """The sequences of a pack, on the host. Example: `Segments(starts=(0, 8), lengths=(5, 3))`."""
+    """Says where a pack's sequences are, on the host.
+
+    Example: `Segments(starts=(0, 8), lengths=(5, 3))`.
+    """
 
     starts: tuple[int, ...]
-    """Place of each sequence's first token."""
+    """The place of each sequence's first token."""
     lengths: tuple[int, ...]
-    """Tokens of each, padding left out; 0 for an empty one."""
+    """The tokens of each sequence, padding left out; 0 for an empty one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """One microbatch. Example: `Piece(batch=batch, shape=(4, 512), sequences=4)`."""
+    """Holds one microbatch. Example: `Piece(batch=batch, shape=(4, 512), sequences=4)`."""
 
     batch: Any
     """The argument of `forward` and the loss."""
     shape: Shape
     sequences: int
-    """Sequences in it, masked ones included: its rows, or those of its packs that are not empty."""
+    """The number of sequences, masked ones included: rows, or a pack's that are not empty."""
     segments: Segments | None = None
-    """The sequences of a pack; None where they are rows."""
+    """The sequences of a pack; None if the sequences are rows."""
     counts: Tensor | None = None
-    """Valid sequences and tokens, float64 [2]; None where they are counted for a whole batch."""
+    """Valid sequences and tokens, float64 [2]; None if they are counted for a whole batch."""
 
     @property
     def positions(self) -> int:
-        """Positions of all rows."""
+        """The number of positions in all rows."""
         return self.shape[0] * self.shape[1]
 
     @property
     def tokens(self) -> int:
-        """Positions without the padding of a pack."""
+        """The number of positions without the padding of a pack."""
         return self.positions if self.segments is None else sum(self.segments.lengths)
 
 
 def ready_pieces(microbatches: Sequence[Any], options: Options) -> list[Piece]:
-    """Look at microbatches that a caller has made; all of them are run as they are.
+    """Find shape and counts of microbatches that a caller has made; they are run as they are.
 
     Raises:
-        ValueError: no sequence of microbatches, or one whose shape or counts are not known; the
-            message has its index.
+        ValueError: not a sequence of microbatches, or a microbatch whose shape or counts are not
+            known; the message has its index.
     """
     if isinstance(microbatches, (str, bytes, Mapping)) or not isinstance(microbatches, Sequence):
         raise ValueError(
@@ -120,7 +123,7 @@ def _shape(batch: Any, ask: Callable[[Any], Shape] | None) -> Shape:
 
 
 def field_of(batch: Any, name: str) -> Any:
-    """An item of a mapping or a TensorDict, or an attribute; None where there is none."""
+    """Returns an item of a mapping or a TensorDict, or an attribute; None if there is none."""
     get = getattr(batch, "get", None)
     if callable(get):
         return get(name, None)  # a TensorDict raises without a default
@@ -131,7 +134,8 @@ def _given(counts: Any) -> Tensor:
     if isinstance(counts, Tensor):
         if tuple(counts.shape) != (2,):
             raise ValueError(
-                f"whose counts have shape {tuple(counts.shape)}: [2], valid sequences and tokens"
+                f"whose counts have shape {tuple(counts.shape)}: give [2], valid sequences and "
+                "tokens"
             )
         return counts.detach().to(torch.float64)
     pair = isinstance(counts, (tuple, list)) and len(counts) == 2
@@ -141,11 +145,11 @@ def _given(counts: Any) -> Tensor:
 
 
 def valid_counts(batch: Any) -> Tensor:
-    """Valid sequences and valid tokens of rows, float64 [2], on the batch's device.
+    """Returns valid sequences and valid tokens of rows, float64 [2], on the batch's device.
 
     tokens = sum of token_mask[:, 1:] x sample_mask: the first token of a sequence is never
-    predicted. Without a token mask, sequences x positions, or of jagged rows all tokens but the
-    first; without a sample mask all are valid.
+    predicted. Without a token mask, tokens are sequences x positions, or in nested rows all but
+    the first of each; without a sample mask all sequences are valid.
     """
     tokens_BT = field_of(batch, TOKENS)
     rows = tokens_BT.shape[0]
@@ -168,13 +172,14 @@ def valid_counts(batch: Any) -> Tensor:
 
 
 def segments_of(batch: Any) -> Segments | None:
-    """The sequences of a microbatch that holds a pack; None where its sequences are rows.
+    """Returns the sequences of a microbatch that holds a pack; None if its sequences are rows.
 
     A pack is a `Pack`, Megatron's `PackedSeqParams`, or a tensor `cu_seqlens`, with
     `cu_seqlens_padded` where sequences are padded. A tensor on a device is read by the host.
 
     Raises:
-        ValueError: borders that do not begin at 0, do not rise, or do not end at T.
+        ValueError: the borders do not begin at 0, fall, leave a sequence no room, or do not end
+            with the last token.
     """
     for value in _values(batch):
         if isinstance(value, Pack):
@@ -190,7 +195,7 @@ def segments_of(batch: Any) -> Segments | None:
 
 
 def segments_of_pack(pack: Pack) -> Segments:
-    """The sequences of a pack, which the host knows."""
+    """Returns the sequences of a pack, which the host knows."""
     starts = itertools.accumulate(pack.segments, initial=0)
     return Segments(starts=tuple(starts)[: len(pack.lengths)], lengths=pack.lengths)
 
@@ -198,7 +203,10 @@ def segments_of_pack(pack: Pack) -> Segments:
 def _check_pack(pack: Pack, batch: Any) -> None:
     tokens = field_of(batch, TOKENS)
     if isinstance(tokens, Tensor) and tokens.numel() != pack.tokens:
-        raise ValueError(f"whose Pack has {pack.tokens} tokens, and which has {tokens.numel()}")
+        raise ValueError(
+            f"whose Pack has {pack.tokens} tokens, and whose {TOKENS!r} has {tokens.numel()}: give "
+            "one for each token of the Pack, padding included"
+        )
 
 
 def _values(batch: Any) -> list[Any]:
@@ -216,32 +224,39 @@ def _checked(borders: Any, padded: Any, batch: Any) -> Segments:
         places = [int(each) for each in torch.as_tensor(padded).reshape(-1).tolist()]
     for name, found in (("cu_seqlens", ends), ("cu_seqlens_padded", places)):
         if not found or found[0] != 0:
-            raise ValueError(f"whose {name} begin with {found[:1]}: they begin with 0")
+            raise ValueError(f"whose {name} begin with {found[:1]}: let them begin with 0")
         for index, (start, end) in enumerate(itertools.pairwise(found)):
             if end < start:
-                raise ValueError(f"whose {name} fall from {start} to {end} in sequence {index}")
+                raise ValueError(
+                    f"whose {name} fall from {start} to {end} in sequence {index}: give rising ones"
+                )
     lengths = [end - start for start, end in itertools.pairwise(ends)]
     rooms = [end - start for start, end in itertools.pairwise(places)]
     if len(rooms) != len(lengths):
         raise ValueError(
-            f"whose cu_seqlens have {len(lengths)} sequences, and cu_seqlens_padded {len(rooms)}"
+            f"whose cu_seqlens have {len(lengths)} sequences, and cu_seqlens_padded {len(rooms)}: "
+            "give both the same"
         )
     for index, (length, room) in enumerate(zip(lengths, rooms, strict=True)):
         if length > room:
-            raise ValueError(f"whose sequence {index} has {length} tokens and {room} places")
+            raise ValueError(
+                f"whose sequence {index} has {length} tokens and {room} places: let "
+                "cu_seqlens_padded leave it as many or more"
+            )
     tokens = field_of(batch, TOKENS)
     if isinstance(tokens, Tensor) and not tokens.is_nested and places[-1] != tokens.numel():
         raise ValueError(
-            f"whose cu_seqlens end at {places[-1]}, and which has {tokens.numel()} tokens"
+            f"whose cu_seqlens end at {places[-1]}, and which has {tokens.numel()} tokens: let "
+            "them end with the last token, padding included"
         )
     return Segments(starts=tuple(places[:-1]), lengths=tuple(lengths))
 
 
 def packed_counts(batch: Any, segments: Segments) -> Tensor:
-    """Valid sequences and tokens of a pack, float64 [2]: those of the same sequences as rows.
+    """Returns valid sequences and tokens of a pack, float64 [2], as `valid_counts` does of rows.
 
-    `sample_mask` is [n], one for each sequence; `token_mask` has the pack's tokens, and the first
-    of each sequence does not count. An empty sequence is none.
+    `sample_mask` is [n], one for each sequence; `token_mask` has an entry for each of the pack's
+    tokens, and the first of each sequence does not count. Empty sequences do not count.
     """
     sample_mask_n, token_mask_T = field_of(batch, SAMPLE_MASK), field_of(batch, TOKEN_MASK)
     masks = [each for each in (sample_mask_n, token_mask_T) if isinstance(each, Tensor)]
@@ -252,7 +267,7 @@ def packed_counts(batch: Any, segments: Segments) -> Tensor:
         if sample_mask_n.numel() != len(segments.lengths):
             raise ValueError(
                 f"whose {SAMPLE_MASK!r} has {sample_mask_n.numel()} entries for "
-                f"{len(segments.lengths)} sequences: one for each"
+                f"{len(segments.lengths)} sequences: give one for each"
             )
         there_n = there_n * sample_mask_n.reshape(-1).double()
     if token_mask_T is None:
@@ -269,17 +284,20 @@ def packed_counts(batch: Any, segments: Segments) -> Tensor:
 
 
 def _check_packed_mask(batch: Any, token_mask: Tensor, end: int) -> None:
-    """There is an entry for each token; without tokens, for those of all sequences."""
+    """Raise `ValueError` unless a mask has an entry for each token, or covers all sequences."""
     tokens = field_of(batch, TOKENS)
     known = isinstance(tokens, Tensor) and not tokens.is_nested
     whole = tokens.numel() if known else token_mask.numel()
     if token_mask.numel() != whole or token_mask.numel() < end:
         needed = f"which has {whole} tokens" if known else f"whose sequences end at {end}"
-        raise ValueError(f"whose {TOKEN_MASK!r} has {token_mask.numel()} entries, and {needed}")
+        raise ValueError(
+            f"whose {TOKEN_MASK!r} has {token_mask.numel()} entries, and {needed}: give one for "
+            "each token, padding included"
+        )
 
 
 def _check_masks(batch: Any) -> None:
-    """Masks of rows have the shape of their tokens."""
+    """Raise `ValueError` unless the masks of rows have the shape of their tokens."""
     tokens_BT = field_of(batch, TOKENS)
     if tokens_BT.is_nested or tokens_BT.dim() < 2:
         return
@@ -288,5 +306,5 @@ def _check_masks(batch: Any) -> None:
         mask = field_of(batch, name)
         if isinstance(mask, Tensor) and tuple(mask.shape) != shape:
             raise ValueError(
-                f"whose {name!r} has shape {tuple(mask.shape)}: {shape}, as its tokens"
+                f"whose {name!r} has shape {tuple(mask.shape)}: give it {shape}, as its tokens"
             )

@@ -1,4 +1,4 @@
-"""Names in the batches of a split step, and the options that it is made with."""
+"""Defines the names in batches of a split step, and the options that a step is made with."""
 
 from __future__ import annotations
 
@@ -10,59 +10,63 @@ from typing import Any, Literal, get_args
 from megatron_idempotent.fp8.packing import TokenAlignment
 
 NonFinite = Literal["refuse", "skip", "update"]
-"""The act of `finish` where a loss or the norm of the gradients is NaN or infinite: raise, drop the
+"""The act of `finish` if a loss or the norm of the gradients is NaN or infinite: raise, drop the
 gradients and go on, or update all the same."""
 
 NothingValid = Literal["skip", "update"]
-"""The act of `finish` where nothing is valid on any rank: leave all as it is, or let the optimizer
+"""The act of `finish` if nothing is valid on any rank: leave all as it is, or let the optimizer
 step with gradients that are divided by 1."""
 
 Batch = Mapping[str, Any]
 """Tensors, lists and tuples with an item per row; scalars, and what a step shares, are for all."""
 
 TOKENS, SAMPLE_MASK, TOKEN_MASK = "input_ids", "sample_mask", "token_mask"
-"""Names in a batch of what makes its rows, and of what in them counts."""
+"""Names in a batch of the rows' tokens [B, T], and of the masks of valid rows [B] and tokens."""
 
 COUNTS = "counts"
-"""Name in a ready microbatch of its valid sequences and tokens, where the caller has counted."""
+"""Name in a ready microbatch of its valid sequences and tokens, if the caller has counted."""
 
 LENGTHS, ATTENTION_MASK = "lengths", "attention_mask"
-"""Names in a batch of how many tokens each row really has, and of which; for budgets of tokens."""
+"""Names in a batch of each row's number of real tokens [B], and of their mask [B, T]; budgets of
+tokens need one."""
 
 PACK = "pack"
 """Name in a microbatch of the `Pack` that a step has made of rows."""
 
 GROUP_IDS = "group_ids"
-"""Name in a batch of the group of each sequence, where a loss is divided by groups."""
+"""Name in a batch of the id of each sequence's group, if a loss is divided by groups."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Options that both engines are made with. Example: `checked_options(20.0, "refuse", ())`."""
+    """Holds the options that `TrainStep` and `FSDPTrainStep` share.
+
+    Example: `checked_options(20.0, "refuse", ())`.
+    """
 
     deadline_s: float
     non_finite: NonFinite
     shared: frozenset[str]
     """Names in batches that all rows share."""
     shape: Callable[[Any], tuple[int, int]] | None = None
-    """Gives rows and positions of a ready microbatch; None to look at its `input_ids`."""
+    """Returns rows and positions of a ready microbatch; None to look at its `input_ids`."""
     counts: Callable[[Any], Any] | None = None
-    """Gives valid sequences and tokens of a ready microbatch; None to count them."""
+    """Returns valid sequences and tokens of a ready microbatch; None to count them."""
     nothing_valid: NothingValid = "skip"
     alignment: TokenAlignment | None = None
     """Multiples of tokens that packs are padded to; None for those of the model's config."""
     tenant: str | None = None
-    """The name of a step beside which others are open over the same modules."""
+    """The name of a `TrainStep` beside which others are open over the same modules; else None."""
 
 
 def check_size(what: str, name: str, value: Any) -> None:
-    """Raise `ValueError` unless it is None or a positive integer."""
+    """Raise `ValueError` unless the value is None or a positive integer."""
     if value is not None and (type(value) is not int or value < 1):
         raise ValueError(f"{what}() takes a positive int as {name}, got {value!r}")
 
 
 def check_lr(lr: Any) -> None:
-    """Raise `ValueError` unless it is None or a learning rate."""
+    """Raise `ValueError` unless the learning rate is None or a finite number from 0 on."""
     if lr is None:
         return
     number = isinstance(lr, (int, float)) and not isinstance(lr, bool)
@@ -80,12 +84,12 @@ def checked_options(
     alignment: Any = None,
     tenant: Any = None,
 ) -> Options:
-    """Put the options together.
+    """Check the options, and return them as one record.
 
     Raises:
-        ValueError: a deadline that is no positive number, an unknown choice, `shared` that
-            is no collection of names, or names what is counted, a `shape` or `counts` that cannot
-            be called, an `alignment` that is none, or a `tenant` that is no name.
+        ValueError: the deadline is no positive number, a choice is unknown, `shared` is no
+            collection of names or names tokens or masks, `shape` or `counts` cannot be called,
+            `alignment` is no `TokenAlignment`, or `tenant` is no name.
     """
     if alignment is not None and not isinstance(alignment, TokenAlignment):
         raise ValueError(f"alignment takes a TokenAlignment, got {alignment!r}")
@@ -130,12 +134,12 @@ def _checked_deadline(deadline_s: Any) -> float:
 
 
 def skipped_for(grad_norm: float, rule: NonFinite) -> str | None:
-    """Return why the update is to be skipped; None where it is to be made.
+    """Return the reason to skip the update; None if it is to be made.
 
     All ranks decide the same, because the norm is that of all ranks.
 
     Raises:
-        RuntimeError: the norm is not finite, and the rule is to refuse that.
+        RuntimeError: the norm is not finite, and the rule is "refuse".
     """
     if math.isfinite(grad_norm) or rule == "update":
         return None

@@ -1,4 +1,4 @@
-"""The results of a split step: of one batch, and of the whole."""
+"""Defines the results of a split step: `Receipt` of one batch, `StepResult` of the whole step."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from .totals import Totals
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
-    """The result of one `microbatch()`. Example: `step.microbatch(step_id, batch).rows`."""
+    """Says what one `microbatch()` has run. Example: `step.microbatch(step_id, batch).rows`."""
 
     microbatch_id: str
     rows: int
-    """Sequences of the batch, masked ones included."""
+    """The number of the batch's sequences, masked ones included."""
     microbatches: int
-    """Forward and backward passes that this rank made for them."""
+    """The number of microbatches that this rank ran for them."""
     outputs: Mapping[str, tuple[Tensor, ...]] = dataclasses.field(default_factory=dict, repr=False)
     """A tensor for each sequence, in the order given, by the names in the loss's `outputs`. Only
     ranks that have the loss (those of the last pipeline stage) have any."""
     reported: tuple[Row, ...] = dataclasses.field(default=(), repr=False)
-    """The sum of the loss and the metrics of each microbatch, as the loss returned them, there."""
+    """The sum and the metrics that the loss returned for each microbatch, on the same ranks."""
 
     def metrics(self) -> dict[str, float]:
-        """Sums of this replica's microbatches, not divided by anything, and extrema by name.
+        """Returns sums over this rank's microbatches, not divided by anything, and extrema by name.
 
-        Reads from the device, which `finish()` does once for the whole step. Empty on ranks that
-        do not have the loss.
+        It waits for the device, as `finish()` does once for the whole step. Empty on ranks that do
+        not have the loss.
         """
         return over_all(as_numbers(self.reported))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The result of a step; equal on all ranks. Example: `step.finish(step_id).metrics`."""
+    """Says what a step has done, on all ranks alike. Example: `step.finish(step_id).metrics`."""
 
     step_id: str
     updated: bool
     """True if the optimizer changed parameters."""
     skipped: str | None
-    """Why it did not: nothing valid in the step, gradients that overflowed under a loss scale (and
-    what became of the scale), or `non_finite="skip"`."""
+    """The reason for which no update was made: nothing was valid in the step, gradients overflowed
+    under a loss scale (and what became of the scale), or `non_finite="skip"`; else None."""
     grad_norm: float | None
-    """Norm before clipping, of gradients divided by the normalizer; None where not computed."""
+    """Norm before clipping, of gradients divided by the normalizer; None if not computed."""
     global_valid_sequences: float
     global_valid_tokens: float
     microbatches: int
     """Microbatches of all data-parallel ranks together."""
     auxiliary_loss_scale: float
-    """1 / microbatches of this rank: what Megatron's logging of MoE and MTP losses wants, in
-    `track_moe_metrics(loss_scale=…)`. It and `reported_by` may differ between ranks."""
+    """1 / microbatches of this rank, for Megatron's logging of MoE and MTP losses:
+    `track_moe_metrics(loss_scale=…)`. This and `reported_by` may differ between ranks."""
     lr: float
     """The learning rate of this step, before the scheduler moved on."""
     weight_decay: float
     metrics: Mapping[str, float]
-    """Over all microbatches of all ranks: sums divided by their normalizer, minima, maxima."""
+    """Metrics over all microbatches of all ranks: sums ÷ their normalizer, minima, maxima."""
     rows: tuple[Mapping[str, float], ...]
-    """One per microbatch of all replicas, by the rank that reports it and then in order; each
+    """A row per microbatch of all replicas, by the rank that reports it and then in order; each is
     normalised as `metrics` is, and with `lr`, `wd`, `global_valid_seqs`, `global_valid_toks`,
     `rank` (the global rank that reports for its replica) and `replica` (its data-parallel rank)."""
     reported_by: int = dataclasses.field(default=0, compare=False)
@@ -70,9 +70,9 @@ class StepResult:
 
     @property
     def own_rows(self) -> tuple[Mapping[str, float], ...]:
-        """The rows that this rank reports: joined over all ranks, each row of the step once.
+        """The rows that this rank reports; over all ranks together, each row of the step once.
 
-        One rank of each replica reports; the others have none.
+        One rank of each replica reports; the others have no rows.
         """
         return tuple(row for row in self.rows if row["rank"] == self.reported_by)
 
@@ -85,9 +85,9 @@ def result_of(
     *,
     own_microbatches: int,
 ) -> StepResult:
-    """The result of a step with this update, or of one without, for the reason that is given.
+    """Makes the result of a step from its update, or from the reason for which it has none.
 
-    `rates` are the learning rate and weight decay that it has used, or would have.
+    `rates` are the learning rate and weight decay of the update, made or not.
     """
     lr, weight_decay = rates
     skipped = update if isinstance(update, str) else update.skipped

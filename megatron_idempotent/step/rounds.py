@@ -1,4 +1,4 @@
-"""The calls that ranks make together in an open step, after they agree on what each has."""
+"""Runs the calls that ranks make together in an open step, after they agree on what each has."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from .records import Options
 
 
 class Rounds:
-    """Agreements of ranks in a step, and the calls that they make together.
+    """Agrees with the other ranks of a step, and runs the calls that they make together.
 
-    `failure` is what stops the step, `known` to all ranks or not yet.
+    `failure` is what stops the step, None if nothing does; `known` is True if all ranks know of it.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Rounds:
         uneven: bool = False,
         bins: int = 0,
     ) -> list[RankStatus]:
-        """Tell the group what this rank is about to run, and hear whether anybody cannot.
+        """Tell the group what this rank is about to run, and raise if any rank cannot run its part.
 
-        If ranks may have an `uneven` number of microbatches, also what theirs look like.
+        If ranks may have an `uneven` number of microbatches, also tell what this rank's look like.
         """
         say = self._say(
             doing,
@@ -120,11 +120,11 @@ class Rounds:
         return said
 
     def _shift_for(self, lists: Sequence[Sequence[Piece]]) -> int | None:
-        """Return the exponent of the least power of two not below what a replica's sum is over.
+        """Return the exponent of the least power of two not below the terms of a replica's sum.
 
         Divided by that, gradients are no larger than those of a mean. It is chosen once in a step,
-        with the first batch, because gradients of all batches are added up; where nobody has said
-        how large the batch will be, it grows with it.
+        with the first batch, because gradients of all batches are added up; it grows with the
+        batches only if `begin` was not told how large the step will be.
         """
         known = self.begun_with["global_batch_size"] or 0
         if not lists or not self._backend.narrow or (known and self._shift is not None):
@@ -146,7 +146,7 @@ class Rounds:
         return max(int(max(number, 1) - 1).bit_length(), self._shift or 0)
 
     def _agree_on_shift(self, shifts: Iterable[int | None]) -> None:
-        """Take the largest: gradients of all ranks that hear of it are added up."""
+        """Take the largest exponent of all ranks in the agreement, whose gradients add up."""
         largest = max((shift for shift in shifts if shift is not None), default=None)
         if largest is not None and largest != self._shift:
             self._shift = largest
@@ -165,7 +165,7 @@ class Rounds:
 
     @contextmanager
     def _failing(self, *, unless: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
-        """The step has failed where the block raises, whatever it is."""
+        """Note that the step has failed if the block raises anything but `unless`."""
         try:
             yield
         except unless:
@@ -182,9 +182,9 @@ class Rounds:
     def _run(
         self, lists: Sequence[Sequence[Piece]], said: list[RankStatus], release: bool
     ) -> tuple[int, list[Reported]]:
-        """Forward and backward; how many microbatches were this rank's own, and what came of them.
+        """Run forward and backward; return the number of this rank's own microbatches and reports.
 
-        The second is empty where this rank does not have the loss.
+        Reports, one per microbatch, are empty if this rank does not have the loss.
         """
         self.owes = bool(said) or release
         try:

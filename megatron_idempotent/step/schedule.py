@@ -18,12 +18,12 @@ from .results import StepResult
 
 
 class StepSchedule:
-    """A function with the arguments of Megatron's schedules, whose calls add to one optimizer step.
+    """Takes calls like Megatron's schedules, and adds them up to one optimizer step.
 
-    For code that calls `get_forward_backward_func()` with a forward step of its own. Each call that
-    trains runs its microbatches in the open step of a `TrainStep`, which it opens if none is, and
-    reduces nothing. `finish()` reduces once and updates. Calls with `forward_only` go to Megatron's
-    schedule.
+    Use it in code that calls `get_forward_backward_func()` with a forward step of its own. Each
+    call that trains runs its microbatches in the open step of a `TrainStep`, opens one if none is
+    open, and reduces nothing. `finish()` reduces once and updates. Calls with `forward_only` go to
+    Megatron's schedule.
 
     Losses mean what they mean to Megatron. With two values, (loss, what is reported), a loss is a
     mean over the call's microbatches and over data-parallel ranks; under
@@ -34,10 +34,11 @@ class StepSchedule:
 
     Args:
         model_chunks, optimizer, scheduler: as for `TrainStep`.
-        auxiliary_weight: what the auxiliary losses of a microbatch, which are means over it, count
-            as in its replica's gradient; a function of what the data iterator yields. None for
-            Megatron's, 1 / num_microbatches. Under `calculate_per_token_loss`, where Megatron
-            multiplies them with their tokens, it is what each token counts as, 1 if None.
+        auxiliary_weight: a function of what the data iterator yields. It returns the number that
+            the microbatch's auxiliary losses, which are means over it, are multiplied by in its
+            replica's gradient. None for Megatron's, 1 / num_microbatches. Under
+            `calculate_per_token_loss` Megatron multiplies them by their tokens as well; None is 1
+            there.
         options: those of `TrainStep`, but for `forward`, `shape` and `counts`.
 
     Raises:
@@ -85,18 +86,18 @@ class StepSchedule:
         forward_only: bool = False,
         **others: Any,
     ) -> list[Any]:
-        """Forward and backward of the next `num_microbatches`; nothing is reduced or updated.
+        """Run forward and backward of the next `num_microbatches`; reduce and update nothing.
 
         The arguments are those of Megatron's schedules; of an interleaved pipeline's iterators,
         which yield the same, the first one is read.
 
         Returns:
-            What the loss function reported for each microbatch, in order, on the ranks that have
-            the loss; empty on others.
+            The values that the loss function reported, one per microbatch, in order, on the ranks
+            that have the loss; empty on others.
 
         Raises:
-            ValueError: other chunks than the step's, or a loss function with three values under
-                `calculate_per_token_loss`, where its tokens would be known too late.
+            ValueError: `model` has other chunks than the step, or the loss function returned three
+                values under `calculate_per_token_loss`, where its tokens would be known too late.
             Exception: as `TrainStep.microbatch`; the step stays open until `abort()`.
         """
         if forward_only:
@@ -127,10 +128,10 @@ class StepSchedule:
         return [each.reported[0] for each in ready if each.reported]
 
     def begin(self) -> str:
-        """Open a step unless one is open; all ranks, the first time. Returns the step's id.
+        """Open a step unless one is open, and return the step's id.
 
-        The first call of all makes gloo groups, for which every rank has to come by. Where ranks
-        call the schedule at different times, call this once on all of them before.
+        The very first call makes gloo groups, so all ranks have to make it. If ranks call the
+        schedule at different times, call this once on all of them before.
         """
         if self.step.open_step_id is not None:
             return self.step.open_step_id
@@ -144,8 +145,8 @@ class StepSchedule:
     ) -> StepResult:
         """Reduce and update once, on all ranks: see `TrainStep.finish`.
 
-        Where that raises on any rank, nothing was updated: `abort()` on all ranks, then run the
-        calls of the step again.
+        If that raises, `abort()` on all ranks, then run the calls of the step again, unless the
+        message says that parameters are half updated.
         """
         return self.step.finish(self.begin(), global_batch_size=global_batch_size, lr=lr)
 

@@ -1,4 +1,4 @@
-"""Makes of a batch what one call of `microbatch()` adds to a step on this rank."""
+"""Turns a batch into the microbatches and counts that one `microbatch()` adds to a step."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from .records import GROUP_IDS, Batch, Options
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """A batch as it is run and counted. Example: `share_of(batch, None, begun_with, options)`."""
+    """Holds a batch as it is run and counted.
+
+    Example: `share_of(batch, None, begun_with, options)`.
+    """
 
     sequences: int = 0
-    """Masked ones included."""
+    """The number of sequences, masked ones included."""
     lists: Sequence[Sequence[Piece]] = ()
     """The microbatches of each call of the schedule."""
     counts: Sequence[Tensor] = ()
-    """Valid sequences and tokens, float64 [2] each."""
+    """Valid sequences and tokens, float64 [2] each, which add up to the batch's."""
     groups: Sequence[tuple[Tensor, Tensor | None]] = ()
-    """Group ids of sequences and which of them are valid, where the loss asks for groups."""
+    """Group ids of sequences and which of them are valid, if the loss counts groups."""
 
 
 def share_of(
@@ -35,10 +38,10 @@ def share_of(
     begun_with: Mapping[str, Any],
     options: Options,
 ) -> Share:
-    """Cut a batch into microbatches, or look at those that exist already.
+    """Cut a batch into microbatches, or check microbatches that are ready.
 
     Raises:
-        ValueError: both of them, or one that cannot be run or counted.
+        ValueError: both a batch and microbatches, or one that cannot be run or counted.
     """
     grouped = needs_groups(begun_with["loss"])
     if ready is not None:
@@ -74,13 +77,16 @@ def share_of(
 def groups_of_rows(
     batch: Batch, rows: int, shared: Collection[str]
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Group ids of all rows, and which of them are valid.
+    """Returns the group ids of all rows, and which rows are valid.
 
     Raises:
-        ValueError: a batch without one id for each row.
+        ValueError: the batch has not one id for each row.
     """
     if GROUP_IDS in shared:
-        raise ValueError(f"microbatch() got {GROUP_IDS!r} that all rows share: one for each row")
+        raise ValueError(
+            f"microbatch() got {GROUP_IDS!r} that all rows share: give one for each row, and take "
+            "the name out of shared="
+        )
     try:
         return [group_ids(batch, rows)]
     except ValueError as error:

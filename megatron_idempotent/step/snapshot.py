@@ -14,11 +14,11 @@ from megatron_idempotent.window.open_contexts import close_contexts
 
 
 class ModuleSnapshot:
-    """Training modes and buffers of modules, as they are now."""
+    """Keeps training modes and buffers of modules, as they are now."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = [m for module in modules for m in module.modules()]
-        """All of them, with those inside."""
+        """The modules with all modules inside of them."""
         self._modes = [(m, m.training) for m in self.modules]
         # Not module.buffers(): Megatron's DDP has a list of that name, and it would walk once more.
         held = {id(b): b for m in self.modules for b in m._buffers.values() if b is not None}
@@ -26,7 +26,7 @@ class ModuleSnapshot:
 
     @property
     def buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """Each buffer, with the value that it had."""
+        """Each buffer, with a copy of the value that it had."""
         return self._buffers
 
     @property
@@ -35,7 +35,7 @@ class ModuleSnapshot:
         return all(training for _, training in self._modes)
 
     def restore(self) -> None:
-        """Put both back; may be called again."""
+        """Put modes and buffers back; may be called again."""
         for module, training in self._modes:
             module.training = training
         self.restore_buffers()
@@ -65,7 +65,7 @@ class RandomSnapshot:
 
 
 class TorchSnapshot(RandomSnapshot):
-    """Keeps whether gradients are recorded, too."""
+    """Keeps torch's random states, and whether gradients are recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class TorchSnapshot(RandomSnapshot):
 
 
 class AttributeSnapshot:
-    """The plain values and tensors among an object's attributes.
+    """Keeps the plain values and tensors among an object's attributes.
 
     Tensors are put back in place, because captured graphs and aliases hold their memory.
     """
@@ -109,7 +109,7 @@ class AttributeSnapshot:
 
 
 class FunctionSnapshot:
-    """Attributes that hold functions, and what an object overrides of its class."""
+    """Keeps the functions that an object overrides of its class or holds as attributes."""
 
     def __init__(self, owner: Any, names: Sequence[str]) -> None:
         self._owner = owner
@@ -117,7 +117,7 @@ class FunctionSnapshot:
         self._own = {name: vars(owner)[name] for name in names if name in vars(owner)}
 
     def restore(self) -> None:
-        """Put them back; what the object did not override is its class's again."""
+        """Put them back; functions that the object did not override are its class's again."""
         for name in self._names:
             if name in self._own:
                 setattr(self._owner, name, self._own[name])
@@ -135,7 +135,7 @@ class GroupSnapshot:
         ]
 
     def restore(self) -> None:
-        """Put it back; may be called again."""
+        """Put the settings back; may be called again."""
         for group, values in self._groups:
             for name, value in values.items():
                 if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
@@ -146,9 +146,9 @@ class GroupSnapshot:
 
 
 class StateUndo:
-    """Copies of parameters and optimizer state on the host, from before an update.
+    """Keeps copies of parameters and optimizer state on the host, from before an update.
 
-    Costs the memory of what it copies, and the time; so it is for who asks for it.
+    A copy costs memory on the host and time in each step, so a step makes it only with `undo=True`.
     """
 
     def __init__(self, parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> None:
@@ -162,7 +162,7 @@ class StateUndo:
         ]
 
     def restore(self) -> None:
-        """Put all of it back in place; state that the update has created is gone again."""
+        """Put all of it back in place, and delete state that the update has created."""
         with torch.no_grad():
             for parameter, value in self._values:
                 parameter.copy_(value)
@@ -183,7 +183,7 @@ class StateUndo:
 
 @contextmanager
 def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Eval mode without gradients; then modes, buffers and random states are as they were."""
+    """Puts modules in eval mode without gradients; then restores modes, buffers, random states."""
     kept, random = ModuleSnapshot(modules), TorchSnapshot()
     for module in modules:
         module.eval()
@@ -199,7 +199,7 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:
-    """Set it in all parameter groups, times their multiplier, as Megatron's scheduler does."""
+    """Set the learning rate of all groups, times their multiplier, as Megatron's scheduler does."""
     for group in getattr(optimizer, "param_groups", ()):
         found = lr * group.get("lr_mult", 1.0)
         if isinstance(group.get("lr"), Tensor):  # a captured graph reads it there
@@ -209,9 +209,9 @@ def set_learning_rate(optimizer: Any, lr: float) -> None:
 
 
 def lr_and_weight_decay(optimizer: Any) -> tuple[float, float] | None:
-    """Returns those of parameters without multipliers; None if the optimizer has no groups.
+    """Returns learning rate and weight decay of a group without multipliers; None without groups.
 
-    Before 0.14 the optimizer of a pipeline stage with only frozen parameters has none.
+    Before 0.14 the optimizer of a pipeline stage with only frozen parameters has no groups.
     """
     groups = list(getattr(optimizer, "param_groups", ()))
     plain = [g for g in groups if g.get("lr_mult", 1.0) == 1.0 and g.get("wd_mult", 1.0) == 1.0]

@@ -1,9 +1,10 @@
 """Keeps apart the steps of several tenants over the same modules.
 
 A tenant trains some of a model's parameters, adapters mostly, in a DDP and with an optimizer of its
-own, while steps of other tenants over the same modules are open. That keeps gradients, reductions
-and updates apart. The rest is one for all: buffers, random states, what layers log, and which
-parameters get gradients. So each tenant has a state of its own, in force only in its calls.
+own, while steps of other tenants over the same modules are open. DDP and optimizer keep gradients,
+reductions and updates apart. All else exists once for all tenants: buffers, random states, what
+layers log, and which parameters get gradients. So each tenant has a state of its own, which is in
+force only during its calls.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from .snapshot import ModuleSnapshot, RandomSnapshot
 
 
 class TenantState:
-    """One tenant's view of modules and process, from when its step object was made.
+    """Keeps one tenant's state of modules and process, from when its `TrainStep` is made.
 
-    Random states: a stream of its own, that goes on from call to call. Buffers: a copy while a step
-    is open; after it those that its steps have changed. Logs: they begin with a step at zero, and
-    are added to the process's when it ends. Gradients: parameters in its DDP get them in its calls,
-    and no others.
+    Random states are a stream of the tenant's own, which goes on from call to call. Buffers are a
+    copy while a step is open; between steps only those that its steps have changed. Logs begin each
+    step at zero, and are added to the process's when the step ends. In the tenant's calls only
+    parameters in its DDP get gradients.
     """
 
     def __init__(self, name: str, chunks: Sequence[Any]) -> None:
@@ -47,13 +48,17 @@ class TenantState:
         self._trained: list[tuple[Any, bool]] = []
 
     def open(self) -> None:
-        """A step begins."""
+        """Begin a step with the buffers that the tenant's earlier steps have left.
+
+        Raises:
+            RuntimeError: a gradient of the tenant's parameters is in the buffers of another DDP.
+        """
         self._check_owned()
         self._buffers = dict(self._changed)
         self._is_open = True
 
     def close(self, before: ModuleSnapshot | None) -> None:
-        """The step has ended, or was aborted; `before` has the buffers as it found them."""
+        """End the step, aborted or not; `before` has the buffers as the step found them."""
         if not self._is_open:
             return
         self._is_open = False
@@ -67,7 +72,7 @@ class TenantState:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Have modules and process as this tenant has them; then they are as they were."""
+        """Give modules and process this tenant's state inside, and their own back afterwards."""
         if self._in_force:
             yield
             return
@@ -132,9 +137,9 @@ class TenantState:
 
 
 def check_neighbours(mine: str | None, chunks: Sequence[Any], windows: Sequence[Any]) -> None:
-    """Raise where an open step over the same modules, and this one, would disturb each other.
+    """Raise `RuntimeError` if this step would disturb an open one over the same modules.
 
-    `windows` have `chunks` and the name of their `tenant`.
+    `windows` have `chunks` and the name of their `tenant`; `mine` is the name of this one's.
     """
     if not windows:
         return
@@ -160,6 +165,6 @@ def _modules(chunks: Sequence[Any]) -> set[int]:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Returns whether they have the same bits."""
+    """Returns whether two tensors have the same bits."""
     as_bytes = [each.reshape(-1).view(torch.uint8) for each in (one, other)]
     return torch.equal(*as_bytes)

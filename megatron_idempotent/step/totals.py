@@ -17,7 +17,7 @@ _OF_GRADIENT: Mapping[Kind, Normalizer] = {
 
 
 class Totals:
-    """Sums over all ranks. `counts` has what is valid in the step."""
+    """Sums counts and metrics of a step over all ranks; `counts` has what is valid."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Totals:
         rows: Sequence[tuple[int, int, Mapping[str, float]]],
         groups: Iterable[Sequence[int]] = (),
     ) -> None:
-        """`counts` and `groups` are one per rank; `rows` each come with their rank and replica.
+        """Sum `counts` and `groups`, one per rank, and `rows`, each with its rank and replica.
 
         Under context parallelism several ranks of a replica have rows of the same microbatches.
         """
@@ -49,7 +49,7 @@ class Totals:
 
     @property
     def is_counted(self) -> bool:
-        """True if the normalizer is a sum over ranks of valid tokens or sequences, and not 0."""
+        """True if the normalizer is a sum of valid tokens or sequences over ranks, and not 0."""
         return self.divisor is None and self._kind in ("token", "sequence") and bool(self._count)
 
     @property
@@ -84,7 +84,10 @@ class Totals:
         return found
 
     def rows(self, **also: float) -> tuple[dict[str, float], ...]:
-        """Each microbatch's metrics, divided by their normalizers, and what all have in common."""
+        """Returns each microbatch's metrics, divided by their normalizers, and the step's counts.
+
+        Each row also has the items of `also`, its rank and its replica.
+        """
         everywhere = {
             **also,
             "global_valid_seqs": self.counts.sequences,
@@ -101,7 +104,7 @@ class Totals:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Over the whole step: extrema by name, everything else summed and divided."""
+        """Returns metrics over the whole step: extrema by name, all else summed and divided."""
         found = over_all(row for _, _, row in self._rows)
         return {name: value * self._scale(name) for name, value in found.items()}
 
@@ -116,9 +119,9 @@ class Totals:
 def _of_replicas(
     told: Sequence[tuple[int, int, Mapping[str, float]]], *, add: bool
 ) -> list[tuple[int, int, Mapping[str, float]]]:
-    """Make one row of those that context-parallel ranks tell of a microbatch: the first rank's.
+    """Make one row per microbatch of those that context-parallel ranks report, under the first.
 
-    With `add` they are of parts of it, else the same.
+    With `add` they are of parts of the microbatch, and added up; else they are the same.
     """
     number: dict[int, int] = {}
     parts: dict[tuple[int, int], list[tuple[int, Mapping[str, float]]]] = {}

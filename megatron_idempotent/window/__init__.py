@@ -1,5 +1,4 @@
-"""Functions for callers with a loop of their own around a training window of Megatron.
+"""Gives callers with a training loop of their own the functions to run, split and abort a window.
 
-A window is one call of a pipeline schedule, forward and backward over all of its microbatches, up
-to the optimizer step that uses its gradients.
+A window is all forward and backward calls whose gradients go into one optimizer step.
 """

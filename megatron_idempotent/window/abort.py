@@ -1,4 +1,4 @@
-"""Leaving a window that failed so that the next one is right."""
+"""Drops a window that failed so that the next one computes as if it had not been."""
 
 from __future__ import annotations
 
@@ -58,36 +58,39 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
     forward and the end of `optimizer.step()`; on every rank that holds the model, with or without
     patches applied. Safe to repeat; on a model between two steps it changes no value.
 
-    It works on this rank alone: no collective is started, those in flight are waited for. So it is
-    for failures that all ranks have at the same place. After one on some ranks only, the others
-    wait in a collective for ever, or have sent what nobody reads: agree between ranks first.
+    It works on this rank alone: it starts no collective, and waits for those in flight. So it is
+    for failures that all ranks have at the same place. After a failure on some ranks only, the
+    others wait in a collective for ever, or have sent messages that no rank reads: agree between
+    ranks first.
 
-    What is put back: reductions in flight have ended and gradients are zero, in the buffers, in
-    `param.grad` and in the optimizer; gathers in flight have ended, and collectives that were being
-    put together are dropped; `no_sync` is left, also where a traceback still holds it, and so are,
-    where the exception is being handled, other contexts whose exit it interrupted; a first window's
-    counts are dropped; MoE token counts, auxiliary losses kept for logging, router replay,
-    overlapped shared experts and deferred embedding gradients are empty; Megatron's timers of a
-    window are stopped; the rerun state machine waits for a step, and no recomputation is under way.
-    Config, training mode, hooks, random states and loss scale stay.
+    It puts back the following. Reductions in flight have ended and gradients are zero, in the
+    buffers, in `param.grad` and in the optimizer. Gathers in flight have ended, and collectives
+    that were being put together are dropped. `no_sync` is left, also if a traceback still holds it,
+    and so are other contexts whose exit the exception interrupted, if it is being handled. A first
+    window's counts are dropped. MoE token counts, auxiliary losses kept for logging, router replay,
+    overlapped shared experts and deferred embedding gradients are empty. Megatron's timers of a
+    window are stopped. The rerun state machine waits for a step, and no recomputation is under way.
+    Config, training mode, hooks, random states and loss scale stay as they are.
 
-    What cannot be put back: an update that has begun. If `optimizer.step()` raised before its
-    inner optimizer ran, parameters are as they were; else its step count, `state["step"]`, is one
-    higher, and this rank's shards are updated: wholly, if that optimizer returned. The rest of the
-    step can then be made up for, by all ranks: `_copy_main_params_to_model_params()` of an
-    optimizer that keeps float32 copies, and `chunk.start_param_sync(force_sync=True)`, or with
-    overlap_param_gather the next forward. If it raised inside, or in one optimizer of several, load
-    a checkpoint. A dynamic loss scale has counted the window once `prepare_grads` is through.
+    It cannot put back an update that has begun. If `optimizer.step()` raised before its inner
+    optimizer ran, parameters are as they were. If it raised later, the step count,
+    `state["step"]`, is one higher, and this rank's shards are updated: all of them, if the inner
+    optimizer returned. Then all ranks can make up for the rest of the step:
+    `_copy_main_params_to_model_params()` of an optimizer that keeps float32 copies, and
+    `chunk.start_param_sync(force_sync=True)`, or with overlap_param_gather the next forward. If
+    the inner optimizer raised, or one of several, load a checkpoint. A dynamic loss scale has
+    counted the window once `prepare_grads` has returned.
 
-    Not covered: tensors on their way between pipeline stages, CUDA graphs, Transformer Engine's
-    FP8 state, fine-grained activation offloading, the second version of Megatron-FSDP.
+    It does not cover tensors on their way between pipeline stages, CUDA graphs, Transformer
+    Engine's FP8 state, fine-grained activation offloading, or the second version of Megatron-FSDP.
 
     Args:
         model_chunks: this rank's chunks, in Megatron's `DistributedDataParallel` or Megatron-FSDP.
         optimizer: what `get_megatron_optimizer` returned for them, if they have one.
 
     Raises:
-        ValueError: no chunk, one that is wrapped in neither, or no such optimizer.
+        ValueError: there is no chunk, a chunk is wrapped in neither, or the optimizer is not
+            Megatron's.
 
     Example:
         try:
@@ -126,9 +129,9 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
 
 
 def drop_collectives(chunks: Sequence[Any]) -> None:
-    """Forget collectives under way of a poisoned session, some of which will never end.
+    """Forget the collectives that a poisoned session has under way; some will never end.
 
-    Whether a gather ended may differ between ranks, so all gather again before the next forward.
+    A gather may have ended on some ranks only, so all gather again before the next forward.
     """
     for chunk in chunks:
         for group in bucket_groups(chunk):
@@ -144,16 +147,19 @@ def checked(
     *,
     or_in: Callable[[Any], bool] = lambda chunk: False,
 ) -> list[Any]:
-    """Return the chunks as a list, if they and the optimizer are Megatron's; `what` asks for them.
+    """Return the chunks as a list, after checking that they and the optimizer are Megatron's.
 
-    Chunks are in Megatron's DDP, or in what `or_in` knows.
+    Chunks are in Megatron's DDP, or in a wrapper for which `or_in` is true. `what` names the
+    caller in messages. Call it before you change anything: half of a model aborted is worse than
+    none.
 
-    All of it before anything is changed: half of a model aborted is worse than none.
+    Raises:
+        ValueError: they are not.
     """
     if isinstance(model_chunks, torch.nn.Module) or not isinstance(model_chunks, Iterable):
         raise ValueError(
             f"{what} got a {type(model_chunks).__name__}: pass the list of this rank's "
-            "chunks, also where it is one"
+            "chunks, also if there is one"
         )
     chunks = list(model_chunks)
     if not chunks:
@@ -175,7 +181,7 @@ def checked(
 
 
 def _forget_activations(chunk: Any) -> None:
-    """Drops what modules keep for a later part of the same window."""
+    """Drops activations and routings that modules keep for a later part of the same window."""
     for module in chunk.modules():
         if hasattr(module, "pre_forward_comm"):
             reset_shared_experts(module)
@@ -189,7 +195,7 @@ def _forget_activations(chunk: Any) -> None:
 
 
 def _clear_logs() -> None:
-    """Clears the totals for logging; a caller that logs less often loses earlier windows too."""
+    """Clears the totals that layers log; those of earlier windows go too, if not logged yet."""
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     if logging is not None:  # from 0.18 on

@@ -1,8 +1,7 @@
-"""One optimizer step out of several calls of a pipeline schedule, with the gradient of one call.
+"""Makes one optimizer step of several calls of a pipeline schedule, with the gradient of one call.
 
-A schedule divides the loss, and weighs the auxiliary losses, by the number of microbatches of that
-call, and reduces and finalizes the gradients at its end. Called in pieces it therefore gives
-another gradient than called once.
+A schedule divides the loss and the auxiliary losses by the number of microbatches of that call, and
+reduces and finalizes the gradients at its end. So several calls give another gradient than one.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron_idempotent.patching.needs import Need, check_applied
 
 
 def configs_of(chunks: Sequence[Any]) -> list[Any]:
-    """Return the chunks' configs, each once: mostly there is one for all of them."""
+    """Returns the chunks' configs, each once: mostly there is one for all of them."""
     return list({id(config): config for config in map(get_model_config, chunks)}.values())
 
 
@@ -32,9 +31,9 @@ def suppress_grad_sync(
     configs: Sequence[Any],
     instead_of_finalize: Callable[..., None],
 ) -> None:
-    """Until the stack is left, let no call of a schedule reduce or finalize gradients.
+    """Let no call of a schedule reduce or finalize gradients until the stack is left.
 
-    `instead_of_finalize` gets what the schedule would have finalized with.
+    Schedules call `instead_of_finalize` with the arguments of the finalize function.
     """
     for config in configs:
         functions = config.no_sync_func
@@ -50,10 +49,10 @@ def suppress_grad_sync(
 
 
 def start_held(chunk: Any) -> None:
-    """Dispatch the reductions that were held back, after the last backward of a step.
+    """Start the reductions that were held back, after the last backward of a step.
 
     Raises:
-        RuntimeError: Megatron-FSDP reduces over two groups in turn, which only a backward does.
+        RuntimeError: the chunk is in hybrid Megatron-FSDP, which reduces inside a backward only.
     """
     if not fsdp.is_wrapped(chunk):
         ddp.start_held(chunk)
@@ -74,7 +73,7 @@ def start_held(chunk: Any) -> None:
 def _overlaps(chunk: Any) -> bool:
     """Returns whether a backward of the chunk may start reductions.
 
-    Where it did not, Megatron-FSDP's `no_sync()` would turn that on for later backwards.
+    If it may not, Megatron-FSDP's `no_sync()` would turn reductions on for later backwards.
     """
     options = getattr(chunk, "ddp_config", None)
     return hasattr(chunk, "no_sync") and getattr(options, "overlap_grad_reduce", True)
@@ -93,13 +92,13 @@ def dividing_by(
     auxiliary_weight: float | Callable[[], float] = 1.0,
     context_parallel: bool = True,
 ) -> Iterator[None]:
-    """Replace the number of microbatches where the schedules divide by it.
+    """Have schedules divide losses by `divisor` instead of their number of microbatches.
 
-    They look the function up when they call it; nothing else in it reads the number. The losses
-    of MoE, MTP and experimental attention are multiplied with `auxiliary_weight` besides, unless
-    the config has scale functions of their own; a function is asked after each forward. Without
-    `context_parallel` losses are not multiplied with the number of context-parallel ranks, which
-    the schedules of some releases do with some losses because DDP averages over them.
+    It replaces the schedules' function that divides, which reads the number for nothing else. The
+    losses of MoE, MTP and experimental attention are also multiplied by `auxiliary_weight`, unless
+    the config has scale functions for them; a function is called after each forward. Without
+    `context_parallel` losses are not multiplied by the number of context-parallel ranks; the
+    schedules of some releases multiply some losses by it because DDP averages over these ranks.
     """
     late = hasattr(schedules, "forward_step_calc_loss")  # 0.14 on; before, forward_step divides
     name = "forward_step_calc_loss" if late else "forward_step"
@@ -135,8 +134,10 @@ def dividing_by(
 
 @functools.lru_cache(maxsize=8)
 def _places(function: Callable[..., Any]) -> tuple[int, int, int | None]:
-    """Returns positions among its parameters: of the number of microbatches, the config, and the
-    number of context-parallel ranks, which functions before 0.14 look up themselves.
+    """Returns three positions among the function's parameters.
+
+    They are those of the number of microbatches, of the config, and of the number of
+    context-parallel ranks; None for the last before 0.14, where functions look it up themselves.
     """
     parameters = list(inspect.signature(function).parameters)
     number, config = parameters.index("num_microbatches"), parameters.index("config")
@@ -145,10 +146,10 @@ def _places(function: Callable[..., Any]) -> tuple[int, int, int | None]:
 
 
 def multiplies_by_ranks() -> bool:
-    """Returns whether schedules multiply a loss that comes with its tokens by the number of
-    context-parallel ranks, in spite of `dividing_by(context_parallel=False)`.
+    """Returns whether `dividing_by(context_parallel=False)` leaves a multiplication by ranks.
 
-    0.12 does: it looks the number up twice, the second time for losses without tokens.
+    0.12 multiplies a loss that comes with its tokens by the number of context-parallel ranks all
+    the same: it looks the number up twice, the second time for losses without tokens.
     """
     if hasattr(schedules, "forward_step_calc_loss"):
         return False
@@ -174,19 +175,19 @@ _DOOR = Need(
 
 
 class AccumulationWindow:
-    """The calls of one optimizer step. Made by `accumulation_window()`."""
+    """Runs the schedule calls of one optimizer step; `accumulation_window()` makes it."""
 
     def __init__(self, chunks: list[Any], total: int | None, expected: int | None) -> None:
         self._chunks = chunks
         self._configs = configs_of(chunks)
         self.total: int | None = total
-        """Microbatches of the step on this rank; None while it is not known."""
+        """The number of microbatches of the step on this rank; None while it is not known."""
         self.done = 0
-        """Microbatches that have run forward and backward so far."""
+        """The number of microbatches that have run forward and backward so far."""
         self.divisor: int = total or expected or 1
         """The number that the losses of the next call are divided by."""
         self.num_tokens: Any = None
-        """Sum of the token counts that finalizing gets, where `calculate_per_token_loss` is on."""
+        """The sum of the calls' token counts, for finalizing under `calculate_per_token_loss`."""
         self._finalize_call: tuple[Any, dict[str, Any]] = (chunks, {})
         self._finalized = False
         self._broken = False
@@ -198,17 +199,18 @@ class AccumulationWindow:
     def set_total(self, total: int) -> None:
         """Say how many microbatches the step has, once that is known.
 
-        What has been accumulated is rescaled from the old divisor to `total`, exactly if their
-        ratio is a power of two. The call that completes the total overlaps its reductions again.
+        The gradients so far are rescaled from the old divisor to `total`, exactly if their ratio is
+        a power of two. The call that completes the total overlaps its reductions again.
 
         Raises:
-            ValueError: not a positive integer, or fewer than have run.
+            ValueError: `total` is not a positive integer, or fewer than have run.
             RuntimeError: the gradients are finalized already.
         """
         _check("set_total()", total=total)
         if total < self.done:
             raise ValueError(
-                f"set_total({total}): {self.done} microbatches of this step have run already"
+                f"set_total({total}): {self.done} microbatches of this step have run already; give "
+                "the number of the whole step"
             )
         if self._finalized and total != self.total:
             raise RuntimeError(
@@ -221,7 +223,12 @@ class AccumulationWindow:
         self.total = self.divisor = total
 
     def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
-        """Run one call of a schedule; the patched schedules come here by themselves."""
+        """Run one call of a schedule, and return what it returns; patched schedules call this.
+
+        Raises:
+            ValueError: the call brings more microbatches than the total has left.
+            RuntimeError: an earlier call raised, so that the gradients are partial.
+        """
         if call.get("forward_only", False):
             return schedule(**call)
         after = self.done + call["num_microbatches"]
@@ -233,7 +240,7 @@ class AccumulationWindow:
         if self.total is not None and after > self.total:
             raise ValueError(
                 f"accumulation_window() has {self.total} microbatches, {self.done} have run, and "
-                f"this call brings {call['num_microbatches']}: pass the true total"
+                f"this call brings {call['num_microbatches']}: pass the total of the whole step"
             )
         self._broken = True
         with ExitStack() as stack:
@@ -279,7 +286,7 @@ class AccumulationWindow:
         return bool(self._configs[0].calculate_per_token_loss)
 
     def _let_finalize(self, stack: ExitStack) -> None:
-        """Give the caller's function the tokens of all calls."""
+        """Have the caller's finalize function called with the tokens of all calls."""
         for config in self._configs:
             finalize = config.finalize_model_grads_func
 
@@ -319,23 +326,27 @@ def accumulation_window(
     same order give the same bits in any number of calls. Forward-only calls pass through, and so do
     calls for other models. The config's functions are those of the caller again after each call.
 
-    A loss function that undoes Megatron's division, by multiplying with the number of microbatches
-    of its call, must multiply with `window.accumulation` instead.
+    A loss function that undoes Megatron's division, by multiplying by the number of microbatches of
+    its call, must multiply by `window.divisor` instead, and the total has to be known at the start.
 
-    Without a total, all calls are held back and the gradients are reduced at the end of the block,
-    without overlap. The divisor is then `expected_microbatches`, or 1, and what was accumulated is
-    rescaled as soon as the total is known: exact if their ratio is a power of two, else to
-    rounding. All ranks enter with the same numbers. Zero the gradient buffers before, step after.
+    Without a total, no call reduces, and the gradients are reduced at the end of the block, without
+    overlap. The divisor is then `expected_microbatches`, or 1, and the gradients are rescaled as
+    soon as the total is known: exactly if their ratio is a power of two, else with a rounding. All
+    ranks enter with the same numbers. Zero the gradient buffers before, step after.
 
     Args:
         model_chunks: this rank's chunks as the schedule gets them, or the only chunk.
-        total_microbatches: of the whole step, on this data-parallel rank.
-        expected_microbatches: a guess, where the total is not known yet.
+        total_microbatches: the number of the whole step, on this data-parallel rank.
+        expected_microbatches: a guess, if the total is not known yet.
+
+    Yields:
+        The window, for `set_total()`.
 
     Raises:
-        ValueError: no chunk, no positive number, or more microbatches than the total.
-        RuntimeError: another window holds one of the chunks; the patch is not applied through which
-            it reaches the schedules; or the block ends, without an exception, before the total.
+        ValueError: there is no chunk, a number is not positive, or calls bring more microbatches
+            than the total.
+        RuntimeError: another window holds one of the chunks; the patch through which it reaches the
+            schedules is not applied; or the block ends, without an exception, before the total.
 
     Example:
         with accumulation_window(chunks, total_microbatches=8):
@@ -359,7 +370,8 @@ def accumulation_window(
     window = AccumulationWindow(chunks, total_microbatches, expected_microbatches)
     if are_held(chunks):
         raise RuntimeError(
-            "accumulation_window() is open for these chunks already: a step has one window"
+            "accumulation_window() is open for these chunks already, and a step has one window: "
+            "leave that block first, or make the calls inside of it"
         )
     open_windows.append(window)
     try:

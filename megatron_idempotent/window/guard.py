@@ -36,7 +36,7 @@ from .missed_collectives import MissedCollectives, gather_params
 
 
 class _NoGradient(torch.autograd.Function):
-    """A loss of zero that sends zeros backwards through the whole graph.
+    """Computes a loss of zero that sends zeros backwards through the whole graph.
 
     The backward is a real one, so that every collective inside the model and every gradient hook
     takes place as on the other ranks, at any tensor parallel size.
@@ -55,7 +55,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
-    """Returns the tensors of a last stage's output: itself, or those of a tuple or a list."""
+    """Returns the tensors of a last stage's output: it, or those of a tuple or a list."""
     parts = output if isinstance(output, (tuple, list)) else [output]
     return [each for each in parts if isinstance(each, torch.Tensor)]
 
@@ -69,8 +69,8 @@ def no_gradient(output: Any) -> torch.Tensor:
 def output_like(arguments: Mapping[str, Any], config: Any, input_tensor: Any, device: Any) -> Any:
     """Return a stage's output [s, b, h] of zeros, in the structure that `forward_step` returns.
 
-    The shape is what the receiving stage has allocated: as `get_tensor_shapes` computes it, or,
-    where shapes travel with the messages, that of the input.
+    The receiving stage has allocated its shape: the one that `get_tensor_shapes` computes, or, if
+    shapes travel with the messages, that of the input.
     """
     received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
     if config.variable_seq_lengths and received is not None:
@@ -90,7 +90,7 @@ def output_like(arguments: Mapping[str, Any], config: Any, input_tensor: Any, de
 
 
 def gradient_like(input_tensor: Any) -> Any:
-    """Zeros in the structure that `backward_step` returns for `input_tensor`."""
+    """Return zeros in the structure that `backward_step` returns for `input_tensor`."""
     if input_tensor is None:
         return None
     if isinstance(input_tensor, list):
@@ -99,10 +99,11 @@ def gradient_like(input_tensor: Any) -> Any:
 
 
 class GuardedCall:
-    """One call on this rank. `error` is what failed here, `failures` what did by global rank.
+    """Runs one schedule call on this rank, and goes on with zeros after a failure.
 
+    `error` is the failure of this rank, `failures` has those of all ranks by global rank.
     `exchange` gets this rank's failure or None, at the end of the window, and returns all ranks'.
-    `check` has gradients looked at for NaN before, where finalizing would do so. `skip` is given
+    With `check` gradients are checked for NaN before that, if finalizing would do so. `skip` gets
     the data iterator of each forward that is left out after a failure.
     """
 
@@ -138,10 +139,10 @@ class GuardedCall:
         self._chunk_of: dict[int, tuple[Any, Any]] = {}
 
     def run(self, forward_backward_func: Callable[..., Any]) -> Any:
-        """Call the schedule; what it returns.
+        """Call the schedule, and return what it returns.
 
         Raises:
-            SessionPoisoned: a failure that cannot be carried, or a rank that did not arrive.
+            SessionPoisoned: a rank failed where others may wait for it, or did not arrive.
         """
         try:
             with self._installed():
@@ -159,7 +160,7 @@ class GuardedCall:
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
-        """Put this window around the schedule's steps; all is back when it ends."""
+        """Put this window around the schedule's steps, and take it off at the end."""
         finalize = self.config.finalize_model_grads_func
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.debts.watched())
@@ -186,8 +187,9 @@ class GuardedCall:
     def stop(self, optimizer: Any) -> None:
         """Drop what the window left, on all ranks alike.
 
-        A first window's counts too: ranks that finished their backward would otherwise leave
-        upstream's first batch, and then start their reductions in another order than the others.
+        This includes a first window's counts. Otherwise only ranks that finished their backward
+        would have had upstream's first batch, and start reductions in another order than the
+        others.
         """
         if not self._forward_only:
             abort_window(self.chunks, optimizer)
@@ -262,7 +264,7 @@ class GuardedCall:
         return forward_step
 
     def _give_up(self, error: Exception, where: str) -> None:
-        """Compute nothing more in this window, or end the session where others depend on it."""
+        """Compute nothing more in this window, or end the session if others may wait in a layer."""
         self._fail(error, where)
         if is_poisoned():
             raise poison(f"{where}: {describe(error)}") from error
@@ -292,7 +294,7 @@ class GuardedCall:
                 timer.stop()
 
     def _clear_deferred(self) -> None:
-        """Empty the lists that the schedule drains at its end and expects to be equally long."""
+        """Empty the lists that the schedule drains at its end, and expects to be equally long."""
         if not self.config.defer_embedding_wgrad_compute:
             return
         for chunk in self.chunks:
@@ -316,21 +318,23 @@ def guarded_window(
     """Run one window so that a failure of one rank ends it on all ranks and harms no later one.
 
     All ranks of the default group take part, once per window, in one all-reduce of one number on
-    the host, right before `finalize_model_grads_func`. Without a failure nothing else is different.
+    the host, right before `finalize_model_grads_func`. If no rank fails, all else is as usual.
 
     Args:
         forward_backward_func: what `get_forward_backward_func()` returns.
-        optimizer: its gradients are zeroed too where the window is stopped.
+        optimizer: its gradients are zeroed too if the window is stopped.
         deadline_s: how long a rank waits at the window's end for the slowest one, in seconds.
         **arguments: the schedule's own: forward_step_func, data_iterator, model and so on.
 
     Returns:
-        What the schedule returns.
+        The schedule's result.
 
     Raises:
         WindowAborted: some rank failed. Gradients are zero, and the next window is as if this one
             had not been; data iterators have advanced by different counts.
-        SessionPoisoned: a failure that cannot be carried, or a rank that did not arrive.
+        SessionPoisoned: a rank failed where others may wait for it, or did not arrive within the
+            deadline.
+        ValueError: the schedule is not Megatron's, or a chunk to train is not wrapped in DDP.
 
     Example:
         run = functools.partial(guarded_window, get_forward_backward_func(), optimizer=optimizer)

@@ -10,10 +10,10 @@ from megatron_idempotent.ranks.agreement import compare, describe, lockstep_grou
 
 
 class Layers:
-    """The ranks that meet inside of the model's layers, as tensor-parallel ranks do.
+    """Knows the ranks that meet inside of the model's layers, as tensor-parallel ranks do.
 
-    Where tensor or context parallel ranks exist, the first one is a collective over all ranks: it
-    makes their group.
+    With tensor or context parallel ranks, making the first `Layers` is a collective over all ranks,
+    which makes a gloo group of those ranks.
     """
 
     def __init__(self, config: Any, arguments: Mapping[str, Any]) -> None:
@@ -21,10 +21,12 @@ class Layers:
         self._lockstep = lockstep_group() if in_lockstep else None
 
     def require_that_nobody_waits(self, error: Exception, where: str) -> None:
-        """End the session unless all ranks that share the layers raised this at this place.
+        """Raise unless all ranks that share the layers raised the same error at the same place.
 
-        A failure is not carried where it is of one such rank only: it left a layer that the others
-        are still in.
+        A rank that failed alone left a layer that the others may still wait in.
+
+        Raises:
+            SessionPoisoned: other ranks may wait for this one.
         """
         if self._shared is None:
             return
@@ -44,10 +46,10 @@ class Layers:
 
 
 def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Why ranks meet in the middle of a layer, if they do, and whether only in lockstep.
+    """Returns why ranks meet inside of a layer, None if they do not, and whether in lockstep.
 
-    Tensor and context parallel ranks run the same code over one batch. The others have batches of
-    their own, so that one of them fails alone.
+    Tensor and context parallel ranks run in lockstep, the same code over one batch. Other ranks
+    have batches of their own, so that one of them can fail alone.
     """
     if type(arguments.get("p2p_communicator")).__name__ == "MultiModulePipelineCommunicator":
         return "a multi-module pipeline", False
@@ -64,7 +66,7 @@ def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool
 
 
 def across_replicas(config: Any) -> str | None:
-    """Why data-parallel replicas, each with a batch of its own, meet inside of a layer; or None."""
+    """Returns the setting for which data-parallel replicas meet inside of a layer; else None."""
     if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
         return "moe_router_load_balancing_type=global_aux_loss"
     for name in ("expert_model_parallel_size", "gtp_weight_remat_size"):

@@ -1,8 +1,8 @@
-"""The collectives that a rank which stopped computing still owes its data-parallel peers.
+"""Starts the collectives that data-parallel peers wait for after this rank has stopped computing.
 
 Peers start them from hooks: parameter gathers before a module's first forward, reductions after
 the last gradient of a bucket group. A rank whose forward or backward did not run has to start them
-itself, in the peers' order, for a group's collectives pair up by order alone.
+itself, in the peers' order, because a group's collectives pair up by order alone.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class MissedCollectives:
     def watched(self) -> Iterator[None]:
         """Note each bucket group's collectives as they start, by attributes of the instance.
 
-        Until the order of a chunk is known, also when gradients become ready: every backward shows
-        it, while reductions start in the last one only.
+        Until the order of a chunk's reductions is known, also note when gradients become ready:
+        every backward shows that order, while reductions start in the last one only.
         """
         noted, registering = [], []
         both = zip(self._chunks, self._started.values(), self._ready, strict=True)
@@ -97,9 +97,10 @@ class MissedCollectives:
                 group.start_grad_sync()
 
     def _is_last(self, place: int) -> bool:
-        """Tell if the peers' hooks start reductions in this backward, which is skipped here.
+        """Return whether the peers' hooks start reductions in this backward, which is skipped here.
 
-        From 0.16 on a step may have several: calls outside of `no_sync`, or microbatches without.
+        From 0.16 on a step may have several backwards before that: calls outside of `no_sync`, or
+        microbatches without it.
         """
         groups = bucket_groups(self._chunks[place])
         learned = [getattr(g, "golden_per_param_grad_ready_counts", None) for g in groups]
@@ -117,9 +118,9 @@ class MissedCollectives:
         return self._counted[place] == expected
 
     def check(self) -> None:
-        """Run the gradient checks now that finalizing would run, and not again.
+        """Run the gradient checks now, instead of in finalizing.
 
-        They raise on the rank that has the NaN, while its peers enter the reduction.
+        There they would raise on the rank that has the NaN, while its peers enter the reduction.
         """
         for chunk, started in zip(self._chunks, self._started.values(), strict=True):
             for number, group in enumerate(bucket_groups(chunk)):
@@ -139,7 +140,7 @@ class MissedCollectives:
 
     @contextlib.contextmanager
     def backward(self, chunk: Any) -> Iterator[None]:
-        """Around one real backward of a chunk: if it ends well, it has shown the order."""
+        """Note, around one real backward of a chunk, the order in which its groups become ready."""
         place = self._chunks.index(chunk)
         ready = self._ready[place]
         ready.clear()
@@ -149,7 +150,7 @@ class MissedCollectives:
             self._order[place] = list(ready)
 
     def learn(self, failed: bool) -> None:
-        """Keep the order in which hooks started all groups, or would have, for a later failure."""
+        """Keep the order in which hooks start all groups, for a window that fails later."""
         for place, (chunk, started) in enumerate(
             zip(self._chunks, self._started.values(), strict=True)
         ):
@@ -167,7 +168,7 @@ def gathers_by_hooks(chunk: Any) -> bool:
 
 
 def gather_params(chunk: Any, *, wait: bool = True) -> None:
-    """Start the parameter gathers that the peers' forward pre-hooks start, then wait."""
+    """Start the parameter gathers that the peers' forward pre-hooks start; then wait if asked."""
     if not gathers_by_hooks(chunk):
         return
     chain = [
@@ -184,10 +185,10 @@ def gather_params(chunk: Any, *, wait: bool = True) -> None:
 
 
 def _start(group: Any, start: Callable[..., None], *args: Any, **kw: Any) -> None:
-    """Start a bucket group's collective; after an exception it must be clear whether it began.
+    """Start a bucket group's collective; poison the session if an exception came as it started.
 
-    If it was, and nobody has noted it, the session ends: a second one would pair up with another
-    one of the peers.
+    A collective that has started and was not noted would be started again, and the second one would
+    pair up with another collective of the peers.
     """
     before = _collectives(group)
     try:
@@ -201,7 +202,7 @@ def _start(group: Any, start: Callable[..., None], *args: Any, **kw: Any) -> Non
 
 
 def _wait(group: Any, finish: Callable[..., None], *args: Any, **kw: Any) -> None:
-    """Wait for a gather, which a peer that has failed may never join."""
+    """Wait for a gather; poison the session if it ends in an error, as if a peer never joins."""
     try:
         finish(*args, **kw)
     except RuntimeError as lost:
@@ -253,4 +254,4 @@ def _starts_from_hooks(group: Any) -> bool:
 
 
 def _no_check(**_: Any) -> None:
-    """Takes the place of a check that has run already, or has nothing to find."""
+    """Does nothing, in place of a gradient check that has run or has only zeros to look at."""

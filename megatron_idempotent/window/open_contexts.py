@@ -1,7 +1,7 @@
-"""Contexts that an exception has left open, because it came before or instead of their exit.
+"""Ends contexts that an exception has left open, because it came before or instead of their exit.
 
-Nothing is wrong with them until they end after all: a suspended generator runs its `finally` when
-the traceback that holds it is freed, which is in the middle of some later window.
+They would end later, and do harm then: a suspended generator runs its `finally` when the traceback
+that holds it is freed, which may be in the middle of a later window.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatron_idempotent.megatron.process_groups import live_groups
 def close_contexts(error: BaseException | None) -> None:
     """End contexts whose exit the exception interrupted, innermost first.
 
-    Such as `fork()` of Megatron's random states, which would put old ones back later. The frames
-    that are looked at are those of `contextlib`; the caller's stay as they are for a debugger.
+    One is `fork()` of Megatron's random states, which would put old ones back later. Only frames
+    of `contextlib` are looked at; the caller's stay as they are for a debugger.
     """
     for raised in reversed(list(_chain(error))):
         frames = [frame for frame, _ in traceback.walk_tb(raised.__traceback__)]
@@ -41,8 +41,8 @@ def close_contexts(error: BaseException | None) -> None:
 def leave_no_sync(chunks: list[Any]) -> None:
     """Close upstream's generators that a traceback keeps suspended inside `no_sync`.
 
-    The schedules enter it by hand, so no frame of `contextlib` tells of it. Later they would turn
-    synchronisation on.
+    The schedules enter it by hand, so no frame of `contextlib` tells of it. If they ended later,
+    they would turn synchronisation on.
     """
     for generator in _suspended("no_sync"):
         owner = generator.gi_frame.f_locals.get("self")
@@ -57,10 +57,10 @@ def leave_coalescing() -> None:
 
 
 def drop_coalescing(chunks: list[Any]) -> None:
-    """Forget collectives that were being collected for one launch.
+    """Forget collectives that torch was collecting for one launch.
 
-    torch collects on as long as its table has the group: every later `all_reduce` would only be
-    noted down, and return without having reduced anything.
+    torch goes on collecting as long as its table has the group: every later `all_reduce` would only
+    be noted down, and return without having reduced anything.
     """
     _drop([dist.group.WORLD, *live_groups()])
     for chunk in chunks:
@@ -68,7 +68,7 @@ def drop_coalescing(chunks: list[Any]) -> None:
 
 
 def drop_coalescing_of(*holders: Any) -> None:
-    """Do the same for the process groups of these bucket groups."""
+    """Forget collectives that torch was collecting in the process groups of bucket groups."""
     _drop([value for holder in holders for value in vars(holder).values()])
 
 
@@ -94,7 +94,7 @@ def _suspended(name: str) -> list[Any]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the exception, and those that it came from."""
+    """Yields the exception, and those that it came from."""
     seen: set[int] = set()
     queue = [error]
     while queue:

@@ -1,4 +1,4 @@
-"""Parameters that are the same on all data-parallel ranks, before anybody reads them."""
+"""Gathers updated parameters on all data-parallel ranks before code reads them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from megatron_idempotent.patching.needs import is_provided
 
 
 def ensure_params_synced(model_chunks: Sequence[Any]) -> int:
-    """Gather what an optimizer step under overlap_param_gather has left to the next forward.
+    """Gather the updates that a step under overlap_param_gather has left to the next forward.
 
-    Call it before parameters are read by anything but a forward of the chunks: export, refit,
+    Call it before code other than a forward of the chunks reads parameters: export, refit,
     `state_dict`, a copy of the weights, a forward of a module inside of them. Safe to repeat.
 
-    All ranks of the chunks' data-parallel groups take part, expert-parallel ones included. They
-    have the same gathers pending where they run the same code; where nothing is pending there is no
-    collective and no synchronisation, so that a rank may call it alone. Gathers in flight are
-    waited for, buckets that are up to date are left alone, and forward pre-hooks may be on or off.
-    Without overlap_param_gather the step has gathered already.
+    All ranks of the chunks' data-parallel groups take part, expert-parallel ones included. Ranks
+    that run the same code have the same gathers pending; if none is pending there is no collective
+    and no synchronisation, so that a rank may call it alone. Gathers in flight are waited for,
+    buckets that are up to date are left alone, and forward pre-hooks may be on or off. Without
+    overlap_param_gather the step has gathered already.
 
-    What is pending is known from the patches `params-stale-after-step` and
-    `pending-gather-dropped`, and `layerwise-params-stale-after-step` for Muon's layer-wise
-    optimizer. Where it is not watched everything is gathered on every call. A model that has made
-    no step yet, nor a forward, counts as pending, as it does to upstream.
+    The patches `params-stale-after-step` and `pending-gather-dropped`, and
+    `layerwise-params-stale-after-step` for Muon's layer-wise optimizer, note which gathers are
+    pending. Without them everything is gathered on every call. A model that has made no step and no
+    forward yet counts as pending, as it does to upstream.
 
     Args:
         model_chunks: this rank's chunks, wrapped in Megatron's `DistributedDataParallel`.
 
     Returns:
-        Number of bucket groups that this call gathered or waited for.
+        The number of bucket groups that this call gathered or waited for.
 
     Raises:
-        ValueError: a chunk that is not wrapped in Megatron's DDP.
-        NotImplementedError: an update is pending of MXFP8 parameters that share memory with the
+        ValueError: a chunk is not wrapped in Megatron's DDP.
+        NotImplementedError: the pending update is of MXFP8 parameters that share memory with the
             gradients (reuse_grad_buf_for_mxfp8_param_ag), which only the optimizer can stage.
 
     Example:
@@ -75,7 +75,10 @@ def _sync(chunk: Any) -> int:
 
 
 def _known(group: Any) -> bool:
-    """Returns whether the group's mark can be believed, or upstream's flag if it has none yet."""
+    """Returns whether the group's mark, or upstream's flag before the first, says what is pending.
+
+    If neither can be believed, the caller takes the group's gather for pending.
+    """
     watched = is_provided(_watch_of(group))
     if gather.marked(group) is None:
         # Gradients that wait for the first step of all: nothing was updated yet.
@@ -85,7 +88,7 @@ def _known(group: Any) -> bool:
 
 
 def _watch_of(group: Any) -> str:
-    """Return the key of `PROVIDED` for patches that watch updates and gathers of such a group."""
+    """Returns the key of `PROVIDED` for patches that watch updates and gathers of such a group."""
     if gather.gathers_by_lists(group):
         return "list-gathers-watched"
     return "layer-wise-gathers-watched" if gather.is_layer_wise(group) else "gathers-watched"

@@ -1,7 +1,7 @@
 """Replaces process groups by new ones, in every object that holds one.
 
-What a poisoned session left under way belongs to its process groups. New groups of the
-same ranks know nothing of it; parameters and optimizer state stay where they are.
+The collectives that a poisoned session left under way belong to its process groups. New groups of
+the same ranks know nothing of them; parameters and optimizer state stay where they are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENER
 
 
 class _Substitutes:
-    """Old object → new one, by identity."""
+    """Maps old objects to new ones, by identity."""
 
     def __init__(self, old: list[Any], new: list[Any]) -> None:
         self.old = old  # kept, or an id could come to mean another object
@@ -47,10 +47,13 @@ class _Substitutes:
 
 
 def replace_everywhere(old: list[Any], new: list[Any]) -> list[str]:
-    """Have every holder of `old[i]` hold `new[i]`, except for these lists; who still holds one.
+    """Have every holder of `old[i]` hold `new[i]`, except for these two lists.
 
-    Walks all objects that the garbage collector knows, a few times: seconds in a large process.
-    Frozen ones are thawed for it, and frozen again with all others.
+    It walks all objects that the garbage collector knows, a few times: seconds in a large process.
+    Frozen objects are thawed for it, and frozen again with all others.
+
+    Returns:
+        Words for each holder that still holds an old object, such as a running function.
     """
     gc.collect()
     frozen = gc.get_freeze_count()
@@ -81,7 +84,7 @@ def replace_everywhere(old: list[Any], new: list[Any]) -> list[str]:
 
 
 def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
-    """Return every object that refers to an outdated one, except for frames of this module."""
+    """Returns every object that refers to an outdated one, except for frames of this module."""
     wanted = substitutes.ids
     asked = tuple(substitutes.old)  # from Python 3.13 on the tuple of arguments is found, too
     found = gc.get_referrers(*asked)
@@ -187,36 +190,40 @@ def rebuild_process_groups(
     groups: Iterable[Any] = (),
     timeout_s: float | None = None,
 ) -> int:
-    """Replace Megatron's process groups by new ones of the same ranks, in every object; how many.
+    """Replace Megatron's process groups by new ones of the same ranks, in every object.
 
-    It costs a few walks over every object of the process, seconds where there are millions, so it
+    It walks over every object of the process a few times, seconds for millions of objects, so it
     is for recovery alone. All ranks of the default group take part, each outside of any window,
     with the same arguments. They meet over the store of torch.distributed, so a collective that
-    hangs is no obstacle; the default group itself is kept. Model, optimizer and config stay, and
-    so does their state: whatever refers to an old group (attributes, containers, closures,
-    partials) refers to the new one afterwards. Lifts the poison.
+    hangs is no obstacle; the default group itself is kept. Model, optimizer and config keep their
+    state. Attributes, containers, closures and partials that referred to an old group refer to the
+    new one afterwards. Then the session is no longer poisoned.
+
+    It does not reach objects that hold a communicator under another name: captured CUDA graphs,
+    user buffers of Transformer Engine, DeepEP and symmetric memory, DeviceMesh and Megatron-FSDP.
+    Build these again, or restart the processes.
 
     Args:
-        model_chunks: a window of theirs that was left is aborted first, see `abort_window`.
+        model_chunks: this rank's chunks, whose gradients and unfinished window are dropped, see
+            `abort_window`.
         optimizer: their optimizer.
         groups: process groups besides those in `megatron.core.parallel_state`, the same on each
             of their ranks.
-        timeout_s: deadline of the new groups' collectives; None for torch's default.
+        timeout_s: timeout of the new groups' collectives, in seconds; None for torch's default.
+
+    Returns:
+        The number of groups that were replaced.
 
     Raises:
-        RuntimeError: something on some rank still holds an old group, such as a local variable of
+        RuntimeError: an object on some rank still holds an old group, such as a local variable of
             a running function; it is named. All else is done, and the session stays poisoned.
-
-    Not covered: what holds a communicator under another name: captured CUDA graphs, user buffers
-    of Transformer Engine, DeepEP and symmetric memory, DeviceMesh and Megatron-FSDP. Build these
-    again, or restart the processes.
     """
     chunks = list(model_chunks or ())
     drop_collectives(chunks)
     old = _unique([*live_groups(), *groups])
     agreement.forget()
     leave_coalescing()
-    left = replace_everywhere(old, _anew(old, timeout_s))
+    left = replace_everywhere(old, _made_again(old, timeout_s))
     if chunks:
         abort_window(chunks, optimizer)
     # All ranks leave together, so that none waits for another that is still walking its objects.
@@ -224,13 +231,14 @@ def rebuild_process_groups(
     if told:
         holders = "; ".join(f"{names} on rank {rank}" for rank, names in told.items())
         raise agreement.poison(
-            f"the process groups are new, but old ones are still held by {holders}"
+            f"the process groups are new, but old ones are still held by {holders}: let go of them "
+            "and call rebuild_process_groups() again, or start the processes again"
         )
     return len(old)
 
 
-def _anew(old: list[Any], timeout_s: float | None) -> list[Any]:
-    """Destroy `old` and make groups of the same ranks and backend; a collective."""
+def _made_again(old: list[Any], timeout_s: float | None) -> list[Any]:
+    """Destroy `old` and return new groups of the same ranks and backend. A collective."""
     layouts = [
         (tuple(dist.get_process_group_ranks(group)), dist.get_backend(group), group.group_desc)
         for group in old

@@ -1,4 +1,4 @@
-"""Sets Megatron's globals up once, and sets what a framework has to set before it trains.
+"""Sets Megatron's globals up once, and the config's functions and seeds before training.
 
 All of it is safe to repeat. Globals that are up with other values are an error.
 """
@@ -39,13 +39,14 @@ def ensure_initialized(
     """Initialise those of Megatron's globals that are not up, and compare those that are.
 
     Each argument holds the keyword arguments of one of Megatron's functions; None leaves that part
-    alone. Upstream's defaults count as asked for. All ranks enter where `model_parallel` is given:
-    initialising creates process groups.
+    alone. Arguments that are not given are compared by upstream's defaults. With `model_parallel`
+    all ranks call it, because initialising creates process groups.
 
     Args:
-        model_parallel: of `parallel_state.initialize_model_parallel`.
-        microbatches: of `init_num_microbatches_calculator`.
-        rerun: of `initialize_rerun_state_machine`; upstream makes one of its own at first use.
+        model_parallel: arguments of `parallel_state.initialize_model_parallel`.
+        microbatches: arguments of `init_num_microbatches_calculator`.
+        rerun: arguments of `initialize_rerun_state_machine`; upstream makes a machine of its own at
+            first use.
 
     Returns:
         The names of the parts that this call has initialised.
@@ -186,7 +187,7 @@ def _rerun_values() -> dict[str, Any]:
 
 
 class _Either:
-    """Equal to a value, and to None where `or_none`."""
+    """Equals a value, and None if `or_none`; with `anything`, all values."""
 
     def __init__(self, value: Any, or_none: bool, *, anything: bool = False) -> None:
         self._value, self._or_none, self._anything = value, or_none, anything
@@ -205,8 +206,8 @@ def wire_train_config(
 ) -> None:
     """Set the functions through which Megatron's schedules reach DDP and the optimizer.
 
-    It always sets them: after a rebuilt model or optimizer, call it again. Call it with the
-    chunks of one model; chunks of virtual pipeline stages share one config, whose functions are
+    It always sets them: call it again after you have built another model or optimizer. Call it with
+    the chunks of one model; chunks of virtual pipeline stages share one config, whose functions are
     then lists.
 
     Args:
@@ -217,7 +218,7 @@ def wire_train_config(
             same time on all pipeline stages. (`align_param_gather` is read from the DDP config.)
 
     Raises:
-        ValueError: no chunk, or a chunk that is not wrapped in DDP.
+        ValueError: there is no chunk, or a chunk is not wrapped in DDP.
     """
     chunks = list(model_chunks)
     if not chunks:

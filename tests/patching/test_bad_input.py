@@ -227,7 +227,7 @@ def declare(**fields: object) -> Patch:
         ({"id": ""}, "not kebab-case"),
         ({"targets": ()}, "has no target"),
         ({"upstream": "somewhere"}, "links nothing upstream"),
-        ({"since": "0.12rc1"}, "'0.12rc1' is no release like 0.12"),
+        ({"since": "0.12rc1"}, "'0.12rc1' is no release; give one"),
         ({"before": ""}, "'' is no release"),
         ({"before": "0..2"}, "is no release"),
     ],

@@ -143,7 +143,7 @@ def test_rows_that_cannot_be_dealt_out_are_refused(megatron_ranks):
 
 
 def test_a_loss_says_part_or_whole(megatron_ranks):
-    with pytest.raises(RankError, match="context_parallel 'half': one of 'part', 'whole'"):
+    with pytest.raises(RankError, match="context_parallel 'half': give it one of 'part'"):
         megatron_ranks(1, stepped, {}, returned="half")
 
 

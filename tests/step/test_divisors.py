@@ -117,7 +117,7 @@ def refused(engine: str) -> None:
     rank = torch.distributed.get_rank()
     for function, text in (
         (lambda counts: 1.0 + rank, "divisor=2.0 where rank 0 has 1.0"),
-        (lambda counts: -1.0 if rank else 1.0, r"returned -1.0: a finite number from 0 on"),
+        (lambda counts: -1.0 if rank else 1.0, r"returned -1.0: return a finite number from 0 on"),
     ):
         step_id = bench.step.begin(loss, micro_batch_size=ROWS, global_batch_size=8)
         bench.step.microbatch(step_id, batch)

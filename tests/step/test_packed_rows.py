@@ -136,7 +136,7 @@ def holes() -> torch.Tensor:
         ({"attention_mask": torch.ones(2, 1, T, T)}, "'attention_mask' of (2, 1, 9, 9)"),
         ({"attention_mask": holes()}, "8 tokens in row 1, between places 0 and 8"),
         ({"lengths": torch.tensor([5, 8])}, "row 1 with 'lengths' 8 and 9 tokens"),
-        ({"lengths": torch.tensor([5, 10])}, "row 1 with 'lengths' 10: it has 9 positions"),
+        ({"lengths": torch.tensor([5, 10])}, "row 1 with 'lengths' 10: give an int from 0 to 9"),
         ({"lengths": torch.tensor([-1, 9])}, "row 0 with 'lengths' -1"),
         ({"lengths": torch.tensor([5.0, 9.0])}, "'lengths' of torch.float32"),
         ({"token_mask": torch.ones(2, T + 1)}, "'token_mask' of (2, 10) for 'input_ids' of (2, 9)"),

@@ -47,7 +47,7 @@ PACKS = {
     "padded": r"whose sequence 0 has 9 tokens and 8 places",
     "number": r"whose cu_seqlens have 2 sequences, and cu_seqlens_padded 1",
     "params": r"fall from 7 to 5 in sequence 1",
-    "pack": r"whose Pack has (\d+) tokens, and which has (\d+)",
+    "pack": r"whose Pack has (\d+) tokens, and whose 'input_ids' has (\d+)",
     "token mask": r"whose 'token_mask' has (\d+) entries, and which has (\d+) tokens",
     "sample mask": r"whose 'sample_mask' has (\d+) entries for (\d+) sequences",
     "rows' mask": r"whose 'token_mask' has shape \(2, 5\): \(2, 4\)",
@@ -56,7 +56,7 @@ ROWS = {
     "long": r"12 rows, of which sequence 2 has 30 tokens and a bin at most 24",
     "unknown": r"not how many are real",
     "mask": r"'attention_mask' of \(12, 31\) for 'input_ids' of \(12, 32\)",
-    "above": r"row 4 with 'lengths' 33: it has 32 positions",
+    "above": r"row 4 with 'lengths' 33: give an int from 0 to 32",
 }
 
 
