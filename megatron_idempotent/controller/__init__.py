@@ -1,6 +1,6 @@
-"""The asynchronous controller: rollouts stream in, groups train as they arrive, weights go out.
+"""Runs sampling and training at once: groups train as they arrive, and engines get new weights.
 
-`Controller` is the loop, and what it is made of are the protocols of `controller.protocol`. `Fleet`
+`Controller` is the loop, and `controller.protocol` defines the parts that it is made of. `Fleet`
 makes a generator of engines, and samplers bound how old weights may be. Nothing is imported before
 it is used: the simulator runs all of this without a model.
 """

@@ -1,18 +1,19 @@
-"""The groups that a run holds, and counts of the others.
+"""Keeps the groups that a run holds, and counts those that have left.
 
     reserve -> generating -> commit -> ready -> lease -> leased -> trained
                     |                    |  <- give_back -  |
                  rollback               drop
                    drop
 
-Every group that was admitted is trained, filtered, evicted or in one of these three states; never
-in two, and never in none.
+Every admitted group is generating, ready or leased, or is counted as trained, filtered or evicted;
+it is never two of these, and always one. A group that is rolled back counts as never admitted.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -22,23 +23,30 @@ from .protocol import ControllerError, Counts, Held
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SavedBuffer:
-    """A state of `GroupBuffer.state`. Example: `read_state(json.loads(text)).unfinished`."""
+    """Holds what `GroupBuffer.state` wrote, once it is read and checked.
+
+    Example: `read_state(json.loads(text)).unfinished`.
+    """
 
     gone: Mapping[str, int]
-    """Groups that were trained, filtered and evicted."""
+    """The number of groups that have left, under `trained`, `filtered` and `evicted`."""
     aborted: int
-    """Evicted while they were being generated; `gone` counts them too."""
+    """The number of groups evicted while they were being generated; `gone` counts them too."""
     reasons: Mapping[str, int]
+    """The number of dropped groups, by reason."""
     arrivals: int
-    """The next arrival number."""
+    """The arrival number that the next complete group gets."""
     ready: tuple[Held, ...]
-    """Groups in order of arrival."""
+    """Complete groups in order of arrival."""
     unfinished: tuple[int, ...]
-    """Ascending."""
+    """Ids of admitted groups that have no result yet, ascending."""
 
 
 def read_state(state: Mapping[str, Any]) -> SavedBuffer:
-    """Read a state. Errors: `ValueError` for one that no buffer has written."""
+    """Check what `GroupBuffer.state` wrote, and return it as a record.
+
+    Errors: `ValueError` for a mapping that no buffer has written.
+    """
     try:
         saved = SavedBuffer(
             gone={name: state["counts"][name] for name in ("trained", "filtered", "evicted")},
@@ -55,7 +63,7 @@ def read_state(state: Mapping[str, Any]) -> SavedBuffer:
     numbers += tuple(n for each in saved.ready for n in (each.id, each.arrival, each.version))
     for number in numbers:
         if type(number) is not int or number < 0:
-            raise _unreadable(f"{number!r} is not a count, an id or a version")
+            raise _unreadable(f"{number!r} is not a count, an id or a version from 0 on")
     _check_groups(saved)
     return saved
 
@@ -63,12 +71,13 @@ def read_state(state: Mapping[str, Any]) -> SavedBuffer:
 def _check_groups(saved: SavedBuffer) -> None:
     ids = [each.id for each in saved.ready]
     if len({*ids, *saved.unfinished}) != len(ids) + len(saved.unfinished):
-        raise _unreadable("a group is in it twice")
+        twice = [group_id for group_id, n in Counter([*ids, *saved.unfinished]).items() if n > 1]
+        raise _unreadable(f"group {twice[0]} is in it twice")
     if list(saved.unfinished) != sorted(saved.unfinished):
-        raise _unreadable("its unfinished groups are not ascending")
+        raise _unreadable(f"its unfinished groups {list(saved.unfinished)} are not ascending")
     arrivals = [each.arrival for each in saved.ready]
     if arrivals != sorted(set(arrivals)):
-        raise _unreadable("its ready groups are not in the order of their arrival")
+        raise _unreadable(f"its ready groups have arrivals {arrivals}, which are not ascending")
     if arrivals and arrivals[-1] >= saved.arrivals:
         raise _unreadable(f"arrival {arrivals[-1]} is not below the next one, {saved.arrivals}")
 
@@ -86,14 +95,15 @@ OTHER_REASONS = "other"
 
 
 class GroupStateError(ControllerError):
-    """A group that is not in the state that an operation needs; the buffer is as it was."""
+    """A group is not in the state that an operation needs; the buffer has not changed."""
 
 
 class GroupBuffer:
-    """The groups of a run, of which at most `capacity` are generating or ready.
+    """Keeps the state of each group of a run, and has places for `capacity` generating or ready.
 
-    Plain state of the event loop: no locks, no waiting. An operation either happens as a whole or
-    raises and changes nothing; its cost depends on the groups held, not on those of the run so far.
+    Leased groups take no place. The event loop alone uses it, without locks or waiting. An
+    operation either happens as a whole or raises and changes nothing; its cost depends on the
+    groups held, not on those of the run so far.
     Errors of every operation: `GroupStateError`, which names the group and its state.
     Example: `buffer.reserve(7); buffer.commit(7, version=3); buffer.lease([7]);
     buffer.trained([7])`.
@@ -116,10 +126,9 @@ class GroupBuffer:
         self._arrivals = 0
 
     def reserve(self, group_id: int, *, version: int = 0) -> None:
-        """Admit a group: it is generating from now on, with weights of `version`, and takes a
-        place.
+        """Admit a group, which takes a place and is generated with weights of `version` from now.
 
-        Errors: `GroupStateError` where the buffer is full or the id is in use.
+        Errors: `GroupStateError` if no place is free, or the buffer holds a group of this id.
         """
         if group_id in self._states:
             raise GroupStateError(
@@ -139,14 +148,17 @@ class GroupBuffer:
             self._unfinished.insert(place, group_id)
 
     def renew(self, group_id: int, *, version: int) -> None:
-        """A group is generated again, or is complete: `version` is what its tokens are of now."""
+        """Change the version of a group that is being generated.
+
+        It is called when the group is generated again, or its tokens turn out to be of `version`.
+        """
         self._need([group_id], "generating", to="renew it")
         self._generating.renew(group_id, version)
 
     def commit(self, group_id: int, *, version: int) -> Held:
-        """A group is complete: generating to ready, with the next arrival number.
+        """Move a complete group from generating to ready; returns its record for samplers.
 
-        `version` is that of the oldest weights of any of its tokens.
+        `version` is that of the oldest weights that drew any of its tokens.
         """
         self._need([group_id], "generating", to="commit it")
         held = Held(id=group_id, arrival=self._arrivals, version=version)
@@ -158,17 +170,20 @@ class GroupBuffer:
         return held
 
     def rollback(self, group_id: int) -> None:
-        """Undo a reservation as if it had never been submitted.
+        """Undo a reservation: the group's place is free again, and `submitted` is one lower.
 
-        The place is free again. The id stays among `unfinished_ids` until it is reserved again, in
-        this run or after a resume: its prompt has not been answered.
+        The id stays among `unfinished_ids` until it is reserved again, in this run or after a
+        resume: its prompt has not been answered.
         """
         self._need([group_id], "generating", to="roll it back")
         self._forget(group_id)
         self._submitted -= 1
 
     def drop(self, group_id: int, outcome: Literal["filtered", "evicted"], reason: str) -> None:
-        """Give a group up, generating or ready, and free its place; `reason` is counted."""
+        """Remove a generating or ready group, free its place, and count it and the reason.
+
+        A reason that is new once there are `MOST_REASONS` of them counts as `other`.
+        """
         if outcome not in ("filtered", "evicted"):
             raise ValueError(f"outcome is {outcome!r}; allowed: filtered, evicted")
         state = self._states.get(group_id)
@@ -186,33 +201,33 @@ class GroupBuffer:
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
 
     def lease(self, group_ids: Iterable[int]) -> None:
-        """Hand groups to the open step: ready to leased. All of them or none."""
+        """Move all of these groups from ready to leased, for the open step, or none of them."""
         for group_id in self._need(group_ids, "ready", to="lease it"):
             self._ready.discard(self._held[group_id])
             self._move(group_id, "leased")
 
     def give_back(self, group_ids: Iterable[int]) -> None:
-        """Take groups back from a step that was undone: leased to ready, in their old places."""
+        """Move groups of a step that was undone from leased to ready, with their old arrivals."""
         for group_id in self._need(group_ids, "leased", to="give it back"):
             self._move(group_id, "ready")
             self._ready.add(self._held[group_id])
 
     def trained(self, group_ids: Iterable[int]) -> None:
-        """A step with these groups is finished: they are counted, and their places are free."""
+        """Remove the groups of a finished step, and count them as trained."""
         for group_id in self._need(group_ids, "leased", to="count it as trained"):
             self._forget(group_id)
             self._gone["trained"] += 1
 
     @property
     def counts(self) -> Counts:
-        """Groups by what has become of them."""
+        """The number of groups in each state, and of those that have left."""
         return Counts(
             submitted=self._submitted, **self._gone, aborted=self._aborted, **self._in_state
         )
 
     @property
     def reasons(self) -> Mapping[str, int]:
-        """Why groups were dropped, and how many for each reason."""
+        """The number of dropped groups, by reason."""
         return dict(self._reasons)
 
     @property
@@ -222,12 +237,15 @@ class GroupBuffer:
 
     @property
     def accepted(self) -> int:
-        """Groups that were trained, are in the open step or are ready."""
+        """The number of groups that were trained, are in the open step or are ready."""
         return self._gone["trained"] + self._in_state["leased"] + self._in_state["ready"]
 
     @property
     def free(self) -> int:
-        """Places for more groups: a lease frees one, and none is owed for what is given back."""
+        """The number of groups that may still be reserved.
+
+        A lease frees places. Groups that are given back may exceed the capacity; then it is 0.
+        """
         return max(self.capacity - self._waiting, 0)
 
     @property
@@ -236,24 +254,24 @@ class GroupBuffer:
 
     @property
     def generating_ids(self) -> Sequence[int]:
-        """Ascending."""
+        """The ids of groups that are being generated, ascending."""
         return tuple(each for each in self._unfinished if each in self._states)
 
     @property
     def unfinished_ids(self) -> Sequence[int]:
-        """Generating, rolled back, or owed since a resume; ascending."""
+        """The ids of groups that are generating, rolled back, or owed since a resume; ascending."""
         return tuple(self._unfinished)
 
     @property
     def next_owed(self) -> int | None:
-        """The lowest id that was rolled back, or is owed since a resume; None where none is."""
+        """The lowest id that was rolled back or is owed since a resume; None if there is none."""
         if len(self._unfinished) == self._in_state["generating"]:
             return None
         return next(each for each in self._unfinished if each not in self._states)
 
     @property
     def ready(self) -> ReadyGroups:
-        """The complete groups, for a sampler."""
+        """The complete groups that no step has leased, for a sampler."""
         return self._ready
 
     def holds(self, group_id: int) -> bool:
@@ -261,10 +279,10 @@ class GroupBuffer:
         return group_id in self._states
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds, for JSON.
+        """Returns the buffer's part of a checkpoint, ready for JSON; `restored` reads it.
 
-        Leased groups count as ready: a resumed run trains them again, from weights that have not
-        seen them. Groups without a result are listed by id.
+        It lists leased groups as ready: a resumed run trains them again, from weights that have
+        not seen them. It lists unfinished groups by id alone.
         """
         held = sorted(self._held.values(), key=lambda each: each.arrival)
         return {
@@ -279,11 +297,11 @@ class GroupBuffer:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], capacity: int) -> GroupBuffer:
-        """The buffer of a checkpoint.
+        """Make a buffer from what `state` returned.
 
-        None of the unfinished groups is generating: `submitted` counts those that are ready,
+        None of its unfinished groups is generating: `submitted` counts those that are ready,
         trained, filtered or evicted, and the controller reserves each of `unfinished_ids` again,
-        the lowest first and before any new one. Until then they hold back what waits for lower ids.
+        the lowest first and before any new one. Until then `ready.lowest_unfinished` is theirs.
         Errors: `ValueError` for a state that no buffer has written.
         """
         saved = read_state(state)
@@ -302,7 +320,7 @@ class GroupBuffer:
         return buffer
 
     def _need(self, group_ids: Iterable[int], state: State, *, to: str) -> list[int]:
-        """The ids, once each of them is known to be in a state."""
+        """Check that each group is in a state and is named once; returns the ids as a list."""
         ids = list(group_ids)
         for group_id in ids:
             if self._states.get(group_id) != state:

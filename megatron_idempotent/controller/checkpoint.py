@@ -1,4 +1,4 @@
-"""Checkpoints of a run: their times, the controller's part of them, and a row of metrics a step."""
+"""Captures and restores the controller's part of a checkpoint, and reports a row per step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _FORMAT = 1
 
 
 async def capture(shared: RunState, plane: DataPlane) -> dict[str, Any]:
-    """Returns what a resumed run needs, as JSON.
+    """Returns what `put_back` needs: versions, the buffer's state and complete groups, for JSON.
 
-    Log-probs are written as Python writes floats, so they come back bit for bit. Prompts are not
-    written: they are functions of their place.
+    Log-probs are written as Python writes floats, so they come back bit for bit. Prompts are left
+    out: a resumed run asks for them by their index. A group that the data plane has lost is dropped
+    from the buffer. Errors: those of the data plane after its last attempt.
     """
     while True:
         # The numbers first, and at once: groups become complete while others are read.
@@ -53,12 +54,11 @@ async def capture(shared: RunState, plane: DataPlane) -> dict[str, Any]:
 async def put_back(
     shared: RunState, plane: DataPlane, prompts: Prompts, state: Mapping[str, Any]
 ) -> list[int]:
-    """Make a run stand where the state was captured; engines have not been told yet.
+    """Set the run's versions, buffer and data plane to a captured state; returns its groups' ids.
 
-    Returns the ids of the groups that are in the data plane again.
-
+    Engines still serve what they did.
     Errors: `ControllerError` for a state of another sampler, of steps of another size, or of
-        another format.
+        another format; those of the data plane after its last attempt.
     """
     for name, now in (
         ("format", _FORMAT),
@@ -82,7 +82,7 @@ async def put_back(
 
 
 async def _get(shared: RunState, plane: DataPlane, group_id: int) -> RolloutGroup | None:
-    """The group; None where the data plane has lost it. Errors: those of the last try."""
+    """Read a group; returns None if the data plane has lost it. Errors: those of the last try."""
     try:
         return await retry(shared, "get", lambda: plane.get(group_id), final=(KeyError,))
     except KeyError:
@@ -90,7 +90,7 @@ async def _get(shared: RunState, plane: DataPlane, group_id: int) -> RolloutGrou
 
 
 def forget(shared: RunState) -> None:
-    """Empty the buffer, for a run that is put back to where it was earlier."""
+    """Empty the buffer and set all versions and flags to those of a run that has not begun."""
     shared.buffer = GroupBuffer(shared.buffer.capacity)
     shared.trainer_version = shared.rollout_version = shared.next_prompt = 0
     shared.published = -1
@@ -127,7 +127,10 @@ def _from_json(fields: Mapping[str, Any], prompt: Any) -> RolloutGroup:
 
 
 class Reporting:
-    """Example: `reporting.step(groups, outcome, {"evaluation/reward": 0.5})`."""
+    """Gives loggers a row of metrics per optimizer step.
+
+    Example: `reporting.step(groups, outcome, {"evaluation/reward": 0.5})`.
+    """
 
     def __init__(
         self, shared: RunState, recipe: Recipe, loggers: Sequence[Logger] | Loggers
@@ -139,12 +142,12 @@ class Reporting:
         self._since: float | None = None
 
     def open(self) -> None:
-        """A run begins: a thread of its own calls the loggers, so that none holds up the loop."""
+        """Start the thread that calls the loggers, so that none holds up the event loop."""
         if self._given:
             self._loggers = Loggers(self._given, threaded=True, lent=True)
 
     async def close(self) -> None:
-        """The run is over: wait until loggers have all rows. Who gave them closes them."""
+        """Wait until loggers have all rows, and end their thread. The loggers stay open."""
         if self._given:
             await asyncio.to_thread(self._loggers.close)
             self._given = self._loggers.working
@@ -155,7 +158,10 @@ class Reporting:
         outcome: StepOutcome,
         extra: Mapping[str, float],
     ) -> None:
-        """The row of the version that a step has made. `extra` has whole names."""
+        """Log the row of the version that a step has just made, from `groups`.
+
+        `extra` are further metrics under their full names, such as `evaluation/reward`.
+        """
         shared = self._shared
         version = shared.trainer_version
         now = shared.measure.now()
@@ -185,13 +191,13 @@ class Reporting:
             shared.measure.count(name, value)
 
     def before_training(self, metrics: Mapping[str, float]) -> None:
-        """The row of version 0, which no step has made; none without metrics."""
+        """Log the row of version 0 if there are metrics of it, and start the clock of row 1."""
         if metrics:
             self._loggers.log(metrics, step=0)
         self.begin()
 
     def begin(self) -> None:
-        """Time starts to count for the next row."""
+        """Start the clock of the next row: its times and averages begin now."""
         shared = self._shared
         self._since = now = shared.measure.now()
         shared.measure.take()
@@ -200,7 +206,11 @@ class Reporting:
 
 
 class CheckpointSchedule:
-    """Example: `if checkpoints.due(version): await checkpoints.capture()`."""
+    """Decides which versions get a checkpoint, writes it in two parts, and restores the newest.
+
+    Example: `if checkpoints.due(version): await checkpoints.capture()`, later `await
+    checkpoints.save()`.
+    """
 
     def __init__(
         self,
@@ -218,14 +228,14 @@ class CheckpointSchedule:
         self._reporting = reporting
         self.store = store
         self.until = 0
-        """The run's last version, which has a checkpoint too."""
+        """The run's last version, which gets a checkpoint if any do."""
         self.unrestored = False
-        """True if ranks, or the run, are not in the newest checkpoint's state: `restore` has to
-        succeed before anything else."""
+        """True if ranks are lost or a restore was not finished: `restore` has to succeed before
+        anything else."""
         self._captured: Mapping[str, Any] | None = None
 
     def due(self, version: int) -> bool:
-        """Returns whether a version is written."""
+        """Returns whether a version gets a checkpoint."""
         settings = self._shared.settings
         outer, every = version // settings.minibatches, settings.checkpoint_every
         if self.store is None or not every or not outer:
@@ -234,17 +244,20 @@ class CheckpointSchedule:
 
     @property
     def due_early(self) -> bool:
-        """Returns whether a run that ends early is written."""
+        """True if a run that ends now, before its last version, gets a checkpoint."""
         shared = self._shared
         out_of_prompts = shared.exhausted and shared.trainer_version < self.until
         return shared.draining or bool(out_of_prompts and shared.settings.checkpoint_every)
 
     async def capture(self) -> None:
-        """Keep the run's state as it is now, for `save`."""
+        """Keep the controller's state as it is now, for `save`."""
         self._captured = await capture(self._shared, self._plane)
 
     async def save(self) -> None:
-        """Write what was captured, if anything was."""
+        """Write a checkpoint with the captured state; does nothing without one or without a store.
+
+        The policy's weights must still be those of the captured version.
+        """
         state, self._captured = self._captured, None
         if state is None or self.store is None:
             return
@@ -254,10 +267,11 @@ class CheckpointSchedule:
             self._shared.progressed()
 
     async def restore(self, *, starting: bool = False) -> None:
-        """Ranks, buffer and place in the prompts as in the newest checkpoint.
+        """Set ranks, buffer and place in the prompts to the newest checkpoint, or to the beginning.
 
+        `starting` says that nothing was lost: it does not count as a retry.
         Errors: those of the store, `RanksLost` among them; `ControllerError` for a checkpoint of
-            another run. Then `unrestored` stays set.
+            other settings. Then `unrestored` stays true.
         """
         assert self.store is not None, "restore() needs a store"
         shared = self._shared

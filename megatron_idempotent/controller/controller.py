@@ -1,4 +1,4 @@
-"""The asynchronous controller: one event loop that keeps engines and trainer busy at once."""
+"""Runs rollouts and training side by side in one event loop, and restores a run that lost ranks."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _log = logging.getLogger(__name__)
 
 
 async def watchdog(shared: RunState) -> None:
-    """Look whether anything makes progress while work remains, for ever.
+    """Raise once nothing has made progress for `stall_s` seconds; never returns.
 
-    Errors: `Stalled`, with what each part of the run does or waits for.
+    Errors: `Stalled`, which says what each part of the run does or waits for.
     """
     limit_s = shared.settings.stall_s
     while True:
@@ -47,7 +47,8 @@ async def watchdog(shared: RunState) -> None:
         if now >= until:
             idle_s = now - shared.idle_since
             raise Stalled(
-                f"no progress in {idle_s:.0f} s (stall_s is {limit_s:g}): {where(shared)}"
+                f"no progress in {idle_s:.0f} s (stall_s is {limit_s:g}): {where(shared)}; raise "
+                "stall_s if it is only slow"
             )
         await asyncio.sleep(until - now)
 
@@ -67,7 +68,10 @@ def where(shared: RunState) -> str:
 
 
 async def look_for_engines(shared: RunState, generator: Generator) -> None:
-    """Look for engines that answer again after all were lost, for ever."""
+    """Ask every `look_again_s` seconds whether an engine answers after all were lost.
+
+    It sets `engines_back` when one does; never returns.
+    """
     while True:
         await asyncio.sleep(shared.settings.look_again_s)
         if shared.engines_back:
@@ -83,12 +87,14 @@ async def look_for_engines(shared: RunState, generator: Generator) -> None:
 
 
 Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
-"""Called with each version that engines were given, and with 0; metrics, or none. Where it raises,
-the row of the version has `evaluation/failed` instead, and the run goes on."""
+"""Evaluates a version; returns its metrics under full names, or an empty mapping.
+
+It is called with 0 before training, and with each version that engines were given, before any group
+is started with it. If it raises, the version's row has `evaluation/failed` and the run goes on."""
 
 
 async def evaluated(shared: RunState, evaluate: Evaluate, version: int) -> Mapping[str, float]:
-    """Its metrics. Errors: `RanksLost`."""
+    """Evaluate a version; returns its metrics, or `evaluation/failed`. Errors: `RanksLost`."""
     with shared.measure.phase("evaluation", version=version):
         shared.doing = "evaluation"
         try:
@@ -105,10 +111,10 @@ async def evaluated(shared: RunState, evaluate: Evaluate, version: int) -> Mappi
 class Controller:
     """Streams rollouts into optimizer steps, and weights back to the engines.
 
-    Groups are started as capacity and staleness allow, train one by one as they arrive, and count
-    exactly once, whatever fails: a step that fails is undone and taken again with the same groups,
-    lost ranks are restored from the newest checkpoint together with the buffer, and an engine that
-    comes back is given the newest weights. One task calls it; `ping` may be called at any time.
+    Groups are started as capacity and staleness allow, train as they arrive, and count exactly
+    once, whatever fails: a step that fails is undone and taken again with the same groups, lost
+    ranks are restored from the newest checkpoint together with the buffer, and an engine that comes
+    back is given the newest weights. Call `run` from one task; `ping` and `drain` from any.
 
     Example:
         controller = Controller(settings=settings, sampler=WindowedSampler(2), prompts=prompts,
@@ -133,20 +139,20 @@ class Controller:
     ) -> None:
         """
         Args:
-            settings: sizes and limits.
-            sampler: which groups are started and trained.
-            prompts: the stream of prompts.
-            generator: from prompts to scored groups; `Fleet` is one over engines.
-            policy: what is trained.
-            recipe: what is learnt from a group.
-            plane: where complete groups are kept; None for this process's memory.
-            store: for checkpoints; without one, lost ranks end the run.
+            settings: sizes and limits of the run.
+            sampler: decides which groups start, which train next, and which are too old.
+            prompts: gives the prompt at an index.
+            generator: makes scored groups of prompts; `Fleet` does so with engines.
+            policy: the model and optimizer that are trained.
+            recipe: turns groups into batches, and says which groups are of no use.
+            plane: keeps complete groups until they are trained; None for this process's memory.
+            store: writes and restores checkpoints; without one, lost ranks end the run.
             loggers: get a row of metrics per optimizer step, in a thread of their own, and all rows
-                before `run` returns; one that raises is dropped. A `watch.loggers.Loggers` is used
-                as it is: one that is not threaded calls its loggers in the event loop.
-            timeline: gets spans of all pumps.
-            evaluate: its metrics go into the row of the version. Where it has a method
-                `due(version)`, training does not wait for the publishing of other versions.
+                before `run` returns; one that raises is dropped. A `metrics.loggers.Loggers` is
+                used as it is: one that is not threaded calls its loggers in the event loop.
+            timeline: records what all pumps do.
+            evaluate: evaluates a version; its metrics go into the version's row. Where it has a
+                method `due(version)`, training does not wait for the publishing of other versions.
 
         Errors: `SettingsError` for a capacity, or a window of staleness, that would deadlock.
         """
@@ -179,13 +185,14 @@ class Controller:
         self._ended: asyncio.Event | None = None
 
     async def run(self, until: int) -> Status:
-        """Train until that version, counted from the run's very beginning; returns where it stands.
+        """Train until the weights have version `until`; returns the run's status.
 
-        May be called again, with a later version: the weights are those of one longer run where the
-        sampler is deterministic. Returns early once it is drained, or out of prompts.
-        Errors: `ControllerError` and what a policy, recipe or store raised; all rollouts are
-            cancelled then, to be asked for again, and the policy's open step is undone. So they are
-            where its task is cancelled; either way it may be called again.
+        Versions count from the run's very beginning, before any resume. It may be called again with
+        a later version: with a deterministic sampler the weights are then those of one longer run.
+        It returns early once it is drained, or prompts have run out.
+        Errors: `ControllerError`, and what a policy, recipe or store raised. Rollouts are cancelled
+            then, to be asked for again, and the open step is undone; the same happens where the
+            caller's task is cancelled. It may be called again after either.
         """
         shared, checkpoints = self._shared, self._checkpoints
         if shared.state in ("running", "draining"):
@@ -212,17 +219,23 @@ class Controller:
         return await self.ping()
 
     async def resume(self) -> int:
-        """Before `run`: go on from the newest checkpoint; returns the version, 0 without one."""
+        """Restore the newest checkpoint before `run`; returns its version, 0 without a checkpoint.
+
+        The controller must have a store.
+        Errors: those of the store; `ControllerError` for a checkpoint of other settings.
+        """
         await self._checkpoints.restore(starting=True)
         return self._shared.trainer_version
 
     async def ping(self) -> Status:
-        """Returns the state of the run; waits for nothing."""
+        """Returns the state of the run, without waiting for anything."""
         return status_of(self._shared, self._prompts)
 
     async def drain(self) -> None:
-        """Have `run` return soon: start no more groups, finish the open step or undo it, and write
-        a checkpoint. Returns when `run` has.
+        """End the run early, and return when `run` has.
+
+        No more groups are started, the open step is finished, or is undone after `drain_s` seconds,
+        and a checkpoint is written.
         """
         shared = self._shared
         if shared.state not in ("running", "draining") or self._ended is None:
@@ -238,7 +251,7 @@ class Controller:
         await self._ended.wait()
 
     async def _train(self, until: int) -> None:
-        """Pump until that version, again from the newest checkpoint where ranks are lost."""
+        """Run the pumps until that version, again from the newest checkpoint if ranks are lost."""
         shared, checkpoints = self._shared, self._checkpoints
         restarts, steps = 0, shared.train_steps
         while True:
@@ -259,7 +272,7 @@ class Controller:
                 _log.error("policy ranks are lost (restart %d): %s", restarts, error)
 
     async def _pump(self, until: int) -> None:
-        """All pumps, until the train pump is done or one of them raises."""
+        """Run all pumps until the train pump is done or one of them raises, then stop them all."""
         shared = self._shared
         self._train_task = train = asyncio.ensure_future(self._training.run(until))
         tasks = [
@@ -296,7 +309,10 @@ class Controller:
         return results
 
     async def _at_version(self, version: int) -> Mapping[str, float]:
-        """Engines have the version, and nothing has been started with it."""
+        """Evaluate a version that engines have and no group was started with; returns its metrics.
+
+        It also captures the controller's state if the version gets a checkpoint.
+        """
         shared = self._shared
         metrics: Mapping[str, float] = {}
         if self._evaluate is not None:
@@ -309,6 +325,6 @@ class Controller:
         return metrics
 
     def _due(self, version: int) -> bool:
-        """Returns whether a version is evaluated, or written to a checkpoint."""
+        """Returns whether a version is evaluated or gets a checkpoint."""
         evaluated = getattr(self._evaluate, "due", lambda _: self._evaluate is not None)
         return self._checkpoints.due(version) or bool(evaluated(version))

@@ -1,4 +1,4 @@
-"""The store of complete groups until their step: in this process, or in TransferQueue on Ray."""
+"""Keeps complete groups until they are trained: in this process, or in TransferQueue on Ray."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MemoryPlane:
         self._groups: dict[int, RolloutGroup] = {}
 
     def __len__(self) -> int:
-        """Groups held."""
+        """Returns the number of groups that are kept."""
         return len(self._groups)
 
     def __bool__(self) -> bool:
@@ -33,11 +33,11 @@ class MemoryPlane:
         return True
 
     async def put(self, group: RolloutGroup) -> None:
-        """Keep a group, under its id; one that was made again takes the place of the first."""
+        """Keep a group under its id, in place of one that has the id already."""
         self._groups[group.id] = group
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """The group. Errors: `KeyError` for one that is not there."""
+        """Returns the group. Errors: `KeyError` if it was never put, or was cleared."""
         try:
             return self._groups[group_id]
         except KeyError:
@@ -46,7 +46,7 @@ class MemoryPlane:
             ) from None
 
     async def clear(self, group_ids: Sequence[int]) -> None:
-        """Forget groups; unknown ids are fine."""
+        """Forget groups; ids that are not there change nothing."""
         for group_id in group_ids:
             self._groups.pop(group_id, None)
 
@@ -56,13 +56,15 @@ class MemoryPlane:
 
 
 FIELDS = ("tokens", "logprobs", "versions", "lengths", "rewards", "rest")
-"""The fields of a group, one row each: the tokens of all samples one after another (int64), their
-log-probs (float64) and versions (int64); the samples' lengths (int64) and rewards (float64); and
-the rest, pickled (uint8). Other clients of the queue may read the first five."""
+"""The columns of a group's row in TransferQueue, each a vector.
+
+`tokens` (int64), `logprobs` (float64) and `versions` (int64) have a value per token, of all samples
+one after another; `lengths` (int64) and `rewards` (float64) have one per sample; `rest` (uint8) is
+all else, pickled. Other clients of the queue may read the first five."""
 
 
 class TransferQueuePlane:
-    """A `DataPlane` in a partition of TransferQueue 0.1.11 or later, a key for each group.
+    """Keeps groups in a partition of TransferQueue 0.1.11 or later, each under its id.
 
     TransferQueue is started at the first use, on the Ray cluster that this process is connected to,
     if it does not run there yet; `transfer_queue.close()` ends it. Prompts are pickled.
@@ -78,9 +80,9 @@ class TransferQueuePlane:
     ) -> None:
         """
         Args:
-            partition: where groups are kept, one for each plane; a new one, if not given. What a
-                run that was killed has left in a partition is there again.
-            settings: for TransferQueue's own `init`, such as
+            partition: the name under which groups are kept, which no other plane uses; None makes
+                up a new one. The name of a run that was killed gives access to what it has left.
+            settings: the argument of TransferQueue's own `init`, such as
                 `{"backend": {"SimpleStorage": {"num_data_storage_units": 8}}}`.
         """
         self._partition = partition or f"megatron-idempotent-{uuid.uuid4().hex}"
@@ -90,14 +92,14 @@ class TransferQueuePlane:
 
     @property
     def partition(self) -> str:
-        """Its name in TransferQueue."""
+        """The name in TransferQueue under which groups are kept."""
         return self._partition
 
     async def put(self, group: RolloutGroup) -> None:
-        """See `DataPlane.put`. A group of that id that is there is replaced.
+        """Keep a group under its id, in place of one that has the id already.
 
-        Errors: `ModuleNotFoundError` without TransferQueue, `RuntimeError` without a cluster or
-            where the queue does not do it: put again.
+        Errors: `ModuleNotFoundError` without TransferQueue; `RuntimeError` without a Ray cluster,
+            or if the queue has not stored it: put it again.
         """
         queue = await self._connected()
         await queue.async_kv_batch_put(
@@ -108,9 +110,10 @@ class TransferQueuePlane:
         )
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """See `DataPlane.get`. A group whose `put` was not completed is not there.
+        """Returns the group.
 
-        Errors: `RuntimeError` where the queue does not answer.
+        Errors: `KeyError` if it was cleared, or its `put` was not completed; `RuntimeError` if the
+            queue does not answer.
         """
         queue = await self._connected()
         try:
@@ -125,14 +128,17 @@ class TransferQueuePlane:
         return _group(columns)
 
     async def clear(self, group_ids: Sequence[int]) -> None:
-        """See `DataPlane.clear`. Errors: `RuntimeError` where the queue does not do it."""
+        """Forget groups; ids that are not there change nothing.
+
+        Errors: `RuntimeError` if the queue has not done it: clear them again.
+        """
         keys = [str(each) for each in dict.fromkeys(group_ids)]
         if keys:
             queue = await self._connected()
             await queue.async_kv_clear(keys=keys, partition_id=self._partition)
 
     async def close(self) -> None:
-        """Forget all groups of the partition. TransferQueue runs on, for others."""
+        """Forget all groups of the partition. TransferQueue itself goes on running."""
         queue, self._queue = self._queue, None
         if queue is not None:
             listed = await queue.async_kv_list(partition_id=self._partition)
@@ -149,9 +155,10 @@ class TransferQueuePlane:
 
 
 def connect(settings: Mapping[str, Any] | None = None) -> Any:
-    """Start TransferQueue, or join it where it runs; returns the module. Blocks for its start.
+    """Start TransferQueue, or join it where it runs already; returns the `transfer_queue` module.
 
-    Errors: `ModuleNotFoundError` without TransferQueue, `RuntimeError` without a cluster.
+    It blocks until TransferQueue has started. `settings` are those of TransferQueue's own `init`.
+    Errors: `ModuleNotFoundError` without TransferQueue, `RuntimeError` without a Ray cluster.
     """
     try:
         ray, queue = importlib.import_module("ray"), _import_queue()
@@ -174,8 +181,10 @@ def connect(settings: Mapping[str, Any] | None = None) -> Any:
 
 
 def _import_queue() -> Any:
-    """TransferQueue sets torch's number of threads in every put and get, for all that this process
-    computes meanwhile, and sums come out in another order; it is given the number that there is.
+    """Import TransferQueue so that it keeps torch's present number of threads.
+
+    By itself it sets another number in every put and get, for all that this process computes
+    meanwhile, and sums come out in another order.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Engines as a generator of groups: requests out, samples back, and new weights in between."""
+"""Makes scored groups with engines: sends requests, gathers samples, and publishes new weights."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ from megatron_idempotent.weights import WeightSource
 from .protocol import EnginesLost, PoisonedPrompt, RolloutGroup
 
 MakeRequests = Callable[[int, Any], Sequence[Request]]
-"""Makes a group's requests, one for each sample, of its id and prompt."""
+"""Makes a group's requests, one for each sample, from its id and prompt."""
 
 Score = Callable[[int, Any, Sequence[Sample]], Awaitable[Sequence[float]]]
 """Scores a group: a reward for each sample, given its id, prompt and samples."""
 
 
 KvScales = Callable[[int], Awaitable[Mapping[str, float] | None]]
-"""Makes the scales of key-value caches in FP8 for a version that is to be published, by name; None
-for those of the version before. The policy's weights are those of the version."""
+"""Makes the scales of FP8 key-value caches, by name, for the version that is published next.
+
+It is called while the policy has that version's weights, and returns None to keep the scales that
+engines have."""
 
 
 class Fleet:
-    """A `Generator` over engines: a pool that samples, and a sync that brings them weights.
+    """Implements `Generator` with engines: draws and scores groups, and publishes weights.
 
-    Engines count versions of their own, which only rise; samples come back with the trainer's.
+    Engines count versions of their own, which only rise; `Fleet` translates the versions of samples
+    into the trainer's.
     Example: `fleet = Fleet(engines, source=weights, requests=make_requests, score=score)`.
     """
 
@@ -55,16 +58,16 @@ class Fleet:
     ) -> None:
         """
         Args:
-            engines: all of them serve the same weights.
-            source: the policy's weights.
-            requests: makes a group's requests; a function of its arguments alone.
-            score: gives each sample its reward; where it raises, the group is tried again.
-            settings: limits of a sync.
-            changed_only: whether an update leaves out what has not changed.
-            sample_attempts: of a sample that fails, before it is left out of its group.
-            fewest_samples: that a group makes sense with; below, it is tried again as a whole.
-            kv_scales: makes the scales of a version, for engines whose cache is in FP8.
-            timer: is told of each phase of a sync, such as NeMo-RL's `Timer`.
+            engines: the engines that sample; all of them get the same weights.
+            source: reads the policy's weights.
+            requests: makes a group's requests; its result may depend on its arguments alone.
+            score: gives each sample its reward; if it raises, the group is tried again.
+            settings: limits of a publish, such as its timeouts.
+            changed_only: True to send only the weights that changed since the last publish.
+            sample_attempts: attempts at a sample before it is left out of its group.
+            fewest_samples: a group with fewer samples is tried again as a whole.
+            kv_scales: makes a version's scales, for engines whose cache is in FP8.
+            timer: is told of each phase of a publish; NeMo-RL's `Timer` is one.
         """
         self._engines = {engine.name: engine for engine in engines}
         self._source = source
@@ -85,7 +88,7 @@ class Fleet:
         self._versions: dict[int, int] = {}
 
     async def generate(self, group_id: int, prompt: Any, *, attempt: int) -> RolloutGroup:
-        """See `Generator.generate`. Samples are drawn side by side."""
+        """Draw all samples of a prompt side by side, and score them; see `Generator.generate`."""
         requests = self._requests(group_id, prompt)
         # Not gather() by itself: what is left running when one of them raises would go on.
         tasks = [asyncio.ensure_future(self._sample(request)) for request in requests]
@@ -107,9 +110,10 @@ class Fleet:
         )
 
     async def sample(self, request: Request) -> Sample:
-        """One response, with the trainer's versions; not part of any group.
+        """Draw one response that is part of no group, such as for an evaluation.
 
-        Errors: those of `EnginePool.generate`; `EnginesLost` where none is left.
+        Its versions are the trainer's. Errors: those of `EnginePool.generate`; `EnginesLost` if no
+        engine is left; `EngineError` if an engine answers with weights that this run never sent.
         """
         try:
             sample = await self._pool.generate(request)
@@ -127,7 +131,10 @@ class Fleet:
         return dataclasses.replace(sample, versions=versions)
 
     async def publish(self, version: int) -> Mapping[str, float]:
-        """See `Generator.publish`. Engines that do not take it are left out until one they take."""
+        """Bring the policy's weights to all engines; see `Generator.publish`.
+
+        An engine that does not take them gets no requests until it takes a later version.
+        """
         if self._engine_version < 0:
             # Engines may have served another run before.
             healths = await self._sync.recover()
@@ -168,12 +175,15 @@ class Fleet:
         }
 
     def _count_from(self, report: SyncReport) -> None:
-        """One that was not there at first may have served another run, with higher versions."""
+        """Raise our count of versions to the highest that an engine reports.
+
+        An engine that was not there at first may have served another run, with higher versions.
+        """
         served = [found.version or 0 for found in report.engines.values()]
         self._engine_version = max(self._engine_version, *served)
 
     async def recover(self) -> bool:
-        """See `Generator.recover`."""
+        """Returns whether an engine answers again after all were lost; see `Generator.recover`."""
         if self._pool.usable:
             return False
         # Asked, and not resumed: a publish may be under way that has paused them.
@@ -186,9 +196,9 @@ class Fleet:
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     async def _sample(self, request: Request) -> Sample | Exception:
-        """A sample, or why there is none.
+        """Draw a sample in up to `sample_attempts`; returns it, or the last attempt's error.
 
-        Errors: what makes the whole group impossible.
+        Errors: `EnginesLost` and `PoisonedPrompt`, which concern the whole group.
         """
         failure: Exception | None = None
         for _ in range(self._sample_attempts):

@@ -1,4 +1,4 @@
-"""The groups of a buffer in the orders that samplers ask for: complete, or being generated."""
+"""Keeps the complete groups, and those being generated, in the orders that samplers ask for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _age(group: Generating) -> tuple[int, int]:
 
 
 class GeneratingGroups:
-    """Groups that are being generated, by their start and by version. Only the buffer changes it.
+    """Keeps groups that are being generated, by start and by version. Only the buffer changes it.
 
     Example: `[each.id for each in groups.before(3)]`.
     """
@@ -52,30 +52,30 @@ class GeneratingGroups:
         return iter(self._by_start.values())
 
     def __contains__(self, group: object) -> bool:
-        """Returns whether exactly this record is among them."""
+        """Returns whether a group is being generated that equals this record in all fields."""
         return isinstance(group, Generating) and self._by_start.get(group.id) == group
 
     def __len__(self) -> int:
         return len(self._by_start)
 
     def before(self, version: int) -> Iterator[Generating]:
-        """Yields groups of older weights, the oldest first."""
+        """Yields groups whose weights are older than `version`, the oldest first."""
         return itertools.takewhile(lambda each: each.version < version, self._by_age)
 
     def add(self, group_id: int, version: int) -> None:
-        """A group that starts now."""
+        """Add a group that starts now, with weights of `version`."""
         self._insert(Generating(id=group_id, started=self._started, version=version))
         self._started += 1
 
     def renew(self, group_id: int, version: int) -> None:
-        """A group that is being generated with other weights than it was; its place stays."""
+        """Change a group's version; it keeps its place in the order of starts."""
         old = self._by_start[group_id]
         if old.version != version:
             self._discard_age(old)
             self._insert(dataclasses.replace(old, version=version))
 
     def discard(self, group_id: int) -> None:
-        """A group that is not being generated any more."""
+        """Remove a group that is not being generated any more."""
         self._discard_age(self._by_start.pop(group_id))
 
     def _insert(self, group: Generating) -> None:
@@ -87,14 +87,17 @@ class GeneratingGroups:
 
 
 class ReadyGroups:
-    """Complete groups by arrival, by version and by id; a `protocol.Ready`.
+    """Keeps complete groups by arrival, by version and by id; it implements `protocol.Ready`.
 
-    Its iterators are those of the moment: take what is needed of one before the buffer changes.
+    An iterator is valid until the buffer changes: take what you need of it before.
     Example: `[held.id for held in buffer.ready.of_version(3)]`.
     """
 
     def __init__(self, unfinished: Sequence[int], generating: GeneratingGroups) -> None:
-        """Both are the buffer's own, the ids ascending; they are read, never changed."""
+        """Take the buffer's ascending list of unfinished ids, and its groups being generated.
+
+        Both are read, and never changed here.
+        """
         self._unfinished = unfinished
         self._generating = generating
         self._by_arrival: list[Held] = []
@@ -110,14 +113,14 @@ class ReadyGroups:
         return iter(self._by_arrival)
 
     def __contains__(self, held: object) -> bool:
-        """Returns whether exactly this record is among them."""
+        """Returns whether a complete group equals this record in all fields."""
         if not isinstance(held, Held):
             return False
         place = bisect.bisect_left(self._by_id, held.id, key=_id)
         return self._by_id[place : place + 1] == [held]
 
     def versions(self) -> Sequence[int]:
-        """Versions that there are groups of, ascending."""
+        """Returns the versions that complete groups have, each once, ascending."""
         return tuple(self._versions)
 
     def of_version(self, version: int) -> Iterator[Held]:
@@ -130,8 +133,9 @@ class ReadyGroups:
 
     @property
     def lowest_unfinished(self) -> int | None:
-        """The smallest id that is still being generated, or waits to be asked for again after a
-        resume; None where none is.
+        """The smallest id that has no result yet; None if there is none.
+
+        Its group is being generated, was rolled back, or is owed since a resume.
         """
         return self._unfinished[0] if self._unfinished else None
 
@@ -140,11 +144,11 @@ class ReadyGroups:
         return iter(self._generating)
 
     def generating_before(self, version: int) -> Iterator[Generating]:
-        """Yields those of them that older weights than `version` began, the oldest first."""
+        """Yields groups being generated from weights older than `version`, the oldest first."""
         return self._generating.before(version)
 
     def add(self, held: Held) -> None:
-        """Changes the list; only the buffer calls it."""
+        """Add a complete group. Only the buffer calls it."""
         _insert(self._by_arrival, held, _arrival)
         _insert(self._by_id, held, _id)
         if held.version not in self._of_version:
@@ -153,7 +157,7 @@ class ReadyGroups:
         _insert(self._of_version[held.version], held, _arrival)
 
     def discard(self, held: Held) -> None:
-        """Changes the list; only the buffer calls it."""
+        """Remove a complete group, which must be there. Only the buffer calls it."""
         _remove(self._by_arrival, held, _arrival)
         _remove(self._by_id, held, _id)
         _remove(self._of_version[held.version], held, _arrival)

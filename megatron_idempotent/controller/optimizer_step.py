@@ -1,4 +1,4 @@
-"""One optimizer step, group by group: at most once counted, and undone where it fails."""
+"""Takes one optimizer step from groups as they arrive; undoes it and tries again if it fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .state import PendingDeletes, RunState
 
 
 class Drained(Exception):
-    """No more groups are to be trained: the run ends here."""
+    """The run is being drained, so no more groups are trained."""
 
 
 class OutOfPrompts(Exception):
@@ -34,25 +34,31 @@ class OutOfPrompts(Exception):
 
 
 class GroupSelector:
-    """Example: `held = await intake.next(1)`; the groups are leased to the open step."""
+    """Chooses the groups that train next, and leases them to the open step.
 
-    #: Raised by `next` for reasons that are not a step's failure.
+    Example: `held = await intake.next(1)`.
+    """
+
+    #: `next` raises these for reasons that are not a step's failure.
     expected = (Drained, OutOfPrompts)
 
     def __init__(
         self, shared: RunState, clearing: PendingDeletes, republish: Callable[[], Awaitable[None]]
     ) -> None:
-        """`republish` brings engines back that were all lost, or raises why it cannot."""
+        """Take the run's state; `republish` sends weights to engines that answer again.
+
+        It raises if they cannot be sent.
+        """
         self._shared = shared
         self._clearing = clearing
         self._republish = republish
 
     async def next(self, most: int) -> list[Held]:
-        """Wait for groups that may train now, and lease them: `min_groups_per_call`, or what the
-        step lacks if that is less, and up to `most` that are there.
+        """Wait for at least `min_groups_per_call` groups that may train, and lease up to `most`.
 
-        A sampler that is deterministic gets as many as it asks for, whenever they come.
-        Errors: `Drained`, `OutOfPrompts`.
+        `most` is what the step can still take; the wait is for no more than that. With a sampler
+        that drains, whose steps are deterministic, it waits for exactly `most`.
+        Errors: `Drained`; `OutOfPrompts`; `SamplerError`; those of `republish`.
         """
         shared = self._shared
         fewest = min(shared.settings.min_groups_per_call, most)
@@ -101,11 +107,11 @@ _log = logging.getLogger(__name__)
 
 
 async def _nothing() -> None:
-    """Nothing to wait for."""
+    """Do nothing, where there is nothing to wait for."""
 
 
 class _Vanished(Exception):
-    """A group that is ready by the buffer, and not in the data plane."""
+    """The data plane does not have a group that is complete according to the buffer."""
 
     def __init__(self, group_id: int) -> None:
         super().__init__(f"group {group_id} is not in the data plane any more")
@@ -113,7 +119,7 @@ class _Vanished(Exception):
 
 
 class OptimizerStep:
-    """Takes groups as they come, and makes one update of them.
+    """Hands groups to the policy as they come, and makes one update from them.
 
     Example: `groups, outcome = await OptimizerStep(run, groups, plane, policy, recipe).take("7")`.
     """
@@ -135,15 +141,15 @@ class OptimizerStep:
         self._held: list[list[Held]] = []
         self.before_finish: Callable[[], Awaitable[None]] = _nothing
         self.interrupted = False
-        """True if the task was cancelled during an update, which was made all the same."""
+        """True if the task was cancelled during an update, and the update was made nevertheless."""
 
     async def take(self, name: str) -> tuple[Sequence[RolloutGroup], StepOutcome]:
-        """Runs the step; returns the groups that were trained, and the step's result.
+        """Takes the step; returns the groups that were trained, and the step's result.
 
-        A step that fails is aborted and taken again with the same groups, as often as the settings
-        allow. `name` is not used for another step, ever.
-        Errors: `StepFailed` after the last attempt; `RanksLost`; what the intake raises. The
-            groups are in the buffer again then, and nothing of them has counted.
+        A step that fails is aborted and taken again with the same groups, `step_attempts` times.
+        No other step, in any process, may have the name `name`.
+        Errors: `StepFailed` after the last attempt; `RanksLost`; what `GroupSelector.next` raises.
+            Then all groups are ready in the buffer again, and none counts as trained.
         """
         shared = self._shared
         last: BaseException | None = None
@@ -200,7 +206,10 @@ class OptimizerStep:
         return ledger, outcome
 
     async def _add(self, step_id: str, call: int, *, left: int) -> list[RolloutGroup]:
-        """Hand some groups to the policy; `left` is how many the step lacks before them."""
+        """Hand the groups of one call to the policy; returns them.
+
+        `left` is the number of groups that the step lacked before this call.
+        """
         measure, recipe, held = self._shared.measure, self._recipe, self._held[call]
         ids = [each.id for each in held]
         with measure.phase("prepare_logprobs", groups=ids):
@@ -229,7 +238,7 @@ class OptimizerStep:
             raise _Vanished(group_id) from error
 
     def _give_up(self, group_id: int) -> None:
-        """A group that the data plane has lost: another takes its place."""
+        """Drop a group that the data plane has lost; another takes its place in the step."""
         self._shared.buffer.give_back([group_id])
         self._shared.lose(group_id)
         self._held = [[held for held in together if held.id != group_id] for together in self._held]
@@ -239,7 +248,7 @@ class OptimizerStep:
         return [held.id for held_together in self._held for held in held_together]
 
     def _may_try_again(self, step_id: str, error: BaseException) -> bool:
-        """Returns whether a step that was undone runs again with the same groups."""
+        """Returns whether a step that was undone is taken again; drops a group that is lost."""
         # Of a sampler that is wrong, no group is to blame, and none has trained.
         final = (asyncio.CancelledError, PublishFailed, SamplerError, *self._intake.expected)
         if isinstance(error, final):

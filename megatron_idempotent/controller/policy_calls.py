@@ -1,4 +1,4 @@
-"""Calls of a policy that are made to their end or undone, even if their caller is cancelled."""
+"""Calls a policy so that each call ends or is undone, even if its caller is cancelled."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _log = logging.getLogger(__name__)
 
 
 async def finish_despite_cancel(task: asyncio.Future[Any], limit_s: float | None = None) -> bool:
-    """Wait until a task is done, even if the one who waits is cancelled, once or more often.
+    """Wait until a task is done, however often the caller is cancelled meanwhile.
 
-    Returns whether the caller was cancelled: it raises `CancelledError` after it has cleaned up.
-    After the first cancellation it waits `limit_s` at most; a task that is not done then goes on.
+    Returns whether the caller was cancelled, which then has to raise `CancelledError` itself.
+    After the first cancellation it waits up to `limit_s` seconds; a task that is not done by then
+    goes on running.
 
     Example: `await finish_despite_cancel(asyncio.ensure_future(policy.finish(step_id)), 300)`.
     """
@@ -40,16 +41,20 @@ async def finish_despite_cancel(task: asyncio.Future[Any], limit_s: float | None
 async def finish_once(policy: Policy, step_id: str, *, limit_s: float) -> tuple[StepOutcome, bool]:
     """Finish a step; returns its outcome, and whether the caller was cancelled meanwhile.
 
-    A finish that raises is asked for again by the step's id, since it may have been made. After a
-    cancellation it gets `limit_s` to end.
-    Errors: `CancelledError` where it failed and the caller was cancelled; `RanksLost`, also for
-        one that hangs after a cancellation; what the policy raised.
+    A finish that raises is asked for once more by the step's id, since the update may have been
+    made. After a cancellation it has `limit_s` seconds to end.
+    Errors: `CancelledError` if it failed and the caller was cancelled; `RanksLost`, also if it
+        hangs after a cancellation; what the policy raised the second time.
     """
     return await _update(lambda: policy.finish(step_id), f"finish of step {step_id}", limit_s)
 
 
 async def undo(policy: Policy, step_id: str, *, limit_s: float) -> None:
-    """Abort whatever was begun. Errors: `RanksLost` for ranks that cannot even do that."""
+    """Abort a step within `limit_s` seconds, also if the caller is cancelled meanwhile.
+
+    Errors: `RanksLost` if the abort raises or takes longer; `CancelledError` after the abort if the
+        caller was cancelled.
+    """
     aborting = asyncio.ensure_future(asyncio.wait_for(policy.abort(step_id), limit_s))
     cancelled = await finish_despite_cancel(aborting)
     try:
@@ -72,21 +77,22 @@ async def train(
     attempts: int = 3,
     abort_s: float = 300.0,
 ) -> StepOutcome:
-    """One optimizer step over one batch: `begin`, `microbatch` and `finish` in one call.
+    """Take one optimizer step over one batch: `begin`, `microbatch` and `finish` in one call.
 
-    A policy with a `train` of its own (`OneShotPolicy`) makes it in one round trip to its ranks. An
-    attempt that fails is undone, and made again under another id. Cancelled, the step is undone,
-    but an update that is under way, or a call of the policy's own `train`, is made to its end, and
-    `CancelledError` raised after it.
+    A policy with a `train` of its own (`OneShotPolicy`) takes it in one round trip to its ranks. An
+    attempt that fails is undone, and made again under another id. If the caller is cancelled, the
+    step is undone, except that an update that is under way, or a call of the policy's own `train`,
+    first runs to its end; then `CancelledError` is raised.
 
     Args:
-        policy: no step of it is open.
-        batch: what `Policy.microbatch` takes.
-        step_id: not used for another step, ever; attempts are `step_id/0`, `step_id/1` and so on.
-        attempts: before it is given up.
+        policy: must have no open step.
+        batch: an argument of `Policy.microbatch`.
+        step_id: a name that no other step has, ever; attempts are `step_id/0`, `step_id/1`, ….
+        attempts: attempts before the step is given up, 1 or more.
         abort_s: seconds for ranks to undo a step, and to end an update after a cancellation.
 
-    Errors: `StepFailed` after the last attempt: nothing has changed; `RanksLost`.
+    Errors: `StepFailed` after the last attempt: the weights have not changed; `RanksLost`;
+        `ValueError` for attempts below 1.
     Example: `outcome = await train(policy, batch, step_id="run-7/12")`.
     """
     if attempts < 1:
@@ -130,12 +136,12 @@ async def _attempt(
 async def _update(
     call: Callable[[], Awaitable[StepOutcome]], what: str, limit_s: float
 ) -> tuple[StepOutcome, bool]:
-    """Makes an idempotent call to its end, twice if it raises."""
+    """Makes an idempotent call, and once more if it raises; see `finish_once` for the rest."""
     updating = asyncio.ensure_future(_asked_twice(call, what))
     cancelled = await finish_despite_cancel(updating, limit_s)
     if not updating.done():
         updating.cancel()
-        raise RanksLost(f"the {what} was cut off in an update that hangs")
+        raise RanksLost(f"the {what} did not end in {limit_s:g} s after a cancellation")
     error = updating.exception()
     if cancelled and error is not None and not isinstance(error, RanksLost):
         raise asyncio.CancelledError from error

@@ -1,8 +1,7 @@
-"""The parts of the controller as protocols, their records, and the errors that end a run.
+"""Defines the controller's parts as protocols, their records, and the errors that end a run.
 
-Each part can be replaced without touching the others.
-
-All coroutines run in the controller's one event loop and must not block it.
+Each part can be replaced without touching the others. All coroutines run in the controller's one
+event loop and must not block it.
 """
 
 from __future__ import annotations
@@ -14,96 +13,103 @@ from typing import Any, Literal, Protocol
 from megatron_idempotent.engines.protocol import Sample
 
 Outcome = Literal["trained", "filtered", "evicted"]
-"""The way in which a group leaves the buffer: an optimizer step has used it; it was of no use (no
-spread of rewards, a prompt that cannot be answered); or its weights had become too old."""
+"""Says how a group leaves the buffer: an optimizer step used it; it was of no use, such as with
+equal rewards or a prompt that cannot be answered; or its weights had become too old."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutGroup:
-    """All samples of one prompt, with a reward for each.
+    """Holds the samples of one prompt, with a reward for each.
 
-    `versions` of the samples are the trainer's, not the engines' own numbers. `failed` samples
-    could not be generated and are left out, so `samples` may be fewer than were asked for.
+    `versions` of the samples are the trainer's, not the engines' own numbers.
     Example: `RolloutGroup(id=3, prompt=prompt, samples=(a, b), rewards=(1.0, 0.0))`.
+    Errors: `ValueError` without samples, or with another number of rewards than of samples.
     """
 
     id: int
-    """Place of the prompt in the run's stream of prompts, from 0."""
+    """Index of the prompt in the run's stream of prompts, from 0."""
     prompt: Any
+    """The prompt, as `Prompts.prompt` returned it."""
     samples: tuple[Sample, ...]
+    """The samples that were drawn, which may be fewer than were asked for."""
     rewards: tuple[float, ...]
+    """A reward for each of `samples`."""
     failed: int = 0
+    """The number of samples that could not be drawn, and are left out."""
 
     def __post_init__(self) -> None:
         if len(self.samples) != len(self.rewards) or not self.samples:
             raise ValueError(
                 f"group {self.id} has {len(self.samples)} samples and {len(self.rewards)} rewards; "
-                "one reward per sample, and at least one"
+                "give one reward per sample, and at least one sample"
             )
 
     @property
     def oldest_version(self) -> int:
-        """The oldest weights that drew any of its tokens; staleness is measured from it."""
+        """The version of the oldest weights that drew any token; staleness is measured from it."""
         return min((min(each.versions) for each in self.samples if each.versions), default=0)
 
     @property
     def tokens(self) -> int:
-        """Response tokens of all samples."""
+        """The number of response tokens in all samples."""
         return sum(len(each.tokens) for each in self.samples)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """A complete group in the buffer, as samplers see it. Example: `version - held.version`."""
+    """Describes a complete group in the buffer to a sampler. Example: `version - held.version`."""
 
     id: int
+    """Index of the group's prompt in the run's stream of prompts, from 0."""
     arrival: int
-    """Counts the groups in the order in which they were complete."""
+    """The number of groups that became complete before it."""
     version: int
-    """Oldest weights of any of its tokens."""
+    """The version of the oldest weights that drew any of its tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Generating:
-    """A group that is being generated, as samplers see it.
+    """Describes a group that is being generated to a sampler.
 
     Example: `any(each.id == 7 for each in ready.generating())`.
     """
 
     id: int
+    """Index of the group's prompt in the run's stream of prompts, from 0."""
     started: int
-    """Counts the groups in the order in which they were started."""
+    """A number that is higher the later the group was started."""
     version: int
-    """The weights that engines served when its attempt began: no token is older."""
+    """The version that engines served when its attempt began: no token is from older weights."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """Groups by what has become of them. At every moment
-    `submitted == trained + filtered + evicted + running`.
+    """Counts groups by what has become of them.
 
+    At every moment `submitted == trained + filtered + evicted + running`.
     Example: `buffer.counts.conserved`.
     """
 
     submitted: int = 0
-    """Admitted since the run began."""
+    """Groups that were admitted since the run began, those before a resume included."""
     trained: int = 0
-    """Groups of optimizer steps that were finished."""
+    """Groups that finished optimizer steps have used."""
     filtered: int = 0
-    """Groups of no use, or impossible to generate."""
+    """Groups that were of no use, could not be generated, or were lost."""
     evicted: int = 0
-    """Too old."""
+    """Groups that were given up because their weights had become too old."""
     aborted: int = 0
-    """Evicted while they were still being generated; `evicted` counts them too."""
+    """Groups that were evicted while they were still being generated; `evicted` counts them too."""
     generating: int = 0
+    """Groups that are being generated."""
     ready: int = 0
-    """Complete, and in the buffer."""
+    """Complete groups that wait for a step."""
     leased: int = 0
     """Groups in the optimizer step that is open."""
 
     @property
     def running(self) -> int:
-        """Admitted, and none of trained, filtered and evicted."""
+        """The number of groups that are generating, ready or leased."""
         return self.generating + self.ready + self.leased
 
     @property
@@ -114,7 +120,7 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
-    """The state in which a sampler decides how many more groups may start.
+    """Holds what a sampler needs to decide how many more groups may start.
 
     Example: `sampler.room(Admission(rollout_version=2, trainer_version=3, groups_per_step=4,
     accepted=14, running=2))`.
@@ -123,68 +129,79 @@ class Admission:
     rollout_version: int
     """The version of the weights that engines serve."""
     trainer_version: int
+    """The version of the weights that are being trained."""
     groups_per_step: int
-    """Groups of one optimizer step."""
+    """The number of groups in one optimizer step."""
     accepted: int
-    """Groups that were trained, are being trained or are complete; filtered and evicted ones gave
-    their place back."""
+    """Groups that were trained, are in the open step or are ready. Filtered and evicted ones do not
+    count."""
     running: int
     """Groups that are being generated."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """The result of one optimizer step, on all ranks. Example: `outcome.metrics["loss"]`."""
+    """Holds the result of one optimizer step on all ranks. Example: `outcome.metrics["loss"]`."""
 
     updated: bool
-    """False for a step without a valid token, or with an overflow."""
+    """False if the weights stayed, because no token counted or gradients overflowed."""
     tokens: int
-    """Response tokens that counted, on all ranks."""
+    """The number of response tokens that counted, on all ranks."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The metrics that loggers get, without the `train/` before each name."""
+    """Metrics of the step; loggers get each with `train/` before its name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """The answer of `ping`. Example: `(await controller.ping()).trainer_version`."""
+    """Describes a run at a moment, as `ping` returns it.
+
+    Example: `(await controller.ping()).trainer_version`.
+    """
 
     state: Literal["starting", "running", "draining", "ended"]
+    """`starting` before `run`, `draining` once `drain` was called, `ended` after `run`."""
     trainer_version: int
     """Optimizer steps that succeeded since the run began, those before a resume included."""
     rollout_version: int
     """The version of the weights that engines serve."""
     train_steps: int
-    """Optimizer steps of this process."""
+    """Optimizer steps that succeeded in this process."""
     outer_steps: int
+    """Outer steps that were completed since the run began; engines get new weights after each."""
     epoch: int
+    """The number of times that the data was used up."""
     inflight_rollouts: int
     """Groups that are being generated."""
     rollouts_permitted: bool
     """True if one more group could start now."""
     ready_groups: int
+    """Complete groups that wait for a step."""
     step_groups: int
-    """Groups of the step that is open, handed over so far."""
+    """Groups that the policy has of the open step so far."""
     doing: str
-    """The work of the train pump, or the thing that it waits for."""
+    """Says what the train pump does or waits for."""
     idle_s: float
-    """Since anything made progress."""
+    """Seconds since anything made progress; 0 unless the run is running or draining."""
     counts: Mapping[str, int]
-    """`Counts`, by name."""
+    """The fields of `Counts` and its `running`, by name."""
 
 
 LogprobsOf = Literal["policy", "reference"]
-"""The model of log-probs: the weights that are being trained, or the reference model."""
+"""Names the model that computes log-probs: the one that is being trained, or the reference."""
 
 
 class Prompts(Protocol):
-    """The stream of prompts: a function of the place, so that any group can be asked for again."""
+    """Gives the prompts of a run by index, so that any group can be asked for again.
+
+    The same index always gives the same prompt.
+    """
 
     def prompt(self, index: int) -> Any | None:
-        """Returns the prompt at a place from 0; None after the last one."""
+        """Returns the prompt at an index from 0; None after the last one."""
         ...
 
     def epoch(self, index: int) -> int:
-        """Returns how often the data was used up before that place."""
+        """Returns how often the data was used up before that index."""
         ...
 
 
@@ -192,21 +209,23 @@ class Generator(Protocol):
     """Turns prompts into scored samples, and brings new weights to the engines."""
 
     async def generate(self, group_id: int, prompt: Any, *, attempt: int) -> RolloutGroup:
-        """All samples of a prompt. Cancelled, it frees what it held.
+        """Draws and scores all samples of a prompt; returns them as a group.
 
-        Errors: `PoisonedPrompt` where no attempt can succeed; `EnginesLost` where no engine is
-            left, which says nothing of the prompt; anything else counts as a failed attempt.
+        `attempt` is the number of failed attempts at this group. If it is cancelled, it ends the
+        requests and frees what it held.
+        Errors: `PoisonedPrompt` if no attempt can succeed; `EnginesLost` if no engine is left,
+            which does not count as an attempt; anything else counts as a failed attempt.
         """
         ...
 
     async def publish(self, version: int) -> Mapping[str, float]:
-        """Bring the policy's weights to the engines, as the trainer's `version`.
+        """Bring the policy's weights to the engines, as the trainer's `version`; returns metrics.
 
-        The policy's weights do not change meanwhile. Afterwards every token is drawn with them, or
-        says which older ones it was drawn with. The same version may be published again, and
-        after a restore a lower one. Returns metrics, such as `pause_s`, which loggers get as
-        `sync/…`.
-        Errors: `EnginesLost` where no engine took them.
+        The policy's weights do not change meanwhile. From then on every token is drawn with them,
+        or its version names the older weights that drew it. The same version may be published
+        again, and after a restore a lower one. Loggers get a metric such as `pause_s` as
+        `sync/pause_s`.
+        Errors: `EnginesLost` if no engine took the weights.
         """
         ...
 
@@ -216,10 +235,10 @@ class Generator(Protocol):
 
 
 class Policy(Protocol):
-    """A model and its optimizer on all ranks. A step's calls are idempotent by their ids.
+    """Trains a model on all ranks; a call that is sent again with the same ids counts once.
 
-    Errors of every method: `workers.RanksLost` where ranks are gone; anything else leaves them
-    alive, and the step can be aborted.
+    Errors of every method: `workers.RanksLost` if ranks are gone; after anything else ranks are
+    alive and the step can be aborted.
     """
 
     async def begin(self, step_id: str) -> None:
@@ -227,44 +246,53 @@ class Policy(Protocol):
         ...
 
     async def logprobs(self, batch: Any, which: LogprobsOf) -> Any:
-        """Log-probs of a batch's response tokens. Legal while a step is open."""
+        """Returns log-probs of a batch's response tokens, in a form that the recipe knows.
+
+        It may be called while a step is open.
+        """
         ...
 
     async def microbatch(self, step_id: str, batch: Any, *, microbatch_id: str, last: bool) -> None:
-        """Forward and backward of one batch; `last` is the last one of the step."""
+        """Run forward and backward on one batch; `last` is true for the last one of the step."""
         ...
 
     async def finish(self, step_id: str) -> StepOutcome:
-        """One reduction and one update. Sent again with the id, it returns the same outcome."""
+        """Reduce gradients and update the weights, once; returns the outcome.
+
+        If it is sent again with the same id, it returns the same outcome and changes nothing.
+        """
         ...
 
     async def abort(self, step_id: str | None = None) -> None:
-        """Undo an open step; without one, nothing."""
+        """Undo the open step; do nothing if no step is open."""
         ...
 
 
 class OneShotPolicy(Policy, Protocol):
-    """A policy that makes a whole step in one call too; `train` is all it has more."""
+    """Adds to `Policy` a method that takes a whole step in one call."""
 
     async def train(self, step_id: str, batch: Any) -> StepOutcome:
-        """One optimizer step over one batch: `begin`, `microbatch` and `finish` at once.
+        """Take one optimizer step over one batch: `begin`, `microbatch` and `finish` in one call.
 
-        Sent again with the id it returns the same outcome. Where it raises, the step can be
-        aborted, or is undone already, or was made: then it says so when it is sent again.
+        If it is sent again with the same id, it returns the same outcome and changes nothing. A
+        call that raises may have made the update: send it again to learn its outcome, or abort.
         """
         ...
 
 
 class Recipe(Protocol):
-    """Turns groups into training data. Plain functions that take microseconds to milliseconds."""
+    """Turns groups into batches, in plain functions that take milliseconds at most."""
 
     def rejects(self, group: RolloutGroup) -> str:
-        """Why a group is of no use, in a word or two that counts as a metric; "" keeps it."""
+        """Says in a word or two why a group is of no use; returns "" to keep it.
+
+        Groups are counted by these words.
+        """
         ...
 
     def inputs(self, groups: Sequence[RolloutGroup]) -> Any:
-        """The batch that `Policy.logprobs` is asked about, of the groups that train next: one, or
-        up to `groups_per_call`.
+        """Returns the batch for `Policy.logprobs`, made of the up to `groups_per_call` groups that
+        train next.
         """
         ...
 
@@ -274,38 +302,43 @@ class Recipe(Protocol):
         inputs: Any,
         logprobs: Mapping[LogprobsOf, Any],
     ) -> Any:
-        """The batch that `Policy.microbatch` takes: with advantages, and with the correction for
-        weights that are not those the samples were drawn with.
+        """Returns the batch for `Policy.microbatch`, with advantages and the off-policy correction.
+
+        `inputs` is what `inputs(groups)` returned, and `logprobs` holds what `Policy.logprobs`
+        returned for it, by model: those that `ControllerSettings.logprobs` asks for.
         """
         ...
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> Mapping[str, float]:
-        """Returns metrics of the groups of one optimizer step, at the version before it."""
+        """Returns metrics of one optimizer step's groups; `version` is that before the step.
+
+        Loggers get each with `train/` before its name.
+        """
         ...
 
 
 class DataPlane(Protocol):
-    """Holds complete groups until they are trained. Every method is idempotent."""
+    """Keeps complete groups until they are trained. Every method may be called twice."""
 
     async def put(self, group: RolloutGroup) -> None:
-        """Keep a group, under its id."""
+        """Keep a group under its id, in place of one that has the id already."""
         ...
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """The group. Errors: `KeyError` for one that is not there."""
+        """Returns the group. Errors: `KeyError` if it is not there."""
         ...
 
     async def clear(self, group_ids: Sequence[int]) -> None:
-        """Forget groups; unknown ids are fine."""
+        """Forget groups; ids that are not there change nothing."""
         ...
 
     async def close(self) -> None:
-        """Release what is held."""
+        """Forget all groups, and release what is held for them."""
         ...
 
 
 class Ready(Protocol):
-    """The complete groups in the buffer, as a sampler may look at them without a scan of all."""
+    """Shows a sampler the complete groups in several orders, so that it need not scan them all."""
 
     def __len__(self) -> int: ...
 
@@ -314,11 +347,11 @@ class Ready(Protocol):
         ...
 
     def versions(self) -> Sequence[int]:
-        """Versions that there are groups of, ascending."""
+        """Returns the versions that complete groups have, each once, ascending."""
         ...
 
     def of_version(self, version: int) -> Iterator[Held]:
-        """Yields groups in order of arrival."""
+        """Yields a version's groups in order of arrival."""
         ...
 
     def by_id(self) -> Iterator[Held]:
@@ -327,7 +360,7 @@ class Ready(Protocol):
 
     @property
     def lowest_unfinished(self) -> int | None:
-        """The smallest id that is still being generated; None where none is."""
+        """The smallest id that has no result yet; None if there is none."""
         ...
 
     def generating(self) -> Iterator[Generating]:
@@ -335,7 +368,7 @@ class Ready(Protocol):
         ...
 
     def generating_before(self, version: int) -> Iterator[Generating]:
-        """Yields those of them that older weights than `version` began, the oldest first."""
+        """Yields groups being generated from weights older than `version`, the oldest first."""
         ...
 
 
@@ -344,21 +377,21 @@ class Sampler(Protocol):
 
     @property
     def name(self) -> str:
-        """The name in the configuration and in checkpoints."""
+        """The sampler's name in checkpoints and messages, not empty."""
         ...
 
     @property
     def max_staleness(self) -> int | None:
-        """Most versions between a group's weights and those it trains; None for no limit."""
+        """The most versions between a group's weights and those it trains; None for no limit."""
         ...
 
     @property
     def drains(self) -> bool:
-        """True if running groups end before engines get new weights."""
+        """True if all running groups have to end before engines get new weights."""
         ...
 
     def required_capacity(self, groups_per_step: int) -> int:
-        """Groups that the buffer must hold, or nothing would ever train."""
+        """Returns the fewest groups for which the buffer must have places, or training stalls."""
         ...
 
     def room(self, admission: Admission) -> int:
@@ -366,19 +399,19 @@ class Sampler(Protocol):
         ...
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
-        """Up to `count` groups for the step that makes `version` + 1, the best first."""
+        """Returns up to `count` groups for the step that makes `version` + 1, the best first."""
         ...
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
-        """Complete groups that no step will take any more."""
+        """Returns the complete groups that no step from `version` on will take."""
         ...
 
 
 class AbortingSampler(Sampler, Protocol):
-    """A sampler that does not let every group run to its end; `abort` is all it has more."""
+    """Adds to `Sampler` a method that ends groups while they are still being generated."""
 
     def abort(self, ready: Ready, *, version: int) -> Sequence[Generating]:
-        """Groups that are being generated, and that no step would take once they are complete.
+        """Returns groups that are being generated, and that no step would take once complete.
 
         Their requests are cancelled, they count as evicted, and others take their places: `room`
         must not let any start that would be aborted at once.
@@ -387,22 +420,25 @@ class AbortingSampler(Sampler, Protocol):
 
 
 class Store(Protocol):
-    """Checkpoints: the policy's own, and the state of the controller beside it."""
+    """Writes and restores checkpoints of the policy, with the controller's state in them."""
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
-        """Write one, complete or not at all. The policy's weights do not change meanwhile."""
+        """Write a checkpoint of the policy and of `state`, complete or not at all.
+
+        The policy's weights do not change meanwhile. `state` can be written as JSON.
+        """
         ...
 
     async def restore(self) -> Mapping[str, Any] | None:
-        """Restart lost ranks and load the newest checkpoint into them; its state.
+        """Restart lost ranks, load the newest checkpoint into all, and return its `state`.
 
-        None where there is no checkpoint: then the ranks are as they were at the very beginning.
+        It returns None if there is no checkpoint: then ranks have the weights of the beginning.
         """
         ...
 
 
 class ControllerError(RuntimeError):
-    """A run that cannot go on. Everything up to the last checkpoint is kept."""
+    """The run cannot go on. Everything up to the last checkpoint is kept."""
 
 
 class Stalled(ControllerError):
@@ -410,13 +446,11 @@ class Stalled(ControllerError):
 
 
 class StepFailed(ControllerError):
-    """An optimizer step that failed as often as the settings allow; it was undone each time."""
+    """An optimizer step failed as often as the settings allow, and was undone each time."""
 
 
 class PublishFailed(ControllerError):
-    """Weights that could not be read or sent, as often as the settings allow, though engines are
-    there to take them.
-    """
+    """Weights could not be read or sent in `step_attempts` attempts, though engines were there."""
 
 
 class EnginesLost(RuntimeError):
@@ -424,4 +458,4 @@ class EnginesLost(RuntimeError):
 
 
 class PoisonedPrompt(ValueError):
-    """A prompt that can never be answered; its group is dropped and reported."""
+    """A prompt can never be answered; its group is dropped and reported."""

@@ -1,4 +1,4 @@
-"""The rollout pump: starts groups as capacity allows, and brings them into the buffer."""
+"""Starts groups as capacity and the sampler allow, and brings complete ones into the buffer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 class RolloutPump:
-    """Example: `await RolloutPump(shared, prompts, …).run()`, to be cancelled."""
+    """Starts groups, tries failed ones again, aborts stale ones, and puts complete ones away.
+
+    Example: `await RolloutPump(shared, prompts, …).run()`, which goes on until it is cancelled.
+    """
 
     def __init__(
         self,
@@ -43,9 +46,9 @@ class RolloutPump:
         self._error: BaseException | None = None
 
     async def run(self) -> None:
-        """Start groups, and abort those that became too old, for ever.
+        """Start groups whenever there is room, and abort those that became too old; never returns.
 
-        Errors: what a recipe raised, which no other prompt would mend; `SamplerError`.
+        Errors: what `Recipe.rejects` raised; `SamplerError`.
         """
         while True:
             self._abort_stale()
@@ -56,12 +59,12 @@ class RolloutPump:
             await self._shared.change()
 
     async def finish(self, limit_s: float) -> None:
-        """Wait for the groups that are being generated, and start no more."""
+        """Wait up to `limit_s` seconds for the groups that are being generated; starts none."""
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=limit_s)
 
     async def stop(self) -> None:
-        """Cancel what is being generated; its prompts are asked for again by the next `run`."""
+        """Cancel and roll back all groups that are being generated; the next `run` starts them."""
         tasks, self._tasks = self._tasks, {}
         for task in tasks.values():
             task.cancel()
@@ -72,7 +75,7 @@ class RolloutPump:
             self._shared.buffer.rollback(group_id)
 
     def _abort_stale(self) -> None:
-        """Cancel what no step would take any more: its requests end, and its place is free."""
+        """Evict the groups that the sampler aborts, and cancel their requests."""
         shared = self._shared
         stale = checked_abort(shared.sampler, shared.buffer.ready, version=shared.trainer_version)
         for group in stale:
@@ -108,7 +111,7 @@ class RolloutPump:
         self._shared.tell()
 
     async def _fill(self, group_id: int, prompt: Any) -> None:
-        """One group, from its reservation to the buffer, or out of it."""
+        """Generate a reserved group until it is ready in the buffer, or is dropped from it."""
         shared = self._shared
         started = shared.measure.now()
         group = await self._generate(group_id, prompt)
@@ -132,7 +135,7 @@ class RolloutPump:
             shared.measure.count("ready groups", len(shared.buffer.ready))
 
     async def _generate(self, group_id: int, prompt: Any) -> RolloutGroup | None:
-        """The group; None once it is dropped."""
+        """Generate a group in up to `group_attempts`; returns None if it was dropped or aborted."""
         settings = self._shared.settings
         attempt = 0
         while True:
@@ -162,13 +165,17 @@ class RolloutPump:
             self._shared.buffer.renew(group_id, version=self._shared.rollout_version)
 
     def _aborted(self, group_id: int) -> bool:
-        """Returns whether a group was dropped while its task went on: a cancellation can get lost
-        where an engine's answer, or its error, comes at the same moment.
+        """Returns whether the buffer has dropped a group whose task is still running.
+
+        A cancellation can get lost if an engine's answer or error comes at the same moment.
         """
         return not self._shared.buffer.holds(group_id)
 
     async def _put(self, group: RolloutGroup) -> bool:
-        """Puts a group; returns whether the data plane has it. Putting it twice does no harm."""
+        """Puts a group into the data plane, in several attempts; returns whether it is there.
+
+        A group that could not be put is dropped.
+        """
         self._clearing.renewed(group.id)
         try:
             await retry(self._shared, "put", lambda: self._plane.put(group))

@@ -1,6 +1,6 @@
 """Samplers decide which groups start, which train next, and which are too old.
 
-Their answers are checked where they are used, because a custom one may be wrong.
+The controller calls them through the functions `checked_…`, because a custom one may be wrong.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _Group = TypeVar("_Group")
 
 
 class SamplerError(ControllerError):
-    """A sampler raised, or gave an answer that it may not; the message names it and the fault."""
+    """A sampler raised or gave a wrong answer; the message names sampler, method and fault."""
 
 
 def checked_select(sampler: Sampler, ready: Ready, *, version: int, count: int) -> tuple[Held, ...]:
-    """The groups that a sampler selects, at most `count`, each ready and named once.
+    """Returns the groups that a sampler selects, at most `count`, each ready and named once.
 
-    Errors: `SamplerError`.
+    Errors: `SamplerError` if its answer is not of that kind, or if it raises.
     """
     answer = asked(sampler, "select", ready, version=version, count=count)
     groups = _checked(sampler, "select", answer, ready)
@@ -48,17 +48,18 @@ def checked_select(sampler: Sampler, ready: Ready, *, version: int, count: int) 
 
 
 def checked_evict(sampler: Sampler, ready: Ready, *, version: int) -> tuple[Held, ...]:
-    """The groups that a sampler gives up, each ready and named once.
+    """Returns the groups that a sampler evicts, each ready and named once.
 
-    Errors: `SamplerError`.
+    Errors: `SamplerError` if its answer is not of that kind, or if it raises.
     """
     return _checked(sampler, "evict", asked(sampler, "evict", ready, version=version), ready)
 
 
 def checked_abort(sampler: Sampler, ready: Ready, *, version: int) -> tuple[Generating, ...]:
-    """The groups that a sampler has aborted, each being generated and named once.
+    """Returns the groups that a sampler aborts, each being generated and named once.
 
-    None for a sampler without the method. Errors: `SamplerError`.
+    A sampler without the method `abort` aborts none.
+    Errors: `SamplerError` if its answer is not of that kind, or if it raises.
     """
     if not hasattr(sampler, "abort"):
         return ()
@@ -76,7 +77,10 @@ def checked_abort(sampler: Sampler, ready: Ready, *, version: int) -> tuple[Gene
 
 
 def checked_room(sampler: Sampler, admission: Admission) -> float:
-    """Returns how many more groups a sampler lets start. Errors: `SamplerError`."""
+    """Returns how many more groups a sampler lets start.
+
+    Errors: `SamplerError` if its answer is no real number, or if it raises.
+    """
     answer = asked(sampler, "room", admission)
     if not isinstance(answer, numbers.Real):
         raise SamplerError(
@@ -86,7 +90,7 @@ def checked_room(sampler: Sampler, admission: Admission) -> float:
 
 
 def asked(sampler: Sampler, method: str, *args: Any, **named: Any) -> Any:
-    """The answer of a sampler's method. Errors: `SamplerError` for whatever it raises."""
+    """Calls a sampler's method and returns its answer. Errors: `SamplerError` if it raises."""
     try:
         return getattr(sampler, method)(*args, **named)
     except Exception as error:
@@ -129,8 +133,8 @@ _ALL = 2**31
 class FirstReadySampler:
     """Trains groups in the order in which they became complete, and never evicts one.
 
-    Staleness has no bound but what follows from capacity: a slow group keeps its place, and may be
-    any number of versions old when it is complete. Example: `FirstReadySampler()`.
+    It does not bound staleness: a slow group may be any number of versions old when it is
+    complete. Capacity alone bounds how many groups start ahead. Example: `FirstReadySampler()`.
     """
 
     name = "first_ready"
@@ -138,42 +142,43 @@ class FirstReadySampler:
     drains = False
 
     def required_capacity(self, groups_per_step: int) -> int:
-        """The groups of one step."""
+        """Returns the number of groups in one step."""
         return groups_per_step
 
     def room(self, admission: Admission) -> int:
-        """No bound of its own."""
+        """Returns a number above any capacity, so that the buffer's is the only bound."""
         del admission
         return _ALL
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
-        """The first `count` by arrival."""
+        """Returns the first `count` groups by arrival."""
         del version
         return list(itertools.islice(ready, count))
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
-        """None."""
+        """Returns no group."""
         del ready, version
         return ()
 
 
 Order = Literal["freshest", "oldest"]
-"""The smallest staleness first, and by arrival within it; or by arrival alone."""
+"""Says which groups train first: those with the smallest staleness, by arrival among equals; or
+those that arrived first."""
 
 
 def checked_window(name: str, value: object) -> int:
-    """A number of versions. Errors: `SettingsError` for anything else."""
+    """Returns `value` if it is an int from 0 on. Errors: `SettingsError`, with `name`, if not."""
     if type(value) is not int or value < 0:
         raise SettingsError(f"{name} is {value!r}; allowed: 0 or more versions")
     return value
 
 
 def room_within(window: int, admission: Admission) -> int:
-    """Groups that may be started so that none needs to be older than `window` when it trains.
+    """Returns how many groups may start if each is to train at a staleness of at most `window`.
 
-    (window + rollout_version + 1) x groups_per_step - accepted - running: an optimizer step uses
-    groups_per_step groups and makes one version, so the group that is accepted last trains at
-    version window + rollout_version at the latest. Never negative.
+    It is (window + rollout_version + 1) x groups_per_step - accepted - running, or 0 if that is
+    negative: an optimizer step uses groups_per_step groups and makes one version, so the group that
+    is accepted last trains at version window + rollout_version at the latest.
     """
     steps = window + admission.rollout_version + 1
     return max(0, steps * admission.groups_per_step - admission.accepted - admission.running)
@@ -198,13 +203,13 @@ class WindowedSampler:
     ) -> None:
         """
         Args:
-            max_staleness: most versions between a group's weights and those it trains.
-            order: what is taken first.
-            gated: whether groups wait to be started until they can train within the window; if
-                not, capacity is the only bound, and more of them are thrown away.
-            abort_stale: whether groups that are too old already are not generated to their end.
+            max_staleness: the most versions between a group's weights and those it trains.
+            order: says which groups train first, `freshest` or `oldest`.
+            gated: True to start groups only once they can train within the window. False leaves
+                capacity as the only bound, and more groups are thrown away.
+            abort_stale: True to end groups that became too old while they are being generated.
 
-        Errors: `SettingsError` for a window below 0, an unknown order, or what is no bool.
+        Errors: `SettingsError` for a window below 0, an unknown order, or another type.
         """
         self._window = checked_window("max_staleness", max_staleness)
         if order not in get_args(Order):
@@ -218,19 +223,20 @@ class WindowedSampler:
 
     @property
     def max_staleness(self) -> int:
-        """Most versions between a group's weights and those it trains."""
+        """The most versions between a group's weights and those it trains."""
         return self._window
 
     def required_capacity(self, groups_per_step: int) -> int:
-        """A step's groups for each version of the window: all that `room` lets start at once. With
-        fewer, down to those of one step, training would wait for generation within the window.
+        """Returns `groups_per_step` x (`max_staleness` + 1): all that `room` lets start at once.
+
+        With fewer places, training would wait for groups that the window allows to start.
         """
         return groups_per_step * (self._window + 1)
 
     def room(self, admission: Admission) -> int:
-        """Returns the number of groups that can train within the window; see `room_within`.
+        """Returns how many more groups can train within the window; see `room_within`.
 
-        Ungated, as many as there are places, but none while engines serve weights that are too old.
+        With `gated=False` it is any number, or 0 while engines serve weights that are too old.
         """
         if self._gated:
             return room_within(self._window, admission)
@@ -238,7 +244,7 @@ class WindowedSampler:
         return _ALL if lag <= self._window else 0
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
-        """Up to `count` eligible groups, in the sampler's order. Looks at no other group."""
+        """Returns up to `count` groups within the window, in the sampler's order."""
         eligible = [each for each in ready.versions() if 0 <= version - each <= self._window]
         groups: Iterator[Held]
         if self._order == "freshest":
@@ -249,33 +255,36 @@ class WindowedSampler:
         return list(itertools.islice(groups, count))
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
-        """All groups that are older than the window."""
+        """Returns all complete groups that are older than the window."""
         stale = itertools.takewhile(lambda each: version - each > self._window, ready.versions())
         return [held for each in stale for held in ready.of_version(each)]
 
     def abort(self, ready: Ready, *, version: int) -> Sequence[Generating]:
-        """All groups that weights before the window began, where `abort_stale` is set."""
+        """Returns the groups being generated that are older than the window, with `abort_stale`."""
         return list(ready.generating_before(version - self._window)) if self._abort_stale else ()
 
 
 class StrictSampler(WindowedSampler):
-    """The on-policy sampler: trains only groups of the weights that are being trained."""
+    """Trains only groups that the weights to be trained have drawn: on-policy, with staleness 0.
+
+    Example: `StrictSampler()`.
+    """
 
     name = "strict"
 
     def __init__(self, *, gated: bool = True, abort_stale: bool = False) -> None:
-        """See `WindowedSampler`."""
+        """Take the arguments of `WindowedSampler`, with a `max_staleness` of 0."""
         super().__init__(max_staleness=0, gated=gated, abort_stale=abort_stale)
 
 
 class InOrderSampler:
     """Trains groups by ascending id, each once every lower id is trained, filtered or in the step.
 
-    Which groups a step trains, and which weights sampled them, is a function of the prompts and of
-    what the recipe rejects, whatever the order in which engines finish. Two things make it so:
-    groups are started by ascending id, and engines get new weights only once all groups for which
-    there is room are complete (`drains`), a rejected one's successors included. No group is of two
-    versions. The price is that engines wait for the slowest group of every version.
+    The order in which engines finish does not matter: prompts and the recipe's rejections alone
+    decide which groups a step trains, and which weights drew them. Two things make it so: groups
+    are started by ascending id, and engines get new weights only once all groups for which there is
+    room are complete (`drains`), among them those started in place of rejected ones. No group has
+    tokens of two versions. The price is that engines wait for the slowest group of every version.
 
     No group exceeds `max_staleness`, so none is evicted. While engines serve version r, at most
     (lookahead + r + 1) x groups_per_step groups of the run are accepted, all of them with lower
@@ -288,34 +297,34 @@ class InOrderSampler:
     drains = True
 
     def __init__(self, lookahead: int) -> None:
-        """`lookahead` counts the steps whose groups are generated ahead of the one that trains.
+        """Take `lookahead`, the number of steps whose groups may start before their turn.
 
-        Errors: `SettingsError` for one below 0.
+        Errors: `SettingsError` if it is no int, or below 0.
         """
         self._lookahead = checked_window("lookahead", lookahead)
 
     @property
     def max_staleness(self) -> int:
-        """The lookahead: a group trains at most so many versions after its own."""
+        """The lookahead, since a group trains at most that many versions after its own."""
         return self._lookahead
 
     def required_capacity(self, groups_per_step: int) -> int:
-        """A step's groups for each version of the lookahead: all that `room` lets start at once."""
+        """Returns `groups_per_step` x (`lookahead` + 1): all that `room` lets start at once."""
         return groups_per_step * (self._lookahead + 1)
 
     def room(self, admission: Admission) -> int:
-        """Returns the number of groups that can train within the lookahead."""
+        """Returns how many more groups can train within the lookahead; see `room_within`."""
         return room_within(self._lookahead, admission)
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
-        """The lowest ids below the lowest that is unfinished, up to `count`."""
+        """Returns up to `count` groups of the lowest ids, all below the lowest unfinished one."""
         del version
         limit = ready.lowest_unfinished
         first = itertools.islice(ready.by_id(), count)
         return list(itertools.takewhile(lambda held: limit is None or held.id < limit, first))
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
-        """None: a group that is left out would leave out another one in another run."""
+        """Returns no group, since none gets older than the lookahead."""
         del ready, version
         return ()
 
@@ -327,13 +336,13 @@ _METHODS = ("required_capacity", "room", "select", "evict")
 
 
 def load_sampler(name_or_path: str, **options: Any) -> Sampler:
-    """A sampler: `windowed`, `strict`, `first_ready`, `in_order`, or `package.module:Class`.
+    """Make a sampler: `windowed`, `strict`, `first_ready`, `in_order` or `package.module:Class`.
 
-    `options` are its constructor's arguments. A custom class is anything with the attributes and
-    methods of `protocol.Sampler`; it inherits nothing.
+    `options` are its constructor's arguments. A custom class needs the attributes and methods of
+    `protocol.Sampler`, and inherits from nothing.
     Example: `load_sampler("windowed", max_staleness=2, order="oldest")`.
-    Errors: `SettingsError` for an unknown name or option, one that is missing, a class that cannot
-        be imported, or one that is no sampler.
+    Errors: `SettingsError` for an unknown name, an unknown or missing option, and a class that
+        cannot be imported or is no sampler.
     """
     build = _KNOWN[name_or_path] if name_or_path in _KNOWN else _imported(name_or_path)
     _check_options(name_or_path, build, options)
@@ -342,7 +351,9 @@ def load_sampler(name_or_path: str, **options: Any) -> Sampler:
     except SettingsError:
         raise
     except Exception as error:
-        raise SettingsError(f"sampler {name_or_path} cannot be made: {error!r}") from error
+        raise SettingsError(
+            f"sampler {name_or_path} cannot be made with {options}: it raised {error!r}"
+        ) from error
     if name_or_path not in _KNOWN:
         _check_sampler(name_or_path, sampler)
     return sampler
@@ -373,7 +384,10 @@ def _check_options(name: str, build: Callable[..., Any], options: dict[str, Any]
 
 
 def _check_sampler(path: str, sampler: Any) -> None:
-    """Checks that a sampler has the protocol's parts, with its arguments and types."""
+    """Checks that a sampler has the parts of `protocol.Sampler`, with their arguments and types.
+
+    Errors: `SettingsError` for the first part that is missing or wrong.
+    """
     parts = [part for part in vars(Sampler) if not part.startswith("_")]
     missing = [part for part in parts if not hasattr(sampler, part)]
     missing += [m for m in _METHODS if m not in missing and not callable(getattr(sampler, m))]

@@ -1,4 +1,4 @@
-"""The settings of a run, checked when they are built."""
+"""Defines the settings of a run, which are checked when they are built."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ LogprobsAsked = Literal["policy", "reference", "both", "none"]
 
 @settings(SettingsError)
 class ControllerSettings:
-    """Sizes and limits. An outer step ends with new weights for the engines.
+    """Holds the sizes and limits of a run. Engines get new weights after each outer step.
 
-    `target_groups` and `train_global_batch_size` follow each other where one of them is 0: an outer
-    step has then one optimizer step. Where both are, it has 32 groups.
+    If one of `target_groups` and `train_global_batch_size` is 0, it is made to fit the other: an
+    outer step then has one optimizer step. If both are 0, a step has 32 groups.
 
     Example: `ControllerSettings(target_groups=16, group_size=16, train_global_batch_size=256)`.
     Errors: `SettingsError` with a line for every keyword that is unknown, missing or out of range.
     """
 
     target_groups: int = Field(default=0, ge=0)
-    """Groups of one outer step; 0 for those of one optimizer step."""
+    """Groups of one outer step; 0 for as many as one optimizer step has."""
     group_size: int = Field(ge=1)
     """Samples per prompt."""
     train_global_batch_size: int = Field(default=0, ge=0)
-    """Sequences of one optimizer step; 0 for those of one outer step."""
+    """Sequences of one optimizer step; 0 for as many as one outer step has."""
     logprobs: LogprobsAsked = "none"
     """Log-probs that are computed per group before its advantages."""
     groups_per_call: int = Field(default=1, ge=1)
-    """Groups that are handed to the policy at once, where as many are there: more of them make
-    better use of a device, one by one they train sooner."""
+    """The most groups that are handed to the policy in one call. More of them use a device better;
+    one by one they train sooner."""
     min_groups_per_call: int = Field(default=1, ge=1)
-    """Groups that have to be there before any are handed over, but for the rest of a step: with
+    """The fewest groups that are handed to the policy in one call, unless a step lacks fewer. With
     more, fewer calls use the device better, and an optimizer step begins later."""
     capacity: int = Field(default=0, ge=0)
-    """Groups that may be generating or complete at once, besides those of the open step; 0 for
-    what the sampler needs."""
+    """The most groups that may be generating or complete at once, besides those of the open step;
+    0 for as many as the sampler needs."""
     concurrency: int = Field(default=0, ge=0)
-    """Groups that may be generating at once; 0 for as many as the capacity."""
+    """The most groups that may be generating at once; 0 for as many as the capacity."""
     step_attempts: int = Field(default=3, ge=1)
-    """Attempts at an optimizer step, with the same groups, before the run ends."""
+    """Attempts at an optimizer step with the same groups, and at a publish, before the run ends."""
     group_attempts: int = Field(default=3, ge=1)
-    """Attempts at a group, before it is dropped and reported."""
+    """Attempts at a group before it is dropped and reported."""
     restarts: int = Field(default=3, ge=0)
-    """Restarts of lost ranks, without a step in between, before the run ends."""
+    """Restarts of lost ranks without a step in between before the run ends."""
     group_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds for all samples of a group, in one attempt."""
+    """Seconds that one attempt at a group may take, all its samples included."""
     retry_wait_s: float = Field(default=0.5, gt=0)
     """Seconds before a second attempt, and twice as long before each one after it."""
     stall_s: float = Field(default=1200.0, gt=0)
-    """Seconds without any progress while work remains, before the run ends with an error that says
-    where it stands."""
+    """Seconds without any progress, while work remains, after which the run ends with an error that
+    says where it stands."""
     look_again_s: float = Field(default=5.0, gt=0)
-    """Seconds between two looks for engines that were lost, while none is left."""
+    """Seconds between two looks for engines while none is left, and between attempts to publish."""
     abort_s: float = Field(default=300.0, gt=0)
-    """Seconds for ranks to undo a step; after that they count as lost."""
+    """Seconds that ranks have to undo a step; after that they count as lost."""
     drain_s: float = Field(default=60.0, gt=0)
-    """Seconds for a drain to finish the open step; then the step is undone instead."""
+    """Seconds that a drain gives the open step to finish; after that the step is undone."""
     checkpoint_every: int = Field(default=0, ge=0)
-    """Outer steps between two checkpoints; the last one has one too. 0 writes one only when the
-    run is drained."""
+    """Outer steps between two checkpoints; the run's last version gets one too. 0 writes one only
+    when the run is drained."""
 
     def __post_init__(self) -> None:
         self._fill_in_sizes()
@@ -110,12 +110,12 @@ class ControllerSettings:
 
     @property
     def groups_per_step(self) -> int:
-        """Groups of one optimizer step."""
+        """The number of groups in one optimizer step."""
         return self.train_global_batch_size // self.group_size
 
     @property
     def minibatches(self) -> int:
-        """Optimizer steps of one outer step."""
+        """The number of optimizer steps in one outer step."""
         return self.target_groups // self.groups_per_step
 
     @property
@@ -125,10 +125,10 @@ class ControllerSettings:
         return both if self.logprobs == "both" else tuple(e for e in both if e == self.logprobs)
 
     def checked_capacity(self, sampler: Sampler) -> int:
-        """The buffer's capacity for a sampler.
+        """Returns the buffer's capacity with a sampler: the one that was set, or what it needs.
 
-        Errors: `SettingsError` for one that would deadlock, and for a window of staleness that the
-        later optimizer steps of an outer step can never meet.
+        Errors: `SettingsError` for a capacity with which the run would wait for ever, and for a
+            `max_staleness` that the later optimizer steps of an outer step can never keep to.
         """
         window = sampler.max_staleness
         if window is not None and window < self.minibatches - 1:

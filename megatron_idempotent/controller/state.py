@@ -1,4 +1,4 @@
-"""The state that the controller's loops share, and small helpers that all of them use."""
+"""Holds the state that the controller's loops share, and small helpers that all of them use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from .settings import ControllerSettings
 
 
 class Measure:
-    """Phases of a run. Example: `with measure.phase("policy_training"): …`."""
+    """Adds up the seconds of each phase of a run, and draws the phases on a timeline if it has one.
+
+    Example: `with measure.phase("policy_training"): …`.
+    """
 
     def __init__(self, timeline: Timeline | None) -> None:
         self._timeline = timeline
@@ -28,12 +31,12 @@ class Measure:
 
     @staticmethod
     def now() -> float:
-        """The event loop's clock in seconds, which may be a virtual one."""
+        """Returns the event loop's time in seconds, which may be a virtual clock's."""
         return asyncio.get_running_loop().time()
 
     @contextmanager
     def phase(self, name: str, *, track: str = "train", **args: Any) -> Iterator[None]:
-        """Measure a block; one that raises counts too."""
+        """Add the block's seconds to a phase, also if it raises, and draw it with `args`."""
         start = self.now()
         try:
             yield
@@ -43,29 +46,32 @@ class Measure:
             self.span(track, name, start, args)
 
     def span(self, track: str, name: str, start: float, args: Mapping[str, Any]) -> None:
-        """Draw what began at `start` and ends now."""
+        """Draw a span that began at `start`, by `now`'s clock, and ends now."""
         if self._timeline is not None:
             self._timeline.span(track, name, start, self.now(), args)
 
     def count(self, name: str, value: float) -> None:
-        """Draw a number that changed."""
+        """Draw the new value of a counter."""
         if self._timeline is not None:
             self._timeline.count(name, self.now(), value)
 
     def mark(self, track: str, name: str) -> None:
-        """Draw something that happened."""
+        """Draw a mark for an event that happens now."""
         if self._timeline is not None:
             self._timeline.mark(track, name, self.now())
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call."""
+        """Returns the seconds by phase since the last call, and starts again from 0."""
         taken = dict(self._seconds)
         self._seconds.clear()
         return taken
 
 
 class RunState:
-    """State of one run, changed by coroutines of one event loop, so never between two awaits."""
+    """Holds the state of one run.
+
+    Only coroutines of one event loop change it, so it stays the same between two of their awaits.
+    """
 
     def __init__(
         self, settings: ControllerSettings, sampler: Sampler, measure: Measure, *, capacity: int
@@ -79,13 +85,13 @@ class RunState:
         self.rollout_version = 0
         self.train_steps = 0
         self.published = -1
-        """The version that engines were given last; -1 for none of this run."""
+        """The version that was published last; -1 if this run has published none."""
         self.permitted = False
         """True if groups may start with the published weights."""
         self.next_prompt = 0
         self.exhausted = False
         self.publish_failed = False
-        """True if a publish during a step has failed: its groups will not come."""
+        """True if a publish during a step has failed, so that no groups of it will come."""
         self.engines_back = False
         """True if an engine answers again after all were lost; it needs the weights."""
         self.step_groups = 0
@@ -97,29 +103,29 @@ class RunState:
         self.sync_metrics: Mapping[str, float] = {}
         """Metrics of the last publish."""
         self.inflight: InflightClock | None = None
-        """The number of groups being generated, integrated over time."""
+        """Integrates the number of groups being generated over time; None before the first row."""
         self._waiting: list[asyncio.Future[None]] = []
 
     def count_generating(self) -> None:
-        """A group was started, or is not being generated any more."""
+        """Note how many groups are being generated, for averages and the timeline."""
         generating = self.buffer.counts.generating
         if self.inflight is not None:
             self.inflight.now(self.measure.now(), generating)
         self.measure.count("generating groups", generating)
 
     def lose(self, group_id: int) -> None:
-        """Give up a ready group that the data plane has lost: another takes its place."""
+        """Drop a ready group that the data plane has lost, so that another takes its place."""
         self.buffer.drop(group_id, "filtered", "lost")
         self.dropped["lost"] += 1
         self.tell()
 
     def progressed(self) -> None:
-        """Something that a run is made of was done: tell all who wait, and the watchdog."""
+        """Note that the run has made progress: restart the watchdog's time and wake all waiters."""
         self.idle_since = self.measure.now()
         self.tell()
 
     def tell(self) -> None:
-        """Wake all who wait for a change."""
+        """Wake all coroutines that wait in `change`."""
         # Not an Event: that belongs to one event loop, and a run to one each.
         waiting, self._waiting = self._waiting, []
         for waiter in waiting:
@@ -127,7 +133,7 @@ class RunState:
                 waiter.set_result(None)
 
     async def change(self) -> None:
-        """Wait for the next change."""
+        """Wait until `tell` or `progressed` is called."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         await waiter
@@ -145,7 +151,10 @@ class RunState:
         return self.state == "draining"
 
     def room(self) -> int:
-        """Returns how many groups may start now."""
+        """Returns how many groups may start now, within sampler, capacity and concurrency.
+
+        Errors: `SamplerError`.
+        """
         if not self.permitted or self.state != "running" or self.exhausted:
             return 0
         running = self.buffer.counts.generating
@@ -163,7 +172,7 @@ class RunState:
 
 
 def status_of(shared: RunState, prompts: Prompts) -> Status:
-    """Returns the state of a run now."""
+    """Returns the state of a run now. Errors: `SamplerError`."""
     counts = shared.buffer.counts
     fields = {each.name: getattr(counts, each.name) for each in dataclasses.fields(counts)}
     running = shared.state in ("running", "draining")
@@ -194,10 +203,10 @@ async def retry(
     *,
     final: tuple[type[Exception], ...] = (),
 ) -> _T:
-    """Repeats an idempotent call within the attempts that a group has; returns its result.
+    """Makes an idempotent call in up to `group_attempts` attempts; returns its result.
 
-    Failures are counted as retries of `what`. Errors: those of the last attempt; one of `final` at
-    once, as trying again would not mend it.
+    Each failure counts as a retry of `what`. Errors: those of the last attempt; those of a type in
+    `final` after the first, since trying again would not help.
     """
     settings, attempt = shared.settings, 0
     while True:
@@ -217,7 +226,10 @@ _log = logging.getLogger(__name__)
 
 
 class PendingDeletes:
-    """Clears groups, and makes up for what failed. Example: `await clearing.clear([3, 4])`."""
+    """Clears groups from the data plane, and remembers those that it could not clear yet.
+
+    Example: `await clearing.clear([3, 4])`.
+    """
 
     def __init__(self, shared: RunState, plane: DataPlane) -> None:
         self._shared = shared
@@ -225,7 +237,10 @@ class PendingDeletes:
         self._owed: set[int] = set()
 
     async def clear(self, group_ids: Iterable[int]) -> None:
-        """Have the data plane forget groups. A failure is nobody's: it is tried again later."""
+        """Clear groups from the data plane, with all that an earlier call could not clear.
+
+        It never raises for the data plane: a failure is logged, and the next call makes up for it.
+        """
         self._owed.update(group_ids)
         ids = sorted(self._owed)
         if not ids:
@@ -239,9 +254,9 @@ class PendingDeletes:
             self._owed.difference_update(ids)
 
     def owe(self, group_id: int) -> None:
-        """A group that may be in the data plane, and that nobody will ask for."""
+        """Have the next `clear` include a group, which the data plane may or may not have."""
         self._owed.add(group_id)
 
     def renewed(self, group_id: int) -> None:
-        """Keeps a group from being cleared that was put again under its id after a restore."""
+        """Take a group off the list of those to clear, because it is put again under its id."""
         self._owed.discard(group_id)

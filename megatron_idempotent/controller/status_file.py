@@ -1,8 +1,8 @@
-"""`status.json`: the state of a run, written every second for all who can read its directory.
+"""Writes the state of a run to `status.json` every second, for all who can read its directory.
 
-Free of torch. The file is there whole or not at all, also on a file system that machines share. A
-file that has grown old says that the controller was killed, is stopped, or that its event loop is
-blocked; a run that ends says so in its last status.
+The module does not import torch. A reader sees a whole file or none, also on a file system that
+machines share. An old file means that the controller was killed or is stopped, or that its event
+loop is blocked; a run that ends writes a last status whose state is `ended`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ STATUS_FILE = "status.json"
 
 
 class StatusError(ControllerError):
-    """A status that cannot be written or read, or that is too old to be true."""
+    """A status cannot be written or read, or is too old to be true."""
 
 
 class NotRunning(StatusError):
-    """Nobody writes a status: the run has not begun, or it has ended or was killed."""
+    """There is no status file, because the run has not begun."""
 
 
 class StatusFile:
-    """Writes a run's status in the controller's event loop, and the last one when the block ends.
+    """Writes a run's status every `every_s` seconds while a block runs, and once when it ends.
 
+    `ping` returns the status, and is called in the controller's event loop.
     Example: `async with StatusFile(controller.ping, run / STATUS_FILE): await controller.run(6)`
     """
 
@@ -49,16 +50,17 @@ class StatusFile:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> StatusFile:
-        """Write the first status.
+        """Write the first status, and start to write further ones.
 
-        Errors: `StatusError` where the file cannot be written, or another controller writes it.
+        Errors: `StatusError` if the file cannot be written, or another controller writes it.
         """
         await asyncio.to_thread(_refuse_a_second, self._path)
         try:
             await self._write()
         except OSError as error:
             raise StatusError(
-                f"cannot write {self._path}: {error.strerror or error}; the run goes on without"
+                f"cannot write {self._path}: {error.strerror or error}; use a directory that this "
+                "process can write to"
             ) from error
         self._task = asyncio.ensure_future(self._go_on())
         return self
@@ -91,11 +93,11 @@ class StatusFile:
 
 
 def read_status(path: Path, *, old_s: float = 5.0) -> dict[str, Any]:
-    """Returns the fields of `Status`, as they were at most `old_s` and one interval ago.
+    """Returns the fields of `Status` from a file that is not older than its interval plus `old_s`.
 
-    A run that has ended keeps its last status, whatever its age.
+    `old_s` are seconds. The last status of a run that has ended may be of any age.
 
-    Errors: `NotRunning` where there is no file; `StatusError` where it is old, or no status.
+    Errors: `NotRunning` if there is no file; `StatusError` if it is too old, or no status file.
     """
     try:
         text, written = path.read_text(encoding="utf-8"), path.stat().st_mtime
@@ -104,7 +106,9 @@ def read_status(path: Path, *, old_s: float = 5.0) -> dict[str, Any]:
         allowed_s = old_s + float(content["every_s"])
         state, where = status["state"], f"{content['host']}, process {content['pid']}"
     except FileNotFoundError as error:
-        raise NotRunning(f"{path} is not there: the run has not begun") from error
+        raise NotRunning(
+            f"{path} is not there: the run has not begun; start it, or give another directory"
+        ) from error
     except OSError as error:
         raise StatusError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -112,8 +116,8 @@ def read_status(path: Path, *, old_s: float = 5.0) -> dict[str, Any]:
     age_s = time.time() - written
     if state != "ended" and age_s > allowed_s:
         raise StatusError(
-            f"{path} is {age_s:.0f} s old: the controller on {where} was killed, is stopped, or "
-            "its event loop is blocked"
+            f"{path} is {age_s:.0f} s old, allowed: {allowed_s:g} s; the controller on {where} was "
+            "killed, is stopped, or its event loop is blocked"
         )
     return status
 
@@ -128,7 +132,8 @@ def _refuse_a_second(path: Path) -> None:
     dead = writer["host"] == socket.gethostname() and not _is_alive(writer["pid"])
     if state != "ended" and not dead:
         raise StatusError(
-            f"another controller writes {path}: end it first, or use another directory"
+            f"another controller writes {path}, process {writer['pid']} on {writer['host']}: end "
+            "it first, or use another directory"
         )
 
 

@@ -1,4 +1,4 @@
-"""The train pump: runs optimizer steps in turn, and publishes weights after them."""
+"""Takes optimizer steps in turn, and publishes weights after each outer step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from .state import PendingDeletes, RunState
 _log = logging.getLogger(__name__)
 
 Report = Callable[[Sequence[RolloutGroup], StepOutcome, Mapping[str, float]], None]
-"""Takes what one optimizer step trained on and did, and further metrics of the same version."""
+"""Takes the groups of one optimizer step, its outcome, and further metrics of the same version."""
 
 AtVersion = Callable[[int], Awaitable[Mapping[str, float]]]
-"""Called with a version that all engines have; returns metrics of it."""
+"""Is called with a version that engines have; returns metrics of it."""
 
 
 class TrainPump:
-    """Owns `trainer_version`, which grows by one after each step that succeeded."""
+    """Takes optimizer steps, counts them in `trainer_version`, and publishes weights.
+
+    Example: `await TrainPump(shared, clearing, step, generator, …).run(until=600)`.
+    """
 
     def __init__(
         self,
@@ -40,12 +43,17 @@ class TrainPump:
     ) -> None:
         """
         Args:
-            shared, clearing, step, generator: of this run.
-            report: called once per optimizer step.
-            before_release: before groups are started with a version.
-            after_release: while they are; the policy's weights are still those of the version.
-            due: whether a version has anything to be done in the two.
-            run_name: no other process has taken steps under it.
+            shared: the state of the run.
+            clearing: clears groups that were trained.
+            step: takes one optimizer step.
+            generator: publishes weights.
+            report: is called once per optimizer step.
+            before_release: is called with a published version before groups are started with it.
+            after_release: is called once groups are started with a version; the policy's weights
+                are still those of the version.
+            due: says whether `before_release` or `after_release` has work for a version. If not,
+                the next step does not wait for the publish.
+            run_name: begins the ids of all steps; no other process may use the same.
         """
         self._shared = shared
         self._clearing = clearing
@@ -61,7 +69,10 @@ class TrainPump:
         self._begun = 0
 
     async def run(self, until: int) -> None:
-        """Steps until that version, or until the run is drained, or prompts have run out."""
+        """Take steps until version `until`, or until the run is drained or prompts have run out.
+
+        Errors: those of `OptimizerStep.take` and of `publish`.
+        """
         shared = self._shared
         if not shared.current:
             shared.doing = f"publishing version {shared.trainer_version}"
@@ -82,14 +93,14 @@ class TrainPump:
                     if shared.trainer_version % shared.settings.minibatches == 0:
                         extra = await self._hand_over(last=shared.trainer_version >= until)
                 finally:
-                    # Whatever comes between: the update is made, and has its row.
+                    # Also if one of these raised: the update is made, and has its row.
                     self._report(groups, outcome, extra)
             await self.settled()
         finally:
             await self._stop_publishing()
 
     async def settled(self) -> None:
-        """Wait until the weights of a publish that is under way have been read, and are out."""
+        """Wait until the publish that is under way, if any, is done. Errors: those of `publish`."""
         publishing, self._publishing = self._publishing, None
         if publishing is not None:
             with self._shared.measure.phase("exposed_sync"):
@@ -101,7 +112,10 @@ class TrainPump:
                     raise
 
     async def _hand_over(self, *, last: bool) -> Mapping[str, float]:
-        """The end of an outer step: engines get the weights, and groups are started with them."""
+        """End an outer step: publish its weights, and let groups start with them; returns metrics.
+
+        Unless something has to be done at this version, the publish goes on during the next step.
+        """
         shared = self._shared
         if not (shared.sampler.drains or last or self._due(shared.trainer_version)):
             # Weights do not change before the next update: the next step is on its way meanwhile.
@@ -119,9 +133,9 @@ class TrainPump:
         return metrics
 
     async def republish(self) -> None:
-        """Publishes again if all engines were lost and one answers, in the middle of a step.
+        """Publish again in the middle of a step, if all engines were lost and one answers now.
 
-        Errors: those of a publish, also of one that has failed meanwhile.
+        Errors: those of `publish`, also of one that has failed during the step.
         """
         await self.settled()
         if self._shared.engines_back:
@@ -146,9 +160,10 @@ class TrainPump:
                 raise asyncio.CancelledError
 
     async def publish(self) -> None:
-        """Bring the weights to the engines; while none takes them, try again.
+        """Publish the weights; try again for as long as no engine takes them.
 
-        Errors: `RanksLost`; `PublishFailed` for what an export keeps raising.
+        Errors: `RanksLost`; `PublishFailed` if it failed `step_attempts` times though engines were
+            there.
         """
         shared = self._shared
         version = shared.trainer_version
@@ -167,8 +182,8 @@ class TrainPump:
                     failures += not isinstance(error, EnginesLost)
                     if failures >= shared.settings.step_attempts:
                         raise PublishFailed(
-                            f"version {version} could not be published in {failures} attempts: "
-                            f"{error!r}"
+                            f"version {version} could not be published in {failures} attempts, "
+                            f"as many as step_attempts allows: {error!r}"
                         ) from error
                     _log.warning("version %d is not published: %r", version, error)
                     await asyncio.sleep(shared.settings.look_again_s)
@@ -178,7 +193,7 @@ class TrainPump:
         shared.progressed()
 
     def _release_rollouts(self) -> None:
-        """Lets groups start with the weights that were published last."""
+        """Let groups start with the weights that were published last."""
         self._shared.rollout_version = self._shared.published
         self._shared.permitted = True
         self._shared.progressed()
@@ -216,6 +231,9 @@ class TrainPump:
                     await shared.change()
 
     def _may_stop(self) -> bool:
-        """Drained, and engines have what a resumed run would give them."""
+        """Returns whether the run is being drained and an outer step has just ended.
+
+        Between outer steps, engines have the weights that a resumed run would publish.
+        """
         shared = self._shared
         return shared.draining and shared.trainer_version % shared.settings.minibatches == 0

@@ -1,1 +1,1 @@
-"""Metrics by name, loggers, the live table, and the timeline of an asynchronous run."""
+"""Names metrics, hands them to loggers, and shows a run as a live table and a timeline."""

@@ -1,4 +1,4 @@
-"""A picture of a timeline: loops as rows, and what was in flight, ready and late below them."""
+"""Draws a timeline as a picture: a row per track, and curves of counts below them."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ _OTHER_COLOURS = ("tab:blue", "tab:orange", "gold", "navy", "teal")
 
 
 def draw_timeline(timeline: Timeline, path: Path) -> None:
-    """Draw a PNG of a run of any length. Needs matplotlib.
+    """Draw a PNG of a timeline, of a run of any length. Needs matplotlib.
 
-    200,000 events take a second or two: call it from a thread where a loop runs. Written beside its
-    name and renamed. Errors: `OSError`.
+    200,000 events take a second or two: call it from a thread while an event loop runs. The file is
+    written under another name and renamed, so that `path` is never half a picture.
+    Errors: `OSError`; `ModuleNotFoundError` without matplotlib.
     """
     figure = timeline_figure(timeline)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -65,10 +66,10 @@ def draw_timeline(timeline: Timeline, path: Path) -> None:
 def timeline_figure(timeline: Timeline) -> Figure:
     """Return the picture: rows, curves below them, and versions as vertical lines.
 
-    A row per track, coloured by phase; where there are too many spans to tell apart, a bin's height
-    is shared out by the time that each phase took. A track with several spans at once has lanes
-    and a curve of their number, or the curve alone where there are too many. The other curves are
-    the timeline's counts, with their range where a bin has several values.
+    Each track has a row, coloured by phase. If its spans are too many to tell apart, each bin is
+    divided among the phases by the time that they took. A track with several spans at once has
+    lanes and a curve of their number, or the curve alone if there are more than 16 lanes. The other
+    curves are the timeline's counts, with their range if a bin has several values.
     """
     # The object interface: pyplot would look for a display and keep the figure.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -94,7 +95,7 @@ def timeline_figure(timeline: Timeline) -> Figure:
 
 
 class _Seen:
-    """A timeline in the unit that its length asks for, from its first event on."""
+    """Holds a timeline's rows, marks and curves, in s, min or h since its first event."""
 
     def __init__(self, timeline: Timeline) -> None:
         import numpy as np
@@ -184,7 +185,7 @@ def _draw_lane(
 
 
 class _Colours:
-    """One colour per kind of span in all rows, and one entry of the legend."""
+    """Gives each kind of span one colour in all rows, and one entry in the legend."""
 
     def __init__(self) -> None:
         self._of = dict(_COLOURS)
@@ -249,9 +250,10 @@ def kind(name: str) -> str:
 
 
 def innermost(lane: Sequence[Laid[Span]]) -> dict[str, tuple[Floats, Floats]]:
-    """Returns by kind the starts and ends, in seconds, of times as the innermost span.
+    """Return, for each kind of span, the times in which such a span is the innermost open one.
 
-    `lane` is one of `lay_out`: spans nest or are apart, outer ones first.
+    Each kind has the starts and the ends of these times, [pieces] each, in seconds.
+    `lane` is a lane of `lay_out`: its spans nest or are apart, outer ones first.
     """
     pieces: dict[str, list[tuple[int, int]]] = {}
     open_spans: list[tuple[str, int]] = []  # kind, end_us
@@ -282,16 +284,23 @@ def innermost(lane: Sequence[Laid[Span]]) -> dict[str, tuple[Floats, Floats]]:
 
 
 def covered(starts: Floats, ends: Floats, edges: Floats) -> Floats:
-    """Share of each bin that is inside pieces, which are sorted and apart: seconds / seconds."""
+    """Return the share of each bin that lies inside pieces, [bins].
+
+    `starts` and `ends` are those of the pieces, [pieces], which are sorted and do not overlap;
+    `edges` are those of the bins, [bins + 1]; all are in one unit.
+    """
     at = np.stack([starts, ends], axis=1).ravel()
     length = ends - starts
-    behind = np.cumsum(length)
-    sums = np.stack([behind - length, behind], axis=1).ravel()
+    until_end = np.cumsum(length)
+    sums = np.stack([until_end - length, until_end], axis=1).ravel()
     return np.diff(np.interp(edges, at, sums, left=0.0)) / np.diff(edges)
 
 
 def at_once(lanes: Sequence[Sequence[Laid[Span]]]) -> tuple[Floats, Floats]:
-    """Times in seconds, and how many spans are open from each on."""
+    """Return the times in seconds at which spans start or end, and how many are open from each on.
+
+    Both are [times].
+    """
     starts = np.array([laid.start_us for lane in lanes for laid in lane], dtype=np.float64)
     ends = np.array([laid.end_us for lane in lanes for laid in lane], dtype=np.float64)
     at = np.concatenate([starts, ends])
@@ -302,9 +311,10 @@ def at_once(lanes: Sequence[Sequence[Laid[Span]]]) -> tuple[Floats, Floats]:
 
 
 def envelope(times: Floats, values: Floats, edges: Floats) -> tuple[Floats, Floats, Floats]:
-    """Lowest, mean over time and highest value per bin of a curve that holds until it changes.
+    """Return the lowest value, the mean over time and the highest value in each bin, [bins] each.
 
-    Before its first point a curve has the value of that point.
+    The curve has `values` at `times`, [points] each, and keeps a value until the next point. Before
+    its first point it has the value of that point. `edges` are those of the bins, [bins + 1].
     """
     here = np.maximum(np.searchsorted(times, edges, side="right") - 1, 0)
     start, end = here[:-1], here[1:]

@@ -1,4 +1,4 @@
-"""The live table on a terminal, or a line now and then where the output is a file."""
+"""Shows a run as a live table on a terminal, or as a line now and then in a file."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ if TYPE_CHECKING:
 
 
 class LiveTable(Protocol):
-    """Shows a run while it goes on; a `Logger` as well, for the last metrics."""
+    """Shows a run while it goes on. It is a `Logger` too, from which it has the last metrics."""
 
     def show(self, status: Status | Mapping[str, Any], at_s: float, *, engines: str = "") -> None:
-        """Show where the run stands, at a time of any clock that does not go back.
+        """Show the run's status, or its fields as `read_status` returns them.
 
-        `status` may be the answer of `ask`; `engines` is a line about them.
+        `at_s` is the time of any clock that does not go back; `engines` is a line about engines.
         """
         ...
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Keep metrics for the next `show`. May be called from another thread."""
+        """Keep metrics for the next `show`. It may be called from another thread."""
         ...
 
     def close(self) -> None:
-        """Leave the last state on the screen and give the cursor back. Twice: no-op."""
+        """Leave the last state on the screen, and give the cursor back. It may be called twice."""
         ...
 
 
 def make_table(terminal: IO[str], *, until: int = 0, every_s: float = 30.0) -> LiveTable:
-    """Return a table where `terminal` is one and rich is installed; else a line every `every_s`.
+    """Return a live table if `terminal` is a terminal and rich is installed, else `StatusLines`.
 
-    `until` is the version that the run ends at, 0 for not known.
+    `until` is the version at which the run ends, or 0 if that is not known. `StatusLines` print a
+    line every `every_s` seconds.
     """
     if terminal.isatty():
         try:
@@ -62,10 +63,10 @@ async def keep_showing(
     every_s: float = 1.0,
     engines: Callable[[], str] = str,
 ) -> None:
-    """Show the status now and every `every_s`, until it is cancelled.
+    """Show the status now and every `every_s` seconds, until it is cancelled.
 
-    A terminal that is gone, or anything else that raises, ends the showing with a warning and
-    nothing else.
+    If anything raises, such as a terminal that is gone, it prints a warning and returns.
+    `ping` returns the status, and `engines` a line about engines.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -79,7 +80,10 @@ async def keep_showing(
 def rows(
     status: Mapping[str, Any], metrics: Mapping[str, float], *, until: int = 0, engines: str = ""
 ) -> list[tuple[str, str]]:
-    """Returns the table's rows: a name and a text. Metrics that are not there yet are a dash."""
+    """Return the table's rows, each a name and a text. A metric that is not there yet is a dash.
+
+    `status` has the fields of `Status`; `until` is the last version, or 0 if it is not known.
+    """
     counts = status["counts"]
     started = "may start" if status["rollouts_permitted"] else "none may start"
     version = f"{status['trainer_version']}{f' of {until}' if until else ''}"
@@ -117,7 +121,7 @@ def rows(
 def line(
     status: Mapping[str, Any], metrics: Mapping[str, float], *, until: int = 0, engines: str = ""
 ) -> str:
-    """Return the same in one line, for a log."""
+    """Return the status and the main metrics in one line, for a log; see `rows`."""
     version = f"{status['trainer_version']}{f'/{until}' if until else ''}"
     return (
         f"version {version} (engines {status['rollout_version']})  "
@@ -132,10 +136,10 @@ def line(
 
 
 class TerminalTable:
-    """A table that is drawn over itself. Example: `make_table(sys.stderr, until=200)`."""
+    """Draws a table again and again in the same place. Example: `make_table(sys.stderr)`."""
 
     def __init__(self, terminal: IO[str], *, until: int = 0) -> None:
-        """Errors: `ModuleNotFoundError` without rich."""
+        """Start drawing. Errors: `ModuleNotFoundError` without rich."""
         from rich.console import Console
         from rich.live import Live
 
@@ -162,7 +166,7 @@ class TerminalTable:
         self._live.update(table, refresh=True)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Keep the metrics; a row without one leaves what it was."""
+        """Keep the metrics, and earlier ones that this row lacks."""
         self._metrics = {**self._metrics, **metrics}
 
     def close(self) -> None:
@@ -171,7 +175,7 @@ class TerminalTable:
 
 
 class StatusLines:
-    """One line every `every_s`, for logs and pipes. Example: `StatusLines(sys.stdout)`."""
+    """Prints a line every `every_s` seconds, for files. Example: `StatusLines(sys.stdout)`."""
 
     def __init__(self, output: IO[str], *, until: int = 0, every_s: float = 30.0) -> None:
         self._output = output
@@ -181,7 +185,7 @@ class StatusLines:
         self._last_s: float | None = None
 
     def show(self, status: Status | Mapping[str, Any], at_s: float, *, engines: str = "") -> None:
-        """Print a line where the last one is old enough, or the run has ended."""
+        """Print a line if the last one is `every_s` old, or the run has ended."""
         fields = _fields(status)
         due = self._last_s is None or at_s - self._last_s >= self._every_s
         if due or fields["state"] == "ended":
@@ -190,11 +194,11 @@ class StatusLines:
             print(told, file=self._output, flush=True)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Keep the metrics; a row without one leaves what it was."""
+        """Keep the metrics, and earlier ones that this row lacks."""
         self._metrics = {**self._metrics, **metrics}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def _fields(status: Status | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Loggers: several as one that never raises, those of other libraries, and the metrics file."""
+"""Defines loggers: files, TensorBoard, W&B, and several as one that never raises."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any, Protocol, cast
 
 
 class SettingsError(ValueError):
-    """Settings that cannot work; the message names the setting, its value and what is allowed."""
+    """Settings cannot work; the message names the setting, its value and what is allowed."""
 
 
 class Logger(Protocol):
-    """Takes metrics."""
+    """Records metrics of each optimizer step."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Record metrics by name. May raise: that never stops the training."""
+        """Record metrics by name, at the version `step`. Training goes on if it raises."""
         ...
 
     def close(self) -> None:
@@ -36,12 +36,10 @@ _Record = tuple[dict[str, float], int]
 
 
 class Loggers:
-    """A logger that raises is dropped, with a warning on standard error, and never called again: a
-    full disk must not cost the training.
+    """Hands metrics to several loggers, and drops a logger that raises.
 
-    `threaded` is for an event loop: records go to one background thread, where factories are called
-    and all loggers run. Up to `queued` records wait there; what does not fit is left out and
-    counted in `left_out`. Example: `Loggers([lambda: JsonlLogger(path)], threaded=True)`.
+    A dropped logger costs a warning on standard error, and is never called again: a full disk must
+    not cost the training. Example: `Loggers([lambda: JsonlLogger(path)], threaded=True)`.
     """
 
     def __init__(
@@ -53,9 +51,17 @@ class Loggers:
         close_timeout_s: float = 30.0,
         lent: bool = False,
     ) -> None:
-        """Take loggers, or what makes them: for those that hold locks or threads, or are slow to
-        build. One that cannot be built is left out, with a warning. `close` leaves loggers open
-        that are `lent`.
+        """Build the loggers; one that cannot be built is left out, with a warning.
+
+        Args:
+            loggers: loggers, or functions that make them. Give functions for loggers that hold
+                locks or threads, or are slow to build.
+            threaded: True to build and call loggers in one background thread, as an event loop
+                needs.
+            queued: the most records that wait for the thread; further ones are left out, and
+                counted in `left_out`.
+            close_timeout_s: the most seconds that `close` waits for the thread.
+            lent: True to have `close` leave the loggers open.
         """
         self._loggers: list[Logger] = []
         self._given = list(loggers)
@@ -81,13 +87,13 @@ class Loggers:
 
     @property
     def left_out(self) -> int:
-        """Records that no logger gets: the queue was full, or the loggers were closed."""
+        """The number of records that no logger got: the queue was full, or it was closed."""
         return self._left_out
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Hand the metrics to every logger that still works; threaded, without waiting.
+        """Hand the metrics to every logger that still works; with a thread it does not wait.
 
-        After `close` they are left out.
+        After `close` it leaves them out.
         """
         if self._closed:
             self._left_out += 1
@@ -98,16 +104,16 @@ class Loggers:
         else:
             if not self._left_out:
                 print(
-                    f"loggers are {self._queued} records behind; what does not fit is left out",
+                    f"loggers have {self._queued} records waiting; further ones are left out",
                     file=sys.stderr,
                 )
             self._left_out += 1
 
     def close(self) -> None:
-        """Hand over what is queued, and close every logger that still works. Twice: no-op.
+        """Hand over what is queued, and close every logger that still works, once.
 
-        Threaded, it waits up to `close_timeout_s` for what is queued, so a loop that still has
-        something to do calls it from a thread.
+        With a thread it waits up to `close_timeout_s` seconds: call it from another thread while an
+        event loop has work to do.
         """
         if self._closed:
             return
@@ -156,7 +162,7 @@ def _made(given: Logger | Callable[[], Logger]) -> Logger:
 
 
 class _DroppedIfItRaises:
-    """Takes a logger off the list when it raises, whatever it raises short of an interrupt."""
+    """Takes a logger off the list, with a warning, if the block raises any `Exception`."""
 
     def __init__(self, logger: Logger | Callable[[], Logger], loggers: list[Logger]) -> None:
         self._logger = logger
@@ -192,10 +198,10 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics file, oldest first; none where there is no file.
+    """Return the rows of a metrics file, oldest first; none if there is no file.
 
-    A last line that was cut off by the end of its process is left out, and so are rows of steps
-    that were taken again, after ranks were lost. Errors: `ValueError` naming a damaged line.
+    It leaves out a last line that is cut off, and rows of steps that were taken again later because
+    ranks were lost. Errors: `ValueError`, which names the damaged line.
     """
     if not path.exists():
         return []
@@ -206,7 +212,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
             step = row["step"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: damaged ({error})") from error
+            raise ValueError(f"{path}:{number}: damaged ({error}): {line[:60]!r}") from error
         while rows and rows[-1]["step"] >= step:
             rows.pop()
         rows.append(row)
@@ -214,7 +220,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class JsonlLogger:
-    """One JSON object per step, on disk when `log` returns.
+    """Writes one JSON object per step to a file, which has it when `log` returns.
 
     Example: `JsonlLogger(path).log({"train/loss": 0.5}, step=7)`, and `read_metrics(path)`.
     """
@@ -243,7 +249,7 @@ TENSORBOARD_DIRECTORY = "tensorboard"
 
 
 class TensorBoardLogger:
-    """TensorBoard scalars. Example: `tensorboard --logdir runs`."""
+    """Writes TensorBoard scalars. Example: `tensorboard --logdir runs`."""
 
     def __init__(self, directory: Path, *, first_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -263,11 +269,11 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """A run of Weights & Biases, named as the directory is.
+    """Writes to a run of Weights & Biases that has the directory's name.
 
     Project, entity and mode are those of the environment (`WANDB_PROJECT`, `WANDB_ENTITY`,
-    `WANDB_MODE=offline`); credentials are those of `wandb login`. Charts are over `step`, so a
-    resumed run, which writes some steps again, may go back in it.
+    `WANDB_MODE=offline`); credentials are those of `wandb login`. Charts are over `step`, which may
+    go back in a resumed run, since that writes some steps again.
     Example: `WandbLogger(Path("runs/a"), project="grpo")`.
     """
 
@@ -279,9 +285,9 @@ class WandbLogger:
         project: str | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start the run, or continue the one of that directory where `first_step` is above 0.
+        """Start a run; with a `first_step` above 0, continue the run of that directory.
 
-        Errors: `ModuleNotFoundError` without wandb, and its own where the server refuses.
+        Errors: `ModuleNotFoundError` without wandb; those of wandb if the server refuses.
         """
         try:
             import wandb
@@ -315,11 +321,12 @@ class WandbLogger:
 def logger_factories(
     names: Sequence[str], directory: Path, *, first_step: int = 0
 ) -> list[Callable[[], Logger]]:
-    """Returns factories for `Loggers`: `"jsonl"`, `"tensorboard"`, `"wandb"`, import paths.
+    """Return functions that make the named loggers, to give to `Loggers`.
 
-    The callable at `"package.module:name"` is called with the directory and `first_step`, the step
-    that a resumed run goes on from, and returns a logger. Nothing is built here, but a name that
-    cannot be is told. Errors: `SettingsError`.
+    A name is `"jsonl"`, `"tensorboard"`, `"wandb"` or `"package.module:name"`, whose callable gets
+    the directory and `first_step`, the step from which a resumed run goes on. No logger is built
+    yet. Errors: `SettingsError` for a name that is unknown, or whose package is missing.
+    Example: `Loggers(logger_factories(["jsonl", "wandb"], out), threaded=True)`.
     """
     return [_factory(name, directory, first_step) for name in names]
 

@@ -1,4 +1,4 @@
-"""Names of metrics, and the formulas of what is measured next to the loss. Free of torch."""
+"""Names metrics, and computes those of staleness, idle time and groups, without importing torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 REWARD = "train/reward"
 LOSS = "train/loss"
 POSITIONS = "train/positions"
-"""Positions that were computed forward and backward, prompts and padding included."""
+"""The number of positions that went forward and backward, prompts and padding included."""
 RESPONSE_TOKENS = "train/response_tokens"
-"""Tokens among them that the loss counts; in synchronous runs."""
+"""The number of response tokens that the loss counts."""
 STALENESS_MEAN = "train/staleness_mean"
 STALENESS_MAX = "train/staleness_max"
 STALENESS_FRACTION = "train/staleness_fraction/"
-"""Before a lag, from `0`; the last one is `5_or_more`."""
+"""The beginning of a name that a lag completes, from `0` to `4` and `5_or_more`."""
 
 TOTAL_S = "timing/train/total_s"
 TOKENS_PER_S = "timing/train/tokens_per_s"
@@ -31,7 +31,7 @@ TRAINER_IDLE_RATIO = "timing/train/trainer_idle_ratio"
 ENGINE_IDLE_RATIO = "timing/train/engine_idle_ratio"
 
 ROLLOUTS = "rollouts/"
-"""Before each of `Counts`, all since the run began or, for queues, now."""
+"""The beginning of a name that a field of `Counts` completes."""
 UNACCOUNTED = "rollouts/unaccounted"
 WASTED_FRACTION = "rollouts/wasted_fraction"
 INFLIGHT_MEAN = "rollouts/inflight_mean"
@@ -43,10 +43,10 @@ _LAST_LAG = 5
 
 
 def staleness_metrics(lags: Sequence[int]) -> dict[str, float]:
-    """Mean, maximum and histogram of a step's lags, one per group; none without groups.
+    """Return mean, maximum and histogram of a step's lags, one per group; nothing without groups.
 
-    A lag is the version that was trained less the oldest one that any token was drawn with. The
-    fractions are groups of that lag / groups of the step.
+    A lag is the version that a group trained minus the version of the oldest weights that drew any
+    of its tokens. The fraction of a lag is its groups / all groups of the step.
     """
     if not lags:
         return {}
@@ -66,11 +66,12 @@ def staleness_metrics(lags: Sequence[int]) -> dict[str, float]:
 def idle_metrics(
     phases: Mapping[str, float], total_s: float, *, generation: Inflight | None = None
 ) -> dict[str, float]:
-    """Shares of `total_s` in which one side had nothing to do; none for no time.
+    """Return the shares of `total_s` seconds in which trainer or engines idled; nothing for 0 s.
 
-    The trainer: seconds in the phase `exposed_generation` / `total_s`. The engines, where
-    `generation` is given: seconds in which no group was being generated / `total_s`. An engine that
-    idles beside a busy one shows in `rollouts/inflight_mean`: group-seconds / `total_s`.
+    The trainer's is seconds in the phase `exposed_generation` / `total_s`, of `phases`, which has
+    seconds by phase. The engines', if `generation` is given, is seconds in which no group was being
+    generated / `total_s`. `rollouts/inflight_mean` is group-seconds / `total_s`: it also shows an
+    engine that idles beside a busy one.
     """
     if total_s <= 0:
         return {}
@@ -86,11 +87,11 @@ def counts_metrics(
     dropped: Mapping[str, int] | None = None,
     retries: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
-    """Returns metrics of all groups: how they ended, the depth of queues, and the waste.
+    """Return the counts of all groups as metrics, with the waste, drops and retries.
 
     `rollouts/unaccounted` is submitted − trained − filtered − evicted − running, and always 0;
     `rollouts/wasted_fraction` is (filtered + evicted) / (trained + filtered + evicted). `dropped`
-    and `retries` are counted by reason: in all, and each under its own name.
+    and `retries` have a number by reason: the metrics are their sum and each number.
     """
     named = {each.name: getattr(counts, each.name) for each in dataclasses.fields(counts)}
     left = counts.trained + counts.filtered + counts.evicted
@@ -106,16 +107,16 @@ def counts_metrics(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Inflight:
-    """Generation in a stretch of time. Example: `watch.take(loop.time()).busy_s`."""
+    """Measures generation in a stretch of time. Example: `clock.take(loop.time()).busy_s`."""
 
     busy_s: float
     """Seconds in which at least one group was being generated."""
     group_s: float
-    """Seconds summed over groups."""
+    """Seconds in which a group was being generated, summed over all groups."""
 
 
 class InflightClock:
-    """Adds up how long how many groups were being generated, on the event loop's clock.
+    """Integrates the number of groups being generated over the event loop's time.
 
     Example: `clock.now(loop.time(), counts.generating)` at each change.
     """
@@ -127,14 +128,14 @@ class InflightClock:
         self._group_s = 0.0
 
     def now(self, at_s: float, running: int) -> None:
-        """Records that `running` groups are being generated from `at_s` on."""
+        """Note that `running` groups are being generated from `at_s` on."""
         elapsed_s = at_s - self._at_s
         self._busy_s += elapsed_s if self._running else 0.0
         self._group_s += elapsed_s * self._running
         self._at_s, self._running = at_s, running
 
     def take(self, at_s: float) -> Inflight:
-        """Returns the totals since the last call, and starts again from zero."""
+        """Return the totals since the last call, up to `at_s`, and start again from zero."""
         self.now(at_s, self._running)
         taken = Inflight(busy_s=self._busy_s, group_s=self._group_s)
         self._busy_s = self._group_s = 0.0

@@ -21,18 +21,25 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Laid(Generic[T]):
-    """A span in whole microseconds. Example: `Laid(what=span, start_us=0, end_us=5)`."""
+    """Gives a span its start and end in whole microseconds.
+
+    Example: `Laid(what=span, start_us=0, end_us=5)`.
+    """
 
     what: T
+    """The span."""
     start_us: int
+    """Microseconds from the timeline's first event to its start."""
     end_us: int
+    """Microseconds from the timeline's first event to its end."""
 
 
 def lay_out(spans: Sequence[Laid[T]]) -> list[list[Laid[T]]]:
-    """Lanes, each by start time with outer spans before those inside them; at least one lane.
+    """Distribute spans over lanes, and return the lanes, at least one.
 
-    One lane where all spans nest or are apart, as the phases of a pump do. Otherwise as few lanes
-    as there are spans at once, none of which overlap on a lane: a span takes the lowest free one.
+    If all spans nest or are apart, as the phases of a pump do, they are on one lane. Otherwise
+    there are as many lanes as spans at once, and a span takes the lowest one that is free. Spans
+    of a lane are sorted by start, outer ones before those inside them.
     """
     ordered = sorted(spans, key=lambda each: (each.start_us, -each.end_us))
     if _nest(ordered):
@@ -70,7 +77,7 @@ _FIRST_THREAD = 1_000
 
 
 def write_trace(timeline: Timeline, path: Path) -> None:
-    """Write the file, whole or not at all."""
+    """Write a timeline's trace to a file, whole or not at all. Errors: `OSError`."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -88,10 +95,10 @@ def write_trace(timeline: Timeline, path: Path) -> None:
 
 
 def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Yield all events of the file, names first. The first moment is 0.
+    """Yield all events of the trace, those of names first; times count from the first event.
 
-    A track whose spans nest, or do not meet, is one thread of the process "controller". One with
-    many things at once is a process of its own, which viewers can fold, with a thread per lane.
+    A track whose spans nest or are apart is one thread of the process "controller". A track with
+    overlapping spans is a process of its own, which viewers can fold, with a thread per lane.
     """
     spans, counts, marks = timeline.spans, timeline.counts, timeline.marks
     moments = [each.start_s for each in spans]
@@ -176,7 +183,7 @@ def _thread(process: int, thread: int, name: str) -> Iterable[dict[str, Any]]:
 
 
 def _shown(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as JSON has them: numbers that are finite and texts; the rest as text."""
+    """Return the values for JSON: finite numbers and texts as they are, and all else as text."""
     return {
         str(name): value
         if isinstance(value, (bool, int, str))
@@ -188,39 +195,53 @@ def _shown(args: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Something that took time. Example: `span.end_s - span.start_s`."""
+    """Records something that took time. Example: `span.end_s - span.start_s`."""
 
     track: str
+    """The row that it is drawn in."""
     name: str
+    """The phase, or a name with a number at its end, such as `group 17`."""
     start_s: float
+    """The event loop's time at its start, in seconds."""
     end_s: float
+    """The event loop's time at its end, in seconds."""
     args: Mapping[str, Any] | None = None
+    """Values that viewers show with it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Count:
-    """A value from a moment on, until the next one of that name. Example: `count.value`."""
+    """Records a value that holds from a moment until the next one of its name.
+
+    Example: `count.value`.
+    """
 
     name: str
+    """The name of the curve."""
     at_s: float
+    """The event loop's time from which on it holds, in seconds."""
     value: float
+    """The value; one that is not finite leaves a gap."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """Something that happened at a moment. Example: `Mark(track="train", name="v3", at_s=1.5)`."""
+    """Records an event at a moment. Example: `Mark(track="train", name="version 3", at_s=1.5)`."""
 
     track: str
+    """The row that it is drawn in."""
     name: str
+    """The text of the mark; `version 3` or `v3` is drawn as a line through all rows."""
     at_s: float
+    """The event loop's time, in seconds."""
 
 
 class Timeline:
-    """The newest `capacity` events of a run, of some 400 bytes each; older ones are dropped
-    and counted.
+    """Keeps the newest `capacity` events of a run, some 400 bytes each, and counts dropped ones.
 
-    All times are the event loop's, in seconds. Recording one takes microseconds and no lock: it
-    belongs to the event loop's thread. `write`, and the three sequences, may be used from any.
+    All times are the event loop's, in seconds. Recording an event takes microseconds and no lock:
+    call `span`, `count` and `mark` from the event loop's thread. `write`, `spans`, `counts` and
+    `marks` may be used from any thread.
     Example: `timeline.span("train", "finish", started, loop.time(), {"version": 3})`.
     """
 
@@ -240,9 +261,10 @@ class Timeline:
         end_s: float,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record what took from `start_s` to `end_s`. Spans of one track may overlap.
+        """Record a span from `start_s` to `end_s`. Spans of one track may overlap.
 
-        `args` are shown with the span. Errors: `ValueError` where it ends before it starts.
+        Viewers show `args` with the span. Errors: `ValueError` if it ends before it starts, or a
+        time is not finite.
         """
         if not (math.isfinite(start_s) and math.isfinite(end_s) and start_s <= end_s):
             raise ValueError(
@@ -252,35 +274,35 @@ class Timeline:
         self._record(Span(track=track, name=name, start_s=start_s, end_s=end_s, args=args))
 
     def count(self, name: str, at_s: float, value: float) -> None:
-        """Record a value that holds from `at_s` on. One that is not finite leaves a gap."""
+        """Record a value that holds from `at_s` on. A value that is not finite leaves a gap."""
         self._record(Count(name=name, at_s=at_s, value=value))
 
     def mark(self, track: str, name: str, at_s: float) -> None:
-        """Record that something happened at `at_s`."""
+        """Record an event at `at_s`; one named `version 3` or `v3` is a line in the picture."""
         self._record(Mark(track=track, name=name, at_s=at_s))
 
     @property
     def dropped(self) -> int:
-        """Events that were recorded and are not kept any more, the oldest first."""
+        """The number of events that were recorded and are not kept any more."""
         return self._recorded - len(self._events)
 
     @property
     def spans(self) -> list[Span]:
-        """Returns the kept ones, in the order in which they were recorded."""
+        """The spans that are kept, in the order in which they were recorded."""
         return [each for each in self._events.copy() if isinstance(each, Span)]
 
     @property
     def counts(self) -> list[Count]:
-        """Returns the kept ones, in the order in which they were recorded."""
+        """The counts that are kept, in the order in which they were recorded."""
         return [each for each in self._events.copy() if isinstance(each, Count)]
 
     @property
     def marks(self) -> list[Mark]:
-        """Returns the kept ones, in the order in which they were recorded."""
+        """The marks that are kept, in the order in which they were recorded."""
         return [each for each in self._events.copy() if isinstance(each, Mark)]
 
     def tracks(self) -> list[str]:
-        """Names of the tracks that hold something, in their order on the screen."""
+        """Return the names of tracks with spans or marks, in their order on the screen."""
         used = {each.track for each in self._events.copy() if not isinstance(each, Count)}
         first = [name for name in self._first_tracks if name in used]
         return first + sorted(used.difference(first))
@@ -288,8 +310,9 @@ class Timeline:
     def write(self, path: Path) -> None:
         """Write a trace that ui.perfetto.dev and chrome://tracing open; `path` ends in `.json`.
 
-        Written beside its name and renamed, so there is an old one or a whole one. 100,000 events
-        take about a second: call it from a thread where a loop runs. Errors: `OSError`.
+        It is written under another name and renamed, so that `path` never has half a trace. 100,000
+        events take about a second: call it from a thread while an event loop runs.
+        Errors: `OSError`.
         """
         write_trace(self, path)
 

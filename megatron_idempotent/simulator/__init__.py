@@ -1,1 +1,1 @@
-"""The controller on a virtual clock: what a cluster would do, on one core, before there is one."""
+"""Runs the controller on a virtual clock, to show on one core what a cluster would do."""

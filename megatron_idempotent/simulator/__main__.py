@@ -1,4 +1,7 @@
-"""`python -m megatron_idempotent.simulator scenario.toml [--set key=value] [--sweep key=a,b]`."""
+"""Simulates the controller from the command line, and prints a table of what it found.
+
+Usage: `python -m megatron_idempotent.simulator scenario.toml [--set key=value] [--sweep key=a,b]`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ SHIPPED = Path(__file__).with_name("scenarios")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate, and print what was found; 2 for a scenario that cannot be read."""
+    """Simulate each asked scenario, and print the results; returns the exit status.
+
+    It is 0, or 2 for a scenario that cannot be read or a package that is missing.
+    """
     parser = argparse.ArgumentParser(
         prog="megatron-idempotent simulate",
         description="Run the asynchronous controller on a virtual clock.",
@@ -61,7 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _combinations(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return one tuple of `key=value` for each run."""
+    """Return the settings of each run, as `key=value`: all combinations of the sweeps' values.
+
+    Errors: `ValueError` for a sweep of another form.
+    """
     options = []
     for sweep in sweeps:
         key, equals, values = sweep.partition("=")

@@ -1,8 +1,8 @@
-"""An asyncio event loop whose time is virtual: where it would wait, the clock jumps instead.
+"""Provides an asyncio event loop whose time is virtual: where it would wait, its clock jumps.
 
-What runs in it is the very code that runs in a real loop, as long as it takes its time from the
-loop. Hours pass in as long as their callbacks take, and twice the same program is twice the same
-order of callbacks.
+It runs the same code as a real loop, if that takes its time from the loop. Hours of virtual time
+take only the seconds that their callbacks need, and the same program always runs its callbacks in
+the same order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def describe_tasks(tasks: Iterable[asyncio.Task[Any]]) -> str:
 
 
 def _stands_at(task: asyncio.Task[Any]) -> str:
-    """Return the innermost frame of the coroutines that a task runs, less asyncio's own."""
+    """Describe the innermost line at which a task waits, leaving out asyncio's own frames."""
     inner: Any = task.get_coro()
     name, frame = getattr(inner, "__qualname__", repr(inner)), getattr(inner, "cr_frame", None)
     while (inner := getattr(inner, "cr_await", None)) is not None:
@@ -63,15 +63,18 @@ Result = TypeVar("Result")
 
 
 class Deadlock(RuntimeError):
-    """Tasks wait for each other, or for nobody: no timer is left that could wake one of them."""
+    """Tasks wait, and no timer is left that could wake one of them; the message lists them."""
 
 
 class TooLong(RuntimeError):
-    """The virtual clock has come to the limit of `run`."""
+    """The virtual clock has passed `limit_s`; the message lists the tasks that still wait."""
 
 
 class _Timer(asyncio.TimerHandle):
-    """Sorted by time and, where times are equal, by when it was made; asyncio's own are not."""
+    """A timer that sorts by its time and, among equal times, by the order in which it was made.
+
+    asyncio's own timers have no order among equal times.
+    """
 
     __slots__ = ("_order",)
     _order: int
@@ -83,7 +86,7 @@ class _Timer(asyncio.TimerHandle):
 
 
 class _Jumping(selectors.BaseSelector):
-    """A selector that never waits: it tells the loop to move its clock, and comes back at once."""
+    """Stands in for a selector: it never waits, but tells the loop to move its clock."""
 
     def __init__(self, jump: Callable[[float | None], None]) -> None:
         self._real = selectors.DefaultSelector()
@@ -115,18 +118,18 @@ class _Jumping(selectors.BaseSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`time()` starts at 0 and stands still while callbacks run.
+    """Runs coroutines in virtual time: `time()` starts at 0 and stands still while callbacks run.
 
     Functions given to an executor run at once, in the loop's own thread: they take no virtual time,
-    and must not wait for anything that the loop would have to do. Sockets and pipes are not waited
-    for. Where nothing could ever happen again, `Deadlock` is raised, with a list of what the
-    tasks wait for.
+    and must not wait for anything that the loop would have to do. The loop does not wait for
+    sockets and pipes. It raises `Deadlock`, with a list of what tasks wait for, once nothing could
+    ever happen again.
 
     Example: `VirtualLoop().run_until_complete(asyncio.sleep(3600))`.
     """
 
     def __init__(self, *, limit_s: float = math.inf) -> None:
-        """Args: limit_s: of virtual time, after which `TooLong` is raised."""
+        """Take `limit_s`, the virtual seconds after which `TooLong` is raised."""
         super().__init__(_Jumping(self._jump))
         self._now = 0.0
         self._limit_s = limit_s
@@ -178,28 +181,30 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _jump(self, timeout: float | None) -> None:
         if timeout is None:
             raise Deadlock(
-                f"at {self._now:g} s nothing can happen any more, and this is still awaited:\n"
+                f"at {self._now:g} s nothing can happen any more, and these tasks still wait:\n"
                 f"{describe_tasks(asyncio.all_tasks(self))}"
             )
         # To the timer itself, as sums of differences would drift.
         self._now = max(self._now, self._timers[0].when())
         if self._now > self._limit_s:
             raise TooLong(
-                f"the virtual clock has passed {self._limit_s:g} s, and this is still awaited:\n"
+                f"the virtual clock is at {self._now:g} s, past its limit of {self._limit_s:g} s; "
+                "raise limit_s, or see what these tasks wait for:\n"
                 f"{describe_tasks(asyncio.all_tasks(self))}"
             )
         self._measure()
 
     def _measure(self) -> None:
-        """Find the clock's least step: timers are due up to it, so that none is early or missed."""
+        """Set the clock's resolution to its least step, so that no timer is early or missed."""
         self._clock_resolution = math.ulp(self._now)
 
 
 def run(main: Coroutine[Any, Any, Result], *, limit_s: float = math.inf) -> Result:
-    """`asyncio.run` on a virtual clock that starts at 0.
+    """Run a coroutine like `asyncio.run`, on a virtual clock that starts at 0; returns its result.
 
-    Errors: what `main` raises; `Deadlock`; `TooLong` past `limit_s` virtual seconds. Tasks that are
-        left are cancelled, and asynchronous generators closed, whichever way it ends.
+    At the end it cancels the tasks that are left, and closes asynchronous generators.
+    Errors: what `main` raises; `Deadlock`; `TooLong` after `limit_s` virtual seconds.
+    Example: `run(asyncio.sleep(3600))`.
     """
     loop = VirtualLoop(limit_s=limit_s)
     try:

@@ -1,4 +1,4 @@
-"""An engine without a model: it takes the time that one would take, and keeps the contract."""
+"""Simulates an engine without a model: it takes the time of a real one, and keeps its contract."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .faults import Faults
 from .serving import EngineCosts, Length, SimulatedServing, Stamps, some_length
 
 Take = Callable[[float], Awaitable[None]]
-"""Takes that many seconds of an engine. Errors: `EngineDead` where it dies meanwhile."""
+"""Waits for a number of seconds of an engine's life. Errors: `EngineDead` if it dies meanwhile."""
 
 Due = Callable[[str], bool]
-"""Returns whether a fault of that kind is to happen now."""
+"""Returns whether a fault of a kind, such as `dies in stage`, is to happen now."""
 
 
 class SimulatedUpdates:
-    """`stage`, `commit` and `rollback` as the protocol has them, but for the pause.
+    """Implements an engine's `stage`, `commit` and `rollback`, without checking for the pause.
 
     Example: `await updates.stage(update, buckets); await updates.commit(update.id)`.
     """
@@ -44,7 +44,7 @@ class SimulatedUpdates:
         self.version = version
         self.dirty = False
         self.committed = ""
-        """Id of the last update that was."""
+        """Id of the last update that was committed; "" before the first."""
         self._name = name
         self._costs = costs
         self._take = take
@@ -54,7 +54,11 @@ class SimulatedUpdates:
         self._staged: WeightUpdate | None = None
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """Take buckets, one after the other."""
+        """Take an update's buckets one after another, and keep the update for `commit`.
+
+        Errors: `UpdateRefused` for an update that does not follow from the engine's version;
+            `UpdateDamaged` for a bucket that is missing; `EngineDead`.
+        """
         await self._take(0.0)
         if update.id == self.committed:
             return
@@ -68,7 +72,10 @@ class SimulatedUpdates:
                     self._die()
                     await self._take(0.0)
                 if bucket.index != expected or self._due("loses a bucket"):
-                    raise UpdateDamaged(f"{self._name}: {update.id} lacks bucket {expected}")
+                    raise UpdateDamaged(
+                        f"{self._name}: {update.id} lacks bucket {expected}, found "
+                        f"{bucket.index}; stage it again"
+                    )
                 expected += 1
             await self._take(0.0)
             self._staged = update
@@ -76,45 +83,57 @@ class SimulatedUpdates:
             self._staging = ""
 
     async def commit(self, update_id: str) -> int:
-        """Serve what is staged; DIRTY meanwhile, as tensors are written one by one."""
+        """Switch to the staged update; returns its version. The engine is DIRTY meanwhile.
+
+        Errors: `EngineError` for an update that is not staged; `EngineDead`.
+        """
         if update_id == self.committed:
             return self.version
         update = self._staged
         if update is None or update.id != update_id:
-            raise EngineError(f"engine {self._name} has not staged {update_id}")
+            staged = update.id if update is not None else "nothing"
+            raise EngineError(
+                f"engine {self._name} has staged {staged}, not {update_id}; stage that first"
+            )
         self.dirty = True
         await self._take(self._costs.commit_s)
         if self._due("dies in commit"):
             self._die()
             await self._take(0.0)
         if self._due("stays dirty"):
-            raise EngineError(f"engine {self._name} failed half-way in {update_id}")
+            raise EngineError(
+                f"engine {self._name} failed half-way in {update_id}; commit it again or roll back"
+            )
         self.dirty, self.version, self.committed = False, update.version, update_id
         self._staged = None
         return update.version
 
     def rollback(self, update_id: str) -> None:
-        """Be at the weights before an update that is staged, or half committed."""
+        """Drop an update that is staged or half committed; the version stays the one before it."""
         if self._staged is not None and self._staged.id == update_id:
             # The version is still the one before: a commit changes it when it is whole.
             self._staged, self.dirty = None, False
 
     def _refuse(self, update: WeightUpdate) -> None:
         if self._staging:
-            raise UpdateRefused(f"{self._name}: {update.id} while {self._staging} is being staged")
+            raise UpdateRefused(
+                f"{self._name}: {update.id} came while {self._staging} is being staged; stage one "
+                "update at a time"
+            )
         if not self.dirty and update.version <= self.version:
             raise UpdateRefused(
-                f"{self._name}: {update.id} is version {update.version}, and it has {self.version}"
+                f"{self._name}: {update.id} is version {update.version}, and the engine has "
+                f"{self.version}; send a higher one"
             )
         if update.base_version is not None and (self.dirty or update.base_version != self.version):
             raise UpdateRefused(
-                f"{self._name}: {update.id} builds on {update.base_version}, and it has "
-                f"{'a mixture' if self.dirty else self.version}"
+                f"{self._name}: {update.id} builds on version {update.base_version}, and the "
+                f"engine has {'a mixture' if self.dirty else self.version}; send all weights"
             )
 
 
 class SimulatedEngine:
-    """A `RolloutEngine` that follows its contract on a virtual clock.
+    """Implements `RolloutEngine` on a virtual clock, with the time that a real engine would take.
 
     One entry of a sample's `tokens`, `logprobs` and `versions` stands for `tokens_per_entry`
     tokens, so that long responses cost little; `max_tokens` and `continued` of requests count
@@ -136,14 +155,16 @@ class SimulatedEngine:
     ) -> None:
         """
         Args:
-            name: unique among the engines.
-            costs: what its work takes.
-            length: of responses in tokens; `math.inf` for one that never ends. What it raises is
-                the answer, such as `ValueError` for a request that can never be answered.
-            tokens_per_entry: that each entry of a sample stands for.
-            faults: those of stage and commit; others are called as methods.
-            index: of the engine among those of the faults.
-            version: of the weights that it starts with, and comes back with.
+            name: the engine's name, unique among the engines.
+            costs: the time that its work takes.
+            length: returns a response's length in tokens, `math.inf` for one that never ends. What
+                it raises, `generate` raises, such as `ValueError` for a request that can never be
+                answered.
+            tokens_per_entry: the tokens that each entry of a sample stands for.
+            faults: the faults that may happen in stage and commit; for others call `die`,
+                `come_back` and `run_at`.
+            index: the number by which faults name the engine.
+            version: the version of the weights that it starts with, and comes back with.
         """
         self.name = name
         self.costs = costs or EngineCosts()
@@ -171,28 +192,28 @@ class SimulatedEngine:
 
     @property
     def tokens(self) -> float:
-        """Drawn so far, those of prompts and of lost requests included."""
+        """The tokens that it has drawn, those of prompts and of lost requests included."""
         return self._serving.sharing.tokens
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which it drew tokens."""
+        """The seconds in which it drew tokens."""
         return self._serving.sharing.busy_s
 
     @property
     def lost_tokens(self) -> float:
-        """Drawn for requests that were never answered, as it died or they were cancelled."""
+        """The tokens that it drew for requests that were never answered: cancelled, or it died."""
         return self._serving.lost_tokens
 
     # The contract.
 
     async def generate(self, request: Request) -> Sample:
-        """See the protocol; requests wait while it is paused."""
+        """Answer a request in the time that it takes; see `RolloutEngine.generate`."""
         self._check()
         return await self._serving.answer(request)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See the protocol."""
+        """Stop drawing tokens; see `RolloutEngine.pause` for the modes."""
         await self._taker()(self.costs.pause_s)
         if self._paused:
             return
@@ -201,7 +222,9 @@ class SimulatedEngine:
             await self._serving.drain()
             self._check(life)
             if not (drained or self._serving.draining):
-                raise EngineError(f"engine {self.name} was resumed while it was about to pause")
+                raise EngineError(
+                    f"engine {self.name} was resumed while it was about to pause; pause it again"
+                )
         self._paused = True
         self._serving.sharing.speed_up(0.0)
         if mode == "abort":
@@ -209,7 +232,7 @@ class SimulatedEngine:
         self._serving.undrain()
 
     async def resume(self) -> None:
-        """See the protocol."""
+        """Draw tokens again; see `RolloutEngine.resume`. Errors: `EngineError` if it is DIRTY."""
         await self._taker()(self.costs.resume_s)
         if self._updates.dirty:
             raise EngineError(f"engine {self.name} is DIRTY; commit again, or roll back")
@@ -218,11 +241,11 @@ class SimulatedEngine:
         self._serving.sharing.speed_up(self._factor)
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """See the protocol; tensors are not looked at, and buckets are counted."""
+        """Count an update's buckets, without reading tensors; see `RolloutEngine.stage`."""
         await self._updates.stage(update, buckets)
 
     async def commit(self, update_id: str) -> int:
-        """See the protocol."""
+        """Switch to the staged update; see `RolloutEngine.commit`."""
         self._check()
         if not self._paused and update_id != self._updates.committed:
             raise EngineError(f"engine {self.name} is not paused; pause it before {update_id}")
@@ -233,12 +256,12 @@ class SimulatedEngine:
         return version
 
     async def rollback(self, update_id: str) -> None:
-        """See the protocol."""
+        """Drop an update that is not committed; see `RolloutEngine.rollback`."""
         self._check()
         self._updates.rollback(update_id)
 
     async def health(self) -> EngineHealth:
-        """See the protocol."""
+        """Return the engine's status and version; see `RolloutEngine.health`."""
         if self._dead:
             return EngineHealth(status="DEAD", version=None, detail=self._dead)
         running = self._serving.taken
@@ -253,7 +276,7 @@ class SimulatedEngine:
         )
 
     async def close(self) -> None:
-        """See the protocol."""
+        """Answer all requests with what they have, and be DEAD from now on."""
         if not self._dead:
             self._serving.give_back()
             self.die("closed")
@@ -261,13 +284,13 @@ class SimulatedEngine:
     # What can happen to it.
 
     def die(self, why: str = "killed") -> None:
-        """Lose everything: requests fail, and nothing is answered."""
+        """Fail all requests and calls with `EngineDead` until `come_back`; `why` is its reason."""
         self._dead = f"engine {self.name} does not answer: {why}"
         self._lives += 1
         self._serving.fail(EngineDead(self._dead))
 
     def come_back(self) -> None:
-        """Restarts the engine with the weights that it began with. Alive: no-op."""
+        """Restart a dead engine with the weights that it began with; does nothing to a live one."""
         if self._dead:
             self._dead = ""
             self._restart()
@@ -275,7 +298,7 @@ class SimulatedEngine:
             self._serving.sharing.speed_up(self._factor)
 
     def run_at(self, factor: float) -> None:
-        """Draw tokens `factor` times as fast as usual; 0 hangs, and health does not show it."""
+        """Draw tokens `factor` times as fast as usual; with 0 it hangs, which health hides."""
         self._factor = factor
         if not self._paused:
             self._serving.sharing.speed_up(factor)
@@ -287,7 +310,7 @@ class SimulatedEngine:
             raise EngineDead(self._dead or f"engine {self.name} was started again")
 
     def _taker(self) -> Callable[[float], Awaitable[None]]:
-        """Takes seconds of this life of the engine; what began in an earlier one fails."""
+        """Return a function that waits for seconds, and fails if the engine has died meanwhile."""
         life = self._lives
 
         async def take(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The faults of a simulation, and their times."""
+"""Defines the faults of a simulation, and says which one is due in a call."""
 
 from __future__ import annotations
 
@@ -25,34 +25,36 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "prompt": ("poisoned", "fails", "hangs"),
     "logger": ("raises",),
 }
-"""The faults that can happen to each target."""
+"""The kinds of fault that can happen to each target."""
 
 CALLS: Mapping[str, tuple[str, ...]] = {
     "policy": ("begin", "logprobs", "microbatch", "finish", "abort"),
     "plane": ("put", "get", "clear"),
 }
-"""The calls that a fault of a target happens in."""
+"""The calls in which a fault can happen, by target; faults of other targets name no call."""
 
 
 @settings(ValueError, "fault.")
 class Fault:
-    """Something that goes wrong.
+    """Describes something that goes wrong in a simulation.
 
     Example: `Fault(target="policy", kind="raises", call="finish", at_s=100.0, times=2)`.
     """
 
     target: Target
+    """The part to which it happens."""
     kind: str
+    """The fault, one of `KINDS[target]`."""
     at_s: float = Field(default=0.0, ge=0)
-    """Virtual time; faults of calls happen in the first call after it."""
+    """Virtual seconds at which it happens; a fault of a call happens in the first call after."""
     index: int = Field(default=0, ge=0)
-    """Number of the engine, or of the prompt."""
+    """Number of the engine or of the prompt, from 0; other targets have none."""
     call: str = ""
-    """Name of the policy's call, or of the data plane's."""
+    """Name of the call in which it happens, for the policy and the data plane; else empty."""
     times: int = Field(default=1, ge=1)
-    """Calls, one after the other."""
+    """Number of calls in a row to which it happens."""
     for_s: float = Field(default=0.0, ge=0)
-    """Seconds until an engine is back, or as fast as before; 0 for ever."""
+    """Virtual seconds until an engine is back, or as fast as before; 0 for ever."""
     factor: float = Field(default=0.1, gt=0, lt=1)
     """The speed of a slow engine, as a share of the usual one."""
 
@@ -69,18 +71,21 @@ class Fault:
             )
 
     def described(self) -> str:
-        """Describes the fault: `engine 3 dies in stage`."""
+        """Describes the fault in a few words, such as `engine 3 dies in stage`."""
         which = f" {self.index}" if self.target in ("engine", "prompt") else ""
         call = f".{self.call}" if self.call else ""
         return f"{self.target}{which}{call} {self.kind}"
 
 
 class InjectedError(RuntimeError):
-    """Raised where a fault was asked for."""
+    """A simulated call failed because a scenario's fault was due."""
 
 
 class Faults:
-    """The faults that happen in calls. Example: `faults.due("policy", now, call="finish")`."""
+    """Hands out the faults that are due in calls, and records them.
+
+    Example: `faults.due("policy", now, call="finish")`.
+    """
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self._left = [[fault, fault.times] for fault in faults]
@@ -95,7 +100,15 @@ class Faults:
         index: int = 0,
         kinds: Iterable[str] | None = None,
     ) -> Fault | None:
-        """Return the fault that this call is to have, if any; it counts as one of its times."""
+        """Return the fault that is to happen in this call, if any, and use up one of its times.
+
+        Args:
+            target: the part that is called.
+            now: virtual seconds.
+            call: the call's name, if faults of the target name one.
+            index: number of the engine or prompt, if faults of the target have one.
+            kinds: the kinds of fault that can happen here; None for all.
+        """
         for entry in self._left:
             fault, times = entry
             assert isinstance(fault, Fault)

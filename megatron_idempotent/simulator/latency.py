@@ -1,6 +1,6 @@
-"""Distributions of durations as records, each a function of one uniform number.
+"""Defines distributions of durations as records that turn a uniform number into a draw.
 
-A draw is `quantile(uniform(seed, …))`, so it depends on what it is for and not on when it is made.
+A draw is `quantile(uniform(seed, …))`: it depends on the seeds alone, not on the draws before it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ def uniform(*seeds: int) -> float:
 
 
 class Distribution(Protocol):
-    """A distribution of seconds, or of tokens."""
+    """Defines how often a number of seconds or tokens is drawn."""
 
     def quantile(self, share: float) -> float:
-        """Return the value that a share (above 0, below 1) of all draws stays below."""
+        """Return the value below which a share of all draws lies; the share is above 0, below 1."""
         ...
 
 
 @settings(ValueError)
 class Constant:
-    """Always the same. Example: `Constant(value=2.0)`."""
+    """Draws the same value every time. Example: `Constant(value=2.0)`."""
 
     value: float = Field(ge=0)
+    """The value, in seconds or tokens."""
     kind: Literal["constant"] = "constant"
 
     def quantile(self, share: float) -> float:
@@ -48,13 +49,15 @@ class Constant:
 
 @settings(ValueError)
 class LogNormal:
-    """A long tail, by the value in the middle and that which one draw in a hundred passes.
+    """Draws from a log-normal distribution, given by its median and its 99th percentile.
 
     Example: `LogNormal(median=800, p99=8000)`.
     """
 
     median: float = Field(gt=0)
+    """The value that half of all draws exceed."""
     p99: float = Field(gt=0)
+    """The value that one draw in a hundred exceeds; the median or more."""
     kind: Literal["lognormal"] = "lognormal"
 
     def __post_init__(self) -> None:
@@ -68,15 +71,18 @@ class LogNormal:
 
 @settings(ValueError)
 class Pareto:
-    """A tail so long that the longest draws weigh as much as all others, for an alpha near 1.
+    """Draws from a Pareto distribution: `least` x u ** (-1 / `alpha`), for a uniform u.
 
+    With an alpha near 1, the few longest draws add up to as much as all others.
     Example: `Pareto(least=200, alpha=1.5, most=32000)`.
     """
 
     least: float = Field(gt=0)
+    """The smallest value, in seconds or tokens."""
     alpha: float = Field(gt=0)
+    """The exponent; a smaller one makes longer tails."""
     most: float = Field(default=math.inf, allow_inf_nan=True)
-    """Longer draws are as long as this."""
+    """The largest value; longer draws are cut to it."""
     kind: Literal["pareto"] = "pareto"
 
     def __post_init__(self) -> None:
@@ -89,9 +95,13 @@ class Pareto:
 
 @settings(ValueError)
 class Empirical:
-    """Values that were measured, each as likely. Example: `Empirical(values=(310, 800, 4100))`."""
+    """Draws one of several measured values, all equally likely.
+
+    Example: `Empirical(values=(310, 800, 4100))`.
+    """
 
     values: tuple[Annotated[float, Field(ge=0)], ...] = Field(min_length=1, strict=False)
+    """The values, in seconds or tokens; sorted when the record is built."""
     kind: Literal["empirical"] = "empirical"
 
     def __post_init__(self) -> None:
@@ -102,7 +112,7 @@ class Empirical:
 
 
 def _part(given: Any) -> Any:
-    """Return a share and what it is drawn from, out of one table."""
+    """Split a table into its share and the distribution; returns anything else as it is."""
     if not isinstance(given, Mapping):
         return given
     return given.get("share"), {key: value for key, value in given.items() if key != "share"}
@@ -110,7 +120,7 @@ def _part(given: Any) -> Any:
 
 @settings(ValueError)
 class Mixture:
-    """One of several distributions per draw, such as a few stragglers among the many.
+    """Draws from one of several distributions, such as that of a few stragglers.
 
     Example: `Mixture(parts=((0.98, LogNormal(median=1, p99=3)), (0.02, Constant(value=30))))`.
     """
@@ -119,7 +129,8 @@ class Mixture:
         Annotated[tuple[Annotated[float, Field(gt=0)], AnyDistribution], BeforeValidator(_part)],
         ...,
     ] = Field(strict=False)
-    """Shares, which sum to 1, and what is drawn from."""
+    """Pairs of a share and the distribution that this share of all draws comes from; the shares sum
+    to 1."""
     kind: Literal["mixture"] = "mixture"
 
     def __post_init__(self) -> None:
@@ -128,7 +139,10 @@ class Mixture:
             raise ValueError(f"the shares of a mixture sum to {total:g}; allowed: 1")
 
     def quantile(self, share: float) -> float:
-        """Not a quantile of the whole, but as good to draw from: the parts follow each other."""
+        """Return a draw for a uniform number, which first selects the part and then its quantile.
+
+        It is no quantile of the whole mixture, but draws have the same distribution.
+        """
         for weight, part in self.parts[:-1]:
             if share < weight:
                 return part.quantile(share / weight)
@@ -138,7 +152,7 @@ class Mixture:
 
 
 class _FromTable:
-    """Reads a distribution: a number, a table with its kind, or one of your own."""
+    """Has pydantic read a distribution: a number, a table with its kind, or an object of yours."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
@@ -162,4 +176,5 @@ def _made(given: Any, build: Callable[[Any], Any]) -> Any:
 
 
 AnyDistribution = Annotated[Distribution, _FromTable]
-"""The type of a setting that is a distribution."""
+"""The type of a setting that is a distribution: a number, a table with its kind, or an object with
+`quantile`."""

@@ -1,4 +1,4 @@
-"""The results of a simulation, with the definitions of its numbers, as a table."""
+"""Defines the numbers that a simulation gives, and prints them as a table."""
 
 from __future__ import annotations
 
@@ -10,100 +10,105 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SimulationReport:
-    """One run. Seconds are virtual, but for those of the processor.
+    """Holds the results of one simulated run. Seconds are virtual, except for `cpu_s`.
 
     Example: `simulate(scenario).overlap_efficiency`.
     """
 
     steps: int
-    """Optimizer steps that the weights at the end have seen."""
+    """Optimizer steps that are in the weights at the end."""
     measured_s: float
-    """Seconds from the first publish to the last step's end."""
+    """Seconds that the whole run took, from the first publish to the end of the last step."""
     generate_s: float
-    """Least seconds that the engines need for the tokens they drew, had they nothing else to wait
-    for: tokens ÷ (engines x tokens/s of one at its share of the most requests that capacity and
-    concurrency admit, or at its slots if they are fewer). A lower bound, as tokens/s are
-    concave in the requests: no other split of the requests over the engines is faster."""
+    """A lower bound on the seconds that the engines need for all tokens they drew, if they wait for
+    nothing: tokens ÷ (engines x tokens/s of one engine). An engine's tokens/s are those with its
+    equal share of the most requests that capacity and concurrency admit, or with its slots if they
+    are fewer. They are concave in the requests, so that no other split is faster."""
     train_s: float
     """Seconds in which the trainer computed, steps that were undone included."""
     pause_s: float
     """Seconds in which engines were paused for new weights."""
     sync_s: float
-    """Seconds in which new weights were staged and switched; the trainer waits, engines serve but
-    for `pause_s`."""
+    """Seconds of all publishes, from staging to resuming; engines serve except in `pause_s`."""
     generated_tokens: float
-    """Drawn by all engines."""
+    """Tokens that all engines drew."""
     trained_tokens: int
+    """Tokens of the groups that are in the weights."""
     evicted_tokens: int
-    """Tokens of complete groups that were thrown away as too old."""
+    """Tokens of complete groups that were cleared without being trained."""
     filtered_tokens: int
-    """Tokens of groups of no use."""
+    """Tokens of groups that the recipe rejected."""
     lost_tokens: float
     """Tokens of requests without an answer: an engine died, their group was aborted, or the run
     ended."""
     engine_idle: float
-    """Share of all engines' seconds in which none of their requests drew a token."""
+    """Share of all engines' seconds in which an engine drew no token."""
     trainer_idle: float
     """Share of the seconds in which the trainer did not compute."""
     staleness: Mapping[int, int]
-    """Groups by versions between the oldest weights of their tokens and those that they trained."""
+    """The number of trained groups, by the versions between the oldest weights of their tokens and
+    the weights that they trained."""
     counts: Mapping[str, int]
-    """Groups by what has become of them."""
+    """The controller's `Counts`, by name."""
     conserved: bool
-    """True if those add up, and the trained groups are those in the weights, each once."""
+    """True if `counts` add up, and each trained group is in the weights exactly once."""
     left_over: int
-    """Groups that are still in the data plane, less those that are ready."""
+    """Groups in the data plane at the end, minus those that are ready; 0 unless groups leak."""
     dropped: Mapping[str, float]
-    """Groups that could not be generated or stored, and calls that were tried again, by name."""
+    """Groups that could not be generated or stored, and calls that were tried again, by the name of
+    the metric; none that are 0."""
     restores: int
-    """Restores of lost ranks."""
+    """Restores of lost ranks from a checkpoint."""
     faults: tuple[tuple[float, str], ...]
-    """Seconds and names of the faults that happened."""
+    """Second and description of each fault that happened."""
     step_ends_s: tuple[float, ...]
-    """The time at which a logger saw each optimizer step's end."""
+    """Seconds at which a logger got each optimizer step's row."""
     cpu_s: float
     """Processor seconds of the whole simulation: controller, engines and clock."""
 
     @property
     def overlap_efficiency(self) -> float:
-        """max(generate, train + pause) ÷ measured: 1 where the longer of both hides the other."""
+        """max(`generate_s`, `train_s` + `pause_s`) ÷ `measured_s`.
+
+        It is 1 if the longer of generation and training hides the other one.
+        """
         return max(self.generate_s, self.train_s + self.pause_s) / self.measured_s
 
     @property
     def useful_efficiency(self) -> float:
-        """The same, where tokens that were evicted or lost do not count as generation's work."""
+        """`overlap_efficiency` without the share of `generate_s` for evicted and lost tokens."""
         spent = self.evicted_tokens + self.lost_tokens
         useful = 1 - spent / self.generated_tokens if self.generated_tokens else 1.0
         return max(self.generate_s * useful, self.train_s + self.pause_s) / self.measured_s
 
     @property
     def wasted(self) -> float:
-        """Evicted ÷ generated tokens."""
+        """The share of all generated tokens that were evicted."""
         return self.evicted_tokens / self.generated_tokens if self.generated_tokens else 0.0
 
     @property
     def groups_per_s(self) -> float:
-        """Groups that were trained, per virtual second."""
+        """The groups that were trained, per virtual second."""
         return self.counts["trained"] / self.measured_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that were trained, per virtual second."""
+        """The tokens that were trained, per virtual second."""
         return self.trained_tokens / self.measured_s
 
     @property
     def mean_staleness(self) -> float:
-        """Versions, over the groups that were trained."""
+        """The staleness in versions, averaged over the groups that were trained."""
         groups = sum(self.staleness.values())
         return sum(lag * count for lag, count in self.staleness.items()) / max(groups, 1)
 
     @property
     def cpu_ms_per_group(self) -> float:
-        """Processor milliseconds of the simulation per group that was submitted."""
+        """The processor milliseconds of the simulation, per group that was submitted."""
         return 1e3 * self.cpu_s / max(self.counts["submitted"], 1)
 
     def summary(self) -> dict[str, Any]:
-        """Return all numbers by name, for JSON."""
+        """Return all fields and properties by name, for JSON."""
         found = dataclasses.asdict(self)
         found["staleness"] = {str(lag): count for lag, count in self.staleness.items()}
         for name in (
@@ -119,7 +124,7 @@ class SimulationReport:
         return found
 
     def without_cpu(self) -> SimulationReport:
-        """Returns the part that is the same in every run of one scenario."""
+        """Return the report with a `cpu_s` of 0: what is the same in every run of one scenario."""
         return dataclasses.replace(self, cpu_s=0.0)
 
 
@@ -148,11 +153,11 @@ ROWS: tuple[tuple[str, Callable[[SimulationReport], str]], ...] = (
     ("faults, restores", lambda r: f"{len(r.faults)}, {r.restores}"),
     ("cpu per group", lambda r: f"{r.cpu_ms_per_group:.2f} ms"),
 )
-"""The rows of the table, and their formats."""
+"""The rows of the table: each one's name, and a function that formats its value."""
 
 
 def print_table(reports: Sequence[tuple[str, SimulationReport]]) -> None:
-    """Prints with rich on a terminal that has it, else in plain text."""
+    """Print a table with a column per report, by label; with rich on a terminal, else as text."""
     rows = [(name, [show(report) for _, report in reports]) for name, show in ROWS]
     heads = [label for label, _ in reports]
     if sys.stdout.isatty():
@@ -171,7 +176,12 @@ def print_table(reports: Sequence[tuple[str, SimulationReport]]) -> None:
 
 
 def plain(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Columns as wide as their longest cell, two blanks between them."""
+    """Format a table as text: columns as wide as their longest cell, two blanks between them.
+
+    Args:
+        heads: the labels of the columns after the first.
+        rows: the name of each row, and its cells.
+    """
     lines = [("", *heads), *((name, *cells) for name, cells in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

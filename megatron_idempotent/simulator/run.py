@@ -1,4 +1,4 @@
-"""One scenario on the virtual clock, with the controller that trains in earnest."""
+"""Runs one scenario on the virtual clock, with the same controller that trains real models."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ from .trainer import (
 
 
 class MeasuredFleet(Fleet):
-    """Example: `fleet.pause_s / fleet.sync_s`."""
+    """Measures the seconds of publishes and of pauses. Example: `fleet.pause_s / fleet.sync_s`."""
 
     pause_s = 0.0
-    """Seconds in which engines were paused."""
+    """Virtual seconds in which engines were paused."""
     sync_s = 0.0
-    """Seconds of all publishes."""
+    """Virtual seconds of all publishes, failed ones included."""
     syncs = 0
+    """Publishes that succeeded."""
 
     async def publish(self, version: int) -> Mapping[str, float]:
-        """See `Generator.publish`."""
+        """Publish weights and add up the seconds; see `Generator.publish`."""
         started = asyncio.get_running_loop().time()
         try:
             metrics = await super().publish(version)
@@ -56,7 +57,7 @@ class MeasuredFleet(Fleet):
 
 
 def sync_settings(scenario: Scenario) -> SyncSettings:
-    """Returns the scenario's settings; limits that it does not name stay the defaults."""
+    """Return a scenario's settings of weight syncs; those that it lacks keep their defaults."""
     sync = scenario.sync
     return SyncSettings(
         pause_mode=sync.pause_mode,
@@ -71,11 +72,11 @@ def sync_settings(scenario: Scenario) -> SyncSettings:
 _LENGTH, _HARDNESS, _REWARD = 1, 2, 3
 
 Hook = Callable[["Simulation"], Any]
-"""A coroutine function that runs beside the controller."""
+"""A coroutine function that gets the simulation and runs beside its controller."""
 
 
 def simulate(scenario: Scenario, *, beside: Hook | None = None) -> SimulationReport:
-    """Run a scenario to its end.
+    """Run a scenario to its end on a virtual clock; returns the results.
 
     Args:
         scenario: what is simulated.
@@ -95,7 +96,10 @@ def simulate(scenario: Scenario, *, beside: Hook | None = None) -> SimulationRep
 
 
 class Simulation:
-    """All parts of a run, for those who want to look at them. `simulate` is enough for numbers."""
+    """Holds all parts of a simulated run, to look at them; `simulate` is enough for results.
+
+    Example: `simulation = Simulation(scenario); clock.run(simulation.run())`.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -141,7 +145,10 @@ class Simulation:
         self.ended_s = 0.0
 
     async def run(self, beside: Hook | None = None) -> None:
-        """Runs the scenario on a virtual loop."""
+        """Run the scenario to its end; it must be called in a `VirtualLoop`.
+
+        `beside` runs with the controller. Errors: those of `beside` and of the controller.
+        """
         loop = asyncio.get_running_loop()
         others: list[asyncio.Task[Any]] = [
             asyncio.ensure_future(self._bring_about(fault))
@@ -167,7 +174,7 @@ class Simulation:
             await self.fleet.close()
 
     def report(self, cpu_s: float) -> SimulationReport:
-        """Returns the results, once it has run."""
+        """Return the results of a run that has ended; `cpu_s` are its processor seconds."""
         assert self.status is not None, "run() has not come to its end"
         scenario, per_entry = self.scenario, self.scenario.tokens_per_entry
         measured_s = self.ended_s
@@ -235,9 +242,9 @@ class Simulation:
         if scenario.faults and not request.continued:
             fault = self.faults.due("prompt", asyncio.get_running_loop().time(), index=group_id)
             if fault is not None and fault.kind == "poisoned":
-                raise ValueError(f"prompt {group_id} cannot be answered")
+                raise ValueError(f"prompt {group_id} is poisoned by a fault of the scenario")
             if fault is not None and fault.kind == "fails":
-                raise RuntimeError(f"prompt {group_id} fails")
+                raise RuntimeError(f"prompt {group_id} fails by a fault of the scenario")
             if fault is not None:
                 return math.inf
         length = scenario.length.quantile(uniform(scenario.seed, _LENGTH, request.seed))

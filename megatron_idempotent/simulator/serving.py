@@ -1,4 +1,4 @@
-"""The requests that a simulated engine serves: their shared speed, their costs, their samples."""
+"""Answers the requests of a simulated engine, which share its speed, with simulated samples."""
 
 from __future__ import annotations
 
@@ -24,30 +24,37 @@ _NOTHING = 1e-6
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ServedRequest:
-    """One request on its way. `begun` and `end` are places on the engine's count of tokens."""
+    """Tracks one request that an engine has taken.
+
+    `begun` and `end` are values of `Sharing.count`, which grows by 1 for each token of a request.
+    """
 
     work: float
-    """Tokens that it takes, its prompt's share included; infinite for one that never ends."""
+    """Tokens to draw, with the prompt's time counted as tokens; infinite if it never ends."""
     answer: asyncio.Future[Sample]
+    """Gets the sample, or the error."""
     order: int
+    """A number that is higher the later the request came."""
     begun: float = math.inf
+    """The count at which it got a slot; infinite before."""
     end: float = math.inf
+    """The count at which it has all tokens; infinite before it began, minus infinity afterwards."""
 
     def __lt__(self, other: ServedRequest) -> bool:
         return (self.end, self.order) < (other.end, other.order)
 
     @property
     def started(self) -> bool:
-        """True once it has a slot."""
+        """True once it has had a slot."""
         return self.begun < math.inf
 
 
 class Sharing:
-    """Exact processor sharing in O(log requests) per request, whatever joins and leaves.
+    """Shares an engine's speed equally among its requests, exactly, in O(log requests) for each.
 
-    All running requests draw at the same speed, so one count, the tokens that a request would have
-    which is there from the beginning, says how far each of them is: a request is done when the
-    count has grown by its work. Only the next end is a timer.
+    All running requests draw at the same speed, so one count serves all: the tokens that a request
+    would have that ran from the beginning. A request is done when the count has grown by its work.
+    Only the next end has a timer.
 
     Example: `sharing.add(job)`, and `sharing.speed_up(0.0)` to pause.
     """
@@ -60,14 +67,14 @@ class Sharing:
     ) -> None:
         """
         Args:
-            slots: requests that run at once; more wait their turn.
-            seconds_per_token: maps the number of running requests to each one's.
-            done: called with each job that has all its tokens.
+            slots: the most requests that run at once; more wait their turn.
+            seconds_per_token: returns each request's seconds per token, given how many run.
+            done: is called with each request that has all its tokens.
         """
         self.tokens = 0.0
-        """Drawn by all requests together."""
+        """Tokens that all requests together have drawn."""
         self.busy_s = 0.0
-        """Seconds in which tokens were drawn."""
+        """Virtual seconds in which tokens were drawn."""
         self._slots = slots
         self._seconds_per_token = seconds_per_token
         self._done = done
@@ -82,22 +89,22 @@ class Sharing:
 
     @property
     def count(self) -> float:
-        """Returns the count now."""
+        """The tokens that a request would have now that ran from the beginning."""
         self._advance()
         return self._count
 
     @property
     def running(self) -> int:
-        """Requests with a slot."""
+        """The number of requests that have a slot."""
         return self._live
 
     @property
     def taken(self) -> int:
-        """Requests with and without one."""
+        """The number of requests that run or wait for a slot."""
         return self._live + len(self._waiting)
 
     def add(self, job: ServedRequest) -> None:
-        """Take one more request; it runs if there is a slot."""
+        """Take one more request; it runs at once if a slot is free, and else waits for one."""
         self._advance()
         if self._live < self._slots:
             self._start(job)
@@ -106,7 +113,7 @@ class Sharing:
             self._waiting.append(job)
 
     def leave(self, job: ServedRequest) -> None:
-        """Drop a request that nobody waits for any more. One that is gone already: no-op."""
+        """Drop a request that nobody waits for any more; does nothing if it has left already."""
         self._advance()
         if not job.started:
             if job in self._waiting:
@@ -118,16 +125,13 @@ class Sharing:
             self._plan()
 
     def speed_up(self, factor: float) -> None:
-        """Sets the speed of all jobs, as a multiple of the usual one; 0 stands still."""
+        """Set the speed of all requests to `factor` times the usual one; with 0 none draws."""
         self._advance()
         self._factor = factor
         self._plan()
 
     def take_all(self) -> list[ServedRequest]:
-        """Return all requests, in the order in which they came.
-
-        They are no longer this object's.
-        """
+        """Remove all requests, and return them in the order in which they came."""
         self._advance()
         jobs = [job for job in self._running if job not in self._left] + list(self._waiting)
         self._running, self._live = [], 0
@@ -149,7 +153,7 @@ class Sharing:
         return self._factor / self._seconds_per_token(self._live) if self._live else 0.0
 
     def _advance(self) -> None:
-        """Bring the count up to now."""
+        """Bring `count`, `tokens` and `busy_s` up to now."""
         now = asyncio.get_running_loop().time()
         passed, self._at = now - self._at, now
         speed = self._speed()
@@ -159,7 +163,7 @@ class Sharing:
             self.busy_s += passed
 
     def _plan(self) -> None:
-        """Have the next end noticed. A timer that comes too early looks again."""
+        """Set a timer for the next request that ends. One that rings too early plans again."""
         while self._running and self._running[0] in self._left:
             self._left.discard(heapq.heappop(self._running))
         speed = self._speed()
@@ -191,60 +195,67 @@ class Sharing:
 
 @settings(ValueError, "engine.")
 class EngineCosts:
-    """The cost of an engine's work.
+    """Sets the virtual time that an engine's work takes.
 
-    A decode step of a batch of n requests takes `step_s + n * request_s` and brings each of them
-    one token: memory-bound for small batches, and never more than 1 / request_s tokens a second.
+    A decode step of a batch of n requests takes `step_s + n * request_s` seconds and gives each
+    request one token. So small batches are memory-bound, and an engine never draws more than
+    1 / `request_s` tokens a second.
     """
 
     slots: int = Field(default=64, ge=1)
     """Requests that run at once; more wait in the engine."""
     step_s: float = Field(default=0.02, ge=0)
+    """Seconds of a decode step, however many requests it serves."""
     request_s: float = Field(default=0.0002, ge=0)
+    """Seconds that each request adds to a decode step."""
     prompt_tokens: float = Field(default=0.0, ge=0)
-    """Tokens' worth of time before the first token of a response, or of what is left of it."""
+    """Time before a response's first token, or before it goes on after an abort, in tokens."""
     bucket_s: float = Field(default=0.5, ge=0)
     """Seconds to take one bucket of weights; the engine serves meanwhile."""
     pause_s: float = Field(default=0.02, ge=0)
+    """Seconds until a pause holds."""
     commit_s: float = Field(default=0.5, ge=0)
+    """Seconds to switch to staged weights."""
     resume_s: float = Field(default=0.01, ge=0)
+    """Seconds until the engine draws again after a pause."""
 
     def __post_init__(self) -> None:
         if self.step_s + self.request_s <= 0:
             raise ValueError(
                 f"engine.step_s is {self.step_s:g} and engine.request_s {self.request_s:g}; "
-                "allowed: steps that take time"
+                "allowed: a sum above 0"
             )
 
     def seconds_per_token(self, running: int) -> float:
-        """Returns the seconds per token of each of `running` requests."""
+        """Return the seconds per token of each request while `running` of them run."""
         return self.step_s + running * self.request_s
 
     def tokens_per_s(self, running: float) -> float:
-        """Returns the most tokens per second of all `running` requests; concave in their number.
+        """Return the most tokens per second of an engine with a mean of `running` requests.
 
-        Below one request per engine some engines have none, so it is linear there.
+        It is concave in their number. Below one request per engine some engines have none, so it is
+        linear there.
         """
         running = min(running, self.slots)
         return min(running, 1.0) * max(running, 1.0) / self.seconds_per_token_of(max(running, 1.0))
 
     def seconds_per_token_of(self, running: float) -> float:
-        """Returns the mean seconds per token of each of `running` requests."""
+        """Return the seconds per token of each request for a mean number of running requests."""
         return self.step_s + running * self.request_s
 
 
 _SOME = LogNormal(median=500, p99=4000)
-#: What a simulated response is made of.
+#: The token of which simulated responses consist.
 TOKEN = 7
 
 Length = Callable[[Request], float]
-"""Tokens of the whole response to a request, the part that it continues included."""
+"""Returns the tokens of the whole response to a request, including the part that it continues."""
 
 
 def sample_of(request: Request, versions: tuple[int, ...], reason: FinishReason) -> Sample:
-    """Return a sample with an entry for each version.
+    """Make a simulated sample with an entry for each of `versions`.
 
-    Its tokens and log-probs are shared, not copied.
+    Samples of the same length share their tokens and log-probs.
     """
     return Sample(
         request_id=request.id,
@@ -256,7 +267,7 @@ def sample_of(request: Request, versions: tuple[int, ...], reason: FinishReason)
 
 
 def some_length(request: Request) -> float:
-    """Around 500 tokens with a long tail, by the request's seed, or its name where it has none."""
+    """Return a length around 500 tokens with a long tail, drawn by the request's seed or its id."""
     seed = request.seed if request.seed is not None else zlib.crc32(request.id.encode())
     return _SOME.quantile(uniform(seed))
 
@@ -272,7 +283,7 @@ def _logprobs(count: int) -> tuple[float, ...]:
 
 
 class Stamps:
-    """The places, on an engine's count of tokens, at which it was given new weights.
+    """Remembers at which counts of tokens an engine got new weights, to tell entries' versions.
 
     Example: `Stamps(0).versions(begun=0.0, prompt=0.0, entries=3, per_entry=1)`.
     """
@@ -282,22 +293,22 @@ class Stamps:
         self._versions = [version]
 
     def switch(self, version: int, *, at: float) -> None:
-        """Stamps the tokens after that place with the version."""
+        """Note that tokens after the count `at` are drawn with weights of `version`."""
         self._switches.append(at)
         self._versions.append(version)
 
     def versions(
         self, *, begun: float, prompt: float, entries: int, per_entry: int
     ) -> tuple[int, ...]:
-        """Versions of the entries of a response, [entries].
+        """Return the version of each entry of a response, [entries].
 
         An entry has the version that was served when its last token was drawn.
 
         Args:
-            begun: place at which its prompt began to be computed.
-            prompt: length of the prompt on the count.
-            entries: of the response.
-            per_entry: tokens that each stands for.
+            begun: the count at which the prompt began to be computed.
+            prompt: the prompt's time in tokens.
+            entries: the number of entries in the response.
+            per_entry: the tokens that each entry stands for.
         """
         found: tuple[int, ...] = ()
         place = bisect.bisect_right(self._switches, begun) - 1
@@ -313,25 +324,25 @@ class Stamps:
 
 
 def entries_of(tokens: float, per_entry: int) -> int:
-    """Return the number of whole entries in `tokens`, a sum of rounded numbers."""
+    """Return the number of whole entries in `tokens`, allowing for rounding in their sum."""
     return max(int(tokens / per_entry + 1e-6), 0)
 
 
 class SimulatedServing:
-    """Answers requests in the time that it takes, and keeps those that come while it drains.
+    """Answers requests in simulated time, and holds back those that come while it drains.
 
-    Example: `await serving.answer(request)`, and `serving.speed_up(0.0)` to pause.
+    Example: `await serving.answer(request)`, and `serving.sharing.speed_up(0.0)` to pause.
     """
 
     def __init__(self, costs: EngineCosts, length: Length, tokens_per_entry: int) -> None:
         self.sharing = Sharing(costs.slots, costs.seconds_per_token, self._complete)
         self.stamps = Stamps(0)
         self.lost_tokens = 0.0
-        """Drawn for requests that were never answered."""
+        """Tokens that were drawn for requests that were never answered."""
         self._prompt = costs.prompt_tokens
         self._length = length
         self._per_entry = tokens_per_entry
-        # And the entries of the whole response.
+        # Each with the entries of its whole response.
         self._requests: dict[ServedRequest, tuple[Request, float]] = {}
         self._orders = itertools.count()
         self._held: list[ServedRequest] | None = None
@@ -339,11 +350,14 @@ class SimulatedServing:
 
     @property
     def taken(self) -> int:
-        """Requests that were taken and not answered."""
+        """The number of requests that were taken and are not answered yet."""
         return len(self._requests)
 
     async def answer(self, request: Request) -> Sample:
-        """Return the sample; a cancelled call frees what it held."""
+        """Answer a request in the time that it takes; a cancelled call frees its slot.
+
+        Errors: what the length function raises, and what is given to `fail`.
+        """
         length = max(self._length(request), 1)
         whole, most = math.inf, math.inf
         if length < math.inf:
@@ -369,7 +383,7 @@ class SimulatedServing:
                 self._look_whether_quiet()
 
     async def drain(self) -> None:
-        """Wait until all requests are answered; those that come meanwhile wait for `undrain`."""
+        """Wait until all requests are answered; hold back those that come until `undrain`."""
         if self.sharing.taken:
             self._held = []
             self._quiet.clear()
@@ -377,18 +391,18 @@ class SimulatedServing:
 
     @property
     def draining(self) -> bool:
-        """True if requests that come are held back."""
+        """True while requests that come are held back."""
         return self._held is not None
 
     def undrain(self) -> None:
-        """Let in what was held back."""
+        """Serve the requests that were held back, and hold back no more."""
         held, self._held = self._held, None
         self._quiet.set()
         for job in held or ():
             self.sharing.add(job)
 
     def give_back(self) -> None:
-        """Answer all requests with what they have; those that are held back have nothing."""
+        """Answer all requests with the tokens that they have, as aborted ones."""
         for job in self._take_all():
             self._answer(job, "abort", self._drawn(job))
 
@@ -407,14 +421,14 @@ class SimulatedServing:
         return jobs
 
     def _lose(self, job: ServedRequest) -> bool:
-        """Counts the job's tokens as lost; returns whether it was still to be answered."""
+        """Count the tokens of an unanswered request as lost; returns whether it was unanswered."""
         lost = self._requests.pop(job, None) is not None
         if lost:
             self.lost_tokens += self._drawn(job)
         return lost
 
     def _drawn(self, job: ServedRequest) -> float:
-        """Tokens that a job has had, its prompt's share included."""
+        """Return the tokens that a request has drawn, with its prompt's time counted as tokens."""
         return min(max(self.sharing.count - job.begun, 0.0), job.work)
 
     def _complete(self, job: ServedRequest) -> None:

@@ -1,4 +1,4 @@
-"""The trainer's side of a simulation: a policy that learns nothing, and the other parts."""
+"""Simulates the trainer's side: a policy that learns nothing, prompts, recipe, store, loggers."""
 
 from __future__ import annotations
 
@@ -20,32 +20,37 @@ from .latency import uniform
 
 @settings(ValueError, "train.")
 class TrainCosts:
-    """Virtual seconds of the trainer. Tokens are those of responses, not of prompts."""
+    """Sets the virtual time that the trainer's work takes. Prompts' tokens cost nothing."""
 
     begin_s: float = Field(default=0.0, ge=0)
+    """Seconds to begin a step."""
     logprobs_token_s: float = Field(default=0.0, ge=0)
-    """Per token and model."""
+    """Seconds of log-probs, per response token and model."""
     microbatch_s: float = Field(default=0.0, ge=0)
-    """Per call, of however many groups."""
+    """Seconds that each call of `microbatch` takes besides those of its tokens."""
     token_s: float = Field(default=1e-5, ge=0)
-    """Seconds of a forward and a backward, per token."""
+    """Seconds of forward and backward, per response token."""
     finish_s: float = Field(default=0.5, ge=0)
-    """Reduction and update."""
+    """Seconds of a step's reduction and update."""
     abort_s: float = Field(default=0.1, ge=0)
+    """Seconds to undo a step."""
     restore_s: float = Field(default=60.0, ge=0)
-    """Fresh ranks, and a checkpoint in them."""
+    """Seconds to start fresh ranks and load a checkpoint into them."""
     save_s: float = Field(default=5.0, ge=0)
+    """Seconds to write a checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedStep:
-    """One optimizer step that is in the weights. Example: `policy.updates[-1].group_ids`."""
+    """Records an optimizer step that is in the weights. Example: `policy.updates[-1].group_ids`."""
 
     group_ids: tuple[int, ...]
+    """Ids of the groups that it trained."""
     lags: tuple[int, ...]
-    """Versions between the oldest weights of each group's tokens and those that it trained."""
+    """Each group's staleness: versions between the oldest weights of its tokens and those that it
+    trained."""
     entries: int
-    """Entries of all samples."""
+    """Number of entries in all samples of these groups."""
 
 
 class BrokenRule(AssertionError):
@@ -53,7 +58,7 @@ class BrokenRule(AssertionError):
 
 
 class SimulatedPolicy:
-    """A `Policy` that knows which groups are in its weights, and refuses one a second time.
+    """Implements `Policy` in virtual time; it raises if a group would train a second time.
 
     Example: `SimulatedPolicy(TrainCosts(), tokens_per_entry=64).updates`.
     """
@@ -63,13 +68,13 @@ class SimulatedPolicy:
     ) -> None:
         self.costs = costs
         self.busy_s = 0.0
-        """Seconds in calls that did something, also of steps that were aborted."""
+        """Virtual seconds that calls took, those of aborted steps included."""
         self.updates: list[SimulatedStep] = []
-        """The updates in its weights, those of a restored checkpoint included."""
+        """The steps in its weights, those of a restored checkpoint included."""
         self.lost = False
         """True if ranks are gone; `restart` brings them back."""
         self.aborted = 0
-        """Open steps that were undone."""
+        """Number of open steps that were undone."""
         self._tokens_per_entry = tokens_per_entry
         self._faults = faults or Faults(())
         self._trained: set[int] = set()
@@ -79,15 +84,15 @@ class SimulatedPolicy:
 
     @property
     def version(self) -> int:
-        """Updates in its weights."""
+        """The number of steps in its weights."""
         return len(self.updates)
 
     def has(self, group_id: int) -> bool:
-        """Returns whether a group is in its weights."""
+        """Return whether a group has trained its weights."""
         return group_id in self._trained
 
     async def begin(self, step_id: str) -> None:
-        """See the protocol."""
+        """Open a step; see `Policy.begin`. Errors: `BrokenRule` if another one is open."""
         fault = await self._call("begin", self.costs.begin_s)
         if self._open and self._open != step_id:
             raise BrokenRule(f"begin({step_id}) while step {self._open} is open")
@@ -97,17 +102,20 @@ class SimulatedPolicy:
         self._behind(fault)
 
     async def logprobs(self, batch: Any, which: LogprobsOf) -> Any:
-        """See the protocol; nothing, in as long as it takes."""
+        """Take the time of computing log-probs, and return None."""
         fault = await self._call("logprobs", self.costs.logprobs_token_s * self._tokens(batch))
         self._behind(fault)
 
     async def microbatch(self, step_id: str, batch: Any, *, microbatch_id: str, last: bool) -> None:
-        """See the protocol; `batch` has the groups."""
+        """Note the groups in `batch`, in the time of forward and backward; see `Policy.microbatch`.
+
+        Errors: `BrokenRule` if the step is not open, or a group is in it or in the weights already.
+        """
         del last
         seconds = self.costs.microbatch_s + self.costs.token_s * self._tokens(batch)
         fault = await self._call("microbatch", seconds)
         if step_id != self._open:
-            raise BrokenRule(f"microbatch of {step_id}, and {self._open or 'no step'} is open")
+            raise BrokenRule(f"microbatch of {step_id} while {self._open or 'no step'} is open")
         others = {
             each.id
             for name, groups in self._groups.items()
@@ -123,12 +131,15 @@ class SimulatedPolicy:
         self._behind(fault)
 
     async def finish(self, step_id: str) -> StepOutcome:
-        """See the protocol."""
+        """Count the open step's groups as trained; see `Policy.finish`.
+
+        Errors: `BrokenRule` if the step is not open.
+        """
         if step_id in self._finished:
             return self._finished[step_id]
         fault = await self._call("finish", self.costs.finish_s)
         if step_id != self._open:
-            raise BrokenRule(f"finish of {step_id}, and {self._open or 'no step'} is open")
+            raise BrokenRule(f"finish of {step_id} while {self._open or 'no step'} is open")
         groups = [group for together in self._groups.values() for group in together]
         update = SimulatedStep(
             group_ids=tuple(group.id for group in groups),
@@ -147,7 +158,7 @@ class SimulatedPolicy:
         return outcome
 
     async def abort(self, step_id: str | None = None) -> None:
-        """See the protocol. A finished step stays finished."""
+        """Undo the open step; a finished one stays finished. See `Policy.abort`."""
         fault = await self._call("abort", self.costs.abort_s if self._open else 0.0)
         if self._open and step_id in (None, self._open):
             self.aborted += 1
@@ -155,12 +166,12 @@ class SimulatedPolicy:
         self._behind(fault)
 
     def lose(self) -> None:
-        """Lose all ranks, and what they had with them."""
+        """Lose all ranks and the open step; all calls raise `RanksLost` until `restart`."""
         self.lost = True
         self._close()
 
     def restart(self, updates: list[SimulatedStep]) -> None:
-        """Fresh ranks, with the weights that those updates made."""
+        """Start fresh ranks whose weights have had these steps."""
         self.lost = False
         self.updates = list(updates)
         self._trained = {group_id for update in updates for group_id in update.group_ids}
@@ -175,9 +186,12 @@ class SimulatedPolicy:
         return sum(group.tokens for group in groups) * self._tokens_per_entry
 
     async def _call(self, call: str, seconds: float) -> Fault | None:
-        """Takes the time; returns the fault that is to happen after it, if there is one."""
+        """Take the time of a call; returns the fault that it has to raise once it is carried out.
+
+        Errors: those of a fault that happens before it is carried out; `RanksLost`.
+        """
         if self.lost:
-            raise RanksLost("the simulated ranks are gone")
+            raise RanksLost(f"{call}: the simulated ranks are gone; restore them first")
         fault = self._faults.due("policy", asyncio.get_running_loop().time(), call=call)
         if fault is not None and fault.kind == "hangs":
             await asyncio.get_running_loop().create_future()
@@ -191,12 +205,12 @@ class SimulatedPolicy:
             self.lose()
             raise RanksLost(f"{call}: a simulated rank died")
         if fault is not None and fault.kind == "raises":
-            raise InjectedError(f"{call} fails")
+            raise InjectedError(f"{call} fails by a fault of the scenario")
         return fault
 
     def _behind(self, fault: Fault | None) -> None:
         if fault is not None:
-            raise InjectedError("it was carried out, and then it failed")
+            raise InjectedError(f"{fault.call} was carried out, and then it failed")
 
 
 #: Streams of random numbers, so that a group's fate is not that of its lengths.
@@ -208,23 +222,23 @@ def _now() -> float:
 
 
 class SimulatedPrompts:
-    """A number of prompts, each a number; 0 for no end."""
+    """Implements `Prompts`: each prompt is its own index; a `count` of 0 has no end."""
 
     def __init__(self, count: int = 0) -> None:
         self._count = count
 
     def prompt(self, index: int) -> int | None:
-        """Return the prompt at a place: the place."""
+        """Return the index itself, or None after the last one."""
         return None if self._count and index >= self._count else index
 
     def epoch(self, index: int) -> int:
-        """Always the first."""
+        """Return 0: the data counts as used once."""
         del index
         return 0
 
 
 class SimulatedRecipe:
-    """Rejects a share of the groups, as those without spread of rewards are; the others train."""
+    """Implements `Recipe`: rejects the share `filtered` of the groups, and passes on the others."""
 
     def __init__(self, *, seed: int, filtered: float) -> None:
         self._seed = seed
@@ -232,7 +246,7 @@ class SimulatedRecipe:
         self.filtered_entries = 0
 
     def rejects(self, group: RolloutGroup) -> str:
-        """Rejects by id, so that it is the same group in every run."""
+        """Return "flat" for a rejected group and "" for others; seed and id alone decide."""
         if self._filtered and uniform(self._seed, _FLAT, group.id) < self._filtered:
             self.filtered_entries += group.tokens
             return "flat"
@@ -253,25 +267,25 @@ class SimulatedRecipe:
         return groups
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> Mapping[str, float]:
-        """Their mean reward."""
+        """Return the mean reward of the groups' samples."""
         del version
         rewards = [reward for group in groups for reward in group.rewards]
         return {"reward": sum(rewards) / max(len(rewards), 1)}
 
 
 class SimulatedWeights:
-    """A `WeightSource` of buckets without tensors; what they cost, the engines say."""
+    """Implements `WeightSource` with buckets that have no tensors; engines take time for them."""
 
     def __init__(self, buckets: int, faults: Faults) -> None:
         self._buckets = buckets
         self._faults = faults
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """None."""
+        """Return no tensors."""
         return ()
 
     def buckets(self, *, bucket_bytes: int) -> Iterator[Bucket]:
-        """Yields as many buckets as were asked for."""
+        """Yield the buckets, whatever `bucket_bytes` is. Errors: `InjectedError` for a fault."""
         del bucket_bytes
         for index in range(self._buckets):
             if self._faults.due("weights", _now()):
@@ -280,7 +294,7 @@ class SimulatedWeights:
 
 
 class MemoryStore:
-    """Checkpoints in memory, as the JSON that a file would hold; the newest one is kept."""
+    """Implements `Store` in memory: keeps the newest checkpoint, its state as JSON."""
 
     def __init__(self, policy: SimulatedPolicy) -> None:
         self.saved = self.restored = 0
@@ -288,7 +302,7 @@ class MemoryStore:
         self._newest: tuple[list[SimulatedStep], str] | None = None
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
-        """See the protocol."""
+        """Keep the policy's steps and `state`, in the time of a write; see `Store.save`."""
         updates = list(self._policy.updates)
         if len(updates) != version:
             raise AssertionError(f"version {version} is saved, and the policy has {len(updates)}")
@@ -297,7 +311,7 @@ class MemoryStore:
         self.saved += 1
 
     async def restore(self) -> Mapping[str, Any] | None:
-        """See the protocol."""
+        """Restart the policy with the newest checkpoint's steps; returns its state, or None."""
         await asyncio.sleep(self._policy.costs.restore_s)
         self.restored += 1
         updates, state = self._newest or ([], "null")
@@ -307,36 +321,36 @@ class MemoryStore:
 
 
 class CountingPlane(MemoryPlane):
-    """The controller's own data plane; it knows how much was thrown away, and can fail."""
+    """Adds counts of cleared groups, and faults, to the controller's data plane in memory."""
 
     def __init__(self, policy: SimulatedPolicy, faults: Faults) -> None:
         super().__init__()
         self.evicted_entries = 0
-        """Entries of groups that were cleared and are in no update."""
+        """Number of entries in groups that were cleared without being in the weights."""
         self.clears = 0
-        """Groups that were there and are cleared."""
+        """Number of groups that were in the data plane and were cleared."""
         self._policy = policy
         self._faults = faults
 
     @property
     def entries(self) -> int:
-        """Returns the entries of the groups that are there."""
+        """The number of entries in the groups that are there."""
         return sum(group.tokens for group in self._groups.values())
 
     async def put(self, group: RolloutGroup) -> None:
-        """See the protocol."""
+        """Keep a group; see `DataPlane.put`. Errors: `InjectedError` for a fault."""
         fault = self._fault("put")
         await super().put(group)
         if fault:
             raise InjectedError("put was carried out, and then it failed")
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """See the protocol."""
+        """Return a group; see `DataPlane.get`. Errors: `InjectedError` for a fault."""
         self._fault("get")
         return await super().get(group_id)
 
     async def clear(self, group_ids: Sequence[int]) -> None:
-        """See the protocol."""
+        """Forget and count groups; see `DataPlane.clear`. Errors: `InjectedError` for a fault."""
         fault = self._fault("clear")
         for group_id in group_ids:
             group = self._groups.get(group_id)
@@ -349,43 +363,45 @@ class CountingPlane(MemoryPlane):
             raise InjectedError("clear was carried out, and then it failed")
 
     def _fault(self, call: str) -> bool:
-        """Returns whether it is to fail after the call. Errors: `InjectedError` before it."""
+        """Raise if a fault is due before the call; returns whether one is due after it."""
         fault = self._faults.due("plane", _now(), call=call)
         if fault is not None and fault.kind == "raises":
-            raise InjectedError(f"{call} fails")
+            raise InjectedError(f"{call} fails by a fault of the scenario")
         return fault is not None
 
 
 class Recorder:
-    """A logger that keeps the last row, and when each of them came."""
+    """Implements `Logger`: keeps the last row, and the times at which rows came."""
 
     def __init__(self) -> None:
         self.last: Mapping[str, float] = {}
+        """The metrics of the last optimizer step; empty before the first."""
         self.ends_s: list[float] = []
+        """The virtual second at which each optimizer step's row came."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """See the protocol."""
+        """Keep a row of an optimizer step; ignore that of version 0."""
         if step:
             self.last = dict(metrics)
             self.ends_s.append(_now())
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 class FaultyLogger:
-    """A logger that fails where it is to, and does nothing else."""
+    """Implements `Logger`: raises if a fault is due, and counts rows otherwise."""
 
     def __init__(self, faults: Faults) -> None:
         self.rows = 0
         self._faults = faults
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """See the protocol."""
+        """Count a row. Errors: `InjectedError` for a fault."""
         del metrics, step
         if self._faults.due("logger", _now()):
             raise InjectedError("the logger's disk is full")
         self.rows += 1
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""

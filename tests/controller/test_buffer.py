@@ -342,11 +342,11 @@ def test_only_known_outcomes_and_capacities_are_taken():
         ({"arrivals": -1}, "-1 is not a count, an id or a version"),
         ({"arrivals": True}, "True is not a count"),
         ({"arrivals": 1}, "arrival 1 is not below the next one, 1"),
-        ({"unfinished": [4, 1]}, "unfinished groups are not ascending"),
-        ({"unfinished": [2]}, "a group is in it twice"),
+        ({"unfinished": [4, 1]}, r"unfinished groups \[4, 1\] are not ascending"),
+        ({"unfinished": [2]}, "group 2 is in it twice"),
         ({"unfinished": ["a"]}, "'a' is not a count"),
         ({"ready": [{"id": 2}]}, "TypeError"),
-        ({"ready": [{"id": i, "arrival": i, "version": 0} for i in (7, 6)]}, "their arrival"),
+        ({"ready": [{"id": i, "arrival": i, "version": 0} for i in (7, 6)]}, "arrivals"),
     ],
 )
 def test_a_state_that_no_buffer_has_written_is_an_error(change, message):

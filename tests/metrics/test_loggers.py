@@ -119,7 +119,7 @@ def test_a_slow_logger_holds_up_nothing_and_what_does_not_fit_is_counted(capsys)
     loggers.close()
     assert [each if each == "closed" else each[0] for each in slow.seen] == [0, 1, 2, "closed"]
     told = capsys.readouterr().err
-    assert "loggers are 2 records behind" in told
+    assert "loggers have 2 records waiting" in told
     assert "3 records of metrics were left out" in told
     loggers.log({"loss": 0.0}, step=7)
     assert loggers.left_out == 4
