@@ -7,17 +7,16 @@ import warnings
 from typing import Any
 
 import torch
-from cases import SHAPES, Case, U, additions
-from several_targets import close
+from cases import SHAPES, WIDTHS, Case, U, additions, close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-def case(seed: int, size: int) -> tuple[Case, Any]:
+def case(seed: int, size: int, widths: tuple[int, ...] = WIDTHS) -> tuple[Case, Any]:
     """A student's case and the teacher's logits [..., V · ranks]; the same on all ranks."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    shape, local = draw.choice(SHAPES), draw.choice([1, 3, 17, 64])
+    shape, local = draw.choice(SHAPES), draw.choice(widths)
     dtype = draw.choice(DTYPES)
     of_teacher = draw.choice([dtype, *DTYPES]) if dtype != torch.float64 else dtype
     apart = draw.choice(["no", "no", "teacher", "student", "both", "shard"])
@@ -152,6 +151,52 @@ def _softmax(whole: Any, size: int, scale: Any, u: float, sums: int) -> tuple[An
     if u == U[torch.float64]:  # torch divides before it subtracts
         z = z + logits.abs().clamp(max=1e15)
     return p, z, u * (3 * (p * z).sum(-1) + sums + log_sum), log_sum
+
+
+def of_outcomes(
+    student_K: Any,
+    teacher_K: Any,
+    shares: tuple[float, float],
+    of_student_K: Any,
+    of_teacher_K: Any,
+    *,
+    renormalized: bool = False,
+) -> tuple[Any, Any, Any, Any]:
+    """The divergence of K outcomes out of log-probs in float64, its gradient, and a bound of each.
+
+    Returns (divergence, bound, gradient by the student's log-probs, bound). Log-probs that are off
+    by so much move a result by its derivatives times that, to first order, and a result of float32
+    is rounded once. Outcomes without probability are -inf on both sides.
+    """
+    u, there_K = U[torch.float32], student_K > -torch.inf
+    inputs = [torch.where(there_K, each, 0.0).requires_grad_() for each in (student_K, teacher_K)]
+    offs = [torch.where(there_K, each, 0.0) for each in (of_student_K, of_teacher_K)]
+
+    def distribution(logprob_K: Any) -> tuple[Any, Any]:
+        if renormalized:
+            none = torch.where(there_K, 0.0, -1e30)
+            total = (logprob_K + none).logsumexp(-1, keepdim=True)
+            logprob_K = logprob_K - torch.where(total > -1e29, total, 0.0)
+        return logprob_K.exp() * there_K, logprob_K
+
+    (s, log_s), (t, log_t) = (distribution(each) for each in inputs)
+    forward, reverse = shares
+    value = ((forward * t - reverse * s) * (log_t - log_s)).sum(-1)
+
+    def moved(derivatives: Any) -> Any:
+        pairs = zip(derivatives, offs, strict=True)
+        return sum((each.abs() * off).sum(-1) for each, off in pairs)
+
+    derivatives = torch.autograd.grad(value.sum(), inputs, create_graph=True)
+    of_each = [
+        moved(torch.autograd.grad(one.sum(), inputs, retain_graph=True))
+        for one in derivatives[0].unbind(-1)
+    ]
+    gradient_K = derivatives[0].detach()
+    of_gradient_K = torch.stack(of_each, -1) + 2 * u * gradient_K.abs()
+    value = value.detach()
+    of_value = (moved(derivatives) + 2 * u * value.abs()).detach()
+    return value, of_value, gradient_K, of_gradient_K
 
 
 def differentiated(kl: Any, weights: Any) -> None:

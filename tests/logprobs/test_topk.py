@@ -34,11 +34,27 @@ def _case(seed: int, size: int) -> dict[str, Any]:
     }
 
 
-def most_likely(cases: int) -> list[bytes]:
+def truth(logits: Any, ids: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """Values in float64 of these ids, by name, and bounds: those of log-probs of K targets.
+
+    What is found of the most likely tokens are their log-probs and that of the rest, of sums with
+    the same roundings, or fewer: candidates are added up in float64.
+    """
+    import several_targets
+    import torch
+    from cases import Case
+
+    how = {name: arguments[name] for name in ("vocab_size", "temperature", "token_mask")}
+    weights = torch.zeros(*ids.shape[:-1], ids.shape[-1] + 1)
+    arguments = {"targets": ids, "entropy": "none", **how}
+    return several_targets.truth(Case(logits, arguments, "plain", weights, None))
+
+
+def most_likely(cases: int) -> tuple[list[bytes], dict[str, float]]:
     """Runs on a rank that shares the vocabulary with all others; what it found, as bytes."""
     import torch
     import torch.distributed as dist
-    from cases import additions
+    from cases import USED, close
 
     from megatron_idempotent import vocab_topk
 
@@ -65,43 +81,24 @@ def most_likely(cases: int) -> list[bytes]:
         inputs += [(whole, {"hidden": hidden, "weight": weight.chunk(size)[rank]})]
         for made, form in inputs:
             topk = vocab_topk(**form, **common)
-            exact = made.double()[..., :real]
-            ordered = exact.sort(dim=-1, descending=True, stable=True)
+            ordered = made.double()[..., :real].sort(dim=-1, descending=True, stable=True)
             assert torch.equal(topk.ids[mask], ordered.indices[mask][:, :k]), seed
             assert (topk.ids[~mask] == -100).all()
-            scale = torch.as_tensor(given["temperature"], dtype=torch.float64)[..., None]
-            logp = torch.log_softmax(ordered.values / scale, -1)
-            left = logp[..., k:].logsumexp(-1) if k < real else torch.full(mask.shape, -torch.inf)
-            # Roundings of z, of exp and of the sums over fewer than 200 columns, and of the result;
-            # and of a temperature that is no number of float32.
-            u = torch.finfo(topk.logprob.dtype).eps
-            finite = exact[exact > -torch.inf]
-            z = 2 * float(finite.amax() - finite.amin()) if len(finite) else 0.0
-            bound = u * (6 * z + additions(real) + 12)
-            lse = (exact / scale).logsumexp(-1)
-            wanted = {"logprob": logp[..., :k], "rest": left, "lse": lse}
-            for name, value in wanted.items():
-                ours = getattr(topk, name)
-                computed = mask if value.shape == mask.shape else mask[..., None]
-                value = torch.where(computed, value, 0.0)
-                error = torch.where(ours == value, 0.0, (ours - value).abs())
-                beyond = error / (bound + u * value.abs())
-                assert (beyond.nan_to_num(0.0) <= 1).all(), (seed, name, beyond)
+            values, bounds = truth(made, topk.ids, common)
+            for name in ("logprob", "rest", "lse"):
+                close(name, getattr(topk, name), values[name], bounds[name], (seed, dtype))
             found += [each.numpy().tobytes() for each in topk]
             assert not any(each.requires_grad for each in topk)
-    return found
+    return found, USED
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_most_likely_tokens_are_found_lowest_id_first_and_alike_on_all_ranks(
     megatron_ranks, ranks
 ):
-    first, *others = megatron_ranks(ranks, most_likely, 60)
-    assert all(other == first for other in others)
-
-
-def _shares(direction: str) -> tuple[float, float]:
-    return {"forward": (1.0, 0.0), "reverse": (0.0, 1.0), "mixed": (0.3, 0.7)}[direction]
+    (first, used), *others = megatron_ranks(ranks, most_likely, 60)
+    print(f"parts of their bounds that errors have: {used}")
+    assert all(other == first for other, _ in others)
 
 
 def _divergence(p: Any, q: Any) -> Any:
@@ -112,71 +109,98 @@ def _divergence(p: Any, q: Any) -> Any:
     return (p * ratio.log()).sum(-1)
 
 
-def of_a_teachers_tokens() -> list[bytes]:
+def of_a_teachers_tokens() -> tuple[list[bytes], dict[str, float]]:
     """Runs on a rank that shares the vocabulary: each tail and direction, as their words say it."""
     import itertools
 
+    import divergences
     import torch
     import torch.distributed as dist
+    from cases import USED, Case, U, close
 
     from megatron_idempotent import token_kl, token_logprobs, topk_kl, vocab_topk
 
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
+    u = U[torch.float32]
     columns, k = 30 * size, 5
     real = columns - 3
     whole, teacher = torch.randn(2, 4, 3, columns)
     mask, temperature = torch.rand(4, 3) < 0.7, torch.rand(4, 3) + 0.5
-    common: dict[str, Any] = {
-        "tp_group": dist.group.WORLD,
-        "vocab_size": real,
-        "token_mask": mask,
-        "temperature": temperature,
-    }
+    how: dict[str, Any] = {"vocab_size": real, "token_mask": mask, "temperature": temperature}
+    common = {"tp_group": dist.group.WORLD, **how}
     topk = vocab_topk(logits=teacher.chunk(size, -1)[rank], k=k, **common)
     ids = topk.ids.clone()
     ids[..., -1] = torch.where(torch.arange(3) == 1, -100, ids[..., -1])  # some have fewer
     valid = ids >= 0
     t = topk.logprob.double().exp() * valid
+    # That an entry was left out is something that the rest of vocab_topk does not know.
+    rest = topk.rest.double().exp() + (topk.logprob.double().exp() * ~valid).sum(-1)
     weights = torch.randn(4, 3, dtype=torch.float64)
+    # The student's log-probs are off by so much. The teacher's are given in float32, but for a rest
+    # that is rounded, or what all others leave of 1, each off by so much.
+    of_topk = truth(teacher, topk.ids, how)[1]
+    values, bounds = truth(whole, ids, how)
+    of_left = (topk.logprob.double().exp() * of_topk["logprob"]).sum(-1) / rest + of_topk["rest"]
     found = []
     for tail, direction, given in itertools.product(
         ("bucket", "ignore", "renormalize"), ("forward", "reverse", "mixed"), (False, True)
     ):
         exact = whole.double().requires_grad_()
-        s = torch.softmax(exact[..., :real] / temperature.double()[..., None], -1)
-        s = s.gather(-1, ids.clamp(min=0)) * valid
+        scaled = exact[..., :real] / temperature.double()[..., None]
+        s = torch.softmax(scaled, -1).gather(-1, ids.clamp(min=0)) * valid
         p, q = t, s
         if tail == "bucket":
-            # That an entry was left out is something that the rest of vocab_topk does not know.
-            rest = topk.rest.double().exp() + (topk.logprob.double().exp() * ~valid).sum(-1)
             p, q = (
                 torch.cat([each, left[..., None]], -1)
                 for each, left in ((t, rest), (s, 1 - s.sum(-1)))
             )
         elif tail == "renormalize":
             p, q = (each / each.sum(-1, keepdim=True).clamp(min=1e-99) for each in (t, s))
-        forward, reverse = _shares(direction)
-        of_both = zip((forward, reverse), ((p, q), (q, p)), strict=True)
+        shares = divergences.shares({"direction": direction, "mix": 0.3})
+        of_both = zip(shares, ((p, q), (q, p)), strict=True)
         wanted = sum(share * _divergence(*pair) for share, pair in of_both if share)
         wanted = torch.where(mask, wanted, 0.0)
         wanted.backward(torch.where(mask, weights, 0.0))
         leaf = whole.chunk(size, -1)[rank].clone().requires_grad_()
-        how = {"tail": tail, "direction": direction, "mix": 0.3}
+        arguments = {"tail": tail, "direction": direction, "mix": 0.3}
         teacher_rest = rest.log().float() if given and tail == "bucket" else None
         of_k = {"teacher_logprobs": topk.logprob, "teacher_rest": teacher_rest}
-        ours = token_kl(logits=leaf, teacher_ids=ids, **of_k, **how, **common)
+        ours = token_kl(logits=leaf, teacher_ids=ids, **of_k, **arguments, **common)
         ours.kl.backward(weights.float())
-        # Log-probs of float32, of up to 20 nats, each off by the roundings of z and of a sum of
-        # fewer than 64 terms; a rest that is 1 less k of theirs is off by as much, its logarithm
-        # by that over the rest. A gradient is a product of two such.
-        least = float(rest[mask].min()) if tail == "bucket" and not given else 1.0
-        bound = 2.0**-24 * (64 + 3 * 20) * (2 + k / least)
-        assert (ours.kl - wanted).abs().max() <= bound, (tail, direction, given)
-        of_logits = exact.grad.chunk(size, -1)[rank]
-        assert (leaf.grad - of_logits).abs().max() <= bound * float(weights.abs().max()) * 2
-        for mass, value in ((ours.student_mass, s.sum(-1)), (ours.teacher_mass, t.sum(-1))):
-            assert (mass - torch.where(mask, value, 0.0)).abs().max() <= bound
+        own, others = values["logprob"], topk.logprob.double()
+        of_own, of_others = bounds["logprob"], torch.zeros_like(others)
+        if tail == "bucket":
+            of_rest = of_left if teacher_rest is None else u * rest.log().abs()
+            own, others, of_own, of_others = (
+                torch.cat([each, last[..., None]], -1)
+                for each, last in (
+                    (own, values["rest"]),
+                    (others, rest.log()),
+                    (of_own, bounds["rest"]),
+                    (of_others, of_rest),
+                )
+            )
+        there = torch.zeros_like(own, dtype=torch.bool)
+        there[..., :k] = valid & mask[..., None]
+        there[..., k:] = mask[..., None]
+        own, others = (each.masked_fill(~there, -torch.inf) for each in (own, others))
+        computed = divergences.of_outcomes(
+            own, others, shares, of_own, of_others, renormalized=tail == "renormalize"
+        )
+        name = (tail, direction, given)
+        close("kl of K", ours.kl, wanted.detach(), computed[1], name)
+        gradient, bound = of_logits(Case(whole, how, "plain", None, None), ids, computed, weights)
+        assert float((gradient - exact.grad).abs().max()) <= 2.0**-40, name  # the same, in float64
+        gradient, bound = (each.chunk(size, -1)[rank] for each in (gradient, bound))
+        close("gradient of K", leaf.grad, gradient, bound, name)
+        of_mass = (s.detach() * bounds["logprob"]).sum(-1)
+        for what, mass, value, of_value in (
+            ("student", ours.student_mass, s.sum(-1).detach(), of_mass),
+            ("teacher", ours.teacher_mass, t.sum(-1), 0.0),
+        ):
+            value = torch.where(mask, value, 0.0)
+            close(f"mass of the {what}", mass, value, of_value + 2 * u * value, name)
             assert not mass.requires_grad
         found.append(ours.kl.detach().numpy().tobytes())
         # Out of log-probs that somebody has computed already it is the same.
@@ -186,12 +210,15 @@ def of_a_teachers_tokens() -> list[bytes]:
             topk.logprob,
             teacher_rest=teacher_rest,
             valid=valid,
-            **how,
+            **arguments,
         )
         assert torch.equal(again.kl, ours.kl)
     # All of a vocabulary is the divergence of the whole, whatever is done to a tail of nothing.
     every = vocab_topk(logits=teacher.chunk(size, -1)[rank], k=real, **common)
     parts = [each.chunk(size, -1)[rank].contiguous() for each in (whole, teacher)]
+    sides = [truth(each, every.ids, how) for each in (whole, teacher)]
+    own, others = (each[0]["logprob"].masked_fill(~mask[..., None], -torch.inf) for each in sides)
+    offs = [each[1]["logprob"] for each in sides]
     for tail, direction in itertools.product(
         ("bucket", "ignore", "renormalize"), ("forward", "reverse")
     ):
@@ -199,46 +226,103 @@ def of_a_teachers_tokens() -> list[bytes]:
         kl = token_kl(logits=parts[0], **of_k, tail=tail, direction=direction, **common).kl
         given = {"teacher_logits": parts[1], "direction": direction}
         wanted = token_kl(logits=parts[0], **given, **common).kl
-        assert (kl - wanted).abs().max() <= 200 * 2.0**-24 * 30
-    return found
+        arguments = {"direction": direction, "mix": 0.5, **how}
+        nothing = torch.zeros(4, 3)
+        asked = Case(whole, arguments, "plain", nothing, None)
+        bound = divergences.truth(asked, teacher)[1]["kl"]
+        shares = divergences.shares(arguments)
+        renormalized = tail == "renormalize"
+        computed = divergences.of_outcomes(own, others, shares, *offs, renormalized=renormalized)
+        close("kl of all", kl, wanted.double(), bound + computed[1], (tail, direction))
+    return found, USED
+
+
+def of_logits(given: Any, ids: Any, computed: Any, weights: Any) -> tuple[Any, Any]:
+    """The gradient of logits [..., V] in float64 and its bound, out of that of K log-probs.
+
+    What the gradient of a log-prob is off by counts as that log-prob's derivative says.
+    """
+    import dataclasses
+
+    import several_targets
+    import torch
+
+    arguments = {"targets": ids, "entropy": "none", **given.arguments}
+    mask, size, k = arguments["token_mask"], arguments["vocab_size"], ids.shape[-1]
+    *_, gradient_K, of_gradient_K = computed
+    if gradient_K.shape[-1] == k:  # nothing is said of the rest
+        gradient_K, of_gradient_K = (
+            torch.nn.functional.pad(each, (0, 1)) for each in (gradient_K, of_gradient_K)
+        )
+    weights = torch.where(mask, weights, 0.0)[..., None]
+    given = dataclasses.replace(given, arguments=arguments, of_logprob=gradient_K * weights)
+    values, bounds = several_targets.truth(given)
+    temperature = torch.as_tensor(arguments["temperature"]).double()[..., None]
+    s = torch.softmax(given.whole.double()[..., :size] / temperature, -1)
+    named = torch.zeros(*s.shape[:-1], size + 1, dtype=torch.bool)
+    named = named.scatter(-1, torch.where(ids >= 0, ids, size), True)[..., :size]
+    other = torch.where(named, 0.0, s)
+    of_rest = (other / other.sum(-1, keepdim=True) - s).abs()
+    more = of_gradient_K[..., -1:] * of_rest
+    for number in range(k):
+        one = torch.nn.functional.one_hot(ids[..., number].clamp(min=0), size)
+        more = more + of_gradient_K[..., number, None] * (one - s).abs()
+    more = more * weights.abs() / temperature
+    padding = (0, given.whole.shape[-1] - size)
+    return values["gradient"], bounds["gradient"] + torch.nn.functional.pad(more, padding)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_tail_is_what_its_words_say(megatron_ranks, ranks):
-    first, *others = megatron_ranks(ranks, of_a_teachers_tokens)
-    assert all(other == first for other in others)
+    (first, used), *others = megatron_ranks(ranks, of_a_teachers_tokens)
+    print(f"parts of their bounds that errors have: {used}")
+    assert all(other == first for other, _ in others)
 
 
-def next_to_nothing_left() -> None:
+def next_to_nothing_left() -> dict[str, float]:
     """Runs on a rank: a tail that no sum of float32 could tell from nothing, on either side."""
+    import divergences
     import torch
+    from cases import USED, close
 
-    from megatron_idempotent import token_kl, vocab_topk
+    from megatron_idempotent import token_kl, token_logprobs, vocab_topk
 
     logits, teacher = torch.zeros(2, 2, 100)
     logits[:, 3], teacher[:, 3] = 60.0, 50.0
     logits[1, 4], teacher[1, 4] = 61.0, 51.0
     leaf = logits.clone().requires_grad_()
     topk = vocab_topk(logits=teacher, k=2)
-    exact = [each.double().log_softmax(-1) for each in (teacher, logits)]
-    named = torch.zeros(2, 100, dtype=torch.bool).scatter(-1, topk.ids, True)
-    rests = [each.masked_fill(named, -torch.inf).logsumexp(-1) for each in exact]
-    assert (topk.rest - rests[0]).abs().max() <= 1e-4
-    t, s = (
-        torch.cat([each.gather(-1, topk.ids), rest[:, None]], -1)
-        for each, rest in zip(exact, rests, strict=True)
+    everyone = torch.ones(2, dtype=torch.bool)
+    how = {"vocab_size": 100, "temperature": 1.0, "token_mask": everyone}
+    (student, of_student), (taught, of_taught) = (
+        truth(each, topk.ids, how) for each in (logits, teacher)
     )
+    for name in ("logprob", "rest"):
+        close(name, getattr(topk, name), taught[name], of_taught[name], "the teacher")
     of_k = {"teacher_ids": topk.ids, "teacher_logprobs": topk.logprob, "teacher_rest": topk.rest}
     kl = token_kl(logits=leaf, **of_k, direction="mixed").kl
-    wanted = 0.5 * ((t.exp() - s.exp()) * (t - s)).sum(-1)
-    assert ((kl - wanted).abs() <= 1e-5 * wanted + 1e-9).all()
+    # Tokens beside which all others are nothing have the same bits on both sides, so that their
+    # errors cancel.
+    stats = token_logprobs(logits=logits, targets=topk.ids)
+    alike = torch.cat([stats.logprob == topk.logprob, torch.zeros(2, 1, dtype=torch.bool)], -1)
+    assert alike.tolist() == [[True, False, False], [True, True, False]]
+    sides = [
+        torch.cat([each["logprob"], each["rest"][:, None]], -1)
+        for each in (student, taught, of_student, of_taught)
+    ]
+    offs = [torch.where(alike, 0.0, each) for each in sides[2:]]
+    wanted, bound, *_ = divergences.of_outcomes(*sides[:2], (0.5, 0.5), *offs)
+    assert (bound < 1e-3 * wanted).all()  # or it would say nothing
+    close("kl", kl, wanted, bound, "next to nothing")
     kl.sum().backward()
     assert leaf.grad.isfinite().all()
     # What is not told is no less than rounding: of a rest that somebody has, no infinity is made.
     flat = torch.zeros(2, 100)
     del of_k["teacher_rest"]
     assert token_kl(logits=flat, **of_k, direction="reverse").kl.isfinite().all()
+    return USED
 
 
 def test_a_tail_of_next_to_nothing_is_exact_where_the_teacher_says_it(megatron_ranks):
-    megatron_ranks(1, next_to_nothing_left)
+    (used,) = megatron_ranks(1, next_to_nothing_left)
+    print(f"parts of their bounds that errors have: {used}")
