@@ -71,7 +71,7 @@ class TooLong(RuntimeError):
 
 
 class _Timer(asyncio.TimerHandle):
-    """A timer that sorts by its time and, among equal times, by the order in which it was made.
+    """Sorts by time and, among equal times, by the order in which timers were made.
 
     asyncio's own timers have no order among equal times.
     """
@@ -188,8 +188,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._now = max(self._now, self._timers[0].when())
         if self._now > self._limit_s:
             raise TooLong(
-                f"the virtual clock is at {self._now:g} s, past its limit of {self._limit_s:g} s; "
-                "raise limit_s, or see what these tasks wait for:\n"
+                f"the virtual clock has passed {self._limit_s:g} s, at {self._now:g} s; raise "
+                "limit_s, or see what these tasks wait for:\n"
                 f"{describe_tasks(asyncio.all_tasks(self))}"
             )
         self._measure()

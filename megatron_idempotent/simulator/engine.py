@@ -93,7 +93,7 @@ class SimulatedUpdates:
         if update is None or update.id != update_id:
             staged = update.id if update is not None else "nothing"
             raise EngineError(
-                f"engine {self._name} has staged {staged}, not {update_id}; stage that first"
+                f"engine {self._name} has not staged {update_id}, but {staged}; stage it first"
             )
         self.dirty = True
         await self._take(self._costs.commit_s)

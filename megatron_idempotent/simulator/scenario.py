@@ -30,7 +30,7 @@ class SyncCosts:
     buckets: int = Field(default=4, ge=0)
     """Number of buckets in one update."""
     pause_mode: PauseMode = "keep"
-    """What happens to running requests in a pause: `keep`, `wait` or `abort`."""
+    """Treatment of running requests in a pause: `keep`, `wait` or `abort`."""
     attempts: int = Field(default=3, ge=1)
     """Attempts at a commit, a rollback and a resume."""
     retry_wait_s: float = Field(default=0.5, gt=0)
@@ -136,8 +136,8 @@ class Scenario:
         for fault in self.faults:
             if fault.target == "engine" and fault.index >= self.engines:
                 raise ValueError(
-                    f"a fault has index {fault.index} and there are {self.engines} engines; "
-                    f"allowed: 0 to {self.engines - 1}"
+                    f"a fault is of engine {fault.index}; allowed: 0 to {self.engines - 1}, since "
+                    f"engines is {self.engines}"
                 )
 
     def settings(self) -> ControllerSettings:
