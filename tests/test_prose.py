@@ -24,7 +24,7 @@ FIRST = re.compile(
 #: A function does something, so that its docstring begins with a verb; a property may be a noun.
 NOUN = re.compile(r"(The|A|An|All|One|Its|Every|Each|Both|Two|Some|Another)\b")
 #: Rooms whose functions are not held to it yet.
-NOUNS_ALLOWED = {"controller", "logprobs", "sync", "trainer", "benchmarks", "tests"}
+NOUNS_ALLOWED = {"logprobs", "sync", "benchmarks", "tests"}
 #: "again" and "after" are the words; an engine that falls behind does so in other words, too.
 WORDS = re.compile(r"\b(anew|whoever|behind)\b", re.IGNORECASE)
 

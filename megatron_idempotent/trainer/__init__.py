@@ -1,6 +1,6 @@
-"""The reference trainer: GRPO on a verifiable task, through stock `megatron.training`.
+"""Trains a model by GRPO on a verifiable task, through stock `megatron.training`, as a reference.
 
-`megatron-idempotent train` runs it. `loop` is the algorithm on one page, `async_run` the same with
-sampling and training side by side; both are built of the same parts.
-Nothing in the project imports this package: it uses the public API and nothing else.
+`megatron-idempotent train` runs it. `loop` has the algorithm on one page, and `async_run` has it
+with sampling and training at the same time; both use the same parts. The package uses the public
+API alone, and the library does not import it.
 """

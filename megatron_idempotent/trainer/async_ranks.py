@@ -1,4 +1,4 @@
-"""The policy of an asynchronous run: its ranks, and the calls that the controller makes on them."""
+"""Implements the policy of an asynchronous run: the controller's side, and the worker on a rank."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from .policy import start_policy
 
 
 class RankPolicy:
-    """A `controller.Policy` over ranks that hold `stream.worker.PolicyWorker`.
+    """Implements `controller.OneShotPolicy` with ranks that each hold a `PolicyWorker`.
 
-    Row i of a batch goes to replica i modulo their number, whatever else happens.
+    Row i of a batch always goes to replica i modulo the number of replicas.
     Example: `await RankPolicy(ranks, config.layout, timeout_s=600.0).begin("run/0/0")`.
+    Errors of every method: `RanksLost` after `timeout_s`, and what a rank raised.
     """
 
     def __init__(
@@ -32,10 +33,11 @@ class RankPolicy:
     ) -> None:
         """
         Args:
-            ranks: those of the policy.
-            layout: the replica of each.
-            timeout_s: of every call; after it the ranks count as lost.
-            meet: whether replicas meet inside of the model, as where experts are cut over them.
+            ranks: the ranks that hold the policy.
+            layout: says which replica each rank belongs to.
+            timeout_s: seconds that a call may take; after that the ranks count as lost.
+            meet: True if replicas exchange data inside of the model, as with experts that are cut
+                over replicas.
         """
         self._ranks = ranks
         self._layout = layout
@@ -43,11 +45,11 @@ class RankPolicy:
         self._meet = meet
 
     async def begin(self, step_id: str) -> None:
-        """See `controller.Policy`, as for the others."""
+        """Open an optimizer step on all ranks; see `controller.Policy.begin`."""
         await self._call("begin", step_id)
 
     async def logprobs(self, batch: Batch, which: LogprobsOf) -> torch.Tensor:
-        """Log-probs [B, T], 0 where the loss mask is."""
+        """Compute log-probs [B, T] of the targets, 0 where the loss mask is 0."""
         replicas = self._layout.replicas
         shares = self._shares(batch)
         if self._meet:
@@ -63,7 +65,7 @@ class RankPolicy:
     async def microbatch(
         self, step_id: str, batch: Batch, *, microbatch_id: str, last: bool
     ) -> None:
-        """Forward and backward of the batch's rows."""
+        """Run forward and backward of the batch's rows; see `controller.Policy.microbatch`."""
         await self._call(
             "microbatch",
             step_id,
@@ -73,23 +75,23 @@ class RankPolicy:
         )
 
     async def finish(self, step_id: str) -> StepOutcome:
-        """One reduction and one update."""
+        """Reduce gradients and update the weights; see `controller.Policy.finish`."""
         outcomes: list[StepOutcome] = await self._call("finish", step_id)
         return outcomes[0]
 
     async def train(self, step_id: str, batch: Batch) -> StepOutcome:
-        """A whole optimizer step over the batch's rows, in one call of the ranks."""
+        """Take an optimizer step over the batch's rows, in one call of the ranks."""
         outcomes: list[StepOutcome] = await self._call(
             "train", step_id, per_rank=self._shares(batch)
         )
         return outcomes[0]
 
     async def abort(self, step_id: str | None = None) -> None:
-        """Undo an open step; one that was never begun is none."""
+        """Undo the open step; do nothing if none is open."""
         await self._call("abort", step_id)
 
     def _shares(self, batch: Batch) -> list[Batch]:
-        """The rows of each rank; those of a replica have the same."""
+        """Return the rows of each rank; ranks of one replica have the same rows."""
         layout = self._layout
         if layout.replicas == 1:
             return [batch] * layout.ranks
@@ -103,19 +105,20 @@ class RankPolicy:
 
 
 def make_worker(job: Job) -> PolicyWorker:
-    """A factory for `WorkerSpec`."""
+    """Make the worker of one rank, as `WorkerSpec` asks for it. Collective."""
     return PolicyWorker(job)
 
 
 class PolicyWorker(Exports):
-    """Every method is called on all ranks of the default group, in the same order.
+    """Holds the policy on one rank, and carries out the controller's calls.
 
+    All methods are collective: every rank of the default group is called, in the same order.
     Example: `WorkerSpec(factory="megatron_idempotent.trainer.async_ranks:make_worker",
     argument=job)`.
     """
 
     def __init__(self, job: Job) -> None:
-        """Model and optimizer of the run that the job describes. Collective."""
+        """Build the model and the optimizer of the run that the job describes."""
         self._config = job.config
         self._policy = start_policy(job).policy
         super().__init__(self._policy.source(shared=True))
@@ -125,15 +128,15 @@ class PolicyWorker(Exports):
         self._policy.begin(step_id)
 
     def logprobs(self, which: LogprobsOf, batch: Batch) -> torch.Tensor:
-        """Log-probs [B, T] of this replica's rows."""
+        """Compute log-probs [B, T] of this replica's rows, 0 where the loss mask is 0."""
         return self._policy.logprobs(batch, which)
 
     def microbatch(self, step_id: str, microbatch_id: str, last: bool, batch: Batch) -> None:
-        """Forward and backward of this replica's rows."""
+        """Run forward and backward of this replica's rows."""
         self._policy.microbatch(step_id, batch, microbatch_id=microbatch_id, last=last)
 
     def finish(self, step_id: str) -> StepOutcome:
-        """One reduction, one update."""
+        """Reduce gradients and update the weights; returns the outcome over all ranks."""
         result = self._policy.finish(step_id)
         metrics: dict[str, float] = dict(result.metrics)
         metrics["learning_rate"] = result.lr
@@ -144,8 +147,10 @@ class PolicyWorker(Exports):
         )
 
     def train(self, step_id: str, batch: Batch) -> StepOutcome:
-        """A whole optimizer step over this replica's rows. Sent again, it is not made twice; where
-        it raises, it is undone on all ranks.
+        """Take an optimizer step over this replica's rows; returns its outcome.
+
+        A step that was taken already is not taken again: its outcome is returned once more. If it
+        raises, the step is undone on all ranks.
         """
         self.begin(step_id)
         try:
@@ -158,36 +163,40 @@ class PolicyWorker(Exports):
             raise
 
     def abort(self, step_id: str | None) -> None:
-        """Undo the open step, whichever it is: the controller has one at a time."""
+        """Undo the open step, whatever its id: the controller has one at a time."""
         self._policy.abort()
 
     def save(self, directory: str, iteration: int) -> str:
-        """Write Megatron's checkpoint; the digest of the weights."""
+        """Write Megatron's checkpoint; returns the digest of the weights."""
         with self._policy.weights() as modules:
             save_weights(self._policy.stock, Path(directory), iteration=iteration)
             return run_digest(modules, self._config)
 
     def load(self, directory: str) -> int:
-        """Read Megatron's checkpoint; its iteration."""
+        """Load Megatron's checkpoint; returns the iteration that it was written with."""
         return load_weights(self._policy.stock, Path(directory))
 
     def save_hf(self, directory: str) -> None:
-        """Write the Hugging Face checkpoint."""
+        """Write the weights as a Hugging Face checkpoint."""
         self._policy.save_hf(Path(directory))
 
 
 FACTORY = "megatron_idempotent.trainer.async_ranks:make_worker"
-#: Imported once, and not again by each rank and after each loss of ranks.
+#: Modules that the launcher imports once, so that no rank imports them when it starts.
 PRELOAD = (*PROGRAM_PRELOAD, "megatron_idempotent.trainer.async_ranks")
 
 
 def worker_spec(job: Job) -> WorkerSpec:
-    """Returns the worker of every rank. Ranks may run in other folders, so paths are absolute."""
+    """Describe the worker of every rank, with absolute paths: ranks may run in other folders."""
     return WorkerSpec(factory=FACTORY, argument=dataclasses.replace(job, out=job.out.absolute()))
 
 
 def make_ranks(job: Job, *, pool: RankPool | None = None) -> RankGroup:
-    """Makes the ranks that the configuration asks for; they are not started yet."""
+    """Make the ranks that the configuration asks for, embedded, on Ray or under torchrun.
+
+    They are not started yet. `pool` is a launcher that forks embedded ranks; None for one of their
+    own.
+    """
     size, cluster = job.config.run.ranks, job.config.controller.cluster
     if cluster == "ray":
         from megatron_idempotent.workers.ray import RayRanks

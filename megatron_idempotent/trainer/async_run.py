@@ -1,4 +1,4 @@
-"""An asynchronous run, from its job to its results: the controller's process.
+"""Runs an asynchronous job in the controller's process, from its parts to its results.
 
     torchrun --nproc-per-node 2 --max-restarts 3 -m megatron_idempotent train --async --out runs/a
 
@@ -52,7 +52,7 @@ from .rewards import Evaluation, GrpoRecipe, PromptStream, RequestMaker, Scorer
 
 
 def make_sampler(config: Config) -> Sampler:
-    """The sampler that the configuration names. Errors: `ConfigError`."""
+    """Make the sampler that the configuration names. Errors: `ConfigError`."""
     controller = config.controller
     admission = {"gated": controller.gated, "abort_stale": controller.abort_stale}
     window = {"max_staleness": controller.max_staleness, "order": controller.order}
@@ -69,7 +69,10 @@ def make_sampler(config: Config) -> Sampler:
 
 
 def make_settings(config: Config) -> ControllerSettings:
-    """Sizes and limits of the run. Errors: `ConfigError`, also for what a sampler cannot meet."""
+    """Make the controller's settings from the configuration.
+
+    Errors: `ConfigError`, also for sizes with which the sampler cannot work.
+    """
     controller, loss = config.controller, config.loss
     reference = bool(loss.kl_coefficient) and loss.kl_reference == "initial"
     proximal = loss.old_logprobs == "recomputed"
@@ -105,12 +108,12 @@ def make_settings(config: Config) -> ControllerSettings:
 
 
 def last_version(config: Config) -> int:
-    """The version that the run ends with: its optimizer steps."""
+    """Return the version that the run ends with, which is its number of optimizer steps."""
     return config.run.rollouts * config.optimizer.steps_per_rollout
 
 
 def make_plane(config: Config) -> DataPlane:
-    """The data plane that the configuration names."""
+    """Make the data plane that the configuration names."""
     if config.controller.plane == "memory":
         return MemoryPlane()
     from megatron_idempotent.controller.data_plane import TransferQueuePlane
@@ -119,9 +122,9 @@ def make_plane(config: Config) -> DataPlane:
 
 
 def connect(config: Config) -> None:
-    """Connect this process, where ranks, engines or groups live on Ray; else nothing.
+    """Connect this process to Ray, if ranks, engines or groups are there; else do nothing.
 
-    Errors: `ConfigError` without Ray, or where no cluster is at the address.
+    Errors: `ConfigError` if Ray is not installed, or there is no cluster at the address.
     """
     controller = config.controller
     if controller.cluster != "ray" and controller.plane != "transfer_queue":
@@ -157,11 +160,10 @@ TRACE_FILE = "timeline.json"
 
 
 def run_controller(job: Job, prompts: PromptSet, *, pool: RankPool | None = None) -> bool:
-    """Run the job's controller in this process; whether it came to its end.
+    """Run the job's controller in this process; returns whether the run came to its end.
 
-    `pool` is a launcher that embedded ranks are forked by; None for one of their own.
-
-    False where it was told to stop by SIGTERM: then a checkpoint has been written, to be continued.
+    If SIGTERM stops it, it returns False once a checkpoint is written from which it can go on.
+    `pool` is a launcher that forks embedded ranks; None for one of their own.
     Errors: `controller.ControllerError`, `workers.RanksLost` and what a part of the run raised.
     """
     # The engines here share the cores with the ranks; more threads would fight for them.
@@ -265,11 +267,11 @@ async def _write_status(controller: Controller, job: Job, stack: AsyncExitStack)
     try:
         await stack.enter_async_context(StatusFile(controller.ping, job.out / STATUS_FILE))
     except StatusError as error:
-        print(f"no status: {error}", file=sys.stderr)
+        print(f"the run goes on without a status file: {error}", file=sys.stderr)
 
 
 def _save_timeline(timeline: Timeline, out: Path) -> None:
-    """Leave the trace and its picture in the output directory."""
+    """Write the trace and its picture into the output directory; print a warning if that fails."""
     try:
         timeline.write(out / TRACE_FILE)
         draw_timeline(timeline, out / TIMELINE_CHART)
@@ -280,7 +282,7 @@ def _save_timeline(timeline: Timeline, out: Path) -> None:
 
 @contextlib.contextmanager
 def _drained_by_sigterm(controller: Controller) -> Iterator[None]:
-    """SIGTERM ends the run with a checkpoint, within the limits of its settings."""
+    """Have SIGTERM drain the controller within the block, which ends its run with a checkpoint."""
     loop = asyncio.get_running_loop()
     draining: list[asyncio.Task[None]] = []
 
@@ -298,7 +300,12 @@ _RANKS = "MEGATRON_IDEMPOTENT_TORCHRUN_RANKS"
 
 
 def serve_rank(config_file: Path | None, overrides: Sequence[str], argv: Sequence[str]) -> int:
-    """Be a rank until the run ends; returns the controller's exit code.
+    """Be a rank under torchrun until the run ends; returns the controller's exit code.
+
+    Args:
+        config_file: settings in TOML, or None.
+        overrides: texts `section.key=value`, applied over them.
+        argv: the arguments after `train`, with which rank 0 starts the controller.
 
     Errors: `ConfigError` without an output directory, which the ranks and the controller share.
     """
@@ -316,5 +323,5 @@ def serve_rank(config_file: Path | None, overrides: Sequence[str], argv: Sequenc
 
 
 def torchrun_overrides() -> list[str]:
-    """Returns the settings that torchrun decides: the number of ranks."""
+    """Return the overrides that torchrun decides: the number of ranks, and that it started them."""
     return [f"run.ranks={os.environ[_RANKS]}", "controller.cluster=torchrun"]

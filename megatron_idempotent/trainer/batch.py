@@ -1,8 +1,7 @@
-"""The data between samples and loss: batches, how they are packed, and how they are cut.
+"""Defines the batches between samples and loss: makes them of samples, and cuts them into chunks.
 
-Shapes: B sequences, T positions; position t of the targets is predicted from tokens 0..t.
-
-Shapes and units are in the docstrings; every method marked collective runs on all ranks.
+Shapes: B sequences, T positions. The target at position t is token t + 1, predicted from tokens 0
+to t.
 """
 
 from __future__ import annotations
@@ -16,33 +15,39 @@ import torch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Sequences of one rank, padded on the right to one length.
+    """Holds sequences that are padded on the right to one length.
 
-    `tokens_BT` and `targets_BT` are int64, the rest float32. The log-probs and `loss_mask_BT` are
-    aligned with the targets; the reference's are None where no KL penalty asks for them, and
-    `weights_BT` where `old_logprobs_BT` are those that the engine gave. `lengths_B`, int64, has the
-    tokens of each sequence, prompt and response, which packs need; at most T + 1.
-    Example: `batch.rows(torch.arange(8))` has the first eight.
+    `tokens_BT`, `targets_BT` and `lengths_B` are int64, the rest float32. All that has positions,
+    except `tokens_BT`, is aligned with the targets.
+    Example: `batch.rows(torch.arange(8))` has the first eight sequences.
     """
 
     tokens_BT: torch.Tensor
+    """The tokens that the model reads."""
     targets_BT: torch.Tensor
+    """The tokens that it predicts: `tokens_BT` one position later."""
     old_logprobs_BT: torch.Tensor
+    """Log-probs of the targets, to which the loss takes the ratio; 0 outside responses."""
     advantages_B: torch.Tensor
+    """The advantage of each sequence's response."""
     loss_mask_BT: torch.Tensor
+    """1 on response tokens, 0 elsewhere."""
     reference_logprobs_BT: torch.Tensor | None = None
+    """Log-probs under the reference of the KL penalty; None without a penalty."""
     weights_BT: torch.Tensor | None = None
+    """Importance weights of the tokens; None if `old_logprobs_BT` are the engine's."""
     lengths_B: torch.Tensor | None = None
+    """The tokens of each sequence, prompt and response, up to T + 1; packing needs them."""
 
     def __len__(self) -> int:
         return int(self.tokens_BT.shape[0])
 
     def rows(self, index: torch.Tensor) -> Batch:
-        """The sequences at `index`, an int64 vector, in its order."""
+        """Return a batch of the sequences at `index`, an int64 vector, in its order."""
         return self._with({name: each[index] for name, each in self._held().items()})
 
     def padded(self, rows: int) -> Batch:
-        """The batch with rows of zeros after its own, of which no token counts; `rows` in all."""
+        """Return the batch with rows of zeros after its own, `rows` in all; no zero counts."""
         more = rows - len(self)
         if not more:
             return self
@@ -53,11 +58,11 @@ class Batch:
         return self._with(wider)
 
     def on_device(self) -> Batch:
-        """A copy on this rank's device; batches are made, cut and sent on the host."""
+        """Return a copy on this rank's device; batches are made, cut and sent on the host."""
         return self._with({name: each.cuda() for name, each in self._held().items()})
 
     def _held(self) -> dict[str, torch.Tensor]:
-        """The tensors that are there, by their names."""
+        """Return the tensors that are not None, by name."""
         held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: each for name, each in held.items() if each is not None}
 
@@ -65,10 +70,10 @@ class Batch:
         return dataclasses.replace(self, **tensors)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The batch as `TrainStep.microbatch` takes it.
+        """Return the batch as `TrainStep.microbatch` takes it, by name.
 
-        `token_mask` [B, T + 1] is aligned with the tokens of the sequence, as everywhere: its first
-        one, which nothing predicts, and the T targets.
+        `token_mask` [B, T + 1] has a place for each token of a sequence: the first one, which
+        nothing predicts, and the T targets.
         """
         tensors = {
             "input_ids": self.tokens_BT,
@@ -84,10 +89,11 @@ class Batch:
         return tensors
 
     def sequences(self) -> dict[str, torch.Tensor]:
-        """The batch as a step with a budget of tokens takes it, which packs whole sequences.
+        """Return the batch, by name, as a step takes it that packs whole sequences.
 
-        `input_ids` and all that belongs to tokens are [B, T + 1]: what is aligned with the targets
-        has nothing in the last place, and `response_mask` is the loss mask among them.
+        `input_ids` and `token_mask` [B, T + 1] have a place for each token. All that is aligned
+        with the targets is [B, T + 1] too, with 0 in the last place; so is `response_mask`, the
+        loss mask.
 
         Errors: `ValueError` without `lengths_B`.
         """
@@ -110,38 +116,39 @@ class Batch:
 
 
 class Response(Protocol):
-    """The fields of a sample that a row needs."""
+    """Has the fields of a sample that a row needs."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Ids, the end token included."""
+        """The response's token ids, with the end token."""
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        """One for each token."""
+        """The log-prob of each token, under the weights that drew it."""
 
 
 Row = tuple[tuple[int, ...], Response, float]
-"""The prompt's tokens, a response to it, and its advantage."""
+"""A sequence to train on: the prompt's tokens, a response, and its advantage."""
 
 
 def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int) -> Batch:
-    """One sequence per row: prompt, response, padding; inputs and targets shifted by one.
+    """Make a batch with a sequence per row: prompt, response and padding with `pad_id`.
 
-    `positions` is T. Errors: `ValueError` where a sequence does not fit into it.
+    `positions` is T. Errors: `ValueError` for a sequence of more than T + 1 tokens.
     """
     tokens, old_logprobs, loss_mask, lengths = [], [], [], []
     for prompt_tokens, sample, _ in rows:
         length = len(prompt_tokens) + len(sample.tokens)
         if length > positions + 1:
             raise ValueError(
-                f"a sequence of {length} tokens, room for {positions + 1}; raise positions"
+                f"a sequence has {length} tokens, and positions is {positions}, with room for "
+                f"{positions + 1}; raise positions"
             )
         # The target at position t is token t + 1, so a response starts one position early.
-        before, behind = [0.0] * (len(prompt_tokens) - 1), [0.0] * (positions + 1 - length)
-        tokens.append([*prompt_tokens, *sample.tokens, *([pad_id] * len(behind))])
-        old_logprobs.append([*before, *sample.logprobs, *behind])
-        loss_mask.append([*before, *([1.0] * len(sample.tokens)), *behind])
+        before, after = [0.0] * (len(prompt_tokens) - 1), [0.0] * (positions + 1 - length)
+        tokens.append([*prompt_tokens, *sample.tokens, *([pad_id] * len(after))])
+        old_logprobs.append([*before, *sample.logprobs, *after])
+        loss_mask.append([*before, *([1.0] * len(sample.tokens)), *after])
         lengths.append(length)
     # One tensor at a time: where other threads compute, each operation waits for Python's lock.
     tokens_BT = torch.tensor(tokens, dtype=torch.int64).view(len(rows), positions + 1)
@@ -160,9 +167,9 @@ def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int) -> Batch:
 
 
 def chunks(batch: Batch, *, size: int, seed: int, index: int) -> Iterator[Batch]:
-    """The batch in a seeded random order, `size` sequences at a time.
+    """Yield the batch in a random order, `size` sequences at a time, each sequence once.
 
-    `index` is the rollout's. Every sequence comes exactly once; `size` must divide their number.
+    `seed` and `index`, the rollout's, decide the order. `size` must divide the number of sequences.
     """
     assert len(batch) % size == 0, f"{len(batch)} sequences in chunks of {size}"
     # A generator of its own: drawing from the default one would move Megatron's RNG.
@@ -174,19 +181,21 @@ def chunks(batch: Batch, *, size: int, seed: int, index: int) -> Iterator[Batch]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """The result of one rollout's training, over all ranks.
-
-    `loss`, `kl` and `clip_fraction` are means over response tokens on all ranks; `grad_norm` is
-    the mean over optimizer steps of the norm before clipping, and `learning_rate` that of the last
-    one. `positions` are those that were computed, padding and prompts included, for
-    `response_tokens` that count. Example: `metrics.loss`.
-    """
+    """Holds measurements of one rollout's training, over all ranks. Example: `metrics.loss`."""
 
     loss: float
+    """Mean of the loss over response tokens."""
     kl: float
+    """Mean of the KL penalty, without its coefficient, over response tokens."""
     clip_fraction: float
+    """Share of response tokens whose ratio was clipped."""
     grad_norm: float
+    """Mean of the gradient's norm before clipping, over the optimizer steps that updated."""
     learning_rate: float
+    """Learning rate of the last optimizer step."""
     response_tokens: int
+    """Number of response tokens that the loss counts."""
     positions: int
+    """Number of positions that were computed, prompts and padding included."""
     optimizer_steps: int
+    """Number of optimizer steps that updated the weights."""

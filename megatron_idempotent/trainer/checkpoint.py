@@ -1,6 +1,6 @@
-"""Saves and loads a run: Megatron's distributed checkpoint, and the place in the loop.
+"""Saves and loads a run: Megatron's distributed checkpoint, and the number of rollouts done.
 
-The ranks' part and the controller's are sealed together.
+An asynchronous run's checkpoint has the controller's state too, and is complete only with both.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .policy import MegatronPolicy
 
 
 class PolicyCheckpoints:
-    """The checkpoints of a run. Both methods are collective: all ranks must enter.
+    """Writes and loads the checkpoints of a synchronous run. Both methods are collective.
 
-    Weights, optimizer, schedule and Megatron's random states are in Megatron's own checkpoint.
-    Of the loop there is only the number of rollouts: prompts, microbatch order and sampling are
-    functions of it and of the seed. The digest tells two runs apart, or shows them equal.
+    Weights, optimizer, schedule and Megatron's random states are in Megatron's own checkpoint. The
+    loop adds only the number of rollouts: prompts, microbatch order and sampling are functions of
+    it and of the seed. A digest of the weights shows whether two runs are equal.
     Example: `first = checkpoints.load(path)`.
     """
 
@@ -41,7 +41,7 @@ class PolicyCheckpoints:
         self._policy = policy
 
     def save(self, done: int) -> None:
-        """Write the checkpoint after `done` rollouts, then drop the oldest."""
+        """Write the checkpoint after `done` rollouts, then remove the oldest ones."""
         unfinished = checkpoint_dir.unfinished_path(self._directory, done)
         if dist.get_rank() == 0:
             checkpoint_dir.make_empty(unfinished)
@@ -56,18 +56,18 @@ class PolicyCheckpoints:
         dist.barrier()
 
     def load(self, checkpoint: Path) -> int:
-        """Put the run where the checkpoint was written; returns the rollouts that are done.
+        """Load a checkpoint into the policy; returns the number of rollouts before it.
 
-        The parent has verified the files before it started the ranks.
+        It does not verify the files: the launching process has done so.
         """
         iteration = load_weights(self._policy.stock, checkpoint / "megatron")
         return iteration // self._config.optimizer.steps_per_rollout
 
 
 def save_weights(stock: MegatronModel, directory: Path, *, iteration: int) -> None:
-    """Megatron's checkpoint of weights, optimizer, schedule and random states. Collective.
+    """Write Megatron's checkpoint of weights, optimizer, schedule and random states. Collective.
 
-    Parameters are to be up to date, as they are within `MegatronPolicy.weights`.
+    Call it within `MegatronPolicy.weights`, so that parameters are up to date.
     """
     from megatron.training.checkpointing import save_checkpoint
 
@@ -83,7 +83,7 @@ def save_weights(stock: MegatronModel, directory: Path, *, iteration: int) -> No
 
 
 def load_weights(stock: MegatronModel, directory: Path) -> int:
-    """Read it again; returns the iteration it was written with. Collective."""
+    """Load what `save_weights` wrote; returns the iteration it was written with. Collective."""
     from megatron.training.checkpointing import load_checkpoint
 
     # no_grad: the optimizer copies into views of float32 parameters, which are leaves here.
@@ -94,9 +94,9 @@ def load_weights(stock: MegatronModel, directory: Path) -> int:
 
 
 def weights_digest(modules: Sequence[torch.nn.Module]) -> str:
-    """SHA-256 over all parameters of some chunks, in the order of their names.
+    """Return the SHA-256 of all parameters of some chunks, in the order of their names.
 
-    Equal if and only if these are bit-equal.
+    Two digests are equal if and only if names and bits of the parameters are.
     """
     digest = hashlib.sha256()
     for module in modules:
@@ -107,9 +107,10 @@ def weights_digest(modules: Sequence[torch.nn.Module]) -> str:
 
 
 def run_digest(modules: Sequence[torch.nn.Module], config: Config) -> str:
-    """The digest of the model: of this rank's chunks, or of all ranks' where each has a part.
+    """Return a digest of the whole model's weights. Collective.
 
-    Collective. Two runs' are equal if and only if their weights are, where their layouts are.
+    It is that of this rank's chunks if each rank has the whole model, and else of all ranks' parts.
+    Two runs of the same layout have equal digests if and only if their weights are bit-equal.
     """
     digest = weights_digest(modules)
     if config.parallel.is_whole:
@@ -120,10 +121,10 @@ def run_digest(modules: Sequence[torch.nn.Module], config: Config) -> str:
 
 
 def _collect_results_in_this_process() -> None:
-    """Give Megatron's writer a queue of this process, before it makes one that is shared.
+    """Give Megatron's writer a queue in this process, before it makes one in another process.
 
-    A synchronous save writes with threads. The shared queue is for asynchronous ones: it lives in a
-    process of its own, which imports Megatron, and so costs the first save some ten seconds.
+    A synchronous save writes with threads. The other queue is for asynchronous saves: its process
+    imports Megatron, which costs the first save some ten seconds.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -133,7 +134,7 @@ def _collect_results_in_this_process() -> None:
 
 @contextmanager
 def _argument(args: Any, name: str, value: str) -> Iterator[None]:
-    """Set one of Megatron's arguments for a block: a path belongs to one call only."""
+    """Set one of Megatron's global arguments within a block, and restore it afterwards."""
     before = getattr(args, name)
     setattr(args, name, value)
     try:
@@ -146,7 +147,7 @@ _MEGATRON, _CONTROLLER = "megatron", "controller.json"
 
 
 class CheckpointStore:
-    """A `controller.Store`: complete checkpoints or none, verified before they are read.
+    """Implements `controller.Store` for a run on ranks; it verifies a checkpoint before reading it.
 
     Example: `state = await CheckpointStore(job, ranks).restore()`.
     """
@@ -159,14 +160,17 @@ class CheckpointStore:
         self._fresh = job.resume_from is not None
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
-        """See `controller.Store.save`. Files are written and hashed in a thread."""
+        """Write a checkpoint, hashing its files in a thread; see `controller.Store.save`."""
         unfinished = checkpoint_dir.unfinished_path(self._directory, version)
         await asyncio.to_thread(checkpoint_dir.make_empty, unfinished)
         digests = await self._call("save", str(unfinished / _MEGATRON), version)
         await asyncio.to_thread(self._seal, unfinished, version, state, digests[0])
 
     async def restore(self) -> Mapping[str, Any] | None:
-        """See `controller.Store.restore`."""
+        """Start fresh ranks and load the newest checkpoint; see `controller.Store.restore`.
+
+        Errors: `CheckpointError` for a damaged checkpoint; `RanksLost`.
+        """
         found = checkpoint_dir.complete(self._directory)
         state = await asyncio.to_thread(_read, found[-1]) if found else None
         if not self._fresh:
@@ -191,8 +195,8 @@ def _read(checkpoint: Path) -> Mapping[str, Any]:
     path = checkpoint / _CONTROLLER
     if not path.is_file():
         raise CheckpointError(
-            f"{path}: missing, so a run with run.mode = sync has written this checkpoint; resume "
-            "it with the same mode"
+            f"{path}: missing, so a run with run.mode = sync has written this checkpoint, and this "
+            "run's is async; resume it without --async"
         )
     state: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return state

@@ -1,9 +1,8 @@
-"""Checkpoint directories: complete or not at all, and checked before they are read.
+"""Completes, lists and verifies checkpoint directories, without importing torch or Megatron.
 
-A checkpoint is written beside its final name, listed file by file in `COMPLETE.json`, and renamed.
-Whatever lacks that list, or differs from it, is not a checkpoint. Folders of Hugging Face
-checkpoints have their hashes in `SHA256SUMS`. Files are hashed piece by piece. Free of torch and
-Megatron.
+A checkpoint is written under another name, its files are listed in `COMPLETE.json`, and it is
+renamed. A directory without that list, or that differs from it, is not a checkpoint. Folders of
+Hugging Face checkpoints have their hashes in `SHA256SUMS`.
 """
 
 from __future__ import annotations
@@ -25,32 +24,35 @@ _UNFINISHED = ".unfinished"
 
 
 def path_for(directory: Path, rollouts: int) -> Path:
-    """The directory of the checkpoint after so many rollouts, there or not."""
+    """Return the directory of the checkpoint after `rollouts` rollouts, whether it exists or not.
+
+    An asynchronous run counts optimizer steps, here and below.
+    """
     return directory / _NAME.format(rollouts)
 
 
 def rollouts_of(checkpoint: Path) -> int:
-    """Reads from a checkpoint's name the rollouts before it; optimizer steps of an async run."""
+    """Return the number of rollouts before a checkpoint, from its name."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 def unfinished_path(directory: Path, rollouts: int) -> Path:
-    """Returns a checkpoint's folder while it is written; a run may have died there: empty it."""
+    """Return the folder in which a checkpoint is written; a run that died may have left files."""
     path = path_for(directory, rollouts)
     return path.with_name(path.name + _UNFINISHED)
 
 
 def make_empty(unfinished: Path) -> None:
-    """Make the directory, without what a run that died has left in it."""
+    """Make an empty directory, removing what a run that died has left there."""
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
 
 
 def seal(unfinished: Path, final: Path, state: dict[str, Any]) -> None:
-    """List all files with their sizes and hashes, then give the directory its final name.
+    """Complete a checkpoint: list its files with sizes and hashes, and rename it to `final`.
 
-    `state` is what `verify` gives back. The data is on disk before the list is, and the list
-    before the rename: a power cut leaves the old state or the new one.
+    `verify` returns `state` later. The data is on disk before the list is, and the list before the
+    rename, so that a power cut leaves a complete checkpoint or none under the final name.
     """
     files = {}
     for path in sorted(path for path in unfinished.rglob("*") if path.is_file()):
@@ -70,21 +72,21 @@ def seal(unfinished: Path, final: Path, state: dict[str, Any]) -> None:
 
 
 def complete(directory: Path) -> list[Path]:
-    """The complete checkpoints in a directory, oldest first."""
+    """Return the complete checkpoints in a directory, the oldest first."""
     return sorted(path.parent for path in directory.glob(f"rollout-*[0-9]/{MARKER}"))
 
 
 def keep_newest(directory: Path, count: int) -> None:
-    """Remove all but the newest `count` complete checkpoints, the marker first of all files."""
+    """Remove all but the newest `count` complete checkpoints, the list of files in each first."""
     for path in complete(directory)[:-count]:
         (path / MARKER).unlink()
         shutil.rmtree(path)
 
 
 def verify(checkpoint: Path) -> dict[str, Any]:
-    """Compare every file with the list; returns the state that was sealed with it.
+    """Compare every file of a checkpoint with its list; returns the state given to `seal`.
 
-    Errors: `CheckpointError` naming the file that is missing, cut short or changed.
+    Errors: `CheckpointError`, which names the file that is missing, cut short or changed.
     """
     marker = checkpoint / MARKER
     remedy = _remedy(checkpoint)
@@ -113,16 +115,16 @@ def verify(checkpoint: Path) -> dict[str, Any]:
 
 
 def write_sums(folder: Path) -> None:
-    """Leave the hashes of a folder's files in it, as `sha256sum * > SHA256SUMS` does."""
+    """Write the hashes of a folder's files into it, as `sha256sum * > SHA256SUMS` does."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != SUMS)
     text = "".join(f"{_sha256(path)}  {path.name}\n" for path in files)
     (folder / SUMS).write_text(text, encoding="utf-8")
 
 
 def check_sums(folder: Path, remedy: str) -> None:
-    """Compare a folder's files with its SHA256SUMS, if it has any.
+    """Compare a folder's files with its SHA256SUMS; do nothing if it has none.
 
-    Errors: `CheckpointError` naming the file that is missing or changed, and the remedy.
+    Errors: `CheckpointError`, which names the file that is missing or changed, and `remedy`.
     """
     sums = folder / SUMS
     if not sums.is_file():

@@ -1,4 +1,4 @@
-"""The engines of a run: who samples, and who brings them new weights."""
+"""Makes the engines of a run, samples with them, and brings them new weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class Engines:
-    """Samples of this rank's requests, and new weights for what samples them.
+    """Answers this rank's requests with the run's engines, and brings them new weights.
 
     Example: `engines.publish(version=0); samples = engines.generate(requests)`.
     """
@@ -48,12 +48,12 @@ class Engines:
     ) -> None:
         """
         Args:
-            engines: those that this rank speaks with; where they are shared, rank 0's alone.
-            source: the trainer's weights, for them.
-            shared: whether rank 0 samples for all ranks.
-            settings: limits of an update.
-            changed_only: whether an update leaves out what has not changed.
-            request_timeout_s: for one response.
+            engines: the engines that this rank speaks with; empty on other ranks than 0 if shared.
+            source: reads the trainer's weights.
+            shared: True if rank 0 samples for all ranks.
+            settings: limits of a publish.
+            changed_only: True to send only the weights that changed since the last publish.
+            request_timeout_s: seconds that one response may take.
         """
         # One loop for the whole run: connections and locks of engines belong to theirs.
         self._runner = asyncio.Runner()
@@ -68,10 +68,10 @@ class Engines:
         self._first_version: int | None = None
 
     def publish(self, version: int) -> SyncReport | None:
-        """Bring the current weights to all engines. Collective where they are shared.
+        """Bring the current weights to all engines, as `version`; collective if they are shared.
 
-        Returns the report on ranks that have engines. Errors: those of `WeightSync.update`; the
-        engines that it could not update or quarantined are left out of sampling.
+        Returns the report on ranks that have engines. Engines that could not be updated, or are
+        quarantined, get no requests. Errors: those of `WeightSync.update`.
         """
         if self._sync is None:
             follow(self._source, settings=self._settings)
@@ -81,7 +81,11 @@ class Engines:
         return self._run(self._bring(self._first_version + version))
 
     def generate(self, requests: Sequence[Request]) -> Sequence[Sample]:
-        """Samples in the order of the requests. Collective where engines are shared."""
+        """Draw a sample for each request, in their order; collective if engines are shared.
+
+        `publish` must have been called. Errors: those of `EnginePool.generate`; `TimeoutError`
+        after `request_timeout_s`.
+        """
         if not self._shared:
             return self._generate(requests)
         # Small objects of our own; the ranks are processes of one program.
@@ -97,7 +101,7 @@ class Engines:
         return found
 
     def close(self) -> None:
-        """Close all engines and the loop that they run in."""
+        """Close all engines, and the event loop that they run in."""
         try:
             for engine in self._engines:
                 self._run(engine.close())
@@ -128,7 +132,7 @@ class Engines:
         return report
 
     async def _above_all(self) -> int:
-        """The version of the first update: an engine may have served another run before."""
+        """Return a version above those that engines serve, which may be another run's."""
         assert self._sync is not None
         healths = await self._sync.recover()
         return 1 + max((health.version or 0) for health in healths.values())
@@ -141,7 +145,10 @@ MB = 1 << 20
 
 
 def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: Path) -> Engines:
-    """An engine on every rank, or servers that rank 0 speaks with. Collective."""
+    """Make an engine on every rank, or connect rank 0 to servers for all ranks. Collective.
+
+    `checkpoint` is the Hugging Face one that the weights are from; `out` the output directory.
+    """
     shared = config.rollout.engine != "transformers"
     engines: Sequence[RolloutEngine] = ()
     if not shared or dist.get_rank() == 0:
@@ -157,7 +164,7 @@ def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: 
 
 
 def server_engines(config: Config, checkpoint: Path, out: Path) -> Sequence[RolloutEngine]:
-    """The servers of vLLM or SGLang at `rollout.engine_url`."""
+    """Make engines of the vLLM or SGLang servers at `rollout.engine_url`."""
     return _MAKERS[config.rollout.engine](config, checkpoint, out)
 
 
@@ -229,9 +236,10 @@ def _ray_engines(config: Config, checkpoint: Path, names: Sequence[str]) -> list
 async def make_async_engines(
     config: Config, checkpoint: Path, out: Path
 ) -> Sequence[RolloutEngine]:
-    """Makes the engines that the configuration names; they get the policy's weights first.
+    """Make the engines of an asynchronous run: servers, Ray actors, or models in this process.
 
-    `checkpoint` is the Hugging Face one that they are made from.
+    `checkpoint` is the Hugging Face one from which they load a model; the policy's weights come
+    with the first publish.
     """
     if config.rollout.engine != "transformers":
         return server_engines(config, checkpoint, out)

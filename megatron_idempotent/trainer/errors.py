@@ -1,23 +1,23 @@
-"""Errors of a run: mistakes outside the program. Free of torch."""
+"""Defines the errors of a run that are mistakes outside the program."""
 
 from __future__ import annotations
 
 
 class TrainerError(ValueError):
-    """A mistake outside the program: the command prints the message alone, with exit code 2."""
+    """Something outside the program is wrong: the command prints the message, with exit code 2."""
 
 
 class ConfigError(TrainerError):
-    """A setting that does not exist, or that cannot be what it is."""
+    """A setting does not exist, or has a value that it cannot have."""
 
 
 class DataError(TrainerError):
-    """A prompt file that cannot be used; the message starts with the path and the line."""
+    """A prompt file cannot be used; the message starts with the path and the line."""
 
 
 class OutputError(TrainerError):
-    """An output directory that cannot be written, or that belongs to another run."""
+    """An output directory cannot be written, or belongs to another run."""
 
 
 class CheckpointError(TrainerError):
-    """A checkpoint that is incomplete or damaged; the message names the file."""
+    """A checkpoint is missing, damaged or of other settings; the message names the file."""

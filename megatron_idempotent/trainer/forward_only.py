@@ -1,4 +1,4 @@
-"""Log-probs of a batch without a gradient, on one rank, or on all that share a replica.
+"""Computes log-probs of a batch without gradients, on the ranks of one replica.
 
 Shapes: B sequences, T positions, V vocabulary; logits are this rank's columns of V.
 """
@@ -16,11 +16,11 @@ from .batch import Batch
 from .loss import LogitsOf, decoder_logits
 
 NamedTensors = Mapping[str, torch.Tensor]
-"""Parameters of one chunk by their names, in place of its own."""
+"""Tensors that stand in for the parameters of a chunk, by name."""
 
 
 class LogprobForward:
-    """Computes log-probs: of a batch as a whole or, in a pipeline, in microbatches.
+    """Computes log-probs of a batch: of all at once or, in a pipeline, in microbatches.
 
     Example: `LogprobForward(modules, of=of, microbatch_size=8)(batch)`.
     """
@@ -35,8 +35,8 @@ class LogprobForward:
         """
         Args:
             modules: this rank's chunks, without DDP.
-            of: what the logits are of.
-            microbatch_size: sequences that a pipeline's stages pass on at once.
+            of: says how to read the chunks' logits.
+            microbatch_size: the sequences that a pipeline's stages pass on at once.
         """
         from megatron.core import parallel_state
 
@@ -46,10 +46,11 @@ class LogprobForward:
         self._stages = int(parallel_state.get_pipeline_model_parallel_world_size())
 
     def __call__(self, batch: Batch, weights: Sequence[NamedTensors] | None = None) -> torch.Tensor:
-        """Log-probs [B, T], 0 where the loss mask is, on the host as the batch is; on all ranks.
+        """Compute log-probs [B, T] of the targets, 0 where the loss mask is 0; B is above 0.
 
-        Of the chunks' own parameters, or of `weights`. Collective over the ranks of a replica, and
-        over all ranks where experts are spread over replicas; B is above 0.
+        Batch and result are on the host; every rank of the replica gets the whole result. `weights`
+        replace the chunks' parameters if given. Collective over the ranks of a replica, or over all
+        ranks if experts are spread over replicas.
         """
         forwards = [
             module if weights is None else _with(module, weights[place])
@@ -103,10 +104,10 @@ class LogprobForward:
 
 
 def _starting_nothing(stack: ExitStack, modules: Sequence[torch.nn.Module]) -> None:
-    """Set aside the gathers and reductions of training that a schedule would start in between.
+    """Keep a schedule, within the stack, from starting the gathers and reductions of training.
 
-    A function of its own: one that has both torch.distributed and the name `config` does not
-    pickle by value.
+    It is a function of its own because one that uses both torch.distributed and the name `config`
+    does not pickle by value.
     """
     from megatron_idempotent.window.accumulation import set_for
 

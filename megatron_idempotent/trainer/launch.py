@@ -1,4 +1,4 @@
-"""Runs a prepared job: starts the ranks, draws the curves, prints the table, explains a failure."""
+"""Checks and runs a prepared job: starts the ranks, draws curves, prints the final table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .layout import Named, ParallelConfig, misfit
 from .output import Job
 from .report import CURVES_FILE, draw_curves, print_summary, summarize
 
-#: Imported once, and not again by each rank; models of other families than Llama are.
+#: Modules that the launcher imports once for all ranks; other models than Llama are not among them.
 PRELOAD = (
     *cpu.PROGRAM_PRELOAD,
     "megatron_idempotent.trainer.loop",
@@ -27,7 +27,7 @@ PRELOAD = (
 
 
 def run_rank(job: Job) -> None:
-    """One rank: the worker, imported where torch may be imported."""
+    """Train as one rank; imports the worker only here, in a process that may import torch."""
     from .loop import work
 
     work(job)
@@ -41,12 +41,12 @@ def start_ranks(job: Job) -> None:
 
 
 def check(config: Config, prompts: PromptSet) -> None:
-    """Checks model, tokenizer and data before anything is written.
+    """Check settings, model, tokenizer and data against each other, before anything is written.
 
-    Errors: `DataError` for words that the tokenizer reserves, `CheckpointError` for a checkpoint
-    without a tokenizer or with a damaged file, `ConfigError` where answers do not fit into a
-    response or sequences into a pack, where ranks cannot cut the model as `[parallel]` asks, or for
-    a sampler or logger that there is none of, in both modes.
+    Errors: `DataError` for words that the tokenizer reserves; `CheckpointError` for a checkpoint
+    without a tokenizer or with a damaged file; `ConfigError` if answers do not fit into a response
+    or sequences into a pack, if ranks cannot cut the model as `[parallel]` asks, or for an unknown
+    sampler or logger.
     """
     from .async_run import make_sampler, make_settings
     from .policy import check_budget
@@ -65,7 +65,10 @@ def check(config: Config, prompts: PromptSet) -> None:
 
 
 def _check_checkpoint(folder: Path, parallel: ParallelConfig) -> None:
-    """Errors: `CheckpointError` for what ranks could not load, or would load damaged."""
+    """Check that a checkpoint is whole, and that ranks can cut its model.
+
+    Errors: `CheckpointError` for files that are damaged or cannot be read; `ConfigError`.
+    """
     from megatron_idempotent.hf import Architecture
     from megatron_idempotent.weights.safetensors_io import Checkpoint
 
@@ -90,10 +93,10 @@ def _check_checkpoint(folder: Path, parallel: ParallelConfig) -> None:
 
 
 def launch(job: Job, prompts: PromptSet) -> bool:
-    """Run the job on its ranks, then leave curves in its directory and a table on the terminal.
+    """Run the job, draw its curves and print its table; returns whether the run came to its end.
 
-    False where it was told to stop, and can be continued. Errors: what `start_ranks` raises, and
-    `run_controller` for an asynchronous run.
+    It returns False if SIGTERM stopped an asynchronous run, which can be continued.
+    Errors: those of `start_ranks` or, for an asynchronous run, of `run_controller`.
     """
     # One thread per rank: the ranks are what fills the cores, and one thread adds up in one order.
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -113,7 +116,7 @@ def launch(job: Job, prompts: PromptSet) -> bool:
 
 
 def explain_failure(error: RankError, job: Job) -> str:
-    """The error with its traceback, and where to find what the rank printed before."""
+    """Return the error with its traceback, and the file that has what the rank printed before."""
     return (
         f"{error}\n\nrank {error.rank} failed; what it printed is in "
         f"{job.out / 'logs' / f'rank-{error.rank}.log'}"

@@ -1,7 +1,8 @@
-"""The layout of a run: which ranks share a replica of the model, and which models they can share.
+"""Says which ranks share a replica of the model, and which models they can share.
 
 Megatron numbers its ranks tensor parallel first, then context, data and pipeline parallel ones;
-experts are spread over the tensor and data parallel ranks of a stage. Free of torch.
+experts are spread over the tensor and data parallel ranks of a stage. The module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Item = TypeVar("Item")
 
 @settings(ConfigError, "parallel.")
 class ParallelConfig:
-    """The layout: how ranks share a replica of the model. Example: `ParallelConfig(tp=2, pp=2)`."""
+    """Sets how ranks share a replica of the model. Example: `ParallelConfig(tp=2, pp=2)`."""
 
     tp: int = Field(default=1, ge=1, le=64)
     """Tensor-parallel ranks; they cut heads, feed-forward blocks and the vocabulary."""
@@ -31,12 +32,13 @@ class ParallelConfig:
     cp: int = Field(default=1, ge=1, le=64)
     """Context-parallel ranks; they cut the positions of each sequence."""
     vpp: int = Field(default=1, ge=1, le=64)
-    """Chunks of layers on each pipeline stage; above 1 the schedule is interleaved."""
+    """Model chunks on each pipeline stage; above 1 the schedule is interleaved."""
     ep: int = Field(default=1, ge=1, le=64)
-    """Expert-parallel ranks; they cut the experts, and are those of several replicas, or of one
-    that context-parallel ranks share."""
+    """Expert-parallel ranks; they cut the experts. They are ranks of several replicas, or the
+    context-parallel ranks of one."""
     sequence_parallel: bool = False
-    """Tensor-parallel ranks cut the positions too, where they have nothing else to cut."""
+    """True to have tensor-parallel ranks cut the positions too, outside of attention and
+    feed-forward blocks."""
 
     def __post_init__(self) -> None:
         if self.vpp > 1 and self.pp == 1:
@@ -52,62 +54,71 @@ class ParallelConfig:
 
     @property
     def is_whole(self) -> bool:
-        """True where every rank has the whole model."""
+        """True if every rank has the whole model."""
         return self.tp == self.pp == self.ep == 1
 
     @property
     def members(self) -> int:
-        """Ranks that share a replica."""
+        """The number of ranks that share a replica."""
         return self.tp * self.cp * self.pp
 
     def rounded(self, positions: int) -> int:
-        """The length of training sequences that ranks can cut, from the least that is needed."""
+        """Return the least length from `positions` on into which ranks can cut sequences evenly."""
         by = (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
         return -(-positions // by) * by
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankLayout:
-    """Tells which rank is where; a replica is a whole model, its members the ranks that share it.
+    """Says which replica each rank belongs to, and which items it takes.
 
-    Example: `RankLayout(tp=2, pp=2, replicas=2).replica(4)` is 0. Ranks 0, 1, 4 and 5 share one.
+    A replica is a whole model; its members are the ranks that share it.
+    Example: `RankLayout(tp=2, pp=2, replicas=2).replica(4)` is 0. Ranks 0, 1, 4 and 5 share it.
     """
 
     tp: int = 1
+    """Tensor-parallel ranks of a replica."""
     cp: int = 1
+    """Context-parallel ranks of a replica."""
     pp: int = 1
+    """Pipeline stages of a replica."""
     replicas: int = 1
+    """Number of replicas."""
 
     @property
     def members(self) -> int:
-        """Ranks that share a replica."""
+        """The number of ranks that share a replica."""
         return self.tp * self.cp * self.pp
 
     @property
     def ranks(self) -> int:
-        """Ranks of all replicas."""
+        """The number of ranks of all replicas."""
         return self.members * self.replicas
 
     def replica(self, rank: int) -> int:
-        """The replica that a rank has a part of: its data-parallel rank."""
+        """Return the replica of which a rank has a part: its data-parallel rank."""
         return rank // (self.tp * self.cp) % self.replicas
 
     def member(self, rank: int) -> int:
-        """The place of a rank among those of its replica, from 0."""
+        """Return the number of a rank among those of its replica, from 0."""
         of_stage = self.tp * self.cp
         return rank // (of_stage * self.replicas) * of_stage + rank % of_stage
 
     def ranks_of(self, replica: int) -> tuple[int, ...]:
-        """The ranks of a replica, in the order of their places."""
+        """Return the ranks of a replica, ascending."""
         return tuple(rank for rank in range(self.ranks) if self.replica(rank) == replica)
 
     def share(self, items: Sequence[Item], rank: int) -> tuple[Item, ...]:
-        """A rank's items: of its replica's, which are every `replicas`-th, every `members`-th."""
+        """Return a rank's items.
+
+        Replica r has items r, r + `replicas`, …; member m of it has items m, m + `members`, … of
+        those.
+        """
         return tuple(items[self.replica(rank) :: self.replicas][self.member(rank) :: self.members])
 
     @staticmethod
     def merge(shares: Sequence[Sequence[Item]]) -> list[Item]:
-        """A replica's items in their order, from the shares of its members in theirs."""
+        """Return a replica's items in their order, given the shares of its members, in order."""
         return list(_alternate(shares))
 
 
@@ -117,10 +128,12 @@ def _alternate(shares: Sequence[Sequence[Item]]) -> Iterator[Item]:
 
 
 class Named(NamedTuple):
-    """A size of a model, and the name that its user knows it by."""
+    """Holds a size of a model, with its name in the user's configuration."""
 
     name: str
+    """The key, such as `model.layers` or `num_hidden_layers`."""
     size: int
+    """Its value."""
 
 
 def misfit(
@@ -132,9 +145,10 @@ def misfit(
     ffn: Named,
     experts: Named,
 ) -> str:
-    """Says why ranks cannot cut a model as `parallel` asks; empty where they can.
+    """Say why ranks cannot cut a model as `parallel` asks, or return "" if they can.
 
-    `ffn` is the width that tensor-parallel ranks cut: of the block, or of an expert.
+    `ffn` is the width of a feed-forward block or, in a model with experts, of an expert; 0 experts
+    are none.
     Example: `misfit(parallel, layers=Named("model.layers", 2), ...)`.
     """
     stages = parallel.pp * parallel.vpp
@@ -161,9 +175,10 @@ def misfit(
 
 
 def check_layout(config: Config) -> None:
-    """Check that ranks, model and microbatches divide into the layout that is asked for.
+    """Check that the configured layout divides ranks, model and microbatches evenly.
 
-    Errors: `ValueError` with both numbers. A checkpoint's model is checked where it is read.
+    It does not check the model of a checkpoint, which it does not read.
+    Errors: `ValueError`, with both numbers.
     """
     parallel, model, ranks = config.parallel, config.model, config.run.ranks
     if ranks % parallel.members:

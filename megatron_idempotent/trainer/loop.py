@@ -1,9 +1,8 @@
-"""Group-relative policy optimisation, top to bottom as in the paper, and a rank that runs it.
+"""Runs group-relative policy optimisation on every rank, in the order of the paper.
 
-This runs on every rank. Each takes its share of the prompts, in whole groups; ranks that share a
-replica of the model train on the groups of all of them. The policy's `train`, and the metrics, are
-where all ranks meet. The asynchronous run (`async_run`) is built of the same parts: requests,
-scorer, recipe and policy.
+Each rank samples and scores its share of the prompts, in whole groups; the ranks of a replica then
+train on the groups of all of them. All ranks meet in the policy's `train` and in the metrics. The
+asynchronous run (`async_run`) uses the same requests, scorer, recipe and policy.
 """
 
 from __future__ import annotations
@@ -35,26 +34,31 @@ from .rewards import EVALUATION_STREAM, GrpoRecipe, RequestMaker, Scorer
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerParts:
-    """The parts of the loop.
-
-    `generate` gives the samples of this rank's requests. `publish` and `save` are called with the
-    number of rollouts that are done: the one brings the weights to what samples, the other writes a
-    checkpoint. All three are collective.
-    Example: `train(config, prompts, parts, first_rollout=0)`.
-    """
+    """Holds the parts of the loop. Example: `train(config, prompts, parts, first_rollout=0)`."""
 
     requests: RequestMaker
+    """Makes the requests of a prompt."""
     generate: Callable[[Sequence[Request]], Sequence[Sample]]
+    """Draws a sample for each of this rank's requests. Collective if engines are shared."""
     scorer: Scorer
+    """Gives each sample its reward."""
     recipe: GrpoRecipe
+    """Turns groups into a batch."""
     policy: MegatronPolicy
+    """The model that is trained, and its optimizer."""
     publish: Callable[[int], None]
+    """Brings the weights after a number of rollouts to the engines. Collective."""
     save: Callable[[int], None]
+    """Writes the checkpoint after a number of rollouts. Collective."""
     logger: Logger
+    """Records the metrics of each rollout."""
 
 
 def train(config: Config, prompts: PromptSet, parts: TrainerParts, *, first_rollout: int) -> None:
-    """Run rollouts `first_rollout` to the last. Collective."""
+    """Run all rollouts from index `first_rollout` on: sample, score, train, publish. Collective.
+
+    If it is 0, the initial weights are evaluated first.
+    """
     count, last = config.rollout.prompts, config.run.rollouts
     replica = parts.policy.replica
     parts.publish(first_rollout)
@@ -89,7 +93,10 @@ def train(config: Config, prompts: PromptSet, parts: TrainerParts, *, first_roll
 def evaluate(
     config: Config, prompts: PromptSet, parts: TrainerParts, *, done: int
 ) -> Mapping[str, float]:
-    """Mean reward on held-out prompts, one sample each, at the training temperature. Collective."""
+    """Measure the mean reward on held-out prompts after `done` rollouts; returns metrics.
+
+    Each prompt has one sample, at the training temperature. Collective.
+    """
     held_out = parts.policy.replica.share(prompts.held_out[: config.evaluation.prompts])
     started = time.perf_counter()
     drawn = draw(parts, held_out, samples=1, stream=EVALUATION_STREAM + done)
@@ -100,10 +107,10 @@ def evaluate(
 def draw(
     parts: TrainerParts, prompts: Sequence[Prompt], *, samples: int, stream: int
 ) -> list[tuple[Prompt, tuple[Sample, ...]]]:
-    """Draw `samples` responses to each of this rank's prompts. Collective where engines are shared.
+    """Draw `samples` responses to each of this rank's prompts; collective if engines are shared.
 
-    A sample is a function of (seed, stream, row of the prompt, index of the sample) and the
-    weights: not of the number of ranks, nor, up to the rounding of its logits, of its batch.
+    A sample depends on the seed, `stream`, the prompt's row, its own index and the weights. It does
+    not depend on the number of ranks nor, up to the rounding of logits, on other samples.
     """
     requests = [
         request
@@ -118,7 +125,10 @@ def draw(
 
 
 def score(scorer: Scorer, drawn: Sequence[tuple[Prompt, tuple[Sample, ...]]]) -> list[RolloutGroup]:
-    """Rewards by the verifier. Local to the rank."""
+    """Have the verifier score samples; returns each prompt's samples and rewards as a group.
+
+    It is local to the rank.
+    """
     return [
         RolloutGroup(
             id=prompt.row, prompt=prompt, samples=samples, rewards=scorer.rewards(prompt, samples)
@@ -132,7 +142,7 @@ def _due(done: int, every: int, last: int) -> bool:
 
 
 def work(job: Job) -> None:
-    """Train as one of the ranks of the default process group; all of them run this."""
+    """Train as one rank until the job is done. Collective over the default process group."""
     rank = get_rank()
     config = job.config
     with output_to(job.out / "logs" / f"rank-{rank}.log") as terminal, ExitStack() as stack:

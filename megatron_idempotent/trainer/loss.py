@@ -1,10 +1,10 @@
-"""The GRPO objective, its correction for older weights, and the forward that it is computed from.
+"""Computes the GRPO objective, the correction for older weights, and the logits that both need.
 
 Shapes: B sequences, T positions, V vocabulary.
 
-Behaviour log-probs are those of the weights that sampled, as the engine gave them; proximal ones
-are recomputed with the weights that the optimizer step starts from. They differ where the samples
-are stale, and a little even where they are not: an engine rounds in its own ways.
+Behaviour log-probs are the engine's, of the weights that sampled. Proximal log-probs are recomputed
+with the weights from which the optimizer step starts. They differ for stale samples, and a little
+for fresh ones too, because an engine rounds differently.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from .config import LossConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LossParts:
-    """Sums over response tokens, not means: the caller divides by the tokens of all ranks.
+    """Holds sums over response tokens, as scalar tensors; the caller divides them for means.
 
-    Each is a scalar tensor. `loss` carries the gradient; the rest are measurements: the KL
-    penalty (without its coefficient), the share of tokens whose ratio was clipped (as a count),
-    and the number of response tokens. Example: `parts.loss / parts.tokens` is the mean.
+    Example: `parts.loss / parts.tokens` is the mean.
     """
 
     loss: torch.Tensor
+    """The loss, which carries the gradient."""
     kl: torch.Tensor
+    """The KL penalty without its coefficient, without a gradient."""
     clipped: torch.Tensor
+    """The number of tokens whose ratio was clipped."""
     tokens: torch.Tensor
+    """The number of response tokens."""
 
 
 def grpo_loss(
@@ -49,21 +51,23 @@ def grpo_loss(
     kl_coefficient: float = 0.0,
     weights_BT: torch.Tensor | None = None,
 ) -> LossParts:
-    """Clipped policy gradient with a group-relative advantage, summed over response tokens.
+    """Compute the clipped policy-gradient loss with a KL penalty, summed over response tokens.
 
     ratio = exp(logprobs - old_logprobs)
-    loss  = - sum over response tokens of
-              min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A)  - kl_coefficient x k3
-    k3    = exp(reference - logprobs) - (reference - logprobs) - 1,  which is never negative
-    Denominator: none here; the mean is over response tokens on all ranks of one optimizer step.
+    gain  = min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A), for an advantage A
+    k3    = exp(reference - logprobs) - (reference - logprobs) - 1, which is never negative
+    loss  = sum over response tokens of (kl_coefficient x k3 - gain)
+    Denominator: none here. The caller divides by the response tokens on all ranks of one optimizer
+    step.
 
-    With `weights_BT` it is decoupled PPO: the old log-probs are those of the weights that the step
-    starts from, and a weight, which no gradient reaches, multiplies the min(...) of its token: the
-    importance ratio to the weights that sampled, see `correction`. The KL penalty is not weighted.
+    With `weights_BT` it is decoupled PPO: the old log-probs are those of the weights from which the
+    step starts, and each token's gain is multiplied by its weight, which gets no gradient. The
+    weight is the importance ratio to the weights that sampled; see `importance_correction`. The KL
+    penalty is not weighted.
 
-    `advantages` are [B], or [B, T] where a row has several sequences. `loss_mask_BT` is 1.0 on
-    response tokens and 0.0 elsewhere; what the other tensors hold there has no influence, NaN
-    included. Errors: `ValueError` for a KL coefficient without a reference.
+    `advantages` are [B], or [B, T] if a row has several sequences. `loss_mask_BT` is 1.0 on
+    response tokens and 0.0 elsewhere; values of the other tensors elsewhere have no influence, even
+    NaN. Errors: `ValueError` for a KL coefficient without a reference.
     """
     if kl_coefficient and reference_logprobs_BT is None:
         raise ValueError(
@@ -95,10 +99,11 @@ def grpo_loss(
 
 
 Mode = Literal["none", "truncate", "mask"]
-"""Ratios weigh nothing; weigh up to a bound; weigh, and those outside two bounds are rejected."""
+"""Says how ratios become weights: `none` weighs all tokens 1; `truncate` weighs by the ratio, up to
+a bound; `mask` weighs by the ratio, and rejects tokens whose ratio is outside two bounds."""
 
 Level = Literal["token", "sequence"]
-"""The ratio of a token is its own, or the geometric mean of those of its sequence."""
+"""Says which ratio a token has: its own, or the geometric mean over its sequence."""
 
 # exp() of more than that is of no use to anyone, and a sum of it still fits into float32.
 _MOST = 80.0
@@ -106,20 +111,22 @@ _MOST = 80.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """The corrected inputs of a loss, and metrics. Example: `correction.metrics["rejected"]`.
+    """Holds the corrected inputs of a loss, and metrics.
 
-    `metrics` are sums over the response tokens that came in, to be divided by those of all ranks:
-    `tokens`, how many these are; `ratio` and `kl`, the ratio and the k3 estimate of
-    KL(behaviour || proximal), of each token on its own; `rejected`, out of the mask now;
-    `truncated`, with a smaller weight than their ratio; `not_finite`, of the rejected those whose
-    log-ratio is no number. `largest_ratio` is a maximum, not a sum.
+    Example: `correction.metrics["rejected"]`.
     """
 
     weights_BT: torch.Tensor
-    """0 outside `loss_mask_BT`."""
+    """The weight of each token; 0 outside `loss_mask_BT`."""
     loss_mask_BT: torch.Tensor
-    """The one that came in, without what was rejected: it leaves the denominator too."""
+    """The given mask without the rejected tokens, which do not count in the denominator either."""
     metrics: Mapping[str, float]
+    """Sums over the response tokens of the given mask, for the caller to divide by `tokens`.
+
+    `tokens` is their number; `ratio` and `kl` are the sums of each token's own ratio and of its k3
+    estimate of KL(behaviour || proximal); `rejected`, `truncated` and `not_finite` are the numbers
+    of tokens that left the mask, whose weight is below their ratio, and whose log-ratio is not
+    finite. `largest_ratio` is a maximum, not a sum."""
 
 
 @torch.no_grad()
@@ -133,19 +140,19 @@ def importance_correction(
     high: float,
     level: Level,
 ) -> Correction:
-    """Weights of response tokens: ratio = exp(proximal - behaviour), in float64.
+    """Compute the weights of response tokens from ratio = exp(proximal - behaviour), in float64.
 
     none      weight = 1
-    truncate  weight = min(ratio, high); `low` plays no part
-    mask      weight = ratio; what lies outside [low, high] is rejected: it weighs 0 and leaves the
-              mask
+    truncate  weight = min(ratio, high); `low` is not used
+    mask      weight = ratio; a token whose ratio is outside [low, high] is rejected: its weight is
+              0 and it leaves the mask
 
-    With level "sequence", ratio = exp(mean over a sequence's response tokens of proximal -
-    behaviour), for all of its tokens alike. Whatever the mode, tokens without a finite log-ratio
-    are rejected (with their sequence, by level "sequence"): no gradient can be made of them.
+    With level "sequence" all tokens of a sequence have ratio = exp(mean over its response tokens of
+    proximal - behaviour). In every mode, tokens whose log-ratio is not finite are rejected, and
+    with level "sequence" their whole sequence: they cannot give a gradient.
 
-    `loss_mask_BT` is above 0 on response tokens; what the others hold elsewhere has no influence,
-    NaN included. Errors: `ValueError` for an unknown mode or level, or bounds that are not
+    `loss_mask_BT` is above 0 on response tokens; values of the others elsewhere have no influence,
+    even NaN. Errors: `ValueError` for an unknown mode or level, or bounds that are not
     0 <= low <= high.
     """
     _check(mode, level, low, high)
@@ -177,11 +184,11 @@ def importance_correction(
 def corrected(
     batch: Batch, proximal_BT: torch.Tensor, config: LossConfig
 ) -> tuple[Batch, Mapping[str, float]]:
-    """A batch with recomputed old log-probs, as `PolicyLoss` needs it, and what was corrected.
+    """Return a batch with recomputed old log-probs and weights, and the correction's metrics.
 
-    `batch.old_logprobs_BT` are the behaviour's, as `pack` puts them there; `proximal_BT` takes
-    their place. Where the KL penalty ties to the policy that sampled, take the reference from the
-    batch before.
+    `batch.old_logprobs_BT` are the engine's, as `pack_rows` puts them there; `proximal_BT` takes
+    their place. If the KL penalty's reference is the policy that sampled, set the batch's reference
+    log-probs before.
     """
     found = importance_correction(
         proximal_BT,
@@ -235,18 +242,17 @@ def _check(mode: str, level: str, low: float, high: float) -> None:
 
 
 def causal_mask(positions: int) -> torch.Tensor:
-    """Bool [1, 1, T, T] on the device, True where attention is forbidden: Megatron's convention."""
+    """Return a bool mask [1, 1, T, T] on the device, True for pairs that attention must skip."""
     everywhere = torch.ones(1, 1, positions, positions, dtype=torch.bool, device="cuda")
     return everywhere.triu(diagonal=1)
 
 
 def decoder_logits(module: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """Logits [B, T, V] of right-padded sequences; what follows a position does not reach it.
+    """Compute logits [B, T, V] of right-padded sequences, with causal attention.
 
-    Of T and V they are this rank's positions and columns; on a pipeline stage before the last,
-    hidden states.
-
-    A rank's device is "cuda": the CPU runtime makes that the CPU.
+    The result has this rank's positions of T and columns of V; on a pipeline stage before the last,
+    it is hidden states. `tokens_BT` are on the rank's device, "cuda", which the CPU runtime maps to
+    the CPU.
     """
     positions = tokens_BT.shape[1]
     position_ids_BT = torch.arange(positions, device="cuda").expand_as(tokens_BT)
@@ -258,18 +264,19 @@ def decoder_logits(module: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LogitsOf:
-    """Says what a rank's logits are of, and computes log-probs of them.
+    """Knows which columns and positions a rank's logits have, and computes log-probs of them.
 
     Example: `LogitsOf(temperature=0.7).logprobs(logits_BTV, targets_BT, mask_BT)`.
     """
 
     temperature: float
+    """Sampling temperature, by which logits are divided."""
     tp_group: Any = None
-    """Ranks that have the columns of the logits between them."""
+    """Process group of the ranks among which the columns are divided; None if each has all."""
     vocab_size: int | None = None
-    """Tokens, where those ranks pad the vocabulary."""
+    """Number of tokens in the vocabulary, without the ranks' padding; None for all columns."""
     cuts_positions: bool = False
-    """Context-parallel ranks have the positions of the logits between them."""
+    """True if the positions are divided among context-parallel ranks."""
 
     def logprobs(
         self,
@@ -280,11 +287,11 @@ class LogitsOf:
         cu_seqlens: torch.Tensor | None = None,
         ownership: Literal["borrow", "consume"] = "borrow",
     ) -> torch.Tensor:
-        """Log-probs [B, T] of whole rows, 0 where the mask is.
+        """Compute log-probs [B, T] of whole rows, 0 where the mask is 0.
 
-        `cu_seqlens` are where the sequences of a pack begin and end. Collective over
-        tensor-parallel ranks, which have the columns of the logits between them, and
-        context-parallel ones, which have the positions.
+        `targets_BT` and `mask_BT` are whole rows too. `cu_seqlens` has the positions at which the
+        sequences of a pack begin and end. With `ownership="consume"` it may write into the logits.
+        Collective over the ranks among which columns or positions are divided.
         """
         if self.cuts_positions:
             targets_BT = megatron_idempotent.own_positions(targets_BT, cu_seqlens=cu_seqlens)
@@ -304,26 +311,26 @@ class LogitsOf:
 
 
 def forward(module: Any, microbatch: Mapping[str, Any]) -> torch.Tensor:
-    """Logits [B, T, V] of a microbatch: of rows, or of a pack, whose B is 1."""
+    """Compute logits [B, T, V] of a microbatch of rows, or of a pack, whose B is 1."""
     if "pack" in microbatch:
         return megatron_idempotent.gpt_forward(module, microbatch)
     return decoder_logits(module, microbatch["input_ids"])
 
 
 class PolicyLoss:
-    """The GRPO objective as a split step asks for it, over `Batch.tensors()`, or packs of
-    `Batch.sequences()`.
+    """Gives `TrainStep` the GRPO objective of a microbatch.
 
-    Its gradient is divided by the response tokens of all ranks in the optimizer step, and so are
-    its metrics. Example: `step.begin(PolicyLoss(config.loss, of=LogitsOf(temperature=1.0)), …)`.
+    Microbatches are those of `Batch.tensors()`, or packs of `Batch.sequences()`. The step divides
+    the gradient and the metrics by the response tokens of all ranks in the optimizer step.
+    Example: `step.begin(PolicyLoss(config.loss, of=LogitsOf(temperature=1.0)), …)`.
     """
 
     kind: Literal["token"] = "token"
-    #: Context-parallel ranks compute it of whole rows, all the same.
+    #: Every context-parallel rank computes the same loss, from whole rows.
     context_parallel: Literal["whole"] = "whole"
 
     def __init__(self, config: LossConfig, *, of: LogitsOf) -> None:
-        """Take `of`, which says what the logits are of."""
+        """Take the objective's settings, and `of`, which says how to read the logits."""
         self.normalizers: Mapping[str, Literal["tokens", "none"]] = {
             "kl": "tokens",
             "clip_fraction": "tokens",
@@ -334,15 +341,15 @@ class PolicyLoss:
 
     @property
     def needs_recomputed_logprobs(self) -> bool:
-        """True if batches must carry old log-probs of the weights that the step starts from."""
+        """True if batches need old log-probs that are recomputed before the step."""
         return self._config.old_logprobs == "recomputed"
 
     def __call__(
         self, logits_BTV: torch.Tensor, microbatch: Mapping[str, Any]
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Sums over the response tokens of a microbatch.
+        """Return the loss, a scalar, and metrics, as sums over the microbatch's response tokens.
 
-        Errors: `ValueError` where it needs recomputed log-probs and the microbatch has none.
+        Errors: `ValueError` if it needs recomputed log-probs and the microbatch has none.
         """
         pack, advantages = microbatch.get("pack"), microbatch["advantages"]
         if pack is None:
@@ -355,7 +362,7 @@ class PolicyLoss:
             raise ValueError(
                 f"loss.old_logprobs is 'recomputed', loss.correction is "
                 f"{self._config.correction!r}, and the batch has no weights_BT; recompute the "
-                "log-probs and pass the batch through correction.corrected()"
+                "log-probs and pass the batch through trainer.loss.corrected()"
             )
         logprobs_BT = self._of.logprobs(
             logits_BTV,

@@ -1,6 +1,6 @@
-"""`megatron-idempotent train`: the command line, and what happens before and after the ranks run.
+"""Implements `megatron-idempotent train`: reads the command line, runs the job, explains failures.
 
-Free of torch and Megatron: the ranks import them.
+The module does not import torch and Megatron; the ranks do.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _NEEDED = ("pydantic", "torch", "megatron", "tokenizers", "transformers", "rich"
 def main(argv: Sequence[str]) -> int:
     """Run the command with the arguments after `train`; returns the exit code.
 
-    0: trained. 1: the ranks failed. 2: a mistake in the settings, the data, the output directory
-    or the checkpoint. 130: interrupted. 143: stopped by SIGTERM, with a checkpoint.
+    It is 0 if the run came to its end, 1 if ranks or the controller failed, 2 for a mistake in the
+    settings, the data, the output directory or the checkpoint, 130 after Ctrl-C, and 143 if SIGTERM
+    stopped it with a checkpoint.
     """
     options = _parser().parse_args(list(argv))
     options.argv = list(argv)
@@ -136,13 +137,13 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _setting(overrides: Sequence[str], path: str) -> str:
-    """Returns the value of the last override of a setting, or nothing."""
+    """Return the value of the last override of a setting, or "" if there is none."""
     values = [text.partition("=")[2] for text in overrides if text.startswith(f"{path}=")]
     return values[-1].strip() if values else ""
 
 
 def _restore_cursor() -> None:
-    """Rank 0 hid it for its bar, and was ended before it could show it again."""
+    """Show the terminal's cursor, which rank 0 hid for its bar and did not live to show again."""
     if sys.stderr.isatty():
         print("\x1b[?25h", end="", file=sys.stderr, flush=True)
 
@@ -191,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
         "--schema", action="store_true", help="print the JSON schema of FILE, for editors, and end"
     )
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
-    # What the first rank of a torchrun starts; see `trainer.stream.torchrun`.
+    # The first rank of a torchrun starts it so; see `async_run.serve_rank`.
     parser.add_argument("--controller", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     return parser

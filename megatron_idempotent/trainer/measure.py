@@ -1,11 +1,10 @@
-"""Measurements of a synchronous run: seconds and memory per phase, and means over all ranks.
+"""Measures a synchronous run: seconds and memory per phase, and means over all ranks.
 
-A CPU rank has no device memory to measure: its resident set holds pages that it shares with its
-launcher, and does not shrink when a tensor is freed, so no number of it would say what a phase
-took.
+Metrics under `train/` and `evaluation/` are the same, bit for bit, when a run is repeated. Those
+under `timing/train/` depend on the clock, and those under `memory/train/` on the device.
 
-`train/` and `evaluation/` hold what a repeated run reproduces bit for bit; everything that depends
-on the clock is under `timing/train/`, and what a device's memory held under `memory/train/`.
+On a CPU no memory is measured: a rank's resident set has pages that it shares with its launcher,
+and does not shrink when a tensor is freed, so that it would not show what a phase took.
 """
 
 from __future__ import annotations
@@ -37,18 +36,24 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReading:
-    """Bytes that the allocator has given out, has taken from the device, and gave out at most.
+    """Holds what torch's allocator says of a device, in bytes.
 
     Example: `MemoryReading(allocated=0, reserved=2 << 20, peak=1 << 20)`.
     """
 
     allocated: int
+    """Bytes of all tensors."""
     reserved: int
+    """Bytes that the allocator has taken from the device."""
     peak: int
+    """The most bytes of all tensors at once."""
 
 
 def read_device() -> MemoryReading:
-    """Memory of the current CUDA device, the peak since `reset_peak`. Waits for nothing."""
+    """Read the current CUDA device's memory, without waiting for its work.
+
+    The peak is that since `torch.cuda.reset_peak_memory_stats`.
+    """
     return MemoryReading(
         allocated=torch.cuda.memory_allocated(),
         reserved=torch.cuda.memory_reserved(),
@@ -57,13 +62,13 @@ def read_device() -> MemoryReading:
 
 
 def reader() -> Callable[[], MemoryReading] | None:
-    """Returns a function that reads this process's device memory; None without a device."""
+    """Return a function that reads this process's device memory; None without a device."""
     emulated = cpu.is_enabled()
     return None if emulated or not torch.cuda.is_available() else read_device
 
 
 class MemoryLedger:
-    """Memory before, at most during, and after each phase of one rollout.
+    """Measures a device's memory before, during and after each phase of one rollout.
 
     Example:
         ledger = MemoryLedger()
@@ -79,8 +84,8 @@ class MemoryLedger:
     ) -> None:
         """
         Args:
-            read: the memory now; None for this process's device.
-            reset_peak: starts the next peak at what is allocated now.
+            read: returns the memory now; None for that of this process's device.
+            reset_peak: has the peak start again at what is allocated now; None for this device's.
         """
         self._read = read or reader()
         self._reset_peak = reset_peak or torch.cuda.reset_peak_memory_stats
@@ -88,7 +93,7 @@ class MemoryLedger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Enter a block; a phase that raises is not entered."""
+        """Measure the memory of a block; leaves out a block that raises."""
         if self._read is None:
             yield
             return
@@ -98,10 +103,10 @@ class MemoryLedger:
         self._phases[name] = before, self._read()
 
     def metrics(self) -> dict[str, float]:
-        """Per phase: GiB allocated and reserved at its end, allocated at most, and kept.
+        """Return, for each phase, GiB allocated and reserved at its end, peak, and kept.
 
-        Kept is what is allocated after a phase less what was before it: 0 where it gives back what
-        it took.
+        Kept is what is allocated after the phase minus what was before it; it is 0 for a phase that
+        frees what it allocates.
         """
         found: dict[str, float] = {}
         for name, (before, after) in self._phases.items():
@@ -113,9 +118,9 @@ class MemoryLedger:
 
 
 class Stopwatch:
-    """Seconds and memory per phase of one rollout, on this rank.
+    """Measures seconds and memory of each phase of one rollout, on this rank.
 
-    Example: `with watch.phase("generation"):`
+    Example: `with watch.phase("generation"): …`
     """
 
     def __init__(self, ledger: MemoryLedger | None = None) -> None:
@@ -125,25 +130,31 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure a block; a phase that raises is not recorded."""
+        """Measure the seconds and the memory of a block; leaves out a block that raises."""
         started = time.perf_counter()
         with self._ledger.phase(name):
             yield
         self._phases[name] = time.perf_counter() - started
 
     def memory(self) -> dict[str, float]:
-        """GiB of device memory per phase; nothing on a CPU."""
+        """Return metrics of device memory per phase, in GiB; nothing on a CPU."""
         return self._ledger.metrics()
 
     def timings(self, tokens: int) -> dict[str, float]:
-        """Seconds per phase and in all, and response tokens of all ranks per second."""
+        """Return seconds per phase, seconds in all, and tokens per second.
+
+        `tokens` are the response tokens of all ranks.
+        """
         total = time.perf_counter() - self._started
         named = {f"timing/train/{name}_s": seconds for name, seconds in self._phases.items()}
         return {**named, TOTAL_S: total, TOKENS_PER_S: tokens / total}
 
 
 def summed(values: Mapping[str, float]) -> dict[str, float]:
-    """Each value summed over all ranks, in float64. Collective: all ranks give the same names."""
+    """Return each value summed over all ranks, in float64.
+
+    Collective: all ranks give the same names, in the same order.
+    """
     total = torch.tensor(
         list(values.values()), dtype=torch.float64, device=torch.cuda.current_device()
     )
@@ -152,7 +163,10 @@ def summed(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], step: StepMetrics) -> dict[str, float]:
-    """Means over all samples, or groups, of all ranks. Collective."""
+    """Return metrics of a rollout: means over the samples or groups of all ranks. Collective.
+
+    `groups` are those that this rank sampled, and `step` has the measurements of training.
+    """
     total = summed(group_sums(groups))
     return {
         **{f"train/{name}": value for name, value in group_means(total).items()},
@@ -169,7 +183,10 @@ def rollout_metrics(groups: Sequence[RolloutGroup], step: StepMetrics) -> dict[s
 
 
 def evaluation_metrics(groups: Sequence[RolloutGroup], *, seconds: float) -> dict[str, float]:
-    """Mean reward and share of wholly right answers over held-out prompts. Collective."""
+    """Return the mean reward and the share of samples with a reward of 1, over all ranks' groups.
+
+    Collective. `groups` are this rank's; `seconds` are those of the evaluation.
+    """
     return {
         **evaluation_means(summed(group_sums(groups))),
         "timing/train/evaluation_s": seconds,

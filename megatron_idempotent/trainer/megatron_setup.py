@@ -20,31 +20,36 @@ from .config import Config
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronModel:
-    """Results of `setup_model_and_optimizer`.
+    """Holds what Megatron's `setup_model_and_optimizer` returned.
 
-    Example: `MegatronModel(args=args, chunks=[ddp], ...)`.
-
-    `args` is Megatron's global namespace, `chunks` the DDP-wrapped pipeline chunks of this rank:
-    one, unless the schedule is interleaved.
+    Example: `MegatronModel(args=args, chunks=[ddp], optimizer=optimizer, scheduler=scheduler)`.
     """
 
     args: Any
+    """Megatron's global arguments."""
     chunks: list[Any]
+    """This rank's model chunks, wrapped in DDP: one, unless the schedule is interleaved."""
     optimizer: Any
+    """Megatron's optimizer."""
     scheduler: Any
+    """Megatron's scheduler of the learning rate."""
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
-        """The chunks' models, without DDP."""
+        """The models of the chunks, without DDP."""
         return tuple(chunk.module for chunk in self.chunks)
 
 
 def build_megatron_model(
     arguments: Sequence[str], arch: Architecture, *, positions: int, packs: bool = False
 ) -> MegatronModel:
-    """Parse, initialise and build. All ranks take part: the optimizer makes process groups.
+    """Initialise Megatron, and build the model and its optimizer. Collective over all ranks.
 
-    `packs` is for a model that is given several sequences in a row.
+    Args:
+        arguments: Megatron's arguments; see `megatron_arguments`.
+        arch: the shape of the model.
+        positions: the length of training sequences.
+        packs: True if a row may have several sequences.
     """
     from megatron.core.enums import ModelType
     from megatron.training import get_args, training
@@ -76,9 +81,10 @@ def gpt_model(
     positions: int,
     packs: bool = False,
 ) -> torch.nn.Module:
-    """A stage of the checkpoint's decoder, configured by Megatron's global arguments.
+    """Build a pipeline stage of a decoder, configured by Megatron's global arguments.
 
-    Its weights are random; its logits are this rank's columns of the vocabulary.
+    Its weights are random, and its logits have this rank's columns of the vocabulary. `pre_process`
+    and `post_process` are true for the first and the last stage.
     """
     from megatron.training import get_args
     from megatron.training.arguments import core_transformer_config_from_args
@@ -104,7 +110,7 @@ def gpt_model(
 
 
 def _initialize(arguments: Sequence[str]) -> None:
-    """Megatron reads its arguments from `sys.argv` and nowhere else."""
+    """Initialise Megatron with these arguments, in `sys.argv`, where alone it reads them."""
     from megatron.core.datasets import utils as datasets
     from megatron.training import arguments as parser
     from megatron.training import initialize
@@ -130,12 +136,12 @@ _FOREVER = 1_000_000_000
 
 
 def megatron_arguments(config: Config, arch: Architecture, *, positions: int) -> list[str]:
-    """Arguments for `megatron.training`, as on the command line of any of its programs.
+    """Return arguments for `megatron.training`, as on the command line of any of its programs.
 
-    `arch` is the checkpoint's and `positions` the length of the training sequences. What is not in
-    the configuration is here because the trainer stands for it: the distributed optimizer with both
-    overlap flags, Megatron's local layers (Transformer Engine needs CUDA), no dropout, and
-    gradients divided by the response tokens of all ranks.
+    `arch` is the shape of the model and `positions` the length of the training sequences. Some are
+    the trainer's own choice: the distributed optimizer with both overlap flags, Megatron's local
+    layers (Transformer Engine needs CUDA), no dropout, and gradients divided by the response tokens
+    of all ranks.
     """
     return [
         *arch.megatron_arguments(),

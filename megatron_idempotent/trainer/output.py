@@ -1,4 +1,4 @@
-"""The output directory and the job in it: chosen, checked and made before anything else starts."""
+"""Chooses, checks and makes the output directory of a run before anything else starts."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ from megatron_idempotent.trainer.task.prompts import SHIPPED_FILE
 from . import checkpoint_dir
 from .config import SECTIONS, CheckpointError, Config, OutputError, as_toml
 
-#: Hugging Face checkpoints in the output directory: what a run without one began from, and its end.
+#: Folders of Hugging Face checkpoints in the output directory: the random one that a run without
+#: `model.path` began from, and the trained one.
 INITIAL, TRAINED = "model-initial", "model"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One start of a run. `out` exists; `resume_from` is a complete checkpoint in it, or None.
-
-    Example: `Job(config=Config(), out=Path("runs/a"))`.
-    """
+    """Describes one start of a run. Example: `Job(config=Config(), out=Path("runs/a"))`."""
 
     config: Config
+    """The configuration of the run."""
     out: Path
+    """The output directory, which exists."""
     resume_from: Path | None = None
+    """The complete checkpoint from which the run goes on; None for a new run."""
     quiet: bool = False
+    """True to print errors only."""
 
 
 def data_path(config: Config) -> Path:
-    """The prompt file: the configured one, or the one that ships with the project."""
+    """Return the prompt file: the configured one, or the one that ships with the project."""
     return Path(config.task.data) if config.task.data else SHIPPED_FILE
 
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.toml"
 
-# What may differ between a run and its continuation: how far it goes and how often it looks up.
+# Keys that may differ between a run and its continuation, since they change none of its numbers.
 _FREE = frozenset(
     {
         "run.rollouts",
@@ -80,13 +82,13 @@ _FREE = frozenset(
 
 
 def prepare(config: Config, *, resume: bool, quiet: bool, started_anew: bool = False) -> Job:
-    """Choose and make the output directory and, to resume, check the newest checkpoint in it.
+    """Make the output directory or, to resume, check the newest checkpoint in it; returns the job.
 
-    `started_anew` is for a run that something else starts again when it dies: it resumes where
-    there is a checkpoint, and begins again where there is none.
+    With `started_anew`, which is for a run that something else starts again when it dies, it
+    resumes if there is a checkpoint and begins from the start if there is none.
 
-    Errors: `OutputError` where it cannot be written or holds another run; `CheckpointError` where
-    there is nothing to resume from, or it is damaged, or was written with other settings.
+    Errors: `OutputError` if the directory cannot be written or holds another run; `CheckpointError`
+    if there is no checkpoint to resume from, or it is damaged or was written with other settings.
     """
     if started_anew:
         out = Path(config.run.out)
@@ -109,7 +111,7 @@ def prepare(config: Config, *, resume: bool, quiet: bool, started_anew: bool = F
             checkpoint_dir.verify(checkpoint)["config"], resume_state(config), checkpoint
         )
         initial = out / INITIAL
-        checkpoint_dir.check_sums(initial, f"remove {initial}: it is made again, the same")
+        checkpoint_dir.check_sums(initial, f"remove {initial}, and an equal one is made")
         try:
             read_metrics(out / METRICS_FILE)
         except ValueError as error:
@@ -119,7 +121,7 @@ def prepare(config: Config, *, resume: bool, quiet: bool, started_anew: bool = F
 
 
 def newest_checkpoint(out: Path) -> Path:
-    """The newest complete checkpoint of a run."""
+    """Return the newest complete checkpoint of a run. Errors: `CheckpointError` without one."""
     found = checkpoint_dir.complete(out / "checkpoints")
     if not found:
         raise CheckpointError(
@@ -129,7 +131,7 @@ def newest_checkpoint(out: Path) -> Path:
 
 
 def resume_state(config: Config) -> dict[str, Any]:
-    """The settings that a continuation must share, and a hash of the prompts."""
+    """Return the settings that a continuation must share, and a hash of the prompts."""
     state = {
         f"{section}.{key}": value
         for section in SECTIONS
@@ -144,9 +146,9 @@ def resume_state(config: Config) -> dict[str, Any]:
 
 
 def seal_checkpoint(directory: Path, done: int, config: Config, *, digest: str) -> None:
-    """Complete the checkpoint after `done` rollouts, and drop those that are too many.
+    """Complete the checkpoint after `done` rollouts, and remove the oldest ones.
 
-    `digest` is that of the weights.
+    `digest` is that of the weights. `run.keep_checkpoints` of them stay.
     """
     state = {"rollouts": done, "config": resume_state(config), "weights sha256": digest}
     unfinished = checkpoint_dir.unfinished_path(directory, done)
@@ -183,9 +185,9 @@ def _fresh(config: Config) -> Path:
 
 
 def run_to_resume(out: str) -> Path:
-    """The directory `out` or, where it is empty, the last numbered run.
+    """Return the directory `out` or, if `out` is empty, that of the last numbered run.
 
-    Errors: `OutputError` where there is no such directory.
+    Errors: `OutputError` if there is no such directory.
     """
     if out:
         path = Path(out)
@@ -195,15 +197,15 @@ def run_to_resume(out: str) -> Path:
             raise OutputError(f"{RUNS}: no run to resume; name its directory with --out")
         path = runs[-1]
     if not path.is_dir():
-        raise OutputError(f"{path}: no such directory; nothing to resume there")
+        raise OutputError(f"{path}: no such directory; name the run to resume with --out")
     return path
 
 
 @contextlib.contextmanager
 def output_to(path: Path) -> Iterator[IO[str]]:
-    """Send what this process prints to a file; yields the terminal it would have printed to.
+    """Append all that this process prints to a file; yields the terminal's standard error.
 
-    By descriptor, because Megatron's libraries print from C++ too.
+    It redirects descriptors 1 and 2, because Megatron's libraries print from C++ too.
     """
     sys.stdout.flush()
     sys.stderr.flush()

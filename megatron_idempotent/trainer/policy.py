@@ -1,4 +1,4 @@
-"""The policy on real Megatron: each optimizer step is a `TrainStep` that is fed in chunks."""
+"""Trains the policy on real Megatron, with a `TrainStep` per optimizer step."""
 
 from __future__ import annotations
 
@@ -36,14 +36,17 @@ from .replica import Replica, SpreadWeights
 
 
 class MegatronPolicy:
-    """A decoder, its optimizer and its schedule, on all ranks, in any layout of them.
+    """Trains a decoder on all ranks, in any layout of them.
 
-    Building it, `weights` and `train` are collective: every rank of the default group takes part.
+    Call its constructor and methods on all ranks of the default group, in the same order.
     Example: `metrics = policy.train(batch, index=0)`.
     """
 
     def __init__(self, config: Config, checkpoint: Path, *, positions: int) -> None:
-        """`checkpoint` is a Hugging Face one; `positions` the length of training sequences."""
+        """Build the model and its optimizer, and load the weights.
+
+        `checkpoint` is a Hugging Face one; `positions` is the length of training sequences.
+        """
         from megatron.core import parallel_state
 
         self._config = config
@@ -91,17 +94,19 @@ class MegatronPolicy:
 
     @contextmanager
     def weights(self) -> Iterator[tuple[torch.nn.Module, ...]]:
-        """This rank's chunks, to compute with or to export: up to date, in eval mode, without
-        gradients.
+        """Yield this rank's chunks to compute with or to export.
+
+        Within the block their parameters are up to date, they are in eval mode, and no gradients
+        are recorded.
         """
         with self._step.reading() as chunks:
             yield tuple(chunk.module for chunk in chunks)
 
     def source(self, *, shared: bool) -> WeightSource:
-        """The weights under Hugging Face names; read them within `weights()`.
+        """Return a source of the weights under Hugging Face names; read it within `weights()`.
 
-        For rank 0 alone where they are shared, and else for every rank: from those of its replica
-        or, where experts are spread over replicas, from all. Collective.
+        If `shared`, rank 0 alone gets tensors. Otherwise every rank gets all tensors, from the
+        ranks of its replica or, if experts are spread over replicas, from all ranks.
         """
         if shared:
             return MegatronWeights(self.stock.chunks, self.architecture)
@@ -110,9 +115,10 @@ class MegatronPolicy:
         return weights if dist.get_world_size(group) == 1 else SpreadWeights(weights, group)
 
     def save_hf(self, directory: Path) -> None:
-        """Write a Hugging Face checkpoint, with configuration and tokenizer of the one it began
-        from, and SHA256SUMS; one that is there is replaced once the new one is complete.
-        Collective.
+        """Write a Hugging Face checkpoint, with its files' hashes in SHA256SUMS.
+
+        It has the configuration and the tokenizer of the checkpoint that the run began from. It
+        replaces an older one in `directory` once it is complete.
         """
         with self.weights():
             save_hf(self.source(shared=True), directory, like=self._checkpoint, replace=True)
@@ -120,11 +126,11 @@ class MegatronPolicy:
             checkpoint_dir.write_sums(directory)
 
     def train(self, batch: Batch, *, index: int) -> StepMetrics:
-        """`steps_per_rollout` optimizer steps over the batch, each sequence used once.
+        """Take `steps_per_rollout` optimizer steps over the batch, using each sequence once.
 
-        `index` is the rollout's: it orders the sequences. Every rank passes a batch of the same
-        size. Returns what happened on all ranks. An error on any rank is raised on all of them,
-        with the step that it stopped undone.
+        The rollout's `index` decides the order of the sequences. Every rank passes a batch of the
+        same size. Returns measurements over all ranks. An error on any rank is raised on all of
+        them, after the step in which it happened is undone.
         """
         optimizer = self._config.optimizer
         batch = dataclasses.replace(batch, reference_logprobs_BT=self._reference_logprobs(batch))
@@ -143,11 +149,14 @@ class MegatronPolicy:
 
     @property
     def open_step_id(self) -> str | None:
-        """The id of the step that is open; None between two steps."""
+        """The id of the open step; None if no step is open."""
         return self._step.open_step_id
 
     def begin(self, step_id: str | None = None, *, rank_batch_size: int | None = None) -> str:
-        """Open an optimizer step; see `TrainStep.begin`, as for the others."""
+        """Open an optimizer step, and return its id; see `TrainStep.begin`.
+
+        `rank_batch_size` is the number of sequences that this replica will give it, if it is known.
+        """
         config = self._config
         return self._step.begin(
             self._loss,
@@ -161,7 +170,7 @@ class MegatronPolicy:
     def microbatch(
         self, step_id: str, batch: Batch, *, microbatch_id: str | None = None, last: bool = False
     ) -> None:
-        """Forward and backward of this replica's rows."""
+        """Run forward and backward of this replica's rows; see `TrainStep.microbatch`."""
         if self._config.packs:
             tensors = batch.on_device().sequences()
         else:
@@ -173,17 +182,18 @@ class MegatronPolicy:
         self._step.microbatch(step_id, tensors, microbatch_id=microbatch_id, last=last)
 
     def finish(self, step_id: str) -> megatron_idempotent.StepResult:
-        """One reduction and one update. Collective."""
+        """Reduce gradients and update the weights; see `TrainStep.finish`."""
         return self._step.finish(step_id)
 
     def abort(self, step_id: str | None = None) -> None:
-        """Undo the open step; without one, nothing. Collective."""
+        """Undo the open step; do nothing if none is open. See `TrainStep.abort`."""
         self._step.abort(step_id)
 
     def logprobs(self, batch: Batch, which: Literal["policy", "reference"]) -> torch.Tensor:
-        """Log-probs [B, T] of this rank's rows; legal while a step is open. Collective.
+        """Compute log-probs [B, T] of this rank's rows, 0 where the loss mask is 0.
 
-        Of the weights as they are, or of those that the run began with.
+        "policy" computes with the weights as they are, "reference" with those that the run began
+        with. It may be called while a step is open.
         """
         with self.weights():
             if not len(batch):  # attention refuses to be of nothing
@@ -203,7 +213,7 @@ class MegatronPolicy:
             raise
 
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
-        """Log-probs [B, T] under the policy that the KL penalty ties to, if there is a penalty."""
+        """Return log-probs [B, T] under the reference of the KL penalty; None without a penalty."""
         if not self._config.loss.kl_coefficient:
             return None
         if self._config.loss.kl_reference == "old":
@@ -212,7 +222,10 @@ class MegatronPolicy:
 
 
 def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> StepMetrics:
-    """The steps of a rollout as one: means over their response tokens, and over their updates."""
+    """Combine the results of a rollout's steps.
+
+    `loss`, `kl` and `clip_fraction` are means over response tokens, `grad_norm` over updates.
+    """
     tokens = sum(result.global_valid_tokens for result in results)
     updates = [result for result in results if result.updated]
     norms = [update.grad_norm for update in updates if update.grad_norm is not None]
@@ -237,10 +250,11 @@ def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> StepM
 def ensure_checkpoint(
     directory: Path, model: ModelConfig, tokenizer: TextTokenizer, *, seed: int, positions: int
 ) -> Path:
-    """The random checkpoint of a run, written by rank 0 unless it is there. Collective.
+    """Have rank 0 write a random checkpoint unless it is there; returns its folder. Collective.
 
-    A function of the sizes and the seed: RMSNorm, rotary positions, SwiGLU, grouped queries, no
-    biases; `positions` is the longest sequence. It is written beside its name and renamed.
+    The sizes and the seed alone decide its weights. The model has RMSNorm, rotary positions,
+    SwiGLU, grouped queries and no biases; `positions` is the longest sequence. It is written under
+    another name and renamed.
     """
     if dist.get_rank() == 0 and not directory.is_dir():
         unfinished = directory.with_name(directory.name + ".unfinished")
@@ -255,7 +269,10 @@ def ensure_checkpoint(
 def write_checkpoint(
     directory: Path, model: ModelConfig, tokenizer: TextTokenizer, *, seed: int, positions: int
 ) -> None:
-    """Write it, in this process alone; the random state is left as it was."""
+    """Write a checkpoint with random weights, in this process alone; see `ensure_checkpoint`.
+
+    Torch's random state does not change.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         decoder = _random_decoder(model, tokenizer, positions)
@@ -269,7 +286,7 @@ def write_checkpoint(
 
 
 def _random_decoder(model: ModelConfig, tokenizer: TextTokenizer, positions: int) -> Any:
-    """A Llama or, where the model has experts, a Qwen3-MoE."""
+    """Make a Llama or, if the model has experts, a Qwen3-MoE."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes: dict[str, Any] = {
@@ -310,19 +327,22 @@ def _random_decoder(model: ModelConfig, tokenizer: TextTokenizer, positions: int
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """Example: `start_policy(job).policy`."""
+    """Holds what a rank needs to begin. Example: `start_policy(job).policy`."""
 
     policy: MegatronPolicy
+    """The model and its optimizer."""
     prompts: PromptSet
+    """All prompts of the task."""
     tokenizer: TextTokenizer
+    """The tokenizer of the checkpoint, or of the task's words."""
     positions: int
-    """Length of the training sequences in tokens."""
+    """Length T of the training sequences."""
     checkpoint: Path
-    """The Hugging Face one that the weights are from."""
+    """Folder of the Hugging Face checkpoint that the weights are from."""
 
 
 def training_positions(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -> int:
-    """Length T of the training sequences: the least that holds them all and that ranks can cut."""
+    """Return the length T of training sequences: the least that holds all and ranks can cut."""
     least = sequence_positions(
         prompts, tokenizer, max_response_tokens=config.rollout.max_response_tokens
     )
@@ -330,7 +350,7 @@ def training_positions(config: Config, prompts: PromptSet, tokenizer: TextTokeni
 
 
 def check_budget(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -> None:
-    """Errors: `ConfigError` where the longest sequence there may be does not fit into a pack."""
+    """Check that the longest possible sequence fits into a pack. Errors: `ConfigError`."""
     budget, parallel = config.optimizer.max_tokens_per_microbatch, config.parallel
     response = config.rollout.max_response_tokens
     longest = sequence_positions(prompts, tokenizer, max_response_tokens=response) + 1
@@ -346,7 +366,10 @@ def check_budget(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -
 
 
 def start_policy(job: Job) -> Started:
-    """Patches applied, data read, model and optimizer built. Collective."""
+    """Apply the patches, read the data, and build the model and its optimizer. Collective.
+
+    Without `model.path`, rank 0 writes a random checkpoint first.
+    """
     megatron_idempotent.apply()
     config = job.config
     prompts = read_prompts(data_path(config))

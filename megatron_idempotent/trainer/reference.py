@@ -1,4 +1,4 @@
-"""The table of all settings in docs/trainer.md, made from the configuration's JSON schema.
+"""Writes the table of all settings in docs/trainer.md, from the configuration's JSON schema.
 
 Regenerate with `python -m megatron_idempotent.trainer.reference docs/trainer.md`.
 """
@@ -17,7 +17,7 @@ END = "<!-- end of settings -->"
 
 
 def settings_table() -> str:
-    """Markdown: one table per section, with the defaults of both modes."""
+    """Return a Markdown table per section, with the defaults of both modes."""
     lines = []
     for name, section in SECTIONS.items():
         lines += [
@@ -43,7 +43,10 @@ def _shown(value: object) -> str:
 
 
 def with_current_table(page: str) -> str:
-    """The page with the table between its two markers replaced."""
+    """Return the page with the current table between its two markers.
+
+    Errors: `ValueError` for a page without them.
+    """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -52,7 +55,7 @@ def with_current_table(page: str) -> str:
 
 
 def main(path: Path) -> None:
-    """Bring a page up to date."""
+    """Bring the table in a page up to date."""
     path.write_text(with_current_table(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The ranks that share a replica of the model: what each takes, and what all of them have."""
+"""Divides items among the ranks that share a replica of the model, and gathers them again."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Item = TypeVar("Item")
 
 
 class Replica:
-    """The replica that this rank has a part of.
+    """Knows the replica that this rank has a part of, and its other ranks.
 
-    Its ranks sample and score different prompts, and train on all of them.
+    These ranks sample and score different prompts, and train on all of them.
     Example: `replica.share(prompts)`.
     """
 
     def __init__(self, layout: RankLayout) -> None:
-        """Collective over all ranks, after Megatron's groups were made.
+        """Make the replica's process group. Collective over all ranks, after Megatron's groups.
 
-        Errors: `RuntimeError` where Megatron has put this rank elsewhere.
+        Errors: `RuntimeError` if Megatron has numbered this rank differently.
         """
         from megatron.core import parallel_state
 
@@ -42,11 +42,14 @@ class Replica:
         self.group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
 
     def share(self, items: Sequence[Item]) -> tuple[Item, ...]:
-        """This rank's items, of those of all ranks."""
+        """Return this rank's items, given those of all ranks."""
         return self._layout.share(items, self._rank)
 
     def gather(self, mine: Sequence[Item]) -> list[Item]:
-        """All items of the replica, from what became of each rank's share. Collective in it."""
+        """Return all items of the replica, in order, given one for each item of a rank's share.
+
+        Collective over the ranks of the replica.
+        """
         if self._layout.members == 1:
             return list(mine)
         shares: list[Sequence[Item]] = [()] * self._layout.members
@@ -55,28 +58,28 @@ class Replica:
 
 
 class SpreadWeights:
-    """A `WeightSource` whose tensors come to all ranks of a group, not to its first alone.
+    """Implements `WeightSource` for all ranks of a group, from a source for its first rank alone.
 
-    So that each of them can have an engine of its own. Example: `SpreadWeights(weights, group)`.
+    So each rank can have an engine of its own. Example: `SpreadWeights(weights, group)`.
     """
 
     def __init__(self, source: WeightSource, group: Any) -> None:
-        """`source` is collective in `group`, or in the default group where None."""
+        """Take a source that is collective in `group`; None is the default group."""
         self._source, self._group = source, group
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """See `WeightSource`."""
+        """Return name, shape and type of all tensors; see `WeightSource.tensors`."""
         return self._source.tensors()
 
     def buckets(self, *, bucket_bytes: int) -> SpreadBuckets:
-        """See `WeightSource`; every rank gets all tensors."""
+        """Iterate over buckets with all tensors, on every rank; see `WeightSource.buckets`."""
         return SpreadBuckets(
             self._source.buckets(bucket_bytes=bucket_bytes), self.tensors(), self._group
         )
 
 
 class SpreadBuckets(Iterator[Bucket]):
-    """One iteration of `SpreadWeights`. Example: `next(buckets)`."""
+    """Broadcasts the buckets of a source to all ranks of a group. Example: `next(buckets)`."""
 
     def __init__(self, buckets: Iterator[Bucket], infos: Sequence[TensorInfo], group: Any) -> None:
         self._buckets, self._group = buckets, group
@@ -107,6 +110,6 @@ class SpreadBuckets(Iterator[Bucket]):
         return Bucket(index=bucket.index, tensors=tensors, checksums=checksums)
 
     def close(self) -> None:
-        """Take this rank through what is left, so that the others come to its end. Twice: no-op."""
+        """Receive the buckets that are left, so that other ranks can end; may be called twice."""
         for _ in self:
             pass

@@ -1,4 +1,4 @@
-"""Shows a run: its loggers, the progress bar, two curves and the final table."""
+"""Shows a run with loggers, a progress bar, two curves and a final table."""
 
 from __future__ import annotations
 
@@ -40,23 +40,32 @@ CURVES_FILE = "curves.png"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """A run in seven numbers. Rewards are from 0 to 1, `seconds` leaves the set-up aside.
+    """Describes a run in seven numbers.
 
     Example: `Summary(rollouts=110, first_held_out=0.04, last_held_out=0.96, ...)`.
     """
 
     rollouts: int
+    """Number of rollouts; of optimizer steps in an asynchronous run."""
     first_held_out: float
+    """Mean reward on held-out prompts in the first evaluation, from 0 to 1."""
     last_held_out: float
+    """Mean reward on held-out prompts in the last evaluation."""
     best_held_out: float
+    """Highest mean reward on held-out prompts of all evaluations."""
     seconds: float
+    """Seconds of all rollouts, without the set-up."""
     tokens_per_s: float
+    """Response tokens per second."""
     positions_per_token: float
     """Positions computed in training for each response token that counts; 0 if unknown."""
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> Summary:
-    """The summary of a metrics file with at least one evaluation. A resumed run counts whole."""
+    """Summarize the rows of a metrics file, at least one of which has an evaluation.
+
+    A resumed run counts as a whole.
+    """
     held_out = [row[HELD_OUT] for row in rows if HELD_OUT in row]
     trained = [row for row in rows if REWARD in row]
     seconds = sum(row[TOTAL_S] for row in trained)
@@ -73,7 +82,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> Summary:
 
 
 def print_summary(summary: Summary, out: Path) -> None:
-    """The table at the end of a run, on standard output."""
+    """Print the table at the end of a run, on standard output."""
     from rich.console import Console
     from rich.table import Table
 
@@ -92,7 +101,10 @@ def print_summary(summary: Summary, out: Path) -> None:
 
 
 def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, step: str) -> None:
-    """Reward and loss over steps, as a PNG; `step` says what one is, such as "rollout"."""
+    """Draw reward and loss over steps as a PNG; `step` names their unit, such as "rollout".
+
+    At least one row has to have an evaluation.
+    """
     # The object interface: pyplot would look for a display and keep the figure.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -135,9 +147,9 @@ def _column(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[
 
 
 def make_loggers(job: Job, *shown: Logger, threaded: bool) -> Loggers:
-    """The files of the run, the loggers that the configuration names, and what is `shown`.
+    """Make the loggers of a run: its files, those that the configuration names, and `shown`.
 
-    TensorBoard is left out where it is not installed, with a warning.
+    TensorBoard is left out, with a warning, if it is not installed.
     """
     first = checkpoint_dir.rollouts_of(job.resume_from) if job.resume_from is not None else 0
     events = job.out / TENSORBOARD_DIRECTORY
@@ -151,7 +163,7 @@ def make_loggers(job: Job, *shown: Logger, threaded: bool) -> Loggers:
 
 
 def named_loggers(config: Config, out: Path, *, first_step: int = 0) -> list[Callable[[], Logger]]:
-    """Makes controller.loggers. Errors: `ConfigError` for one that cannot be built."""
+    """Return functions that make the loggers in `controller.loggers`. Errors: `ConfigError`."""
     names = [name.strip() for name in config.controller.loggers.split(",") if name.strip()]
     try:
         return logger_factories(names, out, first_step=first_step)
@@ -160,14 +172,14 @@ def named_loggers(config: Config, out: Path, *, first_step: int = 0) -> list[Cal
 
 
 def make_progress(config: Config, *, first_rollout: int, terminal: IO[str]) -> Logger:
-    """A bar where `terminal` is one, lines otherwise."""
+    """Return a progress bar if `terminal` is a terminal, else a printer of lines."""
     if terminal.isatty():
         return ProgressBar(config.run.rollouts, first_rollout, terminal)
     return ProgressLines(config.run.rollouts, config.evaluation.every, terminal)
 
 
 def describe(metrics: Mapping[str, float], held_out: float) -> str:
-    """The numbers of one rollout, for a line of a log."""
+    """Return the main numbers of one rollout in one line."""
     return (
         f"reward {metrics[REWARD]:.3f}  held-out {held_out:.3f}  loss {metrics[LOSS]:+.4f}  "
         f"grad norm {metrics[GRAD_NORM]:.2f}  {metrics[TOKENS_PER_S]:.0f} tokens/s"
@@ -175,7 +187,7 @@ def describe(metrics: Mapping[str, float], held_out: float) -> str:
 
 
 class ProgressBar:
-    """A rich progress bar, drawn by rank 0 itself."""
+    """Draws a progress bar with rich, on rank 0."""
 
     def __init__(self, rollouts: int, first_rollout: int, terminal: IO[str]) -> None:
         self._held_out = float("nan")
@@ -198,7 +210,7 @@ class ProgressBar:
         self._progress.start()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Move the bar."""
+        """Move the bar to `step`, and show the numbers."""
         self._held_out = metrics.get(HELD_OUT, self._held_out)
         if REWARD in metrics:
             numbers = (
@@ -210,12 +222,12 @@ class ProgressBar:
         self._progress.refresh()
 
     def close(self) -> None:
-        """Leave the last state on the screen and give the cursor back."""
+        """Leave the last state on the screen, and give the cursor back."""
         self._progress.stop()
 
 
 class ProgressLines:
-    """One line per evaluation, for logs and pipes."""
+    """Prints a line per evaluation, for files and pipes."""
 
     def __init__(self, rollouts: int, every: int, terminal: IO[str]) -> None:
         self._rollouts = rollouts
@@ -223,7 +235,7 @@ class ProgressLines:
         self._terminal = terminal
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Print where there is a held-out reward to tell."""
+        """Print a line if the row has a held-out reward."""
         if HELD_OUT not in metrics:
             return
         told = f"held-out {metrics[HELD_OUT]:.3f}"
@@ -232,4 +244,4 @@ class ProgressLines:
         print(f"rollout {step}/{self._rollouts}  {told}", file=self._terminal, flush=True)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""

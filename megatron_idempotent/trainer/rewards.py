@@ -1,4 +1,4 @@
-"""Prompts, requests, rewards and advantages: all that turns samples into training data."""
+"""Turns prompts into requests, and samples into rewards, advantages and batches."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _SMALLEST_STD = 1e-4
 
 
 def group_advantages(rewards: Sequence[float], *, normalize_std: bool) -> tuple[float, ...]:
-    """Advantage = reward - mean of the group, divided by (std of the group + 1e-4) if asked.
+    """Return each sample's advantage: reward - mean of the group, divided by (std + 1e-4) if asked.
 
-    The standard deviation is the population's: its denominator is the group size. A group whose
-    rewards are all equal says nothing about its samples, and gets zeros.
+    The standard deviation is the population's: its denominator is the group size. If all rewards
+    are equal, all advantages are 0.
 
     Example: `group_advantages((1.0, 0.0), normalize_std=False)` is `(0.5, -0.5)`.
     """
@@ -43,10 +43,10 @@ def group_advantages(rewards: Sequence[float], *, normalize_std: bool) -> tuple[
 
 
 class RequestMaker:
-    """Makes requests whose seeds belong to them alone.
+    """Makes requests, each with a seed of its own.
 
-    A request is a function of (seed, stream, row of the prompt, index of the sample).
-    Example: `maker.make(prompt, stream=0, samples=16)`.
+    A request's seed is a hash of the run's seed, the stream, the prompt's row and the sample's
+    index. Example: `maker.make(prompt, stream=0, samples=16)`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RequestMaker:
 
     @classmethod
     def of(cls, config: Config, tokenizer: TextTokenizer) -> RequestMaker:
-        """Makes one from the configuration."""
+        """Make a maker of requests from the configuration."""
         return cls(
             tokenizer,
             temperature=config.rollout.temperature,
@@ -68,7 +68,10 @@ class RequestMaker:
         )
 
     def make(self, prompt: Prompt, *, stream: int, samples: int) -> list[Request]:
-        """One request per sample. `stream` names the random numbers."""
+        """Make a request for each of `samples` samples of a prompt.
+
+        Another `stream`, such as another rollout's index, gives other seeds.
+        """
         tokens = self._tokenizer.encode_prompt(prompt.text)
         return [
             self._request(f"{stream}/{prompt.row}/{sample}", tokens) for sample in range(samples)
@@ -86,12 +89,12 @@ class RequestMaker:
         )
 
 
-#: Evaluation draws from streams that no rollout and no group uses.
+#: The first stream of evaluations; rollouts and groups use lower ones.
 EVALUATION_STREAM = 1 << 40
 
 
 class Scorer:
-    """The verifier on samples. Example: `await scorer(0, prompt, samples)`."""
+    """Scores samples with the verifier. Example: `await scorer(0, prompt, samples)`."""
 
     def __init__(self, reward: Reward, tokenizer: TextTokenizer) -> None:
         self._reward = reward
@@ -100,11 +103,11 @@ class Scorer:
     async def __call__(
         self, group_id: int, prompt: Prompt, samples: Sequence[Sample]
     ) -> Sequence[float]:
-        """A reward per sample. In a thread: a verifier may take its time."""
+        """Return a reward per sample; the verifier runs in a thread, since it may be slow."""
         return await asyncio.to_thread(self.rewards, prompt, samples)
 
     def rewards(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[float, ...]:
-        """A reward per sample, by the verifier."""
+        """Return the verifier's reward for each sample, from its text and whether it ended."""
         return tuple(
             float(
                 self._reward(
@@ -118,7 +121,10 @@ class Scorer:
 
 
 def group_sums(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Sums over samples, and over groups, from which means over any number of ranks are made."""
+    """Return sums over samples and over groups, by name; `group_means` makes means of them.
+
+    They can be added up over ranks before.
+    """
     rewards = [reward for group in groups for reward in group.rewards]
     return {
         "reward": sum(rewards),
@@ -130,7 +136,10 @@ def group_sums(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def group_means(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means over the samples, or groups. Groups without a spread of rewards teach nothing."""
+    """Return the mean reward, and the shares of solved samples and of tied groups, from sums.
+
+    A sample is solved with a reward of 1. A tied group's rewards are all equal: it teaches nothing.
+    """
     return {
         "reward": sums["reward"] / sums["samples"],
         "solved_fraction": sums["solved"] / sums["samples"],
@@ -139,7 +148,7 @@ def group_means(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def evaluation_means(sums: Mapping[str, float]) -> dict[str, float]:
-    """The same, over held-out prompts."""
+    """Return the mean reward and the share of solved samples on held-out prompts, from sums."""
     return {
         HELD_OUT: sums["reward"] / sums["samples"],
         "evaluation/solved_fraction": sums["solved"] / sums["samples"],
@@ -147,7 +156,10 @@ def evaluation_means(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 class Evaluation:
-    """Mean reward on held-out prompts, one sample each, at the training temperature."""
+    """Measures the mean reward on held-out prompts, of one sample each, at training temperature.
+
+    Example: `metrics = await evaluation(40)`.
+    """
 
     def __init__(
         self,
@@ -159,7 +171,10 @@ class Evaluation:
         every: int,
         last: int,
     ) -> None:
-        """`every` and `last` are versions; 0 evaluates at the start and at the end only."""
+        """Evaluate version 0, every `every`-th version and version `last`.
+
+        With an `every` of 0 it evaluates the first and the last version only.
+        """
         self._fleet = fleet
         self._requests = requests
         self._scorer = scorer
@@ -168,7 +183,7 @@ class Evaluation:
         self._last = last
 
     async def __call__(self, version: int) -> Mapping[str, float]:
-        """Metrics of a version; none where it is not due."""
+        """Return metrics of a version, or nothing if it is not due."""
         if not self.due(version):
             return {}
         drawn = (self._one(prompt, version) for prompt in self._prompts)
@@ -187,10 +202,13 @@ class Evaluation:
 
 
 class GrpoRecipe:
-    """A `controller.Recipe`. Example: `recipe.batch(group, recipe.inputs(group), {})`."""
+    """Implements `controller.Recipe` for GRPO.
+
+    Example: `recipe.batch(groups, recipe.inputs(groups), {})`.
+    """
 
     def __init__(self, config: Config, tokenizer: TextTokenizer, *, positions: int) -> None:
-        """`positions` is the length of the training sequences in tokens."""
+        """Take the configuration, the tokenizer and the length T of training sequences."""
         self._config = config
         self._tokenizer = tokenizer
         self._positions = positions
@@ -198,12 +216,12 @@ class GrpoRecipe:
         self._corrections: dict[int, Mapping[str, float]] = {}
 
     def rejects(self, group: RolloutGroup) -> str:
-        """Groups without a spread of rewards have no advantages, and may be left out."""
+        """Return "tied" for a group whose rewards are all equal, with `controller.drop_tied`."""
         tied = len(set(group.rewards)) == 1
         return "tied" if tied and self._config.controller.drop_tied else ""
 
     def inputs(self, groups: Sequence[RolloutGroup]) -> Batch:
-        """One row per sample, with the log-probs that it was drawn with."""
+        """Make a batch with a row per sample, with its advantage and the engine's log-probs."""
         rows = [row for group in groups for row in self._rows(group)]
         return pack_rows(rows, positions=self._positions, pad_id=self._tokenizer.pad_id)
 
@@ -213,7 +231,7 @@ class GrpoRecipe:
         inputs: Any,
         logprobs: Mapping[LogprobsOf, torch.Tensor],
     ) -> Batch:
-        """The batch with what its loss needs beside the rewards."""
+        """Add to `inputs` what the loss needs of `logprobs`: reference and corrected weights."""
         loss = self._config.loss
         batch: Batch = inputs
         reference_BT = logprobs.get("reference")
@@ -228,7 +246,7 @@ class GrpoRecipe:
         return batch
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> Mapping[str, float]:
-        """Means over the samples, or groups, of one optimizer step."""
+        """Return means over the samples or groups of one optimizer step."""
         sums = group_sums(groups)
         samples = sums["samples"]
         return {
@@ -250,7 +268,7 @@ class GrpoRecipe:
 
 
 def _correction_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the response tokens that came in; nothing where nothing was recomputed."""
+    """Return means of corrections over response tokens; nothing if no log-probs were recomputed."""
     parts = [part for part in parts if part]
     tokens = sum(part["tokens"] for part in parts)
     if not tokens:
@@ -261,16 +279,19 @@ def _correction_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float
 
 
 class PromptStream:
-    """Passes over the data, each in an order of its own. Example: `stream.prompt(0).text`."""
+    """Implements `controller.Prompts`: repeats the data without end, each time in another order.
+
+    Example: `stream.prompt(0).text`.
+    """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int) -> None:
         self._prompts = prompts
         self._seed = seed
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt at a place from 0."""
+        """Return the prompt at an index from 0."""
         return prompt_at(self._prompts, index, seed=self._seed)
 
     def epoch(self, index: int) -> int:
-        """Returns how often the data was used up before that place."""
+        """Return how often the data was used up before that index."""
         return index // len(self._prompts)

@@ -181,7 +181,7 @@ def test_there_must_be_something_to_resume(tmp_path):
     config, _ = make_run(tmp_path)
     with pytest.raises(CheckpointError, match="no complete checkpoint to resume from"):
         resume(config)
-    with pytest.raises(OutputError, match="no such directory; nothing to resume there"):
+    with pytest.raises(OutputError, match="no such directory; name the run to resume with --out"):
         resume(load_config(overrides=[f"run.out={tmp_path / 'other'}"]))
 
 

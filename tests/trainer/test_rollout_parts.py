@@ -84,7 +84,9 @@ def test_packing_shifts_targets_by_one_and_masks_the_response():
 
 
 def test_packing_into_too_few_positions_is_an_error():
-    with pytest.raises(ValueError, match="a sequence of 6 tokens, room for 5"):
+    with pytest.raises(
+        ValueError, match="a sequence has 6 tokens, and positions is 4, with room for 5"
+    ):
         pack_rows(rows(), positions=4, pad_id=0)
 
 

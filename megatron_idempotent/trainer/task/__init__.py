@@ -1,1 +1,1 @@
-"""The task: prompts with a checkable answer, their tokens, and the verifier that rewards them."""
+"""Defines the task: prompts with a checkable answer, their tokens, and the verifier."""

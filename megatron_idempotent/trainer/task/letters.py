@@ -1,8 +1,8 @@
 """Makes the prompts that ship: `python -m megatron_idempotent.trainer.task.letters`.
 
-Three operations on three letters: copy them, reverse them, or take each one's successor in the
-alphabet. 3 x 10^3 prompts, every answer known. The split is a hash of the prompt, so it does not
-depend on the order of generation, and no prompt can be in both halves.
+A prompt asks for one of three operations on three letters: copy them, reverse them, or replace each
+by its successor among the ten. There are 3 x 10^3 prompts. A hash of the prompt decides its split,
+so that the split does not depend on the order of prompts, and no prompt is in both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPERATIONS: dict[str, Callable[[tuple[str, ...]], tuple[str, ...]]] = {
 
 
 def rows() -> Iterator[dict[str, str]]:
-    """All rows, in the order of a hash: a file's first rows are then a fair sample of it."""
+    """Yield all rows in the order of a hash, so that the first rows are a fair sample of all."""
 
     def digest(item: tuple[str, tuple[str, ...]]) -> bytes:
         return hashlib.sha256(" ".join((item[0], *item[1])).encode()).digest()
@@ -46,7 +46,7 @@ def rows() -> Iterator[dict[str, str]]:
 
 
 def text() -> str:
-    """The whole file: one JSON object per line."""
+    """Return the content of the file: one JSON object per line."""
     return "".join(json.dumps(row) + "\n" for row in rows())
 
 

@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file, and which of them a rollout uses."""
+"""Reads prompts from a JSONL file, and chooses those of a rollout."""
 
 from __future__ import annotations
 
@@ -20,35 +20,41 @@ SHIPPED_FILE = Path(__file__).with_name("letters.jsonl")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One row. Example: `Prompt(row=0, text="reverse a b c", answer="c b a", split="train")`.
+    """Holds one row of a prompt file.
 
-    `row` counts the rows of the file from 0; with the seed it names the samples of a prompt.
+    Example: `Prompt(row=0, text="reverse a b c", answer="c b a", split="train")`.
     """
 
     row: int
+    """Number of the row in the file, from 0; the seeds of the prompt's samples depend on it."""
     text: str
+    """The prompt, with single blanks between its words."""
     answer: str
+    """The right response, with single blanks between its words."""
     split: Split
+    """`train`, or `held_out` for evaluations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSet:
-    """The prompts of a file, by split. Example: `read_prompts(SHIPPED_FILE).held_out[:256]`."""
+    """Holds the prompts of a file. Example: `read_prompts(SHIPPED_FILE).held_out[:256]`."""
 
     train: tuple[Prompt, ...]
+    """The prompts to train on, in the order of the file."""
     held_out: tuple[Prompt, ...]
+    """The prompts for evaluations, in the order of the file."""
 
     @property
     def all(self) -> tuple[Prompt, ...]:
-        """Both splits, in the order of the file."""
+        """The prompts of both splits, in the order of the file."""
         return tuple(sorted(self.train + self.held_out, key=lambda prompt: prompt.row))
 
 
 def read_prompts(path: Path) -> PromptSet:
     """Read and check a prompt file.
 
-    Errors: `DataError` that starts with the path and the line: not JSON, a field that is missing,
-    unknown or empty, a prompt that appears twice (in both splits it would leak), an empty split.
+    Errors: `DataError`, which starts with the path and the line, for a line that is not JSON, a
+    field that is missing, unknown or empty, a prompt that appears twice, and an empty split.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -81,10 +87,10 @@ def check_answers_fit(
     *,
     max_response_tokens: int,
 ) -> None:
-    """Every answer must fit into a response, with the end token after it.
+    """Check that every answer fits into a response, with the end token.
 
-    `encode_answer` gives the tokens of a whole response.
-    Errors: `ConfigError` naming the setting and the value that it needs.
+    `encode_answer` returns the tokens of a whole response.
+    Errors: `ConfigError`, with the value that the setting needs.
     """
     lengths = {prompt.answer: len(encode_answer(prompt.answer)) for prompt in prompts.all}
     longest = max(lengths, key=lambda answer: lengths[answer])
@@ -98,16 +104,17 @@ def check_answers_fit(
 def rollout_prompts(
     prompts: Sequence[Prompt], *, index: int, count: int, seed: int
 ) -> tuple[Prompt, ...]:
-    """The `count` prompts of rollout `index`: each pass over the data has its own seeded order.
+    """Return the `count` prompts of rollout `index`.
 
-    A pure function of its arguments, so a resumed run needs no data position but the index.
+    Each pass over the data has its own order, by the seed. The result depends on the arguments
+    alone, so that a resumed run needs only the index.
     """
     places = range(index * count, (index + 1) * count)
     return tuple(prompt_at(prompts, place, seed=seed) for place in places)
 
 
 def prompt_at(prompts: Sequence[Prompt], place: int, *, seed: int) -> Prompt:
-    """The prompt at a place of the endless stream that all passes over the data make."""
+    """Return the prompt at a place, from 0, of a stream that repeats the data without end."""
     epoch, offset = divmod(place, len(prompts))
     return prompts[_epoch_order(len(prompts), epoch, seed)[offset]]
 

@@ -1,4 +1,4 @@
-"""The verifier: how much of a response is right. A pure function of strings."""
+"""Defines the verifier, which says how much of a response is right, and loads others."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megatron_idempotent.trainer.config import ConfigError
 
 
 class Reward(Protocol):
-    """Judges a response; `position_reward` is one. Pure, and from 0 to 1."""
+    """Scores a response from 0 to 1, by its arguments alone; `position_reward` is one."""
 
     def __call__(self, response: str, answer: str, *, finished: bool) -> float:
-        """The reward. `finished` says that the response ended by itself."""
+        """Return the reward; `finished` is true if the response ended with an end token."""
         ...
 
 
 def position_reward(response: str, answer: str, *, finished: bool) -> float:
-    """Share of positions that are right, the end of the response counting as one more position.
+    """Return the share of positions that are right; the response's end counts as a position.
 
-    `(right words + right end) / (max(words in response, words in answer) + 1)`, from 0 to 1. It is
-    1.0 for the whole answer, ended in time, and nothing else. A response that is too long or too
-    short has a larger denominator than it can fill, so padding with guesses never pays.
+    It is `(right words + right end) / (max(words in response, words in answer) + 1)`, from 0 to 1.
+    Only the whole answer, ended after its last word, gets 1.0. A response that is too long or too
+    short has more positions than it can have right, so that guesses after the answer cost reward.
 
     Example: `position_reward("c b x", "c b a", finished=True)` is 0.75.
     """
@@ -34,15 +34,15 @@ def position_reward(response: str, answer: str, *, finished: bool) -> float:
 
 
 def import_from_here() -> None:
-    """Let modules in the current directory be imported: a console script does not look there."""
+    """Put the current directory on `sys.path`, where a console script does not have it."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
 
 
 def load_reward(path: str) -> Reward:
-    """The function at `"package.module:name"`; modules in the current directory count.
+    """Import the function at `"package.module:name"`, also from the current directory.
 
-    Errors: `ConfigError` where there is no such module or no such function in it.
+    Errors: `ConfigError` if there is no such module, or no such function in it.
     """
     module_name, colon, name = path.partition(":")
     if not colon:
@@ -51,7 +51,9 @@ def load_reward(path: str) -> Reward:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"task.reward is {path!r}; {error}") from error
+        raise ConfigError(
+            f"task.reward is {path!r}; {error}; install it, or run where its file is"
+        ) from error
     reward = getattr(module, name, None)
     if not callable(reward):
         raise ConfigError(f"task.reward is {path!r}; {module_name} has no function {name!r}")

@@ -19,7 +19,7 @@ SPECIAL = (PAD, END, ANSWER)
 
 
 class TextTokenizer:
-    """A `tokenizers` tokenizer, and which of its tokens end a response.
+    """Turns text into token ids and back, and knows which tokens end a response.
 
     Example: `TextTokenizer.load(Path("checkpoints/Qwen3-0.6B")).encode_prompt("2 + 3 =")`.
     """
@@ -34,9 +34,9 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, checkpoint: Path) -> TextTokenizer:
-        """Loads a Hugging Face checkpoint's `tokenizer.json`, and the ids in its configuration.
+        """Load a Hugging Face checkpoint's `tokenizer.json`, and the ids in its configuration.
 
-        Errors: `CheckpointError` naming the file and what is missing in it.
+        Errors: `CheckpointError`, which names the file and what it lacks.
         """
         path = checkpoint / TOKENIZER_FILE
         try:
@@ -68,10 +68,12 @@ class TextTokenizer:
 
     @classmethod
     def of_words(cls, prompts: Iterable[Prompt]) -> TextTokenizer:
-        """One token per word of the data, in alphabetical order: the same prompts in any order
-        give the same ids. Prompts end in `<answer>`, responses in `<end>`.
+        """Make a tokenizer with one token per word of the data.
 
-        Errors: `DataError` where a special token appears as a word of the data.
+        Ids are in alphabetical order, so that prompts in another order give the same ids. Prompts
+        end in `<answer>`, responses in `<end>`.
+
+        Errors: `DataError` if a special token is a word of the data.
         """
         words: set[str] = set()
         for prompt in prompts:
@@ -97,18 +99,18 @@ class TextTokenizer:
         self._tokenizer.save(str(path))
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt, with what the tokenizer puts around one."""
+        """Return the token ids of a prompt, with the special tokens that the tokenizer adds."""
         return tuple(self._tokenizer.encode(text).ids)
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        """Token ids of a whole response that says `text`, an end token last."""
+        """Return the token ids of a whole response that says `text`, with an end token."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return (*ids, self.end_ids[0])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a response up to its end, special tokens in the middle spelled out.
+        """Return the text of a response up to its first end token.
 
-        They stay visible on purpose: a verifier must see a `<pad>` that the policy produced.
+        Special tokens stay in it: a verifier must see a `<pad>` that the policy produced.
         """
         ends = [place for place, number in enumerate(ids) if number in self.end_ids]
         text: str = self._tokenizer.decode(list(ids[: ends[0]] if ends else ids), False)
@@ -116,7 +118,7 @@ class TextTokenizer:
 
 
 def make_tokenizer(config: Config, prompts: PromptSet) -> TextTokenizer:
-    """Loads the tokenizer of the configuration's checkpoint; without one, one token per word."""
+    """Load the tokenizer of `model.path`; without a path, make one with a token per word."""
     if config.model.path:
         return TextTokenizer.load(Path(config.model.path))
     return TextTokenizer.of_words(prompts.all)
@@ -125,9 +127,9 @@ def make_tokenizer(config: Config, prompts: PromptSet) -> TextTokenizer:
 def sequence_positions(
     prompts: PromptSet, tokenizer: TextTokenizer, *, max_response_tokens: int
 ) -> int:
-    """Length T of the training sequences: the longest prompt and response, less the shift by one.
+    """Return the least length T of training sequences: the longest prompt and response, minus one.
 
-    Held-out prompts count too, so that evaluation and training see one rotary table.
+    Held-out prompts count too, so that evaluation and training have the same rotary table.
     """
     longest = max(len(tokenizer.encode_prompt(prompt.text)) for prompt in prompts.all)
     return longest + max_response_tokens - 1
