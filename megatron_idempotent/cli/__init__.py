@@ -1,1 +1,1 @@
-"""The command `megatron-idempotent`. Each subcommand is imported when it is called."""
+"""Implements the command `megatron-idempotent`; each subcommand is imported when it is called."""

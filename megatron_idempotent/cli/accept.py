@@ -1,8 +1,8 @@
-"""`drift PATH --accept ID`: writes down that a person has read what drifted.
+"""Implements `drift PATH --accept ID`, which notes that a person has read what drifted.
 
-A new release of Megatron touches `patching/reviewed.txt`, and `accepted.txt` with the hashes of the
-statements that were read; case files change only where a wrapper does. Bodies that stayed as they
-were get the new release into their label without being asked for.
+A new release of Megatron changes `patching/reviewed.txt`, and `accepted.txt`, which has the hashes
+of the statements that were read. Case files change only if a wrapper does. Bodies that did not
+change get the new release into their label without being named.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | No
 
     Args:
         trees: the releases, or one commit, that were read.
-        ids: the patches whose new bodies were read. All that wrap a new body have to be named.
-        label: what a commit is called, such as "main, November 2026"; None for releases.
+        ids: the patches whose new bodies were read. All patches that wrap a new body have to be
+            named.
+        label: the name of a commit, such as "main, November 2026"; None for releases.
 
     Returns:
-        A sentence for each line that is new.
+        A sentence for each new line in `reviewed.txt`.
 
     Raises:
-        ValueError: the package is installed and not a checkout; a commit without a label; a body
-            that another patch wraps too, which is not named; an unknown patch. No file is changed.
+        ValueError: this package is installed and not a checkout; a commit has no label; a new body
+            is also wrapped by a patch that is not named. No file is changed then.
     """
     if not _CHECKOUT.is_file():
         raise ValueError(
@@ -108,7 +109,7 @@ def _accept(
 
 
 def _part(target: Target, body: Body) -> str | None:
-    """Return the hash of what the patch relies on; None where the whole body has to be read."""
+    """Return the hash of what the patch relies on; None if the whole body has to be read."""
     if not target.relies_on or not all(body.contains(each) for each in target.relies_on):
         return None
     return None if unmet(target.wrapper, body) is not None else part_of(target, body).hash
@@ -131,7 +132,7 @@ def _is_release(version: Installed) -> bool:
 def _extend(
     known: Reviewed, patch: Patch, target: Target, body: Body | None, version: Installed
 ) -> None:
-    """Take a release into the labels of what it shares with the one before."""
+    """Extend the label of a reviewed body, and of a reviewed part, to a release that has it too."""
     if body is None:
         return
     labels = known.bodies.get(target.address, {})

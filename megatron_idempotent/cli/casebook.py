@@ -1,12 +1,12 @@
-"""The case files as text: for `explain`, for HAZARDS.md, and for docs/compatibility.md.
+"""Writes the case files as text: for `explain`, HAZARDS.md, README.md and docs/compatibility.md.
 
-HAZARDS.md, docs/compatibility.md, the table and the index that `apply()` reads are generated:
-`python -m megatron_idempotent.cli.casebook` rewrites them in the repository it is called in. With
-`--proven FOLDER` it first takes over what `prove --json [ID…]` said on each release, which `make
-matrix` leaves there, or on each commit that frameworks pin, as `make pins` does.
+`python -m megatron_idempotent.cli.casebook` rewrites HAZARDS.md, docs/compatibility.md, the table
+in README.md and the index that `apply()` reads, in the repository in which it is called. With
+`--proven FOLDER` it first merges the findings in that folder into docs/proven.json: `make matrix`
+leaves there what `prove --json` said on each release, and `make pins` on each commit that
+frameworks pin.
 
-The frameworks are a table in pyproject.toml, beside those of releases and commits; what was found
-is docs/proven.json. `python -m megatron_idempotent.cli.casebook` writes the page.
+Releases, commits and frameworks are tables in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ END = "<!-- /hazards -->"
 PROVEN = Path("docs", "proven.json")
 COMPATIBILITY = Path("docs", "compatibility.md")
 INDEX = Path("megatron_idempotent", "patching", "index.txt")
-#: What `prove` said → what the grid shows.
+#: The word that `prove` said → the word that the grid shows.
 _MARKS = {"proven": "✓", "documented": "limit", "disabled": "off", "drifted": "refused"}
 _NOT_HERE = {"unsupported_version": "–", "fixed_upstream": "fixed", "missing_target": "absent"}
 
@@ -38,7 +38,8 @@ FAILURES = frozenset(
 )
 
 Proven = Mapping[str, Mapping[str, str]]
-"""Release or commit → hazard → `proven`, `documented`, other verdicts, or why it does not apply."""
+"""Maps a release or commit, and then a hazard, to a verdict such as `proven`, or to the reason why
+it does not apply."""
 
 
 def case_text(patch: Hazard) -> str:
@@ -98,7 +99,7 @@ def hazards_markdown(proven: Proven) -> str:
 
 
 def table_markdown(*, link: bool) -> str:
-    """Return one row per hazard; with `link`, ids lead into HAZARDS.md."""
+    """Return a table with one row per hazard; with `link`, ids link to HAZARDS.md."""
     rows = ["| id | on stock Megatron | answer | releases |", "|---|---|---|---|"]
     for patch in hazards().values():
         target = f"HAZARDS.md#{patch.id}" if link else f"#{patch.id}"
@@ -112,7 +113,7 @@ def _is_release(name: str) -> bool:
 
 
 def grid_markdown(proven: Proven) -> str:
-    """Return one row per hazard, one column per release or commit."""
+    """Return a table with one row per hazard, and one column per release or commit."""
     rows = [f"| id | {' | '.join(proven)} |", f"|---|{'---|' * len(proven)}"]
     for hazard_id, hazard in hazards().items():
         if hazard.distribution != MEGATRON:
@@ -124,10 +125,12 @@ def grid_markdown(proven: Proven) -> str:
 
 
 def read_findings(folder: Path) -> Proven:
-    """Reads what `prove --json` wrote to `NAME.json`, by release or name of a commit.
+    """Read what `prove --json` wrote to a folder's files `NAME.json`; returns verdicts by NAME.
+
+    NAME is a release, or the name of a commit.
 
     Raises:
-        ValueError: a file is no such output, or there is none.
+        ValueError: a file is no such output, or the folder has none.
     """
     found: dict[str, dict[str, str]] = {}
     for file in sorted(folder.glob("*.json")):
@@ -135,14 +138,19 @@ def read_findings(folder: Path) -> Proven:
             rows = json.loads(file.read_text(encoding="utf-8"))
             found[file.stem] = {row["id"]: _word(row) for row in rows}
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} is no output of `prove --json`: {error!r}") from None
+            raise ValueError(
+                f"{file} is no output of `prove --json` ({error!r}); run `make matrix` again"
+            ) from None
     if not found:
         raise ValueError(f"{folder} holds no findings: run `make matrix`")
     return dict(sorted(found.items(), key=_place))
 
 
 def merged(known: Proven, found: Proven) -> Proven:
-    """New findings over those that stand, hazard by hazard, without hazards that have no file."""
+    """Return the known findings, replaced by new ones hazard by hazard.
+
+    Hazards that have no case file any more are left out.
+    """
     rows = {name: {**known.get(name, {}), **found.get(name, {})} for name in {**known, **found}}
     now = {
         name: {hazard: row[hazard] for hazard in sorted(row) if hazard in hazards()}
@@ -152,7 +160,7 @@ def merged(known: Proven, found: Proven) -> Proven:
 
 
 def _place(item: tuple[str, object]) -> tuple[bool, list[int], str]:
-    """Sort releases by number, then commits by name."""
+    """Return a key that sorts releases by number, and commits after them by name."""
     name = item[0]
     if not _is_release(name):
         return True, [], name
@@ -166,20 +174,20 @@ def _word(row: Mapping[str, str]) -> str:
 
 
 def updated_readme(text: str) -> str:
-    """Return the README with its table between the markers renewed.
+    """Return the README with a current table between its markers.
 
     Raises:
-        ValueError: the markers are not there.
+        ValueError: the README lacks the markers.
     """
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     if not pattern.search(text):
-        raise ValueError(f"README.md has no table between {BEGIN} and {END}")
+        raise ValueError(f"README.md has no table between {BEGIN} and {END}; put the markers back")
     table = f"{BEGIN}\n{table_markdown(link=True)}\n{END}"
     return pattern.sub(lambda _: table, text)
 
 
 def main(argv: Sequence[str], root: Path) -> int:
-    """Rewrite the generated files under `root`."""
+    """Rewrite the generated files in the repository at `root`; returns the exit code."""
     import tomllib  # not in Python 3.10, which reads case files too
 
     parser = argparse.ArgumentParser(prog="python -m megatron_idempotent.cli.casebook")
@@ -214,17 +222,17 @@ accepts it. `megatron-idempotent doctor` says the same of what is installed.
 
 
 class Coverage(NamedTuple):
-    """The patches that one Megatron gets."""
+    """Counts the patches that one Megatron gets."""
 
     applied: int
-    """Patches that were installed, and proven."""
+    """The number of patches that were applied and proven."""
 
     refused: tuple[str, ...]
-    """Ids of patches that `apply()` leaves alone, because the code is new."""
+    """Ids of patches that `apply()` refuses, because nobody has read the code that they wrap."""
 
 
 def coverage(found: Mapping[str, str]) -> Coverage:
-    """Count the findings of one Megatron, by hazard, as they are in docs/proven.json."""
+    """Count the verdicts of one Megatron, given by hazard, as docs/proven.json has them."""
     patches = [h for h in hazards().values() if isinstance(h, Patch) and h.distribution == MEGATRON]
     said = {patch.id: found.get(patch.id) for patch in patches if patch.default}
     return Coverage(
@@ -241,8 +249,8 @@ def page(project: Mapping[str, Any], proven: Mapping[str, Mapping[str, str]]) ->
         proven: the findings, by release or name of a commit.
 
     Raises:
-        ValueError: a framework that stands on a Megatron which nothing was proven on, or whose
-            own case file there is none of.
+        ValueError: a framework uses a Megatron on which nothing was proven, or names a hazard that
+            does not exist.
     """
     commits = {commit["name"]: commit for commit in project["commits"]}
     rows = []
@@ -271,7 +279,10 @@ def _row(
 ) -> str:
     unknown = sorted(set(each.get("patches", ())) - set(hazards()))
     if unknown:
-        raise ValueError(f"{each['name']} names {', '.join(unknown)}, and there is no such hazard")
+        raise ValueError(
+            f"{each['name']} names {', '.join(unknown)}, and there is no such hazard; correct it "
+            "in pyproject.toml"
+        )
     megatron = f"{name}: {commit['commit'][:10]}, {commit['date']}" if commit else f"core {name}"
     of = found.applied + len(found.refused)
     return _line(
@@ -287,7 +298,7 @@ def _row(
 
 
 def _lost(project: Mapping[str, Any], proven: Mapping[str, Mapping[str, str]]) -> str:
-    """Lists the hazards that the refused patches would have repaired."""
+    """List, as Markdown, the hazards that refused patches would have repaired."""
     names = dict.fromkeys(name for each in project["frameworks"] for name in each["megatron"])
     refused = dict.fromkeys(id for name in names for id in coverage(proven[name]).refused)
     if not refused:

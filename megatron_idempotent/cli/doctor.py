@@ -1,4 +1,7 @@
-"""`doctor`: what would be applied here, and why. Imports neither torch nor Megatron."""
+"""Implements `doctor`, which says what would be applied here, and why.
+
+It imports neither torch nor Megatron.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,11 @@ _GROUPS = {
 
 
 def doctor(*, as_json: bool) -> int:
-    """Print one line that answers, then the patches in groups.
+    """Print one line that sums up, and then the patches in groups, or all rows as JSON.
 
     Returns:
-        1 where somebody has to look: a patch failed, drifted or is in conflict; else 0.
+        The exit code: 1 if a patch failed, drifted or is in conflict, so that a person has to look;
+        else 0.
     """
     report = apply(dry_run=True)
     if as_json:
@@ -41,12 +45,12 @@ def doctor(*, as_json: bool) -> int:
 
 
 def overview(report: Report, width: int | None) -> str:
-    """Write a report for a reader: an answer, what is wrong, then the rest by group.
+    """Return a report as text: one line that sums up, the problems, and then the rest by group.
 
     Args:
-        report: of `apply(dry_run=True)`.
-        width: of the terminal; None for a pipe, where every patch is one line with all of its
-            reason.
+        report: the result of `apply(dry_run=True)`.
+        width: the terminal's width in columns; None for a pipe, which gets one line per patch with
+            its whole reason.
     """
     land = [row for row in report if row.status in COVERED]
     groups = [
@@ -69,7 +73,7 @@ def overview(report: Report, width: int | None) -> str:
 
 
 def answer(report: Report, land: Sequence[Row]) -> str:
-    """Say in one line whether all is well; `land` are the rows of patches that would be applied."""
+    """Sum up a report in one line; `land` are the rows of patches that would be applied."""
     concerned = [*land, *report.problems]
     found = {patches()[row.id].distribution: row.version for row in concerned}
     if found:
@@ -101,7 +105,7 @@ def answer(report: Report, land: Sequence[Row]) -> str:
 
 
 def _commit() -> list[str]:
-    """Say that Megatron is none of the releases that were run, where it is not."""
+    """Return a line that says so if the installed Megatron is no release that was run."""
     version = installed(MEGATRON)
     if version is not None and supported(version, UNTRIED, OPEN):
         return [f"Nobody has run {version.text}: its functions' contents decided about each patch"]

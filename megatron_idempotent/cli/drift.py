@@ -1,8 +1,8 @@
-"""`drift`: compares case files with what is not installed, wheels or a checkout of main.
+"""Implements `drift`, which compares patches with sources: the installed ones, wheels or checkouts.
 
-It covers Megatron, and the frameworks that carry copies of its code. For each patch and tree: are
-the bodies that it wraps reviewed, repaired upstream, or new; and what is new in them. Reads source
-only, so all releases take seconds.
+It covers Megatron, and the frameworks that carry copies of its code. For each patch and tree it
+says whether the bodies that the patch wraps are reviewed, repaired upstream or new, and shows what
+is new in them. It reads source only, so that all releases take seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Standing = Literal["reviewed", "holds", "fixed_upstream", "missing", "drifted", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drift:
-    """The result of comparing one patch with one tree.
+    """Says how one patch stands with one tree.
 
     Example:
         Drift(id="train-interval-timer", path="Megatron-LM", distribution="megatron-core",
@@ -38,31 +38,36 @@ class Drift:
     """
 
     id: str
+    """The patch."""
     path: str
+    """The tree: a wheel or a folder."""
     distribution: str
+    """The distribution that the patch is for, such as `megatron-core`."""
     version: str
     """The distribution's version; `unknown` in a framework's checkout, whose bodies decide."""
     standing: Standing
-    """`reviewed`: a person read every body; `holds`: not all, but they hold the fragments that the
-    patch relies on; `fixed_upstream`; `missing`: a target is not in the tree (wheels before 0.17
-    lack `megatron.training`); `drifted`: a body is new and the patch would be refused;
-    `not_affected`: the release, or a body whatever the release says, is older than the hazard."""
+    """`reviewed`: a person has read every body. `holds`: not every one, but the others have the
+    fragments that the patch relies on. `fixed_upstream`: upstream has repaired the hazard.
+    `missing`: a target is not in the tree (wheels before 0.17 lack `megatron.training`). `drifted`:
+    a body is new and the patch would be refused. `not_affected`: the release, or a body whatever
+    the release says, is older than the hazard."""
     in_range: bool
-    """True if the bodies decide. Where upstream has mended the hazard, `apply()` refuses the patch,
-    whatever they say."""
+    """True if the bodies decide; false if `apply()` refuses the patch on this version in any case,
+    because upstream has repaired the hazard by then."""
     reason: str
+    """A sentence that says why the patch stands so."""
     diff: str
-    """Unified diff of the drifted bodies against the newest accepted ones among the trees, or
-    against the statements of the nearest accepted one where no tree has one."""
+    """Unified diff of the drifted bodies against the newest accepted ones among the trees or, if no
+    tree has one, against the statements of the nearest accepted one."""
 
 
 def open_trees(paths: Iterable[Path]) -> list[SourceTree]:
-    """Return the trees at these paths, oldest release first.
+    """Open the source trees at these paths; returns them with the oldest release first.
 
-    A folder of wheels stands for all of them.
+    A folder of wheels gives a tree for each wheel.
 
     Raises:
-        ValueError: a path that holds nothing that a patch is for.
+        ValueError: a path has none of the distributions that patches are for.
     """
     trees = []
     for path in paths:
@@ -72,7 +77,7 @@ def open_trees(paths: Iterable[Path]) -> list[SourceTree]:
 
 
 def compare(trees: Iterable[SourceTree]) -> list[Drift]:
-    """Return a row per patch and tree that holds the patch's distribution."""
+    """Compare each patch with each tree that has its distribution; returns a row for each pair."""
     trees = list(trees)
     rows = []
     for patch in patches().values():
@@ -91,7 +96,7 @@ def compare(trees: Iterable[SourceTree]) -> list[Drift]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reference:
-    """The body that a drifted one is compared with."""
+    """Holds the accepted body with which a drifted one is compared."""
 
     label: str
     reviewed: bool
@@ -175,7 +180,10 @@ def _diff(target: Target, label: str, body: Body, references: Mapping[str, _Refe
 
 
 def _by_statements(target: Target, label: str, body: Body) -> str:
-    """Return the diff against a body that none of the trees holds: what is gone has no text."""
+    """Return the diff against an accepted body that no tree has, known by its statements' hashes.
+
+    Statements that are gone are shown without their text.
+    """
     found = change(body, target.reviewed)
     if found is None:
         return (
@@ -211,20 +219,23 @@ def drift(
     accepted: Sequence[str] | None = None,
     label: str | None = None,
 ) -> int:
-    """Print a row per patch and a column per tree; 1 where a body drifted, else 0.
+    """Print a table with a row per patch and a column per tree, or accept what was read.
+
+    Returns:
+        The exit code: 1 if a body drifted, else 0.
 
     Args:
-        paths: wheels, folders of wheels and source trees; none for the installed Megatron.
-        as_json: print the rows as JSON, with diffs.
-        with_diff: show how drifted bodies differ.
-        accepted: write down that a person has read what is new in these patches, and print what
-            was written; None to compare only.
-        label: what the commit is called that was read; None for releases.
+        paths: wheels, folders of wheels and source trees; empty for the installed Megatron.
+        as_json: True to print the rows as JSON, with diffs.
+        with_diff: True to show how drifted bodies differ.
+        accepted: patches in which a person has read what is new, which is written down and
+            printed; None to compare only.
+        label: the name of the commit that was read; None for releases.
 
     Raises:
-        ValueError: a path that holds nothing that a patch is for, or none and no Megatron; and what
-            `accept` refuses.
-        UnknownPatchError: `accepted` names what no case file has.
+        ValueError: a path has none of the distributions that patches are for; no path is given and
+            no Megatron installed; or `accept` refuses.
+        UnknownPatchError: `accepted` names a patch that does not exist.
     """
     trees = open_trees([Path(path) for path in paths] or [_installed()])
     if accepted is not None:

@@ -1,4 +1,4 @@
-"""The subcommands `explain` and `prove`, and the arguments of all."""
+"""Parses the arguments of all subcommands, and implements `explain` and `prove`."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ _OWN_PARSERS = {
 
 
 READER_LEFT = 128 + signal.SIGPIPE
-"""The exit code if the reader of our output has closed it, as `| head` does; shells report the same
-for other commands."""
+"""The exit code if the reader of our output has closed it, as `| head` does, which shells also
+report for other commands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command with these arguments, or those of the process.
 
     Returns:
-        Exit code: 0; 1 where a check failed; 2 where the arguments make no sense; 141 where the
-        reader of standard output left, as in `megatron-idempotent doctor --json | head`.
+        The exit code: 1 if a check failed; 2 for wrong arguments or a missing package; 141 if the
+        reader of standard output has closed it, as in `megatron-idempotent doctor --json | head`;
+        else 0. `train` and `ping` have more.
     """
     try:
         try:
@@ -186,7 +187,7 @@ _PROVE = (
 
 
 def explain(patch_id: str | None) -> int:
-    """Print the case file, or without an id one line per hazard; always 0.
+    """Print a hazard's case file, or without an id one line per hazard; returns the exit code 0.
 
     Raises:
         UnknownPatchError: no case file has that id.
@@ -202,15 +203,18 @@ def explain(patch_id: str | None) -> int:
 
 
 def as_id(text: str) -> str:
-    """Take the name of a case file for its id: `no_sync_func_reentry` or `….py`."""
+    """Return a hazard's id, given the id or its file's name, such as `no_sync_func_reentry.py`."""
     return text.removesuffix(".py").replace("_", "-")
 
 
 def prove(ids: Sequence[str] | None, *, as_json: bool, device: str | None) -> int:
-    """Print a finding per hazard as it comes; 1 where a release and its case file disagree.
+    """Run hazards and print a table of the findings, or JSON; `ids` None is all hazards.
+
+    Returns:
+        The exit code: 1 if a release and a case file disagree, else 0.
 
     Raises:
-        UnknownPatchError: an id that no case file has.
+        UnknownPatchError: no case file has one of the ids.
         NoDeviceError: there is no GPU, and the device is "cuda".
     """
     total = len(hazards() if ids is None else set(ids))

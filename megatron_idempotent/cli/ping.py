@@ -1,4 +1,7 @@
-"""`megatron-idempotent ping`: shows the state of a run. Free of torch and Megatron."""
+"""Implements `megatron-idempotent ping`, which shows the state of a run.
+
+It imports neither torch nor Megatron.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ _TAIL_BYTES = 1 << 18
 def main(argv: Sequence[str]) -> int:
     """Run the command with the arguments after `ping`; returns the exit code.
 
-    0: shown, or watched until the run ended. 1: no controller writes a status. 2: no run was found.
+    It is 0 if the status was shown, or watched until the run ended; 1 if no controller writes a
+    status; and 2 if no run was found.
     """
     options = _parser().parse_args(list(argv))
     directory = options.directory or _newest()
@@ -57,7 +61,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _watch(directory: Path, options: argparse.Namespace) -> int:
-    """Show the run until it has ended. Errors: `StatusError` where there was never a status."""
+    """Show the run until it has ended; returns the exit code.
+
+    Errors: `StatusError` if the first look finds no current status.
+    """
     table = None if options.json else make_table(sys.stdout, every_s=0.0)
     answered = False
     try:
@@ -93,9 +100,9 @@ def _print(status: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
 
 
 def _last_metrics(directory: Path) -> dict[str, float]:
-    """Return the newest value of each metric in the end of the file that the run writes.
+    """Return the newest value of each metric in the last rows of the run's metrics file.
 
-    {} without.
+    It returns nothing if there is no file, and prints a warning for a damaged one.
     """
     last: dict[str, float] = {}
     try:
@@ -113,7 +120,7 @@ def _last_metrics(directory: Path) -> dict[str, float]:
 
 
 def _newest() -> Path | None:
-    """Return the run in `runs/` whose status is the newest."""
+    """Return the run in `runs/` whose status is the newest; None if no run has one."""
     found = sorted(RUNS.glob(f"*/{STATUS_FILE}"), key=_changed)
     return found[-1].parent if found else None
 

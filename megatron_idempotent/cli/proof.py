@@ -1,9 +1,9 @@
-"""Run each hazard's reproduction on ranks against the installed Megatron, stock and patched.
+"""Runs each hazard's reproduction on ranks with the installed Megatron, stock and patched.
 
-A hazard is proven where stock Megatron fails with the error that its case file names, and the same
-code runs with the patches applied; or, for a hazard that only the caller can avoid, the code that
-calls the helper. Where the case file names a right program beside the hazard, that has to run on
-stock, and with the patches to the same bits.
+A hazard is proven if stock Megatron fails with the error that its case file names, and the same
+code runs with the patches applied. For a hazard that only the caller can avoid, the code that calls
+the helper has to run instead. If the case file has a neighbour, a right program beside the hazard,
+that has to run on stock, and with the patches to the same bits.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Verdict = Literal[
 ]
 
 DEADLINE_S = 120.0
-"""Seconds for one reproduction on one set of ranks, which takes about one; a hang is an outcome."""
+"""The most seconds for one reproduction, which takes about one; one that takes longer has hung."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """The result of one hazard's reproduction.
+    """Says what became of one hazard's reproduction.
 
     Example:
         Finding(id="train-interval-timer", verdict="proven", seconds=1.4,
@@ -52,19 +52,23 @@ class Finding:
     """
 
     id: str
+    """The hazard."""
     verdict: Verdict
-    """`proven`; `documented` (a limit: stock fails as the case file says, and nothing repairs it);
-    `not_applicable` (what is installed lacks the code, or is out of range); and four failures:
-    stock ran without error, stock failed otherwise than the case file says, patched failed too,
-    and `false_alarm`: the patches break a program that is right on stock."""
+    """`proven`: stock fails as the case file says, and patched runs. `documented`: stock fails so,
+    and nothing repairs it. `not_applicable`: the installed packages do not have the hazard. Four
+    are failures. `stock_runs`: stock ran without error. `other_error`: stock failed in another way
+    than the case file says. `not_repaired`: patched failed too. `false_alarm`: the patches break
+    the neighbour, which is right on stock."""
     stock: str
-    """`ok` or `Type: message` of the first rank that failed."""
+    """The outcome on stock: `ok`, `Type: message` of the first rank that failed, or the reason why
+    it is not applicable."""
     patched: str
+    """The outcome with all patches: `ok`, `Type: message`, or `-` if it was not run."""
     seconds: float
     """Seconds of all runs."""
     neighbour: str = "-"
-    """`-` where the case file names no right program beside the hazard or it was not run; `ok`;
-    or what is wrong with it: `stock: …`, `patched: …`."""
+    """The outcome of the neighbour: `ok`, the fault as `stock: …` or `patched: …`, or `-` if there
+    is none or it was not run."""
 
     @property
     def failed(self) -> bool:
@@ -78,15 +82,15 @@ def prove(
     pool: RankPool | None = None,
     device: str | None = None,
 ) -> Iterator[Finding]:
-    """Yield a finding per hazard, in order of id.
+    """Run hazards, and yield a finding for each, in order of id.
 
     Args:
-        ids: which hazards; None for all.
+        ids: the hazards to run; None for all.
         pool: ranks to run on; None starts a pool and ends it again.
-        device: of a pool that is started; as for `RankPool`.
+        device: the device of a pool that is started, as for `RankPool`.
 
     Raises:
-        UnknownPatchError: an id that no case file has.
+        UnknownPatchError: no case file has one of the ids.
         NoDeviceError: `device` is "cuda", and this machine has no GPU for it.
     """
     chosen = hazards() if ids is None else check_ids(ids, "prove", hazards())
@@ -117,7 +121,7 @@ def prove(
 
 
 def affected() -> list[str]:
-    """Ids of the hazards that the installed Megatron has, by version and by what it contains."""
+    """Return the ids of the hazards that the installed Megatron has, by its version and bodies."""
     decided = apply(dry_run=True)
     return [h.id for h in hazards().values() if _why_not(h, decided) is None]
 
@@ -142,25 +146,28 @@ def outcome(
     applied: Iterable[str],
     repaired: bool = False,
 ) -> str:
-    """Run one reproduction with the patches `applied` and no others: `ok` or `Type: message`.
+    """Run one reproduction with some patches; returns `ok` or `Type: message`.
 
     Args:
         run: `RankPool.run`, or the pytest fixture `megatron_ranks`.
-        repaired: run the code that calls the helper, where the hazard has one.
+        hazard_id: the hazard.
+        applied: the patches to apply; no others are.
+        repaired: True to run the code that calls the helper, if the hazard has one.
     """
     error, _ = _ended(run, _reproduce, hazard_id, applied, repaired)
     return error or "ok"
 
 
 def beside(run: Callable[..., list[Any]], hazard_id: str) -> str:
-    """Run the right program beside a hazard, stock and with all patches and the hazard's helper.
+    """Run a hazard's neighbour on stock, and with all patches and the hazard's helper.
 
     Args:
         run: as for `outcome`.
+        hazard_id: the hazard.
 
     Returns:
-        `ok`; `stock: …` where it is not right on stock; `patched: …` where the remedy raises, or
-        changes a bit; `-` where the case file names no such program.
+        `ok`; `stock: …` if it is not right on stock; `patched: …` if it raises with the patches, or
+        a bit is different; `-` if the hazard has no neighbour.
     """
     if hazards()[hazard_id].reproduction.neighbour is None:
         return "-"
@@ -181,7 +188,10 @@ def _ended(
     applied: Iterable[str],
     *arguments: Any,
 ) -> tuple[str | None, list[Any]]:
-    """`Type: message` where it raised, or what each rank returned."""
+    """Run a function on the hazard's ranks; returns its error or None, and the ranks' results.
+
+    An error is `Type: message`.
+    """
     ranks = hazards()[hazard_id].reproduction.ranks
     try:
         return None, run(
@@ -223,7 +233,7 @@ def _examine(hazard: Hazard, pool: RankPool) -> Finding:
 
 
 def _ready() -> None:
-    """Does nothing on a rank: the pool has imported torch and Megatron by then."""
+    """Do nothing on a rank, which waits until the pool has imported torch and Megatron."""
 
 
 def _reproduce(hazard_id: str, applied: tuple[str, ...], repaired: bool) -> None:
