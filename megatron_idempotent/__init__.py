@@ -1,10 +1,10 @@
-"""Version-gated patches that make NVIDIA Megatron's train path safe to call again.
+"""Makes NVIDIA Megatron's train path safe to call again, with patches that know its versions.
 
     import megatron_idempotent
     megatron_idempotent.apply()
 
-Importing the package changes nothing and pulls in neither torch nor Megatron; nor does `apply()`,
-whose patches land when Megatron is imported, or at once where it already is.
+Importing the package changes nothing, and imports neither torch nor Megatron. `apply()` imports
+neither too: its patches land when Megatron is imported, or at once if it already is.
 """
 
 from __future__ import annotations
@@ -193,9 +193,9 @@ def __dir__() -> list[str]:
 
 
 class _Package(type(sys)):  # type: ignore[misc]  # the type of modules, without importing types
-    """This module, which pickles as a reference also where the package is pickled by value.
+    """Makes this module pickle as a reference even if the package is pickled by value.
 
-    cloudpickle copies a module's globals, which lead back to the module, without end.
+    cloudpickle would copy the module's globals, which lead back to the module, without end.
     """
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:

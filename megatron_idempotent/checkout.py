@@ -1,7 +1,7 @@
-"""The case files of a source tree that is on the path without being installed.
+"""Finds the case files of a source tree that is on the path without being installed.
 
 An install has them inside of this package, or maps the tree's folder `patches/` there; on a bare
-`PYTHONPATH` they lie beside it. Imported only where they are not inside.
+`PYTHONPATH` they lie beside it. This module is imported only if they are not inside.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ PACKAGE = "megatron_idempotent.patches"
 
 
 def load_case_files(path: list[str]) -> None:
-    """See to it that `megatron_idempotent.patches`, their only name, is this tree's.
+    """Import this tree's case files as `megatron_idempotent.patches`, unless an install finds them.
 
-    An editable install of this tree finds them by itself; one of another tree would answer with
-    that tree's case files, so these are imported before it is asked.
+    An editable install of another tree would import that tree's case files under the same name;
+    importing these first prevents it.
 
     Args:
         path: the package's `__path__`.
 
     Raises:
-        ImportError: they are not there, nor installed.
+        ImportError: case files are neither beside the package nor installed.
     """
     root = os.path.dirname(path[0])
     beside = os.path.join(root, "patches", "__init__.py")
@@ -45,7 +45,7 @@ def load_case_files(path: list[str]) -> None:
 
 
 def _is_ours(file: str) -> bool:
-    """Tell our folder from any other that happens to be called `patches`."""
+    """Return whether a file is that of our folder, not of another one called `patches`."""
     try:
         with open(file, encoding="utf-8") as source:
             return PACKAGE in source.read()

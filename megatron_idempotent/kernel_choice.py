@@ -1,4 +1,4 @@
-"""Decide whether Triton's kernels run: on GPUs that have what they need, or where one says so.
+"""Decides whether Triton's kernels run: on GPUs that have what they need, or if they are asked for.
 
 An argument of the call comes first, then the environment variable `MEGATRON_IDEMPOTENT_TRITON`
 (1 or 0), then the device. On a CPU kernels run only when asked for, in Triton's interpreter.
@@ -13,17 +13,24 @@ import os
 import torch
 
 VARIABLE = "MEGATRON_IDEMPOTENT_TRITON"
-#: Triton's own switch: kernels run in NumPy.
+#: The variable with which Triton runs kernels in NumPy, on a CPU.
 INTERPRETER = "TRITON_INTERPRET"
 
 
 def uses_triton(
     caller: str, device: torch.device, *, asked: bool | None, capability: tuple[int, int]
 ) -> bool:
-    """Decide it for tensors on this device, where kernels want this compute capability.
+    """Decide whether Triton's kernels run for tensors on a device.
+
+    Args:
+        caller: the name of the function that asks, for messages.
+        device: the device of the tensors.
+        asked: True or False if the call's argument decides; None to let the variable, then the
+            device, decide.
+        capability: the least compute capability that the kernels need, such as (9, 0).
 
     Raises:
-        ValueError: kernels were asked for where they cannot run, or the variable is neither.
+        ValueError: kernels were asked for and cannot run there, or the variable is not 0 or 1.
     """
     forced = asked if asked is not None else _from_environment()
     if forced is False or (forced is None and device.type != "cuda"):
@@ -31,25 +38,28 @@ def uses_triton(
     missing = _missing(device, capability)
     if missing and forced:
         how = "triton=True" if asked else f"{VARIABLE}=1"
-        raise ValueError(f"{caller} was asked for Triton's kernels ({how}), and {missing}")
+        raise ValueError(
+            f"{caller} was asked for Triton's kernels ({how}), and {missing}; drop {how} to run "
+            "without them"
+        )
     return not missing
 
 
 def _from_environment() -> bool | None:
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0", "1"):
-        raise ValueError(f"{VARIABLE}={value!r} in the environment: 1, 0 or nothing")
+        raise ValueError(f"{VARIABLE} is {value!r} in the environment; allowed: 1, 0 or unset")
     return None if not value else value == "1"
 
 
 def _missing(device: torch.device, capability: tuple[int, int]) -> str | None:
-    """Say what the kernels lack there; None if nothing."""
+    """Say what the kernels lack on a device; None if they can run."""
     if device.type == "cuda":
         found = _capability(device.index or 0)
         if found < capability:
-            return f"{device} has compute capability {found}, they want {capability}"
+            return f"{device} has compute capability {found}, and they need {capability}"
     elif os.environ.get(INTERPRETER) != "1":
-        return f"{device} is no GPU: set {INTERPRETER}=1 before Triton is imported, or drop it"
+        return f"{device} is no GPU: set {INTERPRETER}=1 before Triton is imported"
     return None if _is_installed() else "Triton is not installed"
 
 

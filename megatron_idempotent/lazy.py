@@ -1,7 +1,7 @@
-"""Names that are imported at first use, and what brings a package that is missing.
+"""Imports a package's public names at first use, and says how to install what is missing.
 
-The base install is for frameworks that pin their own torch and Megatron, so that neither is there
-for certain. Free of both.
+The base install is for frameworks that pin their own torch and Megatron, so that either may be
+missing. This module imports neither.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ REMEDIES = {
         ("safetensors", "tokenizers", "transformers", "tensorboard", "matplotlib", "rich"), _TRAINER
     ),
 }
-"""The way to get a module, by its name: an extra of ours, or the caller's framework."""
+"""Says, for each module that may be missing, how to install it."""
 
 
 @contextmanager
 def naming_the_remedy(what: str) -> Iterator[None]:
-    """Inside, a missing package of REMEDIES raises an error that says what brings it.
+    """Say in the error, if a package of `REMEDIES` is missing within the block, how to install it.
 
     Args:
         what: the name that the user asked for, such as `megatron_idempotent.TrainStep`.
 
     Raises:
-        ModuleNotFoundError: with the `name` of the module that is missing; any other passes as is.
+        ModuleNotFoundError: a module is missing, whose name is the error's `name`; an error for a
+            module that is not in `REMEDIES` is raised unchanged.
     """
     try:
         yield
@@ -57,11 +58,11 @@ def naming_the_remedy(what: str) -> Iterator[None]:
 
 
 def attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a package whose public names are imported at first use.
+    """Return a `__getattr__` for a package that imports its public names at first use.
 
     Args:
         package: the package's `__name__`.
-        homes: the module of each name, from the package on: `{"load_hf": "load"}`, or
+        homes: the module that has each name, relative to the package: `{"load_hf": "load"}`, or
             `".metrics.loggers"` for one beside the package.
 
     Example:

@@ -1,4 +1,4 @@
-"""Settings: frozen dataclasses that check themselves, built in code or read from a TOML file.
+"""Makes settings: frozen dataclasses that check themselves, built in code or read from TOML.
 
 pydantic checks types and ranges. This module says what is wrong in the words of the settings: the
 key, its value, what is allowed, the nearest known key, and the line of the file.
@@ -38,7 +38,8 @@ __all__ = ["BeforeValidator", "Field", "SettingsReader", "allowed", "schema", "s
 
 Record = TypeVar("Record")
 Place = tuple[Any, ...]
-"""Keys from the outermost table inwards, and numbers from 0 in lists: `("faults", 0, "kind")`."""
+"""A path to a value: keys from the outermost table on, and indices in lists, such as
+`("faults", 0, "kind")`."""
 
 _CHECKED = ConfigDict(
     extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -51,9 +52,9 @@ _CHECKED = ConfigDict(
 def settings(error: type[ValueError], prefix: str = "") -> Callable[[type[Record]], type[Record]]:
     """Make a class a frozen, keyword-only dataclass whose fields are checked when it is built.
 
-    Ranges are `Field(default=2, ge=1)`, and the string under a field documents it. A check of
-    several fields is a `__post_init__` that raises a ValueError. All fields that are wrong, and all
-    unknown keywords, are told in one `error`, with `prefix` before their names.
+    A field's range is written as `Field(default=2, ge=1)`, and the string under it documents it. A
+    `__post_init__` that raises a ValueError checks several fields together. One `error` lists all
+    wrong fields and unknown keywords, with `prefix` before their names.
     Example: `@settings(ConfigError, "optimizer.")`.
     """
 
@@ -80,7 +81,7 @@ def settings(error: type[ValueError], prefix: str = "") -> Callable[[type[Record
 
 
 class SettingsReader(Generic[Record]):
-    """Read what a user gives for a record: a TOML file, and `key=value` over it.
+    """Reads a record from a TOML file, with texts `key=value` applied over it.
 
     Example: `SettingsReader(Config, ConfigError, path).set("optimizer.lr=1e-4").build()`.
     """
@@ -88,9 +89,12 @@ class SettingsReader(Generic[Record]):
     def __init__(
         self, kind: type[Record], error: type[ValueError], path: Path | None = None
     ) -> None:
-        """Read the file, if there is one. Errors: `error`, naming it."""
+        """Read the file, unless `path` is None. Errors: `error`, which names the file.
+
+        `kind` is the class of the record, and `error` the class of all errors.
+        """
         self.table: dict[str, Any] = {}
-        """All that was given so far, as TOML has it."""
+        """The values given so far, as nested tables."""
         self._error, self._path = error, path
         self._kind: Any = kind
         self._lines: Mapping[Place, int] = {}
@@ -103,13 +107,13 @@ class SettingsReader(Generic[Record]):
         except OSError as failed:
             raise error(f"{path}: {failed.strerror}; give a TOML file") from failed
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failed:
-            raise error(f"{path}: not TOML: {failed}") from failed
+            raise error(f"{path}: not TOML: {failed}; correct the file") from failed
         self._lines = dict(_lines(text))
 
     def set(self, *texts: str) -> SettingsReader[Record]:
-        """Apply `key=value`, or `section.key=value`, in order; returns itself.
+        """Apply texts `key=value` or `section.key=value`, in order; returns this reader.
 
-        A value is TOML, or a string without quotes. Errors: `error` where it is not of that form.
+        A value is TOML, or a string without quotes. Errors: `error` for a text of another form.
         """
         for text in texts:
             path, equals, raw = text.partition("=")
@@ -120,15 +124,17 @@ class SettingsReader(Generic[Record]):
             for part in place[:-1]:
                 table = table.setdefault(part, {})
                 if not isinstance(table, dict):
-                    raise self._error(f"--set {text!r}: {part} is {table!r}, and no section")
+                    raise self._error(
+                        f"--set {text!r}: {part} is {table!r}, and no section; write {part}=value"
+                    )
             table[place[-1]] = _value(raw.strip(), _at(self._kind, place)[1])
             self._set.add(place)
         return self
 
     def build(self, under: Mapping[str, Mapping[str, Any]] | None = None) -> Record:
-        """Return the record; keys that were not given are those `under` it, or keep their defaults.
+        """Build the record; a key that was not given has its value in `under`, or its default.
 
-        Errors: `error` with a line for everything that is wrong.
+        `under` has values by section and key. Errors: `error`, with a line for each fault.
         """
         table = self.table
         for section, values in (under or {}).items():
@@ -144,7 +150,7 @@ class SettingsReader(Generic[Record]):
         return cast("Record", record)
 
     def _where(self, place: Place) -> str:
-        """Return the file, and the line of the key, unless it was set over the file."""
+        """Return `file:line: ` for a key of the file, and "" for a key that was set over it."""
         n = len(place)
         if self._path is None or any(each[:n] == place[: len(each)] for each in self._set):
             return ""
@@ -185,7 +191,7 @@ _TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "
 
 
 def _problems(found: ValidationError, kind: Any, prefix: str) -> Iterator[tuple[Place, str]]:
-    """Return the place and the sentence of each."""
+    """Yield the place of each fault that pydantic found, and a sentence about it."""
     for each in found.errors(include_url=False):
         place, field = _at(kind, each["loc"])
         name, value, what = prefix + _dotted(place), each["input"], each["type"]
@@ -223,14 +229,14 @@ def _unknown(kind: Any, place: Place, prefix: str, value: object, siblings: Iter
 
 
 def _keys(kind: Any) -> Iterator[Place]:
-    """Return the keys of a record and of its sections."""
+    """Yield the keys of a record and of its sections, as places."""
     for key in schema(kind)["properties"]:
         yield (key,)
         yield from ((key, each) for each in _at(kind, (key,))[1].get("properties", {}))
 
 
 def _at(kind: Any, where: Sequence[str | int]) -> tuple[Place, Mapping[str, Any]]:
-    """Return a place without pydantic's tags of unions, and the schema of what belongs there."""
+    """Return a place without pydantic's tags of unions, and the JSON schema of its value."""
     root = schema(kind)
     place: list[str | int] = []
     field = root
@@ -263,7 +269,7 @@ def _value(raw: str, field: Mapping[str, Any]) -> Any:
 
 
 def _lines(text: str) -> Iterator[tuple[Place, int]]:
-    """Find the lines, from 1, where the keys and the tables of a TOML file begin."""
+    """Yield the place of each key and table in a TOML file, with its line, from 1."""
     table: Place = ()
     lists: Counter[str] = Counter()
     for number, line in enumerate(text.splitlines(), start=1):

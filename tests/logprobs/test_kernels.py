@@ -302,7 +302,7 @@ def test_the_argument_comes_before_the_environment_and_that_before_the_device(ke
         }
     (found,) = kernels(1, choice, "yes")
     assert found["False None"] == (
-        "MEGATRON_IDEMPOTENT_TRITON='yes' in the environment: 1, 0 or nothing"
+        "MEGATRON_IDEMPOTENT_TRITON is 'yes' in the environment; allowed: 1, 0 or unset"
     )
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from megatron_idempotent.logprobs.request import backend_of
