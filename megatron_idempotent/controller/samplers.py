@@ -368,7 +368,9 @@ def _imported(path: str) -> Callable[..., Any]:
     try:
         build = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise SettingsError(f"sampler {path!r} cannot be imported: {error}") from error
+        raise SettingsError(
+            f"sampler {path!r} cannot be imported: {error}; name a class in a module on the path"
+        ) from error
     if not callable(build):
         raise SettingsError(f"sampler {path!r} is a {type(build).__name__}; give a class")
     return build  # type: ignore[no-any-return]

@@ -110,9 +110,13 @@ def read_status(path: Path, *, old_s: float = 5.0) -> dict[str, Any]:
             f"{path} is not there: the run has not begun; start it, or give another directory"
         ) from error
     except OSError as error:
-        raise StatusError(f"cannot read {path}: {error.strerror or error}") from error
+        raise StatusError(
+            f"cannot read {path}: {error.strerror or error}; let this user read the run's directory"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise StatusError(f"{path} holds no status: {type(error).__name__}: {error}") from error
+        raise StatusError(
+            f"{path} holds no status ({type(error).__name__}: {error}); give a run's directory"
+        ) from error
     age_s = time.time() - written
     if state != "ended" and age_s > allowed_s:
         raise StatusError(
