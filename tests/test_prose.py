@@ -22,7 +22,10 @@ FIRST = re.compile(
     r"|At|From|Those|So)\b"
 )
 #: A function does something, so that its docstring begins with a verb; a property may be a noun.
-NOUN = re.compile(r"(The|A|An|All|One|Its|Every|Each|Both|Two|Some|Another)\b")
+NOUN = re.compile(
+    r"(The|A|An|All|One|Its|Every|Each|Both|Two|Some|Another|Around|Before|After|Until|Why|Windows"
+    r"|Steps)\b"
+)
 #: Rooms whose functions are not held to it yet.
 NOUNS_ALLOWED = {"benchmarks", "tests"}
 #: In these rooms it also begins with neither a name in backticks or brackets, nor with an example.

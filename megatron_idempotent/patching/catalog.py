@@ -36,7 +36,7 @@ class Place(Record):
     """Holds the address of a function of Megatron or of a framework."""
 
     address: str
-    """`module:qualname`. A colon, because an attribute can shadow a submodule of the same name."""
+    """`module:qualname`, with a colon because an attribute can shadow a submodule of that name."""
 
     @property
     def module(self) -> str:
@@ -63,12 +63,12 @@ class Outline(Record):
 
     @property
     def versions(self) -> str:
-        """The range as a version specifier."""
+        """The range of affected releases as a version specifier."""
         return specifier(self.since, self.before)
 
 
 def specifier(since: str, before: str) -> str:
-    """Return the range as a version specifier."""
+    """Return a range of releases as a version specifier."""
     return f">={since}" if before == OPEN else f">={since},<{before}"
 
 

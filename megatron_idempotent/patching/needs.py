@@ -23,7 +23,7 @@ class Need(NamedTuple):
     provided: str
     """A key of `patching.record.PROVIDED`."""
     without: str
-    """The consequence of its absence, as a clause."""
+    """The consequence if no applied patch provides it, as a clause."""
     where: Callable[[Any], bool] = always
     """A function that returns whether a chunk has what is patched."""
     a_door: bool = False

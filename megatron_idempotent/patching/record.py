@@ -207,7 +207,7 @@ class Hazard(Record):
     """Describes one thing that goes wrong. The declaring module's docstring is the case file."""
 
     id: str
-    """Kebab-case, named for the symptom; the file has the same name with underscores."""
+    """The hazard's name in kebab-case, for its symptom; the file has it with underscores."""
 
     summary: str
     """One line for the tables: what goes wrong on stock Megatron."""
@@ -243,7 +243,7 @@ class Hazard(Record):
 
     @property
     def versions(self) -> str:
-        """The range as a version specifier."""
+        """The range of affected releases as a version specifier."""
         return specifier(self.since, self.before)
 
     @property

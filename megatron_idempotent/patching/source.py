@@ -86,7 +86,7 @@ class Body:
 
     @property
     def line(self) -> int:
-        """The line of its first decorator in its file: `co_firstlineno` of its code."""
+        """The line at which the function begins, decorators included, as `co_firstlineno` says."""
         return min([self.tree.lineno, *(node.lineno for node in self.tree.decorator_list)])
 
     @computed

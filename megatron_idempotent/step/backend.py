@@ -68,7 +68,7 @@ class Backend(Protocol):
 
     @property
     def microbatch_multiple(self) -> int:
-        """The number whose multiples a call takes as its number of microbatches; 1 for any."""
+        """The number that the microbatches of a call are a multiple of; 1 if any number will do."""
 
     @property
     def attention(self) -> float:

@@ -58,7 +58,7 @@ class RankStatus:
     counts: tuple[float, float] = (0.0, 0.0)
     """Valid sequences and tokens, on the reporting rank of each replica; else zeros."""
     groups: tuple[int, ...] = ()
-    """Ids of groups with valid sequences, on the same ranks."""
+    """Ids of groups with valid sequences, on the reporting rank of each replica; else none."""
     rows: tuple[Mapping[str, float], ...] = ()
     """Metrics of each microbatch, not normalised, on ranks that have the loss."""
     rates: tuple[float, float] | None = None

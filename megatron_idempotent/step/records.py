@@ -49,9 +49,9 @@ class Options:
     shared: frozenset[str]
     """Names in batches that all rows share."""
     shape: Callable[[Any], tuple[int, int]] | None = None
-    """Returns rows and positions of a ready microbatch; None to look at its `input_ids`."""
+    """A function that returns rows and positions of a ready microbatch; None for `input_ids`'."""
     counts: Callable[[Any], Any] | None = None
-    """Returns valid sequences and tokens of a ready microbatch; None to count them."""
+    """A function that returns valid sequences and tokens of a ready microbatch; None to count."""
     nothing_valid: NothingValid = "skip"
     alignment: TokenAlignment | None = None
     """Multiples of tokens that packs are padded to; None for those of the model's config."""

@@ -21,12 +21,12 @@ class Receipt:
     rows: int
     """The number of the batch's sequences, masked ones included."""
     microbatches: int
-    """The number of microbatches that this rank ran for them."""
+    """The number of microbatches that this rank ran for the batch."""
     outputs: Mapping[str, tuple[Tensor, ...]] = dataclasses.field(default_factory=dict, repr=False)
     """A tensor for each sequence, in the order given, by the names in the loss's `outputs`. Only
     ranks that have the loss (those of the last pipeline stage) have any."""
     reported: tuple[Row, ...] = dataclasses.field(default=(), repr=False)
-    """The sum and the metrics that the loss returned for each microbatch, on the same ranks."""
+    """The sum and the metrics that the loss returned for each microbatch, on ranks that have it."""
 
     def metrics(self) -> dict[str, float]:
         """Returns sums over this rank's microbatches, not divided by anything, and extrema by name.
@@ -63,7 +63,7 @@ class StepResult:
     """Metrics over all microbatches of all ranks: sums ÷ their normalizer, minima, maxima."""
     rows: tuple[Mapping[str, float], ...]
     """A row per microbatch of all replicas, by the rank that reports it and then in order; each is
-    normalised as `metrics` is, and with `lr`, `wd`, `global_valid_seqs`, `global_valid_toks`,
+    normalised as `metrics` is, and has `lr`, `wd`, `global_valid_seqs`, `global_valid_toks`,
     `rank` (the global rank that reports for its replica) and `replica` (its data-parallel rank)."""
     reported_by: int = dataclasses.field(default=0, compare=False)
     """Global rank of this process."""

@@ -50,7 +50,7 @@ PACKS = {
     "pack": r"whose Pack has (\d+) tokens, and whose 'input_ids' has (\d+)",
     "token mask": r"whose 'token_mask' has (\d+) entries, and which has (\d+) tokens",
     "sample mask": r"whose 'sample_mask' has (\d+) entries for (\d+) sequences",
-    "rows' mask": r"whose 'token_mask' has shape \(2, 5\): \(2, 4\)",
+    "rows' mask": r"whose 'token_mask' has shape \(2, 5\): give it \(2, 4\)",
 }
 ROWS = {
     "long": r"12 rows, of which sequence 2 has 30 tokens and a bin at most 24",
