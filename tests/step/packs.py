@@ -144,3 +144,73 @@ def exact_gradients(model: Any) -> Any:
     """All gradient buffers of this rank as they are, a copy."""
     buffers = [b for c in model.chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
     return torch.cat([buffer.grad_data.flatten() for buffer in buffers]).clone()
+
+
+def twice_differentiable(model: Any, loss: PackLoss, replicas: int = 1) -> Any:
+    """The loss of all rows, in a pack for each replica, of plain log-probs."""
+    total: Any = 0.0
+    for replica in range(replicas):
+        (microbatch,) = megatron_idempotent.pack_batches(rows(replica, dtype=torch.float64), 256)
+        output = megatron_idempotent.gpt_forward(model, microbatch)
+        total = total + loss(torch.log_softmax(output, -1), microbatch)[0]
+    return total
+
+
+class Plain:
+    """Log-probs of logits that are log-probs already, in the place of `token_logprobs`."""
+
+    @staticmethod
+    def terms(output: Any, microbatch: Any) -> Any:
+        pack = microbatch["pack"]
+        targets_BT = shift_targets(
+            microbatch["input_ids"], mask=pack.mask[None], cu_seqlens=pack.cu_seqlens
+        )
+        logprob_BT = output.gather(-1, targets_BT.clamp(min=0)[..., None])[..., 0]
+        sample_BT, weight_BT = (
+            pack.expand(microbatch[name])[None] for name in ("sample_mask", "advantages")
+        )
+        mask_BT = torch.nn.functional.pad(microbatch["token_mask"][:, 1:], (0, 1))
+        return logprob_BT, mask_BT * sample_BT * (targets_BT >= 0), weight_BT
+
+
+class PlainLoss(Plain, PackLoss):
+    """As `PackLoss`."""
+
+
+class PlainSequenceLoss(Plain, PackSequenceLoss):
+    """As `PackSequenceLoss`."""
+
+
+def allowed(kind: str, options: dict[str, Any], replicas: int = 1) -> float:
+    """Runs on one rank: the bound of `roundings` for the same model and rows.
+
+    The logits' gradient has as many roundings as there are words, and 64 more: of exponentials of
+    logits below 8, and of the few that follow. Gradients are added up over at most 16 microbatches
+    and the ranks.
+    """
+    from roundings import roundings
+
+    model = double(**options).chunks[0].module
+    loss = PlainLoss() if kind == "token" else PlainSequenceLoss()
+
+    def total() -> Any:
+        return twice_differentiable(model, loss, replicas)
+
+    return roundings(model, total, terms=tiny.VOCABULARY + 64, parts=16 + 4)
+
+
+def allowed_logprobs(lengths: tuple[int, ...]) -> float:
+    """Runs on one rank: the bound of `output_roundings` for log-probs of all tokens."""
+    from roundings import output_roundings
+
+    model = double().chunks[0].module
+    batch = rows(dtype=torch.float64)
+    batch["lengths"] = torch.tensor(lengths).cuda()
+    (microbatch,) = megatron_idempotent.pack_batches(batch, 256)
+    chosen = shift_targets(microbatch["input_ids"], cu_seqlens=microbatch["pack"].cu_seqlens)
+
+    def output() -> Any:
+        logprob = torch.log_softmax(megatron_idempotent.gpt_forward(model, microbatch), -1)
+        return logprob.gather(-1, chosen.clamp(min=0)[..., None])[chosen >= 0]
+
+    return output_roundings(model, output, terms=tiny.VOCABULARY + 64)

@@ -9,6 +9,7 @@ def fsdp_steps() -> dict[str, Any]:
     """Runs on two ranks with other numbers of rows: the same step of rows, and of packs."""
     import torch
     from packs import rows
+    from roundings import roundings
     from split_bench import DEADLINE_S, raised_by
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -40,18 +41,32 @@ def fsdp_steps() -> dict[str, Any]:
         normalizers: dict[str, Any] = {}  # noqa: RUF012
 
         def __call__(self, output: Any, microbatch: Any) -> Any:
-            from megatron_idempotent import shift_targets, token_logprobs
+            from megatron_idempotent import shift_targets
 
             pack = microbatch.get("pack")
             tokens = microbatch["input_ids"]
             targets = shift_targets(tokens, cu_seqlens=None if pack is None else pack.cu_seqlens)
-            logprob = token_logprobs(logits=output, targets=targets).logprob
+            logprob = self.logprob(output, targets)
             valid = nn.functional.pad(microbatch["token_mask"][:, 1:], (0, 1)) * (targets >= 0)
             if pack is None:
                 means_n = (logprob * valid).sum(1) / valid.sum(1).clamp(min=1)
             else:
                 means_n = pack.sums(logprob * valid) / pack.sums(valid).clamp(min=1)
             return -(means_n * microbatch["sample_mask"]).sum(), {}
+
+        @staticmethod
+        def logprob(output: Any, targets: Any) -> Any:
+            from megatron_idempotent import token_logprobs
+
+            return token_logprobs(logits=output, targets=targets).logprob
+
+    class PlainLoss(Loss):
+        """By functions that can be differentiated twice."""
+
+        @staticmethod
+        def logprob(output: Any, targets: Any) -> Any:
+            found = torch.log_softmax(output, -1)
+            return found.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
 
     def forward(model: Any, microbatch: Any) -> Any:
         tokens_BT = microbatch["input_ids"]
@@ -60,7 +75,20 @@ def fsdp_steps() -> dict[str, Any]:
         return model(tokens_BT, real_BT, microbatch.get("pack"))
 
     replica = torch.distributed.get_rank()
-    batch = {name: value[: (12, 3)[replica]] for name, value in rows(replica).items()}
+
+    def batch_of(replica: int) -> dict[str, Any]:
+        given = rows(replica, dtype=torch.float64)
+        return {name: value[: (12, 3)[replica]] for name, value in given.items()}
+
+    batch = batch_of(replica)
+    torch.manual_seed(5)
+    whole = Model().double().cuda()
+
+    def total() -> Any:
+        return sum(PlainLoss()(forward(whole, each), each)[0] for each in map(batch_of, (0, 1)))
+
+    # Between two layers lies a mean over at most 32 tokens too; words as in `packs.allowed`.
+    limit = roundings(whole, total, terms=128 + 64, parts=16 + 2, between=16 + 32) * 2.0**-53
     mesh = init_device_mesh("cpu", (2,))
     found: dict[str, Any] = {}
     ways: dict[str, dict[str, Any]] = {
@@ -91,12 +119,12 @@ def fsdp_steps() -> dict[str, Any]:
     told = str(raised_by(plain.microbatch, step_id, batch))
     plain.abort(step_id)
     want = found["rows"][0]
-    assert want.abs().max() > 0
-    unit = 2.0**-53 * float(want.abs().max())
+    assert want.norm() > 0
     return {
         "differing": {
-            way: float((each[0] - want).abs().max()) / unit for way, each in found.items()
+            way: float((each[0] - want).norm() / want.norm()) for way, each in found.items()
         },
+        "limit": limit,
         "tokens": [each[1] for each in found.values()],
         "microbatches": [each[2] for each in found.values()],
         "told": told,
@@ -106,8 +134,10 @@ def fsdp_steps() -> dict[str, Any]:
 def test_fsdp_takes_budgets_and_has_the_gradient_of_rows(megatron_ranks):
     both = megatron_ranks(2, fsdp_steps)
     for found in both:
-        # Dot products of 128 terms, sums of some hundred tokens, and two ranks.
-        assert max(found["differing"].values()) < 1e4, found
+        limit = found["limit"]
+        assert limit < 2.0**-30  # far below a rounding of float32 or bfloat16
+        print(f"{max(found['differing'].values()) / limit:.1e} of {limit * 2**53:.1e} roundings")
+        assert max(found["differing"].values()) < limit, found
         assert len(set(found["tokens"])) == 1
         assert "give it a forward that hands the pack's cu_seqlens" in found["told"]
     # As many packs on both ranks, up to one for each sequence.
