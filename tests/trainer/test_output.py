@@ -97,7 +97,8 @@ def test_the_initial_checkpoint_and_the_metrics_of_a_damaged_run_are_not_trusted
     metrics.write_text('{"step": 1}\n{"step": 2}\n')
     assert resume(config) == checkpoint_dir.path_for(checkpoints, 3)
     flipped(initial / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model.safetensors: .* remove .*model-initial, and an equal"):
+    advice = r"model.safetensors: .* remove .*model-initial, and an equal"
+    with pytest.raises(CheckpointError, match=advice):
         resume(config)
     flipped(initial / "model.safetensors")
     flipped(metrics, at=13)
