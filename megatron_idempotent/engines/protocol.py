@@ -153,7 +153,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def rollback(self, update_id: str) -> None:
-        """Forget an update that is staged, or half committed, and go back to the weights before it.
+        """Forget an update that is staged, or has left weights torn, and serve those before it.
 
         Unknown ids, and those of updates that are committed in full: no-op. An engine that cannot
         restore its weights stays DIRTY.

@@ -23,8 +23,8 @@ class PhaseTimer(Protocol):
 
 
 Outcome = Literal["committed", "behind", "quarantined"]
-"""The state of an engine after a sync. "committed": it serves the new version. "behind": it serves
-a known older one. "quarantined": it must not serve until a later update has repaired it."""
+"""The state of an engine after a sync. `committed`: it serves the new version. `behind`: it serves
+a known older one. `quarantined`: it must not serve until a later update has repaired it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -349,7 +349,7 @@ class WeightSync:
             staged_at = clock()
             await one.switch(self._stamp)
         except BaseException as error:
-            # Interrupted, or the export failed: nobody may stay paused, or half-written unnamed.
+            # Interrupted, or the export failed: no engine may stay paused, or torn and not named.
             await asyncio.shield(one.give_up(f"the update was interrupted: {error!r}"))
             raise
         finally:

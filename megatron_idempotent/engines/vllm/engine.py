@@ -147,8 +147,8 @@ class StagedEngine:
     async def rollback(self, update_id: str) -> None:
         """See `RolloutEngine.rollback`.
 
-        A half-done commit is undone with the copy that workers keep of the version before it, or
-        with the checkpoint that they were started from.
+        Torn weights are replaced by the copy that workers keep of the version before them, or by
+        the checkpoint that they were started from.
         Errors: `EngineError` if there is neither, or it fails; then the engine is DIRTY.
         """
         await self._updates.rollback(update_id)

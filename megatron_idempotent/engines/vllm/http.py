@@ -155,8 +155,8 @@ class VllmEngine(StagedEngine):
             model: the model's name in the server; None for its only one.
             timeouts: the limits of calls; None for the defaults.
             initial_version: the version of the weights that the server was started with.
-            keep_copy: True has workers keep a copy of what they serve in host memory, which a
-                rollback of a half-done commit and updates with a base version need.
+            keep_copy: True has workers keep a copy of what they serve in host memory, which is
+                needed to roll back a torn commit, and for updates with a base version.
             api_key: the server's key, if it wants one.
 
         Errors: `ImportError` without aiohttp.
