@@ -19,8 +19,7 @@ class StepModelWrapper(skyrl.MegatronModelWrapper):
         super().__init__(config, actor_module, actor_optimizer, **options)
         get_model_config(actor_module[0]).finalize_model_grads_func = finalize_model_grads
         self.schedule = StepSchedule(actor_module, actor_optimizer)
-        self.schedule.begin()  # all ranks are here now, and make the groups that they agree in
-        self.schedule.abort()
+        self.schedule.prepare()  # all ranks are here now, and may call it at different times
 
     def forward_backward_mini_batch(self, *args, **kwargs):
         megatrons = skyrl.get_forward_backward_func

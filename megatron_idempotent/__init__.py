@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     )
     from megatron_idempotent.step.megatron import TrainStep
     from megatron_idempotent.step.packed import pack_batches
+    from megatron_idempotent.step.pieces import valid_counts
     from megatron_idempotent.step.results import Receipt, StepResult
     from megatron_idempotent.step.schedule import StepSchedule
     from megatron_idempotent.window.abort import abort_window
@@ -122,6 +123,7 @@ __all__ = [
     "token_kl",
     "token_logprobs",
     "topk_kl",
+    "valid_counts",
     "verify",
     "vocab_topk",
     "wire_train_config",
@@ -176,6 +178,7 @@ _LAZY = {
     "token_kl": "logprobs.kl",
     "token_logprobs": "logprobs.api",
     "topk_kl": "logprobs.kl",
+    "valid_counts": "step.pieces",
     "verify": "patching.verify",
     "vocab_topk": "logprobs.topk",
     "wire_train_config": "window.setup",

@@ -40,6 +40,20 @@ class SplitStep:
         """The id of the step that is open; None between two steps."""
         return None if self._open is None else self._open.step_id
 
+    def prepare(self) -> None:
+        """Make the gloo groups in which ranks agree. All ranks call it, and wait for each other.
+
+        The first `begin` does so by itself. Call this before, where ranks begin their first step at
+        different times: when their data come, or in a schedule that a framework calls.
+
+        Example:
+            step = TrainStep(chunks, optimizer, scheduler)
+            step.prepare()
+        """
+        if dist.is_initialized():
+            control_group(self._options.deadline_s)
+            self._backend.lockstep_group()
+
     def begin(
         self,
         loss: StepLoss,
@@ -121,10 +135,8 @@ class SplitStep:
                 "may be half updated: load a checkpoint and make a new TrainStep"
             )
         step_id = f"step-{self._begun}" if step_id is None else step_id
-        if dist.is_initialized():
-            # Here, where all ranks come by: later one may be in a forward while another asks.
-            control_group(self._options.deadline_s)
-            self._backend.lockstep_group()
+        # Here, where all ranks come by: later one may be in a forward while another asks.
+        self.prepare()
         try:
             self._backend.open()
         except BaseException:

@@ -155,6 +155,7 @@ class OpenStep(Rounds):
             update,
             self._rates,
             own_microbatches=self._microbatches,
+            replica=self._backend.replica,
         )
 
     @property

@@ -145,11 +145,21 @@ def _given(counts: Any) -> Tensor:
 
 
 def valid_counts(batch: Any) -> Tensor:
-    """Returns valid sequences and valid tokens of rows, float64 [2], on the batch's device.
+    """Count the valid sequences and tokens of rows, as a step does. For `TrainStep(counts=…)`.
 
     tokens = sum of token_mask[:, 1:] x sample_mask: the first token of a sequence is never
     predicted. Without a token mask, tokens are sequences x positions, or in nested rows all but
     the first of each; without a sample mask all sequences are valid.
+
+    Args:
+        batch: a mapping or an object with `input_ids` [B, T], and perhaps `sample_mask` [B] and
+            `token_mask` [B, T].
+
+    Returns:
+        float64 [2] on the batch's device: sequences, tokens.
+
+    Example:
+        TrainStep(chunks, optimizer, counts=lambda microbatch: valid_counts(microbatch.rows))
     """
     tokens_BT = field_of(batch, TOKENS)
     rows = tokens_BT.shape[0]

@@ -67,6 +67,8 @@ class StepResult:
     `rank` (the global rank that reports for its replica) and `replica` (its data-parallel rank)."""
     reported_by: int = dataclasses.field(default=0, compare=False)
     """Global rank of this process."""
+    replica: int = dataclasses.field(default=0, compare=False)
+    """Data-parallel rank of this process."""
 
     @property
     def own_rows(self) -> tuple[Mapping[str, float], ...]:
@@ -76,6 +78,11 @@ class StepResult:
         """
         return tuple(row for row in self.rows if row["rank"] == self.reported_by)
 
+    @property
+    def replica_rows(self) -> tuple[Mapping[str, float], ...]:
+        """The rows of this rank's replica, in the order of its microbatches; on all its ranks."""
+        return tuple(row for row in self.rows if row["replica"] == self.replica)
+
 
 def result_of(
     step_id: str,
@@ -84,6 +91,7 @@ def result_of(
     rates: tuple[float, float],
     *,
     own_microbatches: int,
+    replica: int,
 ) -> StepResult:
     """Makes the result of a step from its update, or from the reason for which it has none.
 
@@ -105,4 +113,5 @@ def result_of(
         metrics=totals.metrics(),
         rows=totals.rows(lr=lr, wd=weight_decay),
         reported_by=dist.get_rank() if dist.is_initialized() else 0,
+        replica=replica,
     )

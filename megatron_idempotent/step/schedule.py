@@ -127,12 +127,16 @@ class StepSchedule:
         self.step.microbatch(self.begin(), microbatches=ready)
         return [each.reported[0] for each in ready if each.reported]
 
-    def begin(self) -> str:
-        """Open a step unless one is open, and return the step's id.
+    def prepare(self) -> None:
+        """Make the groups in which ranks agree: see `TrainStep.prepare`. All ranks call it.
 
-        The very first call makes gloo groups, so all ranks have to make it. If ranks call the
-        schedule at different times, call this once on all of them before.
+        The first call of all does so by itself. Where ranks call the schedule at different times,
+        call this on all of them before.
         """
+        self.step.prepare()
+
+    def begin(self) -> str:
+        """Open a step unless one is open, and return the step's id. All ranks, the first time."""
         if self.step.open_step_id is not None:
             return self.step.open_step_id
         per_token = get_model_config(self._chunks[0]).calculate_per_token_loss

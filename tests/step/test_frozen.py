@@ -197,7 +197,7 @@ def told(options: dict[str, Any], adapted: dict[str, Any]) -> Any:
         elif options.get("ep", 1) > 1:
             step.microbatch(step_id, None)
         results.append(step.finish(step_id))
-    own = ("reported_by", "auxiliary_loss_scale")
+    own = ("reported_by", "replica", "auxiliary_loss_scale")
     return [{k: v for k, v in asdict(each).items() if k not in own} for each in results]
 
 

@@ -63,6 +63,8 @@ def reported(options: dict[str, Any]) -> None:
     assert tuple(row for other in everywhere for row in other.own_rows) == rows
     assert [row["replica"] for row in rows] == [each for each in range(number) for _ in range(4)]
     assert len({row["rank"] for row in rows}) == number
+    # Every rank of a replica can tell its own, those without losses too.
+    assert first.replica_rows == tuple(row for row in rows if row["replica"] == replica)
     assert sum(row["loss"] for row in first.own_rows) in (
         0.0,  # of a rank for which another one of its replica reports
         pytest.approx(sum(row["loss"] for row in rows if row["replica"] == replica), rel=1e-12),

@@ -111,6 +111,30 @@ def test_a_loss_of_sum_and_tokens_has_the_bits_of_megatrons_schedule(megatron_ra
     assert megatron_ranks(2, both, {}, 3) == [[True, True]] * 2
 
 
+def at_different_times() -> bytes:
+    """Runs on a rank: the second one makes its first call when the first one's has ended."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from megatron_idempotent import StepSchedule
+
+    program = Program({})
+    schedule = StepSchedule(program.model.chunks, program.model.optimizer)
+    schedule.prepare()
+    if dist.get_rank():
+        _get_default_store().wait(["called"])
+    program.call(schedule, program.batches(0))
+    if not dist.get_rank():
+        _get_default_store().set("called", "")
+    assert schedule.finish().updated
+    return program.outcome()
+
+
+def test_ranks_that_are_prepared_make_their_first_calls_at_different_times(megatron_ranks):
+    first, second = megatron_ranks(2, at_different_times)
+    assert first == second
+
+
 def in_two_calls(options: dict[str, Any]) -> bool:
     """Runs on a rank: a mean over each of two calls adds up to twice that over one call."""
     import torch
