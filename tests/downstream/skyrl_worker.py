@@ -16,6 +16,12 @@ from megatron_idempotent.patches._workers import methods
 from megatron_idempotent.cpu import tiny
 
 ANSWER = 16
+#: The model of packs, with which no position ids come, and whose sizes differ.
+PACKED = {
+    "exact_attention": True,
+    "model_overrides": {"position_embedding_type": "rope"},
+    "config_overrides": {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"},
+}
 _REAL = (
     "utils.torch_utils",
     "utils.off_policy_correction_utils",
@@ -43,7 +49,7 @@ def modules(source: str) -> tuple[Any, Any]:
     ]
     wrapper, worker = found[-2:]
     wrapper.router_replay_schedule = _nothing
-    wrapper.to_te_attention_mask = _causal
+    wrapper.to_te_attention_mask = lambda keep_BT: None if keep_BT is None else _causal(keep_BT)
     return wrapper, worker
 
 
@@ -53,17 +59,22 @@ class SkyWorker:
     Example: `SkyWorker(source).step(seed=0, calls=(4, 4))`
     """
 
-    def __init__(self, source: str, adapter: Any = None, **layout: Any) -> None:
+    def __init__(
+        self, source: str, adapter: Any = None, *, packed: bool = False, **layout: Any
+    ) -> None:
         from megatron.core import parallel_state
 
         wrapper, worker = modules(source)
+        self.packed = packed
+        if packed:
+            layout = {**PACKED, **layout}
         self.bench = bench = tiny.build(**layout)
         bench.config.no_sync_func = None  # SkyRL sets none
         self.replica = parallel_state.get_data_parallel_rank()
         made = wrapper.MegatronModelWrapper if adapter is None else adapter.StepModelWrapper
         registry = sys.modules["skyrl.backends.skyrl_train.utils.ppo_utils"].PolicyLossRegistry
         self.model = made(
-            config=_config(),
+            config=_config(packed),
             actor_module=bench.chunks,
             actor_optimizer=bench.optimizer,
             policy_loss_fn=registry.get("regular"),
@@ -111,9 +122,15 @@ class SkyWorker:
         tokens_BT = torch.randint(0, tiny.VOCABULARY, (tiny.BATCH, tiny.SEQUENCE), generator=draw)
         logprobs_BA = -4 - torch.rand(shape, generator=draw)
         loss_mask_BA = (torch.rand(shape, generator=draw) < 0.7).float()
+        keep_BT = torch.ones_like(tokens_BT)
+        if self.packed:  # prompts are padded on their left, answers on their right
+            bounds = torch.randint(0, 10, (2, tiny.BATCH, 1), generator=draw)
+            positions_T = torch.arange(tiny.SEQUENCE)
+            keep_BT *= (positions_T >= bounds[0]) & (positions_T < tiny.SEQUENCE - bounds[1])
+            loss_mask_BA *= keep_BT[:, -ANSWER:]
         return {
             "sequences": tokens_BT,
-            "attention_mask": torch.ones_like(tokens_BT),
+            "attention_mask": keep_BT,
             "position_ids": torch.arange(tiny.SEQUENCE).expand(tiny.BATCH, -1),
             "num_actions": ANSWER,
             "old_action_log_probs": logprobs_BA,
@@ -127,7 +144,7 @@ class SkyWorker:
         }
 
 
-def _config() -> Any:
+def _config(packed: bool) -> Any:
     algorithm = SimpleNamespace(
         policy_loss_type="regular",
         eps_clip_low=0.2,
@@ -141,7 +158,7 @@ def _config() -> Any:
     )
     megatron = SimpleNamespace(mtp_loss_weight=0.0, mtp_loss_chunk_size=None, mtp_loss_topk=None)
     return SimpleNamespace(
-        remove_microbatch_padding=False,
+        remove_microbatch_padding=packed,
         logprobs_chunk_size=None,
         vocab_entropy_chunk_size=None,
         vocab_entropy_chunk_memory_mb=None,

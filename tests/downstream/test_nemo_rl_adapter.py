@@ -150,3 +150,40 @@ def experts() -> dict[str, bool]:
 def test_moes_loss_has_one_weight_in_any_number_of_chunks(megatron_ranks):
     for found in megatron_ranks(2, experts, timeout_s=400):
         assert all(found.values()), found
+
+
+def packed(layout: dict[str, Any]) -> dict[str, bool]:
+    """Runs on a rank; returns what has the bits of NeMo-RL's own step on the same packs."""
+    layout = {"packed": True, **layout}
+    options: dict[str, dict[str, Any]] = {
+        "of tokens": {},
+        "of sequences": {"loss": {"token_level_loss": False}},
+        "two chunks": {"chunks": (4, 4)},
+    }
+    found = {}
+    for name, how in options.items():
+        (theirs, seen), (ours, ours_seen) = (
+            steps(adapted, layout=layout, **how) for adapted in (False, True)
+        )
+        assert seen[0][1] > 0
+        losses = [dict(rows).pop("loss") for rows, _ in (*seen, *ours_seen)]
+        # NeMo-RL adds the losses of the two sequences of a pack in float64 for its rows, and for
+        # the gradient in float32, whose sum the step reports: one rounding, of each loss.
+        close = all(
+            abs(want - got) <= 2**-24 * abs(want)
+            for wanted, gotten in zip(losses[:2], losses[2:], strict=True)
+            for want, got in zip(wanted, gotten, strict=True)
+        )
+        found[name] = theirs == ours and without_loss(seen) == without_loss(ours_seen) and close
+    return found
+
+
+def without_loss(seen: Any) -> Any:
+    return [([each for each in rows if each[0] != "loss"], norm) for rows, norm in seen]
+
+
+@pytest.mark.parametrize("layout", [{}, {"cp": 2}, {"pp": 2}, {"cp": 2, "pp": 2}], ids=str)
+def test_packs_have_the_bits_of_nemo_rls_step(layout, megatron_ranks):
+    ranks = 4 if len(layout) > 1 else 2
+    for found in megatron_ranks(ranks, packed, layout, timeout_s=400):
+        assert all(found.values()), found

@@ -92,3 +92,20 @@ def _broken(*_: Any, **__: Any) -> Any:
 def test_windows_of_several_calls_have_the_bits_of_skyrls(megatron_ranks):
     for found in megatron_ranks(2, compared, timeout_s=400):
         assert all(found.values()), found
+
+
+def packed(layout: dict[str, Any]) -> dict[str, bool]:
+    """Runs on a rank; returns what has the bits of SkyRL's own window on the same packs."""
+    layout = {"packed": True, **layout}
+    found = {}
+    for name, how in {"policy loss": {}, "cross entropy": {"loss_fn": "cross_entropy"}}.items():
+        ours, theirs = (windows(each, (2, 4), layout=layout, **how) for each in (True, False))
+        found[name] = ours == theirs
+    return found
+
+
+@pytest.mark.parametrize("layout", [{}, {"cp": 2}, {"pp": 2}, {"cp": 2, "pp": 2}], ids=str)
+def test_packs_have_the_bits_of_skyrls_windows(layout, megatron_ranks):
+    ranks = 4 if len(layout) > 1 else 2
+    for found in megatron_ranks(ranks, packed, layout, timeout_s=400):
+        assert all(found.values()), found
