@@ -20,7 +20,11 @@ ANSWER = 16
 PACKED = {
     "exact_attention": True,
     "model_overrides": {"position_embedding_type": "rope"},
-    "config_overrides": {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"},
+    "config_overrides": {
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_aux_loss_coeff": 1.0,
+    },
 }
 _REAL = (
     "utils.torch_utils",

@@ -187,3 +187,25 @@ def test_packs_have_the_bits_of_nemo_rls_step(layout, megatron_ranks):
     ranks = 4 if len(layout) > 1 else 2
     for found in megatron_ranks(ranks, packed, layout, timeout_s=400):
         assert all(found.values()), found
+
+
+def packed_experts() -> dict[str, bool]:
+    """Runs on a rank: MoE's loss in packs, under context parallelism."""
+    overrides = {"moe_aux_loss_coeff": 1.0, "calculate_per_token_loss": True}
+    layout = {"packed": True, "cp": 2, "experts": 4, "config_overrides": overrides}
+
+    def norms(adapted: bool, *, token_level: bool) -> list[float]:
+        loss = {"token_level_loss": token_level}
+        return [norm for _, norm in steps(adapted, layout=layout, loss=loss)[1]]
+
+    theirs, ours = (norms(each, token_level=False) for each in (False, True))
+    return {
+        "of tokens": norms(True, token_level=True) == norms(False, token_level=True),
+        # Its weight is positions / sequences, where the loss is a mean over sequences.
+        "of sequences: theirs is larger": theirs[0] > 10 * ours[0],
+    }
+
+
+def test_moes_loss_in_packs_has_nemo_rls_weight_where_the_loss_is_of_tokens(megatron_ranks):
+    for found in megatron_ranks(2, packed_experts, timeout_s=400):
+        assert all(found.values()), found

@@ -104,8 +104,12 @@ def packed(layout: dict[str, Any]) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("layout", [{}, {"cp": 2}, {"pp": 2}, {"cp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"pp": 2}, {"cp": 2, "experts": 4}, {"cp": 2, "pp": 2}],
+    ids=str,
+)
 def test_packs_have_the_bits_of_skyrls_windows(layout, megatron_ranks):
-    ranks = 4 if len(layout) > 1 else 2
+    ranks = 4 if "cp" in layout and "pp" in layout else 2
     for found in megatron_ranks(ranks, packed, layout, timeout_s=400):
         assert all(found.values()), found

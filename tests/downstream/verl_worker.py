@@ -1,5 +1,7 @@
 """verl's Megatron engine on a rank, with its own losses; its data are dictionaries.
 
+Rows go through a small forward step, packs through verl's own.
+
 Legend: B rows, T positions.
 """
 
@@ -17,6 +19,25 @@ from megatron_idempotent.patches._workers import methods
 from megatron_idempotent.cpu import tiny
 
 _ABSENT = (*_verl._ABSENT, "codetiming")
+#: Lengths of the two sequences of a pack add up to that, and so many tokens of each count: sums
+#: over all packs are powers of two, by which a division changes no bits.
+PACK, VALID = 32, 8
+#: The model of packs, with which no position ids come, and whose sizes differ.
+PACKED = {
+    "exact_attention": True,
+    "model_overrides": {"position_embedding_type": "rope"},
+    "config_overrides": {
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_aux_loss_coeff": 1.0,
+    },
+}
+_FORWARD = (
+    "verl.utils.megatron.tensor_parallel",
+    "verl.models.mcore.util",
+    "verl.models.mcore.model_forward",
+    "verl.workers.utils.losses",
+)
 
 
 class Data(dict):  # type: ignore[type-arg]
@@ -35,10 +56,18 @@ def modules(source: str) -> tuple[Any, Any, Any]:
         "verl.utils.torch_functional",
         "verl.trainer.ppo.core_algos",
         _verl.WIRING,
+        *_FORWARD,
         _verl.BASE,
         _verl.MODULE,
     )
-    _, losses, wiring, base, module = [_standins.import_alone(name, *_ABSENT) for name in names]
+    _, losses, wiring, _, util, forward, sft, base, module = [
+        _standins.import_alone(name, *_ABSENT) for name in names
+    ]
+    util.is_npu_available = False
+    sft.tu, sft.DatasetPadMode = module.tu, module.DatasetPadMode
+    models = sys.modules["verl.models.mcore"]
+    models.get_mcore_engine_forward_fn = lambda _: forward.gptmodel_forward_model_engine
+    module.extract_multi_modal_inputs = lambda _: {}
     base.maybe_fix_3d_position_ids = lambda _: None
     base.get_device_name = module.get_device_name = lambda: "cuda"
     module.get_device_id = lambda: "cpu"
@@ -53,8 +82,9 @@ def modules(source: str) -> tuple[Any, Any, Any]:
         "metrics": {},
         "losses": [each["loss"] for each in output_lst],
     }
-    module.RouterReplayHelper.is_r2_record_action = lambda _: False
-    return base, module, (losses, wiring)
+    for action in ("r2_record", "replay_backward", "replay_forward"):
+        setattr(module.RouterReplayHelper, f"is_{action}_action", lambda *_: False)
+    return base, module, (losses, wiring, sft)
 
 
 class VerlWorker:
@@ -63,10 +93,16 @@ class VerlWorker:
     Example: `VerlWorker(source).train_batch(seed=0, number=4)`
     """
 
-    def __init__(self, source: str, adapter: Any = None, **layout: Any) -> None:
+    def __init__(
+        self, source: str, adapter: Any = None, *, packed: bool = False, **layout: Any
+    ) -> None:
         from megatron.core import parallel_state
 
-        base, module, (self.losses, wiring) = modules(source)
+        base, module, (self.losses, wiring, self.sft) = modules(source)
+        self.packed = packed
+        if packed:
+            options = {**PACKED["config_overrides"], **layout.get("config_overrides", {})}
+            layout = {**PACKED, **layout, "config_overrides": options}
         self.bench = bench = tiny.build(wire=False, **layout)
         wiring.register_megatron_training_hooks(bench.chunks, bench.optimizer)
         self.replica = parallel_state.get_data_parallel_rank()
@@ -77,22 +113,30 @@ class VerlWorker:
             module=bench.chunks,
             optimizer=bench.optimizer,
             tf_config=bench.config,
-            model_config=SimpleNamespace(mtp=SimpleNamespace(enable=False)),
+            model_config=SimpleNamespace(
+                mtp=SimpleNamespace(enable=False),
+                hf_config=SimpleNamespace(architectures=["GPTModel"]),
+                tokenizer=SimpleNamespace(pad_token_id=0),
+            ),
             engine_config=SimpleNamespace(
-                context_parallel_size=1,
+                context_parallel_size=layout.get("cp", 1),
                 dynamic_context_parallel=False,
                 pad_bshd_to_minibatch_max=False,
+                pad_to_length=False,
+                use_fused_kernels=False,
                 use_remove_padding=True,
             ),
-            forward_step=_forward_step,
-            prepare_model_outputs=_log_probs,
             to=lambda **_: None,
-            is_mp_src_rank_with_outputs=lambda: True,
-            _routed_num_tokens=lambda data: data["loss_mask"].new_tensor(data["input_ids"].numel()),
+            **({} if packed else _OF_ROWS),
         )
         plain = type(self.engine)
-        plain.postprocess_micro_batch_func = lm_head.postprocess_micro_batch_func
+        for name in _OF_PACKS if packed else ("postprocess_micro_batch_func",):
+            setattr(plain, name, getattr(lm_head, name))
+        plain._get_context_parallel_layout = staticmethod(lambda _: "zigzag")
         plain.initialize = lambda self: None
+        counted = plain._routed_num_tokens
+        # A batch on the host is copied to a GPU; here the all-reduce would be of its own offsets.
+        plain._routed_num_tokens = lambda self, data: counted(self, data).clone()
         if adapter is not None:
             self.engine.__class__ = type("Engine", (adapter.StepEngine, plain), {})
         self.engine.initialize()
@@ -100,6 +144,16 @@ class VerlWorker:
     def data(self, seed: int, number: int) -> Data:
         """`number` microbatches of this replica, in which half of the tokens count."""
         draw = torch.Generator().manual_seed(2 * seed + self.replica)
+        if self.packed:
+            firsts = torch.randint(VALID + 1, PACK - VALID, (number,), generator=draw).tolist()
+            lengths = [each for first in firsts for each in (first, PACK - first)]
+            order = [torch.randperm(each - 1, generator=draw) for each in lengths]
+            masks = [
+                torch.zeros(each).index_fill(0, 1 + o[:VALID], 1)
+                for each, o in zip(lengths, order, strict=True)
+            ]
+            rows = [torch.randint(0, tiny.VOCABULARY, (each,), generator=draw) for each in lengths]
+            return Data(input_ids=_jagged(rows), loss_mask=_jagged(masks), temperature=1.0)
         shape = number * tiny.BATCH, tiny.SEQUENCE
         return Data(
             input_ids=torch.randint(0, tiny.VOCABULARY, shape, generator=draw),
@@ -115,6 +169,9 @@ class VerlWorker:
         return self.engine.train_batch(self.data(seed, number), self.loss)
 
     def loss(self, model_output: Any, data: Data, dp_group: Any) -> tuple[Any, dict[str, Any]]:
+        if self.packed:
+            found: tuple[Any, dict[str, Any]] = self.sft.sft_loss(None, model_output, data)
+            return found
         loss = self.losses.agg_loss(
             loss_mat=-model_output["log_probs"],
             loss_mask=data["loss_mask"],
@@ -129,10 +186,17 @@ class VerlWorker:
         return bits
 
 
+def _jagged(rows: Any) -> Any:
+    return torch.nested.nested_tensor(list(rows), layout=torch.jagged)
+
+
 def _parts(data: Data, number: int) -> list[Data]:
     size = len(data["input_ids"]) // number
 
     def part(value: Any, start: int) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            rows = value.values().split(value.offsets().diff().tolist())
+            return _jagged(rows[start : start + size])
         return value[start : start + size] if isinstance(value, torch.Tensor) else value
 
     starts = range(0, number * size, size)
@@ -154,3 +218,17 @@ def _log_probs(logits_BTV: Any, data: Data) -> dict[str, Any]:
     targets_BT = data["input_ids"].roll(-1, 1)
     logprobs_BTV = logits_BTV.float().log_softmax(-1)
     return {"log_probs": logprobs_BTV.gather(-1, targets_BT[..., None])[..., 0]}
+
+
+_OF_ROWS = {
+    "forward_step": _forward_step,
+    "prepare_model_outputs": _log_probs,
+    "_routed_num_tokens": lambda data: data["loss_mask"].new_tensor(data["input_ids"].numel()),
+}
+_OF_PACKS = (
+    "forward_step",
+    "prepare_model_inputs",
+    "prepare_model_outputs",
+    "postprocess_micro_batch_func",
+    "_lm_head_logits_processor",
+)
