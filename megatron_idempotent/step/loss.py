@@ -98,6 +98,8 @@ class StepCounts:
     """Different `group_ids` of valid sequences; 0 where the loss asks for no groups."""
     microbatches: int
     """Microbatches of all replicas."""
+    reported: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Sums of what the loss reported over all microbatches, not divided, and extrema, by name."""
 
 
 Divisor = float | Callable[[StepCounts], float]

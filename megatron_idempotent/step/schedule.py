@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_idempotent.window.abort import checked
 
-from .loss import Kind, Normalizer
+from .loss import Kind, Normalizer, StepCounts
 from .megatron import TrainStep
 from .results import StepResult
 
@@ -28,9 +28,11 @@ class StepSchedule:
     Losses mean what they mean to Megatron. With two values, (loss, what is reported), a loss is a
     mean over the call's microbatches and over data-parallel ranks; under
     `calculate_per_token_loss` it is summed over ranks. With three, (sum, tokens, what is reported),
-    it is divided by the microbatch's tokens before that. Calls of one step add up, so they have to
-    be divided by what the whole step has, as a loss over a global batch is. MoE, MTP and other
-    auxiliary losses are a mean over the microbatches of a call, as Megatron has them.
+    it is divided by the microbatch's tokens before that; under `calculate_per_token_loss` sums are
+    added up, and `finish()` divides by the tokens of all calls and ranks. All else of several calls
+    adds up, so it has to be divided by what the whole step has, as a loss over a global batch is.
+    MoE, MTP and other auxiliary losses are a mean over the microbatches of a call, as Megatron has
+    them.
 
     Args:
         model_chunks, optimizer, scheduler: as for `TrainStep`.
@@ -96,8 +98,7 @@ class StepSchedule:
             that have the loss; empty on others.
 
         Raises:
-            ValueError: `model` has other chunks than the step, or the loss function returned three
-                values under `calculate_per_token_loss`, where its tokens would be known too late.
+            ValueError: `model` has other chunks than the step.
             Exception: as `TrainStep.microbatch`; the step stays open until `abort()`.
         """
         if forward_only:
@@ -140,8 +141,10 @@ class StepSchedule:
         if self.step.open_step_id is not None:
             return self.step.open_step_id
         per_token = get_model_config(self._chunks[0]).calculate_per_token_loss
-        # DDP averages over replicas, or sums. At the end, so that fp16 has the range it has there.
-        replicas = 1 if per_token else parallel_state.get_data_parallel_world_size()
+        if per_token:
+            return self.step.begin(_Loss(), divisor=_tokens)
+        # DDP averages over replicas. At the end, so that fp16 has the range that it has there.
+        replicas = parallel_state.get_data_parallel_world_size()
         return self.step.begin(_Loss(), divisor=float(replicas))
 
     def finish(
@@ -180,7 +183,7 @@ class _Loss:
     """Calls the loss function that a framework's forward step returned."""
 
     kind: Kind = "none"
-    normalizers: ClassVar[Mapping[str, Normalizer]] = {}
+    normalizers: ClassVar[Mapping[str, Normalizer]] = {"num_tokens": "none"}
 
     def auxiliary_weight(self, one: _Microbatch) -> float:
         positions = one.shape[0] * one.shape[1] if one.per_token else 1
@@ -194,12 +197,13 @@ class _Loss:
         if not tokens:
             return loss / one.factor, {}
         if one.per_token:
-            raise ValueError(
-                "the loss function returned three values under calculate_per_token_loss, whose "
-                "tokens Megatron counts to the end of the step: return (loss, reported), divided "
-                "by the tokens of all ranks"
-            )
+            return loss, {"num_tokens": tokens[0]}
         return loss / tokens[0].clamp(min=1) / (one.factor * one.parts), {}
+
+
+def _tokens(counts: StepCounts) -> float:
+    """Returns what a schedule divides by: 1 where no loss function has counted, or nothing."""
+    return max(counts.reported.get("num_tokens", 0.0), 1.0)
 
 
 def _forward(model: Any, one: Any) -> Any:

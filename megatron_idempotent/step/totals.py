@@ -41,6 +41,7 @@ class Totals:
             sequences=sequences,
             groups=len({each for ids in groups for each in ids}),
             microbatches=len(self._rows),
+            reported=over_all(row for _, _, row in self._rows),
         )
         self.divisor: float | None = None
         """The number that gradients are divided by, if one was given instead of a count."""
@@ -105,8 +106,7 @@ class Totals:
 
     def metrics(self) -> dict[str, float]:
         """Returns metrics over the whole step: extrema by name, all else summed and divided."""
-        found = over_all(row for _, _, row in self._rows)
-        return {name: value * self._scale(name) for name, value in found.items()}
+        return {name: value * self._scale(name) for name, value in self.counts.reported.items()}
 
     def _scale(self, name: str) -> float:
         if is_extremum(name):

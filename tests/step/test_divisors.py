@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -70,7 +71,11 @@ def divided(engine: str, options: dict[str, Any], overrides: dict[str, Any]) -> 
         assert result.metrics["loss"] == pytest.approx(
             bare.metrics["loss"] / divisor, rel=3 * 2.0**-53, abs=0
         )
-    assert asked == [counts]
+    assert [dataclasses.replace(each, reported={}) for each in asked] == [counts]
+    # The sums of all ranks, not divided, for a loss that counts what it is a mean over.
+    rows = float(ROWS * counts.microbatches)
+    sums = {"loss": bare.metrics["loss"], "nll": bare.metrics["loss"], "rows": rows}
+    assert {name: asked[0].reported[name] for name in sums} == sums
 
 
 @pytest.mark.parametrize("per_token", [True, False])
