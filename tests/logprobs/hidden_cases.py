@@ -14,8 +14,11 @@ import torch.distributed as dist
 from cases import Case, U, close
 
 H = 8
-#: Columns of a rank: with more than 256 it makes the logits in several parts, and merges them.
-WIDTHS = (1, 3, 40, 300)
+
+
+def widths(seed: int) -> tuple[int, ...]:
+    """Columns of a rank; with more than 256, and little memory, it merges several parts."""
+    return (1, 3, 40) if seed % 2 else (300, 600)
 
 
 def with_hidden(given: Case) -> tuple[Case, Any, Any]:
@@ -31,6 +34,8 @@ def with_hidden(given: Case) -> tuple[Case, Any, Any]:
     weight = weight * (4 if int(torch.randint(0, 4, ())) == 0 else 1)
     whole = (hidden.double() @ weight.double().t()).to(dtype)
     arguments = {**given.arguments, "ownership": "borrow"}
+    if columns > 256 * dist.get_world_size():
+        arguments["workspace_bytes"] = 1000
     return dataclasses.replace(given, whole=whole, arguments=arguments), hidden, weight
 
 

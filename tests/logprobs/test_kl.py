@@ -29,7 +29,7 @@ def from_hidden(seed: int) -> list[bytes]:
     from megatron_idempotent import token_kl
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    given, teacher = divergences.case(seed, size, hidden_cases.WIDTHS)
+    given, teacher = divergences.case(seed, size, hidden_cases.widths(seed))
     given, hidden, weight = hidden_cases.with_hidden(given)
     given.of_logprob *= torch.rand(given.of_logprob.shape) < 0.5  # few are differentiated
     part = teacher.chunk(size, -1)[rank]
@@ -109,6 +109,30 @@ def infinite() -> None:
         kl = token_kl(logits=leaf, teacher_logits=same, direction=direction).kl
         # Sums of the same bits, in the same order.
         assert (kl <= 300 * 2.0**-24).all()
+        assert (kl >= 0).all()
+    # One of many, so that all are differentiated: it alone does not move.
+    many, others = torch.randn(2, 24, 40)
+    many[5, 3] = others[7, 4] = -torch.inf
+    for direction, expected in (("forward", [5]), ("reverse", [7]), ("mixed", [5, 7])):
+        leaf = many.clone().requires_grad_()
+        kl = token_kl(logits=leaf, teacher_logits=others, direction=direction).kl
+        kl.sum().backward()
+        assert leaf.grad.isfinite().all()
+        assert (kl == torch.inf).nonzero()[:, 0].tolist() == expected
+        assert (~leaf.grad.any(-1)).nonzero()[:, 0].tolist() == expected
+    # Of a teacher's tokens too.
+    ids = torch.arange(8).expand(24, -1)
+    leaf = many.clone().requires_grad_()
+    of_k = {"teacher_ids": ids, "teacher_logprobs": others.log_softmax(-1)[:, :8]}
+    kl = token_kl(logits=leaf, **of_k).kl
+    kl.sum().backward()
+    assert (kl == torch.inf).nonzero()[:, 0].tolist() == [5]
+    assert leaf.grad.isfinite().all()
+    assert (~leaf.grad.any(-1)).nonzero()[:, 0].tolist() == [5]
+    # The same distribution by other bits: rounding takes it not below 0.
+    many = torch.randn(64, 300)
+    for direction in ("forward", "reverse", "mixed"):
+        kl = token_kl(logits=many, teacher_logits=many + 0.37, direction=direction).kl
         assert (kl >= 0).all()
     # NaN is not taken for a column without probability.
     broken = same.clone()

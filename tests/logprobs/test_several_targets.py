@@ -33,7 +33,7 @@ def from_hidden(seed: int) -> list[bytes]:
 
     from megatron_idempotent import token_logprobs
 
-    given = several_targets.case(seed, dist.get_world_size(), hidden_cases.WIDTHS)
+    given = several_targets.case(seed, dist.get_world_size(), hidden_cases.widths(seed))
     given, hidden, weight = hidden_cases.with_hidden(given)
 
     def call(**form: Any) -> dict[str, Any]:

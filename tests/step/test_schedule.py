@@ -14,6 +14,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2, fp16": {"dtype": "fp16", "loss_scale": 256.0},
     "dp2, experts": MOE,
     "dp2, experts, per token": {**MOE, **PER_TOKEN},
+    "cp2": {"cp": 2},
+    "cp2, per token": {"cp": 2, "config_overrides": {"calculate_per_token_loss": True}},
     "pp2": {"pp": 2},
     "pp2, interleaved": {"pp": 2, "vpp": 2},
 }
@@ -44,7 +46,10 @@ class Program:
         tokens_BT = next(iterator)
         positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         side = tokens_BT.shape[1]
-        hidden = torch.ones(1, 1, side, side, device=tokens_BT.device).tril() < 0.5
+        # Under context parallelism these are a rank's part, and attention knows what follows.
+        hidden: Any = None
+        if self.model.config.context_parallel_size == 1:
+            hidden = torch.ones(1, 1, side, side, device=tokens_BT.device).tril() < 0.5
         output = model(tokens_BT, positions_BT.expand_as(tokens_BT), hidden)
         return output, lambda logits: self.loss(logits, tokens_BT)
 
