@@ -209,6 +209,12 @@ def landed(patch: Outline | Patch) -> bool:
     )
 
 
+def is_called(patch: Outline | Patch) -> bool:
+    """Returns whether calls run through the patch somewhere, even below another's wrapper."""
+    sites = (state.sites.get(target.address) for target in patch.targets)
+    return any(site is not None and patch.id in site.layers for site in sites)
+
+
 def missing(patch: Outline) -> list[str]:
     """Return the patch's modules that are not imported yet."""
     return sorted({t.module for t in patch.targets if not import_hooks.is_complete(t.module)})
