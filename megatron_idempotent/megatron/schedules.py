@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from megatron_idempotent.patching import Target
-from megatron_idempotent.patching.needs import first_called
+from megatron_idempotent.patching.install import first_called
 from megatron_idempotent.patching.per_process import PerProcessList
 
 #: A key of `patching.record.PROVIDED`.

@@ -209,10 +209,14 @@ def landed(patch: Outline | Patch) -> bool:
     )
 
 
-def is_called(patch: Outline | Patch) -> bool:
-    """Returns whether calls run through the patch somewhere, even below another's wrapper."""
-    sites = (state.sites.get(target.address) for target in patch.targets)
-    return any(site is not None and patch.id in site.layers for site in sites)
+def first_called(provided: str) -> str | None:
+    """Return the id of the first patch that provides this key of `PROVIDED` and is called.
+
+    Calls run through a patch below another's wrapper, too, where it is not `landed` any more.
+    """
+    called = {patch_id for site in state.sites.values() for patch_id in site.layers}
+    found = (patch.id for patch in state.wanted.values() if provided in patch.provides)
+    return min(called.intersection(found), default=None)
 
 
 def missing(patch: Outline) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from . import decide
 from .catalog import Outline, case_file_of, lost, outlines
-from .install import current, is_called, landed
+from .install import current, landed
 
 # Outcomes that say that this Megatron does not have the hazard.
 _NOT_THERE = frozenset({"fixed_upstream", "missing_target", "unsupported_version"})
@@ -39,11 +39,6 @@ def providers(name: str) -> list[Outline]:
 def is_provided(name: str) -> bool:
     """Return whether a patch that provides this key of `PROVIDED` is in place."""
     return any(map(landed, providers(name)))
-
-
-def first_called(name: str) -> str | None:
-    """Return the id of the first patch that provides this key and that calls run through."""
-    return next((patch.id for patch in providers(name) if is_called(patch)), None)
 
 
 def absent(name: str, *, a_door: bool) -> list[str]:

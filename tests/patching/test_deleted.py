@@ -123,7 +123,10 @@ def test_the_suites_of_the_library_pass_without_what_it_stands_on(hazard_id, meg
     asked = suites_without(hazard_id)
     assert len(asked) > 20
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *asked]
+    # A bare tree on the path imports the package of its case files, which an install does not.
+    bare = "tests/patching/test_processes.py::test_the_package_and_apply_pull_in_next_to_nothing"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider"]
+    command += ["--deselect", bare, *asked]
     run = subprocess.run(
         command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
     )
