@@ -127,7 +127,7 @@ def _without_it(deleted: str) -> Seen:
 
 
 def _standing() -> dict[str, Any]:
-    """What stands at each target whose module is imported, by address."""
+    """Return what stands at each target whose module is imported, by address."""
     from megatron_idempotent.patching import catalog
 
     found = {}
