@@ -15,7 +15,7 @@ Affects:
     Every release. What the patch does: however a schedule ends, each scaler that it may have set
     gets the value back that it had, 1 where it had none. The value is written into the tensor that
     is there, because captured CUDA graphs read it at its address. `accumulation_window()` reaches
-    the schedules through this patch.
+    the schedules through this patch, or through `timers-left-running`.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py,
@@ -41,8 +41,7 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from megatron.core.utils import get_model_config
 
     model = kwargs["model"]
-    if schedules.open_windows:
-        original = schedules.around(original, model)
+    original = schedules.around(original, model, PATCH.id)
     config = get_model_config(schedules.chunks(model)[0])
     if all(getattr(config, name, None) is None for name in _AUXILIARY):
         return original(*args, **kwargs)
@@ -105,7 +104,7 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("aux-loss",),
-    provides=("schedules-ask-windows",),
+    provides=(schedules.ASKS_WINDOWS,),
     targets=schedules.targets(schedule),
     upstream=schedules.UPSTREAM,
     reproduction=Reproduction(

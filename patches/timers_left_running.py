@@ -12,7 +12,8 @@ Affects:
     Every release. What the patch does: where a schedule, `finalize_model_grads` or an optimizer's
     `step` raises, the timers that were started inside are stopped. What they measured in earlier
     iterations stays; the broken one counts as nothing. `prepare_grads` and
-    `step_with_ready_grads`, called on their own, are not covered.
+    `step_with_ready_grads`, called on their own, are not covered. `accumulation_window()` reaches
+    the schedules through this patch where `aux-loss-scale-left-set` is gone.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/timers.py, `Timer.start`.
@@ -36,6 +37,7 @@ def schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a schedule; if it raises, stops the timers that it started."""
     from megatron.core.utils import get_model_config
 
+    original = schedules.around(original, kwargs["model"], PATCH.id)
     timers = get_model_config(schedules.chunks(kwargs["model"])[0]).timers
     return stopping(timers, original, *args, **kwargs)
 
@@ -81,6 +83,7 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("abort",),
+    provides=(schedules.ASKS_WINDOWS,),
     targets=(
         *schedules.targets(schedule),
         finalize_target(finalize),

@@ -14,8 +14,7 @@ from pathlib import Path
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.contract import unmet
 from megatron_idempotent.patching.decide import MEGATRON, part_of, review
-from megatron_idempotent.patching.record import Patch, Target
-from megatron_idempotent.patching.reviewed import FILE, Reviewed
+from megatron_idempotent.patching.record import FILE, Patch, Reviewed, Target
 from megatron_idempotent.patching.source import Body
 from megatron_idempotent.patching.statements import ACCEPTED, accepted_lines
 from megatron_idempotent.patching.trees import SourceTree

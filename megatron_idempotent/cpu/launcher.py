@@ -271,14 +271,14 @@ def _import(name: str) -> None:
 
 def _read_ahead() -> None:
     """Read the code of upstream that patches compare, so that no rank's `apply()` has to."""
-    from megatron_idempotent.patching import catalog, compiled, decide
+    from megatron_idempotent.patching import catalog, decide, source
 
     for patch in catalog.patches().values():
         decide.check_bodies(patch, named=False)
         for target in patch.targets:
             file = getattr(sys.modules.get(target.module), "__file__", None)
             if file is not None:
-                compiled.kept(file)
+                source.kept(file)
 
 
 def _exists(name: str) -> bool:

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_idempotent.patching.needs import is_provided, providers
+from megatron_idempotent.patching.needs import absent, is_provided
 
 from .api import TokenStats, token_logprobs
 from .request import Sampling
@@ -303,8 +303,8 @@ def _gpt_in(model: Any) -> Any:
     built_in = "output_processor" in inspect.signature(GPTModel.forward).parameters
     if not built_in and not is_provided(_PROVIDED):
         raise RuntimeError(
-            "this release's GPTModel has no output_processor, and the patch "
-            f"{' or '.join(p.id for p in providers(_PROVIDED))} is not applied: "
-            "call megatron_idempotent.apply() and see its report"
+            "this release's GPTModel has no output_processor, and the patch that gives it one is "
+            f"not applied: {' or '.join(absent(_PROVIDED, a_door=True)) or 'there is none'}. "
+            "Call megatron_idempotent.apply() and see its report"
         )
     return gpt

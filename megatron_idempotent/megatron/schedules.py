@@ -15,8 +15,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from megatron_idempotent.patching import Target
+from megatron_idempotent.patching.install import first_called
 from megatron_idempotent.patching.per_process import PerProcessList
 
+#: A key of `patching.record.PROVIDED`.
+ASKS_WINDOWS = "schedules-ask-windows"
 MODULE = "megatron.core.pipeline_parallel.schedules"
 UPSTREAM = (
     "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/"
@@ -59,8 +62,18 @@ def are_held(chunks: list[Any]) -> bool:
     return any(window.holds(chunk) for window in open_windows for chunk in chunks)
 
 
-def around(schedule: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    """Returns `schedule`, or the `run` with it of the open window that holds a chunk of `model`."""
+def around(schedule: Callable[..., Any], model: Any, patch_id: str) -> Callable[..., Any]:
+    """Returns `schedule`, or the `run` with it of the open window that holds a chunk of `model`.
+
+    Several patches provide `schedules-ask-windows`, so that each of them can go; one of them asks.
+
+    Args:
+        schedule: what the wrapper got as its original.
+        model: the schedule's argument.
+        patch_id: the patch that asks; any but the first that calls run through gets `schedule`.
+    """
+    if not open_windows or patch_id != first_called(ASKS_WINDOWS):
+        return schedule
     for window in open_windows:
         if any(window.holds(chunk) for chunk in chunks(model)):
             return partial(window.run, schedule)

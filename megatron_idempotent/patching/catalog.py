@@ -117,6 +117,7 @@ INDEX = os.path.join(os.path.dirname(__file__), "index.txt")
 _KINDS = ("PATCH", "HELPER", "LIMIT")
 
 _outlines: dict[str, Outline] = {}
+_lost: dict[str, Outline] = {}
 _loaded: dict[str, Patch] = {}
 _hazards: dict[str, Hazard] = {}
 _patches: dict[str, Patch] = {}
@@ -134,9 +135,22 @@ def outlines() -> dict[str, Outline]:
         ids, found = read_index(loader.get_data(INDEX).decode("utf-8"))
         files = _files(_folders())
         if files is not None and files != sorted(name.replace("-", "_") for name in ids):
+            indexed = found
             _, found = read_index(index_of(hazards().values()))
+            _lost.update((name, each) for name, each in indexed.items() if name not in found)
         _outlines.update(found)
     return _outlines
+
+
+def lost() -> dict[str, Outline]:
+    """Return the patches that the index lists although their case file is not there, by id."""
+    outlines()
+    return _lost
+
+
+def case_file_of(patch_id: str) -> str:
+    """Return the path of a hazard's case file in the repository, whether it is there or not."""
+    return f"patches/{patch_id.replace('-', '_')}.py"
 
 
 def load(patch_id: str) -> Patch:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .catalog import Outline, outlines
+from . import decide
+from .catalog import Outline, case_file_of, lost, outlines
 from .install import current, landed
 
 # Outcomes that say that this Megatron does not have the hazard.
@@ -40,27 +41,50 @@ def is_provided(name: str) -> bool:
     return any(map(landed, providers(name)))
 
 
+def absent(name: str, *, a_door: bool) -> list[str]:
+    """Say of each patch that provides a key of `PROVIDED` why it is not in place.
+
+    Args:
+        name: a key that no patch in place provides.
+        a_door: name patches whose hazard this Megatron does not have, too.
+
+    Returns:
+        Such as "no-sync-ends-early (disabled: named in exclude=)". Of a patch whose case file was
+        deleted, while the index still lists it, that and the file's path. Empty where nobody lacks
+        it.
+    """
+    found = []
+    for patch in providers(name):
+        row = current(patch)
+        if a_door or row.status not in _NOT_THERE:
+            found.append(f"{patch.id} ({row.status}: {row.reason})")
+    for patch in lost().values():
+        status = decide.check_version(patch, decide.version_of(patch)).status
+        if name in patch.provides and (a_door or status not in _NOT_THERE):
+            found.append(
+                f"{patch.id} (its case file {case_file_of(patch.id)} is missing, and the index "
+                "lists it: install the package again)"
+            )
+    return found
+
+
 def check_applied(what: str, needs: Iterable[Need], chunks: Sequence[Any]) -> None:
     """Raise unless the patches that `what` needs for these chunks are applied.
 
     Raises:
         RuntimeError: names each that is not, why it is not, and what is lost without it.
     """
-    lost = []
+    found = []
     for need in needs:
         if is_provided(need.provided) or not any(map(need.where, chunks)):
             continue
-        patches = providers(need.provided)
+        patches = absent(need.provided, a_door=need.a_door)
         if need.a_door and not patches:
-            lost.append(f"{need.provided}, which no patch provides, without which {need.without}")
-        for patch in patches:
-            row = current(patch)
-            if need.a_door or row.status not in _NOT_THERE:
-                lost.append(
-                    f"{patch.id} ({row.status}: {row.reason}), without which {need.without}"
-                )
-    if lost:
+            patches = [f"{need.provided}, which no patch provides"]
+        if patches:
+            found.append(f"{' or '.join(patches)}, without which {need.without}")
+    if found:
         raise RuntimeError(
-            f"{what} stands on patches that are not applied: {'; '.join(lost)}. Call "
+            f"{what} stands on patches that are not applied: {'; '.join(found)}. Call "
             "megatron_idempotent.apply(), and exclude none of them"
         )

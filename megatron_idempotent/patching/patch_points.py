@@ -350,7 +350,7 @@ def _unbound(raw: Any) -> Any:
 
 
 def _foreign(raw: Any, module: types.ModuleType, body: Body, qualname: str) -> str | None:
-    from .compiled import difference  # with the body's source, which apply() may do without
+    from .source import difference  # with the body's source, which apply() may do without
 
     # A function keeps the globals of the module that compiled it, whatever functools.wraps copied
     # onto it. Only as many layers are looked through as upstream itself put there.

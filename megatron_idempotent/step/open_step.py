@@ -16,7 +16,6 @@ from megatron_idempotent.ranks.agreement import (
 )
 
 from .backend import Update
-from .groups import distinct
 from .loss import StepCounts, divided_by, returned_by
 from .messages import Doing, RankStatus, failures, stop
 from .outputs import Reported, as_numbers
@@ -24,7 +23,7 @@ from .packed import PackedRows, packed_rows
 from .records import Batch
 from .results import Receipt, StepResult, result_of
 from .rounds import Rounds, told_divisor
-from .share import Share, share_of
+from .share import Share, distinct, share_of
 from .totals import Totals
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -20,6 +22,38 @@ class PhaseTimer(Protocol):
     def time(self, phase: str) -> AbstractContextManager[object]:
         """Returns a context that lasts as long as the phase."""
         ...
+
+
+_log = logging.getLogger(__name__)
+
+
+class Phases:
+    """Times the phases of one update. Example: `with Phases(timer).time("commit"): …`."""
+
+    def __init__(self, timer: PhaseTimer | None) -> None:
+        self._timer = timer
+
+    @contextlib.contextmanager
+    def time(self, phase: Phase) -> Iterator[None]:
+        """Enters the timer's context of a phase, unless there is no timer or it has raised."""
+        stack = contextlib.ExitStack()
+        if self._timer is not None:
+            with self._harmless(phase):
+                stack.enter_context(self._timer.time(phase))
+        try:
+            yield
+        finally:
+            # By itself: what the phase raises is not the timer's to see, or to swallow.
+            with self._harmless(phase):
+                stack.close()
+
+    @contextlib.contextmanager
+    def _harmless(self, phase: Phase) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (a measurement; engines may be paused meanwhile)
+            self._timer = None
+            _log.warning("the timer failed in phase %s, and is not asked again: %r", phase, error)
 
 
 Outcome = Literal["committed", "behind", "quarantined"]

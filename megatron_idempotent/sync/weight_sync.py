@@ -16,10 +16,10 @@ from megatron_idempotent.engines import ColocatedEngine, EngineHealth, RolloutEn
 from megatron_idempotent.weights import Bucket, WeightSource, WeightUpdate
 
 from .fan_out import DeltaTracker, FanOut, Reader
-from .phases import Phases
 from .records import (
     EngineOutcome,
     Phase,
+    Phases,
     PhaseTimer,
     SyncError,
     SyncFailed,

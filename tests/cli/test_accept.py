@@ -13,9 +13,9 @@ from test_drift import edit, rows
 from megatron_idempotent.cli import accept as module
 from megatron_idempotent.cli.main import main
 from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target, statements
-from megatron_idempotent.patching import reviewed as shipped
+from megatron_idempotent.patching import record as shipped
 from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.reviewed import Reviewed
+from megatron_idempotent.patching.record import Reviewed
 from megatron_idempotent.patching.trees import INFO
 
 SEED = "megatron/core/tensor_parallel/random.py"
@@ -88,8 +88,8 @@ def test_a_new_release_is_accepted_in_one_file_and_drifts_no_longer(
     # A later drift is shown against its statements.
     assert any(line.startswith(name) for line in files[1].read_text().splitlines())
     program = (
-        "from pathlib import Path\nfrom megatron_idempotent.patching import reviewed\n"
-        f"reviewed.FILE = {str(files[0])!r}\n"
+        "from pathlib import Path\nfrom megatron_idempotent.patching import record\n"
+        f"record.FILE = {str(files[0])!r}\n"
         "from megatron_idempotent.cli.main import main\n"
         f"raise SystemExit(main(['drift', {str(tree)!r}]))"
     )

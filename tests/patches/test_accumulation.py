@@ -97,6 +97,32 @@ def test_any_split_of_a_step_has_the_gradient_of_one_call(megatron_ranks, layout
         assert all(equal), equal
 
 
+def through_each(options) -> list[bool]:
+    """Runs on a rank: per patch that lets schedules ask windows, whether it does so alone."""
+    import torch
+
+    import megatron_idempotent
+    from megatron_idempotent import accumulation_window
+    from megatron_idempotent.patching.needs import providers
+
+    model = _moe(**options)
+    want = _calls(model, [4])
+    asking = [patch.id for patch in providers("schedules-ask-windows")]
+    assert len(asking) > 1, "a window must not stand on one case file, which may be deleted"
+    equal = []
+    for name in asking:
+        megatron_idempotent.revert()
+        megatron_idempotent.apply(exclude=[each for each in asking if each != name])
+        window = accumulation_window(model.chunks, 4)
+        equal.append(torch.equal(_calls(model, [1, 3], window=window), want))
+    return equal
+
+
+def test_any_of_the_patches_that_ask_windows_is_enough(megatron_ranks):
+    for equal in megatron_ranks(2, through_each, {"pp": 2}):
+        assert all(equal), equal
+
+
 def test_a_total_that_is_no_power_of_two_is_exact_as_well(megatron_ranks):
     for equal in megatron_ranks(2, compared, [[1, 2, 3], [4, 2]], "total_microbatches", {}):
         assert all(equal), equal

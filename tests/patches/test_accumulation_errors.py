@@ -128,8 +128,9 @@ MESSAGES = {
     "after the end": r"^RuntimeError: set_total\(4\): the step was finalized with 2 microbatches",
     "retried": r"^RuntimeError: an earlier schedule call .* raised, so the gradients are partial",
     "unpatched": r"^RuntimeError: accumulation_window\(\) stands on patches that are not applied: "
-    r"aux-loss-scale-left-set \(disabled: .*\), without which each schedule call averages, reduces "
-    r"and finalizes its own microbatches as a whole step. Call megatron_idempotent.apply\(\)",
+    r"aux-loss-scale-left-set \(disabled: .*\) or timers-left-running \(disabled: .*\), "
+    r"without which each schedule call averages, reduces and finalizes its own microbatches as a "
+    r"whole step. Call megatron_idempotent.apply\(\)",
 }
 
 

@@ -13,9 +13,8 @@ from unittest import mock
 import pytest
 
 from megatron_idempotent import report, revert
-from megatron_idempotent.patching import compiled
-from megatron_idempotent.patching.compiled import difference
-from megatron_idempotent.patching.source import parse_body
+from megatron_idempotent.patching import source as reading
+from megatron_idempotent.patching.source import difference, parse_body
 
 ADDRESS = "toy_up.greet:greet"
 GREET = "def greet(name):\n    return f'hello {name}'\n"
@@ -75,7 +74,7 @@ def test_what_the_interpreter_keeps_is_not_compiled_again(greet, toys, monkeypat
     module, path = greet()
     py_compile.compile(str(path))
     body = parse_body(GREET, "greet")
-    monkeypatch.setattr(compiled, "_imports", None)  # which compiling takes first
+    monkeypatch.setattr(reading, "_imports", None)  # which compiling takes first
     assert difference(module.greet.__code__, body, "greet") is None
     cached = Path(importlib.util.cache_from_source(str(path)))
     cached.write_bytes(cached.read_bytes()[:-9])  # half-written

@@ -189,7 +189,7 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
             "a": mask_BT,
         },
         "cli/proof.py": {},
-        "patching/reviewed.py": {},
+        "patching/record.py:Reviewed": {},
         "lazy.py": {},
         "step/loss.py": {"torch": torch},
         "weights/staging.py:SideStream": {"weight": torch.ones(3)},

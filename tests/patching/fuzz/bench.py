@@ -33,8 +33,7 @@ import programs
 from events import Event, Pipe, compare
 
 from megatron_idempotent import cpu
-from megatron_idempotent.patching.compiled import _imports
-from megatron_idempotent.patching.source import locate
+from megatron_idempotent.patching.source import _imports, locate
 
 MODULES = {
     "train": "megatron.training.training",

@@ -1,0 +1,40 @@
+"""A main flow passes few files: who follows one through the package opens them, and no more.
+
+The limits are what was counted; they may only fall.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+if sys.version_info < (3, 12):
+    pytest.skip("sys.monitoring came with Python 3.12", allow_module_level=True)
+
+import flows
+
+#: Flow → files in which a function runs.
+LIMITS = {"applied": 12, "sampled": 14, "stepped": 35, "streamed": 16, "published": 17}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint that Megatron and the engine both read."""
+    sys.path.insert(0, str(flows.TESTS / "engines"))
+    from tiny import make_checkpoint
+
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), family="qwen3"))
+
+
+def of_flow(name: str, folder: str) -> list[str]:
+    flow = getattr(flows, name)
+    return flow(folder) if name in ("sampled", "published") else flow()
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_main_flow_passes_few_files(megatron_ranks, folder, name):
+    (found,) = megatron_ranks(1, of_flow, name, folder, timeout_s=240)
+    assert len(found) <= LIMITS[name], f"{len(found)} files: {', '.join(found)}"

@@ -1,0 +1,183 @@
+"""Deletes case files, one child process each, and tells what the others do without it.
+
+Runs in a child of `forks` that has imported Megatron. It reads upstream's bodies once and no case
+file, so that each of its own children has nothing left to do but what depends on case files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Seen = dict[str, Any]
+
+
+def each_in_turn(folder: str, names: list[str]) -> dict[str, Seen]:
+    """Deletes each file of `names` in turn; what the package says with it, under "", and without.
+
+    Args:
+        folder: of a copy of the package with `patches/` inside, which is changed and put back.
+        names: of case files, without their ending.
+    """
+    _warm(folder)
+    found = {"": _child(_without_it, "")}
+    for name in names:
+        with _deleted(Path(folder, "megatron_idempotent", "patches", f"{name}.py")):
+            found[name] = _child(_without_it, name.replace("_", "-"))
+    return found
+
+
+def all_at_once(folder: str) -> list[str]:
+    """Deletes every case file; returns modules of the library that cannot be imported then."""
+    _warm(folder)
+    for path in Path(folder, "megatron_idempotent", "patches").glob("*.py"):
+        if path.name != "__init__.py":
+            path.unlink()
+    return _child(_import_everything)
+
+
+def windowless(folder: str, names: list[str]) -> str:
+    """Deletes these case files at once; returns what `accumulation_window()` says then."""
+    _warm(folder)
+    for name in names:
+        Path(folder, "megatron_idempotent", "patches", f"{name}.py").unlink()
+    return str(_child(_open_a_window))
+
+
+def _open_a_window() -> str:
+    import megatron_idempotent
+
+    megatron_idempotent.apply()
+    try:
+        with megatron_idempotent.accumulation_window([object()], 1):
+            return ""
+    except RuntimeError as error:
+        return str(error)
+
+
+def _warm(folder: str) -> None:
+    """Read what case files stand on: the functions that they patch, and their bodies."""
+    sys.path.insert(0, folder)
+    from megatron_idempotent.patching import catalog, patch_points, source
+
+    assert (catalog.__file__ or "").startswith(folder)
+    text = Path(catalog.INDEX).read_text()
+    for outline in catalog.read_index(text)[1].values():
+        for target in outline.targets:
+            path = source.locate(target.module)
+            if path is None:
+                continue
+            try:
+                importlib.import_module(target.module)
+            except ImportError:  # some files want packages that are not installed
+                continue
+            body = source.read_body(path, target.qualname)
+            if body is not None:
+                assert body.hash
+                body.contains("fragment")
+                patch_points.check_patch_point(target, body)
+    assert not [name for name in sys.modules if name.startswith(f"{catalog.PACKAGE}.")]
+    gc.freeze()  # children share these pages
+    gc.disable()
+
+
+@contextlib.contextmanager
+def _deleted(path: Path) -> Iterator[None]:
+    kept = path.with_name(f"{path.name}.kept")
+    shutil.move(path, kept)
+    try:
+        yield
+    finally:
+        shutil.move(kept, path)
+
+
+def _without_it(deleted: str) -> Seen:
+    """Run `doctor --json`, apply, take off again; the index still lists what was deleted."""
+    before = _standing()
+    import megatron_idempotent
+    from megatron_idempotent.cli.doctor import doctor
+    from megatron_idempotent.patching import catalog, needs
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = doctor(as_json=True)
+    applied = {row.id: row.status for row in megatron_idempotent.apply()}
+    changed = sum(before[key] is not value for key, value in _standing().items())
+    megatron_idempotent.revert()
+    outline = catalog.read_index(Path(catalog.INDEX).read_text())[1].get(deleted)
+    provided = () if outline is None else outline.provides
+    return {
+        "decided": {row["id"]: row for row in json.loads(printed.getvalue())},
+        "code": code,
+        "applied": applied,
+        "changed": changed,
+        "left": [key for key, value in _standing().items() if value is not before[key]],
+        "index": catalog.index_of(catalog.hazards().values()),
+        "absent": {key: needs.absent(key, a_door=True) for key in provided},
+    }
+
+
+def _standing() -> dict[str, Any]:
+    """Return what stands at each target whose module is imported, by address."""
+    from megatron_idempotent.patching import catalog
+
+    found = {}
+    for outline in catalog.read_index(Path(catalog.INDEX).read_text())[1].values():
+        for target in outline.targets:
+            place: Any = sys.modules.get(target.module)
+            *outer, name = target.qualname.split(".")
+            for step in outer:
+                place = getattr(place, step, None)
+            if place is not None and name in vars(place):
+                found[target.address] = vars(place)[name]
+    return found
+
+
+def _import_everything() -> list[str]:
+    import pkgutil
+
+    import megatron_idempotent
+
+    failed = []
+    for room in ("megatron", "window", "step", "logprobs", "fp8", "patching", "ranks"):
+        package = importlib.import_module(f"megatron_idempotent.{room}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            try:
+                importlib.import_module(module.name)
+            except Exception as error:  # noqa: BLE001 - the test shows it
+                failed.append(f"{module.name}: {error!r}")
+    for name in megatron_idempotent.__all__:
+        getattr(megatron_idempotent, name)
+    return failed
+
+
+def _child(function: Callable[..., Any], *arguments: Any) -> Any:
+    receive, send = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            answer = {"value": function(*arguments)}
+        except BaseException as error:  # noqa: BLE001 - the parent raises it
+            import traceback
+
+            answer = {"error": f"{error!r}\n{traceback.format_exc()}"}
+        with os.fdopen(send, "w") as pipe:
+            json.dump(answer, pipe)
+        os._exit(0)
+    os.close(send)
+    with os.fdopen(receive) as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    answer = json.loads(text)
+    if "error" in answer:
+        raise RuntimeError(answer["error"])
+    return answer["value"]

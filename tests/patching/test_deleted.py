@@ -1,0 +1,133 @@
+"""Any case file can be deleted: nothing else changes, and what stands on it names it."""
+
+from __future__ import annotations
+
+import compileall
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_idempotent
+from megatron_idempotent.patching import catalog
+from megatron_idempotent.patching.catalog import case_file_of, hazards, outlines
+from megatron_idempotent.patching.report import COVERED
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = Path(megatron_idempotent.__file__).parent
+#: Of a process that deletes them all; about 20 s where nobody else runs.
+DEADLINE_S = 300.0
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """The folder of a copy of the package, with the case files in it, as a wheel has them."""
+    leave = shutil.ignore_patterns("__pycache__", "patches")
+    shutil.copytree(LIBRARY, tmp_path / "megatron_idempotent", ignore=leave)
+    cases = Path(sys.modules[catalog.PACKAGE].__file__ or "").parent
+    shutil.copytree(cases, tmp_path / "megatron_idempotent" / "patches", ignore=leave)
+    for name in ("patching", "patches"):
+        compileall.compile_dir(tmp_path / "megatron_idempotent" / name, quiet=1)
+    return tmp_path
+
+
+def test_deleting_any_case_file_changes_nothing_else(warm, package):
+    names = [hazard_id.replace("-", "_") for hazard_id in hazards()]
+    found = warm.run(
+        "deletions.each_in_turn",
+        imported=True,
+        folder=str(package),
+        names=names,
+        timeout_s=DEADLINE_S,
+    )
+    whole = found.pop("")
+    index = Path(catalog.INDEX).read_text().splitlines()
+    assert whole["left"] == []
+    assert sum(status in COVERED for status in whole["applied"].values()) > 30
+    assert found.keys() == {*names}
+    for hazard_id, name in zip(hazards(), names, strict=True):
+        seen = found[name]
+        for what in ("decided", "applied"):
+            others = {key: row for key, row in whole[what].items() if key != hazard_id}
+            assert seen[what] == others, f"{what} without {name}.py"
+        assert (seen["code"], seen["left"]) == (whole["code"], []), name
+        assert 0 < seen["changed"] <= whole["changed"], name
+        expected = [line for line in index if line.split(" ")[0] != hazard_id]
+        assert seen["index"].splitlines() == expected, name
+        assert all(
+            f"{hazard_id} (its case file {case_file_of(hazard_id)} is missing" in " ".join(told)
+            for told in seen["absent"].values()
+        ), seen["absent"]
+        provided = outlines()[hazard_id].provides if hazard_id in outlines() else ()
+        assert seen["absent"].keys() == {*provided}
+
+
+def test_who_stands_on_deleted_case_files_names_them(warm, package):
+    names = ["aux_loss_scale_left_set", "timers_left_running"]
+    told = warm.run("deletions.windowless", imported=True, folder=str(package), names=names)
+    assert "accumulation_window() stands on patches that are not applied: " in told
+    for name in names:
+        said = (
+            f"{name.replace('_', '-')} (its case file patches/{name}.py is missing, and the index"
+        )
+        assert said in told
+
+
+def test_the_library_imports_without_any_case_file(warm, package):
+    assert warm.run("deletions.all_at_once", imported=True, folder=str(package)) == []
+
+
+#: What library code stands on, by the hazards that provide it.
+STOOD_ON = {name: each.provides for name, each in outlines().items() if each.provides}
+#: Suites of library code that reaches Megatron through patches; minutes for each deletion.
+SUITES = (
+    *(
+        "patching",
+        "step/test_begun_differently.py",
+        "step/test_division.py",
+        "step/test_failures.py",
+    ),
+    *("step/test_lifecycle.py", "step/test_ready.py", "step/test_same_gradient.py"),
+    *("step/test_left_open.py", "step/test_results.py", "step/test_talk.py", "step/test_uneven.py"),
+    *("patches/test_accumulation.py", "patches/test_accumulation_errors.py"),
+    *("patches/test_abort_window.py", "patches/test_guarded_window.py"),
+    *("patches/test_ensure_params_synced.py", "logprobs/test_model.py"),
+)
+
+
+def suites_without(hazard_id: str) -> list[str]:
+    """The files of SUITES that do not name the hazard, nor what it provides."""
+    names = (hazard_id, hazard_id.replace("-", "_"), *STOOD_ON[hazard_id])
+    found = []
+    for suite in SUITES:
+        path = ROOT / "tests" / suite
+        for file in sorted(path.glob("test_*.py")) if path.is_dir() else [path]:
+            text = file.read_text()
+            if file != Path(__file__) and not any(name in text for name in names):
+                found.append(str(file.relative_to(ROOT)))
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("hazard_id", STOOD_ON)
+def test_the_suites_of_the_library_pass_without_what_it_stands_on(hazard_id, megatron, tmp_path):
+    leave = shutil.ignore_patterns("__pycache__", ".*", "benchmarks", "upstream", "build")
+    shutil.copytree(ROOT, tmp_path, ignore=leave, dirs_exist_ok=True)
+    (tmp_path / case_file_of(hazard_id)).unlink()
+    index = tmp_path / "megatron_idempotent" / "patching" / "index.txt"
+    lines = [line for line in index.read_text().splitlines() if line.split(" ")[0] != hazard_id]
+    index.write_text("".join(f"{line}\n" for line in lines))
+    asked = suites_without(hazard_id)
+    assert len(asked) > 20
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    # A bare tree on the path imports the package of its case files, which an install does not.
+    bare = "tests/patching/test_processes.py::test_the_package_and_apply_pull_in_next_to_nothing"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider"]
+    command += ["--deselect", bare, *asked]
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout[-6000:]
