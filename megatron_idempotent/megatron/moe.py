@@ -32,6 +32,14 @@ def forget_tokens(chunk: Any) -> None:
             module.qb_beta_count.zero_()
 
 
+def ranks_of_a_sequence() -> int:
+    """Returns the number of tensor- and context-parallel ranks, which have a part of it each."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_and_context_parallel_group()
+    return int(group.size())
+
+
 _COEFFICIENTS = (
     ("num_moe_experts", "moe_aux_loss_coeff"),
     ("num_moe_experts", "moe_z_loss_coeff"),

@@ -103,6 +103,7 @@ PROVIDED: Mapping[str, str] = {
     "deferred-embedding-drained": "a deferred embedding gradient takes one microbatch, too",
     "deferred-embedding-ordered": "it is computed before its bucket is reduced",
     "forward-only-counts-nothing": "a forward-only schedule counts no tokens for expert biases",
+    "aux-losses-count-all-tokens": "per token, auxiliary losses count all of a sequence's tokens",
     "output-processor": "a GPTModel takes an output_processor",
 }
 

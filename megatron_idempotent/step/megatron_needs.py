@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.utils import get_model_config
 
-from megatron_idempotent.megatron import gather
+from megatron_idempotent.megatron import gather, moe
 from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.patching.needs import Need, check_applied
 
@@ -44,6 +44,13 @@ def _gathers_layer_wise(chunk: Any) -> bool:
     )
 
 
+def _shares_sequences_per_token(chunk: Any) -> bool:
+    config = get_model_config(chunk)
+    ranks = config.tensor_model_parallel_size * config.context_parallel_size
+    routers = any(name.startswith("moe_") for name in moe.auxiliary_losses(config))
+    return ranks > 1 and config.calculate_per_token_loss and routers
+
+
 # The step itself holds back reductions, scales losses, and drops what an aborted batch leaves. The
 # rest is asked for only where a chunk has what is patched.
 _NEEDS = (
@@ -71,6 +78,11 @@ _NEEDS = (
         "forward-only-counts-nothing",
         "a forward-only schedule while a step is open counts for its expert bias",
         _set("moe_router_enable_expert_bias"),
+    ),
+    Need(
+        "aux-losses-count-all-tokens",
+        "with calculate_per_token_loss MoE's losses have 1/(TP x CP) of their weight",
+        _shares_sequences_per_token,
     ),
 )
 

@@ -1,0 +1,118 @@
+"""Per token, MoE auxiliary losses count less the more ranks share a sequence.
+
+Symptom:
+    With `calculate_per_token_loss`, the load balancing loss and the z-loss of experts have 1/(TP x CP)
+    of their weight under sequence or context parallelism: 1/2 on two ranks, 1/16 on sixteen. Routers
+    balance worse in one layout than in another. No error, and the logged losses are right.
+
+Cause:
+    All gradients are divided by the tokens of the step in the end, so each router multiplies its
+    losses by the number of tokens: its own, which are a part of the sequence's. The others' parts
+    of the loss are no substitute, because a rank's loss is that of the whole sequence already.
+
+Affects:
+    0.12 to 0.18. What the patch does: with `calculate_per_token_loss` the losses are also multiplied
+    by the number of ranks that share a sequence, as 0.19 does. What is logged does not change.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/5047 mends it in 0.19.
+
+Remove when:
+    no supported release multiplies by `activation.shape[0]` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.megatron import moe
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+
+_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
+
+
+def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Routes with a load balancing loss of all tokens; upstream logs it ÷ its coefficient."""
+    return _with_coefficient("moe_aux_loss_coeff", original, self, *args, **kwargs)
+
+
+def apply_z_loss(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Does the same to the z-loss, which upstream logs ÷ its coefficient, too."""
+    return _with_coefficient("moe_z_loss_coeff", original, self, *args, **kwargs)
+
+
+def _with_coefficient(
+    name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    ranks = moe.ranks_of_a_sequence() if self.calculate_per_token_loss else 1
+    given = getattr(self.config, name)
+    if not given or ranks == 1:
+        return original(self, *args, **kwargs)
+    several = isinstance(given, (list, tuple))  # one of each kind of loss
+    setattr(self.config, name, [each * ranks for each in given] if several else given * ranks)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        setattr(self.config, name, given)
+
+
+def reproduce() -> None:
+    """Compare gradients of summed losses to the same of means; a power of two changes no bit."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    found = []
+    for per_token in (False, True):
+        model = tiny.build(
+            tp=2,
+            sequence_parallel=True,
+            experts=4,
+            overlap_grad_reduce=False,
+            config_overrides={
+                "moe_aux_loss_coeff": 1.0,
+                "moe_z_loss_coeff": 0.125,
+                "calculate_per_token_loss": per_token,
+            },
+        )
+        (chunk,) = model.chunks
+        chunk.zero_grad_buffer()
+        tokens_BT = next(tiny.microbatches(0))
+        positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand(tiny.BATCH, -1)
+        hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
+        loss_BT = chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT).float()
+        (loss_BT.sum() / (1 if per_token else loss_BT.numel())).backward()
+        gradient = chunk.module.decoder.layers[0].mlp.router.weight.main_grad.clone()
+        found.append(gradient / (loss_BT.numel() if per_token else 1))
+    mean, per_token_mean = found
+    if not torch.equal(mean, per_token_mean):
+        raise RuntimeError(
+            f"router gradient norm {per_token_mean.norm():.4g} per token, {mean.norm():.4g} of means"
+        )
+
+
+PATCH = Patch(
+    id="aux-loss-counts-own-tokens",
+    summary="per token, MoE auxiliary losses have 1/(TP x CP) of their weight",
+    since="0.12",
+    before=UNTRIED,
+    groups=("aux-loss",),
+    provides=("aux-losses-count-all-tokens",),
+    targets=(
+        Target(address=f"{_ROUTER}.forward", wrapper=forward, relies_on=("self.routing",)),
+        Target(address=f"{_ROUTER}.apply_z_loss", wrapper=apply_z_loss),
+    ),
+    # The commits that mended this one have mended both; the second is that of the branch dev.
+    fixed_when=lambda bodies: any(
+        body.contains("z_loss * num_local_tokens * self.tp_cp_group.size()")
+        or body.contains("z_loss_sum * self.config.moe_z_loss_coeff")
+        for body in bodies.values()
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/pull/5047",
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=r"RuntimeError: router gradient norm .* per token",
+    ),
+)
