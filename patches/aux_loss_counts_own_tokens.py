@@ -1,9 +1,10 @@
 """Per token, MoE auxiliary losses count less the more ranks share a sequence.
 
 Symptom:
-    With `calculate_per_token_loss`, the load balancing loss and the z-loss of experts have 1/(TP x CP)
-    of their weight under sequence or context parallelism: 1/2 on two ranks, 1/16 on sixteen. Routers
-    balance worse in one layout than in another. No error, and the logged losses are right.
+    With `calculate_per_token_loss`, the load balancing loss and the z-loss of experts have
+    1/(TP x CP) of their weight under sequence or context parallelism: 1/2 on two ranks, 1/16 on
+    sixteen. Routers balance worse in one layout than in another. No error, and the logged losses
+    are right.
 
 Cause:
     All gradients are divided by the tokens of the step in the end, so each router multiplies its
@@ -11,8 +12,9 @@ Cause:
     of the loss are no substitute, because a rank's loss is that of the whole sequence already.
 
 Affects:
-    0.12 to 0.18. What the patch does: with `calculate_per_token_loss` the losses are also multiplied
-    by the number of ranks that share a sequence, as 0.19 does. What is logged does not change.
+    0.12 to 0.18. What the patch does: with `calculate_per_token_loss` the losses are also
+    multiplied by the number of ranks that share a sequence, as 0.19 does. What is logged does not
+    change.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/5047 mends it in 0.19.
@@ -88,7 +90,8 @@ def reproduce() -> None:
     mean, per_token_mean = found
     if not torch.equal(mean, per_token_mean):
         raise RuntimeError(
-            f"router gradient norm {per_token_mean.norm():.4g} per token, {mean.norm():.4g} of means"
+            f"router gradient norm {per_token_mean.norm():.4g} per token, "
+            f"{mean.norm():.4g} of means"
         )
 
 
