@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_idempotent.megatron import moe
-from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+from megatron_idempotent.patching import Patch, Reproduction, Target
 
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 
@@ -99,7 +99,7 @@ PATCH = Patch(
     id="aux-loss-counts-own-tokens",
     summary="per token, MoE auxiliary losses have 1/(TP x CP) of their weight",
     since="0.12",
-    before=UNTRIED,
+    before="0.19",
     groups=("aux-loss",),
     provides=("aux-losses-count-all-tokens",),
     targets=(

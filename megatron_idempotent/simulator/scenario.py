@@ -183,7 +183,7 @@ def load_scenario(path: Path | None = None, overrides: Sequence[str] = ()) -> Sc
 
     Errors: `ScenarioError` for a file, key or value that is wrong, and for settings with which the
         controller could not run.
-    Example: `load_scenario(Path("cluster.toml"), ["staleness=2", "engine.slots=32"])`.
+    Example: `load_scenario(None, ["staleness=2", "engine.slots=32"])`.
     """
     given = SettingsReader(Scenario, ScenarioError, path)
     if path is not None:

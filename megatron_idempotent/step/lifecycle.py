@@ -47,7 +47,6 @@ class SplitStep:
         different times: when their data come, or in a schedule that a framework calls.
 
         Example:
-            step = TrainStep(chunks, optimizer, scheduler)
             step.prepare()
         """
         if dist.is_initialized():

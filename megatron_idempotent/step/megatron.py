@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -282,14 +285,24 @@ class MegatronBackend:
         snapshot.restore()
 
     def _num_tokens(self, local: float) -> Any:
-        """Return the scalar tensor that finalizing sums over data- and context-parallel ranks.
+        """Return the scalar tensor that finalizing sums over ranks.
 
-        Context-parallel ranks are given the same rows, so that only the first of them counts.
+        Context-parallel ranks are given the same rows, so that only the first of them counts, where
+        finalizing sums over them too.
         """
-        counted = local if context_parallel_ranks()[0] == 0 else 0.0
+        counts = context_parallel_ranks()[0] == 0 or not _tokens_of_all_parts_are_summed()
+        counted = local if counts else 0.0
         # As the schedules count; a sum of masks that are no zeros and ones needs more.
         kind = torch.int if counted == int(counted) else torch.float64
         return torch.tensor(counted, device=self.device).to(kind)
+
+
+@functools.lru_cache(maxsize=1)
+def _tokens_of_all_parts_are_summed() -> bool:
+    # 0.12 sums tokens over the data-parallel ranks of one context-parallel rank.
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    alone = "all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())"
+    return alone not in inspect.getsource(module)
 
 
 def _check_positions(lists: Sequence[Sequence[Piece]], config: Any) -> None:

@@ -159,7 +159,7 @@ def valid_counts(batch: Any) -> Tensor:
         float64 [2] on the batch's device: sequences, tokens.
 
     Example:
-        TrainStep(chunks, optimizer, counts=lambda microbatch: valid_counts(microbatch.rows))
+        sequences, tokens = valid_counts({"input_ids": tokens_BT, "token_mask": mask_BT})
     """
     tokens_BT = field_of(batch, TOKENS)
     rows = tokens_BT.shape[0]

@@ -435,7 +435,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
 
     Keys that neither gives have the defaults of `Config` or, in an asynchronous run, of `ASYNC`.
     Errors: `ConfigError`, with a line for each key that is wrong.
-    Example: `load_config(Path("runs/a/config.toml"), ["run.rollouts=300"])`.
+    Example: `load_config(None, ["run.rollouts=300"])`.
     """
     given = SettingsReader(Config, ConfigError, path).set(*overrides)
     run = given.table.get("run")

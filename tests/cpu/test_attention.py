@@ -364,7 +364,7 @@ def refusals(cp):
 def test_what_does_not_fit_is_refused_with_its_values(megatron_ranks, cp):
     wanted = [
         "attention_bias: pass None",
-        f"(1, 1, 3, 8): [rows, 1, 8 of this rank or all {8 * cp} queries, all {8 * cp} keys]",
+        f"(1, 1, 3, 8): pass [rows, 1, 8 of this rank or all {8 * cp} queries, all {8 * cp} keys]",
         "[T, heads, channels], of one row",
         "qkv_format='sbhd'",
         f"end at {9 * cp}, in a pack of {8 * cp} positions",

@@ -290,7 +290,7 @@ def choice(environment: str | None) -> dict[str, str]:
 
 
 def test_the_argument_comes_before_the_environment_and_that_before_the_device(kernels, monkeypatch):
-    both = "token_logprobs() got compiled=True and triton=True: one of them"
+    both = "token_logprobs() got compiled=True and triton=True: pass one of them"
     compiled = {"True None": "compiled", "True False": "compiled", "True True": both}
     for environment, usual in ((None, "eager"), ("0", "eager"), ("1", "triton")):
         (found,) = kernels(1, choice, environment)

@@ -144,6 +144,33 @@ def test_entropy_far_from_0_has_the_gradient_of_what_was_rounded(megatron_ranks)
     print(f"parts of their bounds that errors have: {used}")
 
 
+def few_with_a_gradient() -> None:
+    """Runs on a rank: two of 40 tokens, of which a gradient reaches the second target alone."""
+    import torch
+
+    from megatron_idempotent import token_logprobs
+
+    live, generator = [3, 17], torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 40, 24, generator=generator)
+    weight = torch.randn(24, 8, generator=generator)
+    hidden = torch.randn(1, 40, 8, generator=generator)
+    ids = torch.stack([torch.arange(40) % 24, (torch.arange(40) + 5) % 24], -1)[None]
+
+    def gradient(leaf: Any, rows: list[int], **form: Any) -> Any:
+        stats = token_logprobs(targets=ids[:, rows], **form)
+        own = [rows.index(each) for each in live]
+        return torch.autograd.grad(stats.logprob[0, own, 1].sum(), leaf)[0]
+
+    every = list(range(40))
+    whole = gradient(logits.requires_grad_(), every, logits=logits)
+    few = logits.detach()[:, live].requires_grad_()
+    assert torch.equal(whole[:, live], gradient(few, live, logits=few))
+    assert (whole != 0).any(-1)[0].nonzero().flatten().tolist() == live
+    form = {"hidden": hidden.requires_grad_(), "weight": weight}
+    found = gradient(hidden, every, **form)
+    assert (found != 0).any(-1)[0].nonzero().flatten().tolist() == live
+
+
 def by_finite_differences() -> None:
     """Runs on a rank: the gradients of log-probs, rest and entropy together."""
     import torch
@@ -194,6 +221,10 @@ def refused() -> None:
 
 def test_one_of_several_is_that_one_and_all_leave_no_rest(megatron_ranks):
     megatron_ranks(1, one_of_several)
+
+
+def test_a_token_has_a_gradient_if_any_of_its_targets_has(megatron_ranks):
+    megatron_ranks(1, few_with_a_gradient)
 
 
 def test_gradients_are_those_of_finite_differences(megatron_ranks):

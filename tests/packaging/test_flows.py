@@ -34,6 +34,7 @@ def of_flow(name: str, folder: str) -> list[str]:
     return flow(folder) if name in ("sampled", "published") else flow()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_main_flow_passes_few_files(megatron_ranks, folder, name):
     (found,) = megatron_ranks(1, of_flow, name, folder, timeout_s=240)

@@ -174,11 +174,11 @@ class Plain:
 
 
 class PlainLoss(Plain, PackLoss):
-    """As `PackLoss`."""
+    """Computes what `PackLoss` does."""
 
 
 class PlainSequenceLoss(Plain, PackSequenceLoss):
-    """As `PackSequenceLoss`."""
+    """Computes what `PackSequenceLoss` does."""
 
 
 def allowed(kind: str, options: dict[str, Any], replicas: int = 1) -> float:

@@ -1,4 +1,4 @@
-"""How far rounding may move a model's gradient: to first order, of its own weights and tokens.
+"""Bounds how far rounding may move a model's gradient, to first order, at its weights and tokens.
 
 Legend: N tokens, I features that go into a layer, O that come out of it.
 """
@@ -90,9 +90,9 @@ class _Off(NamedTuple):
 
     output: float
     of_inputs: list[float]
-    """Of the gradients of its inputs."""
+    """The roundings of the gradients of its inputs."""
     of_own: float = 0.0
-    """Of the gradients of its own parameters."""
+    """The roundings of the gradients of its own parameters."""
 
 
 class _Layer(NamedTuple):
@@ -175,7 +175,7 @@ class _Layers:
         self._calls: list[_Layer] = []
         self._shifts: list[Tensor] | None = None
         self.scales: list[float] = []
-        """How much results may be off: of all points, and then of the gradients of all points."""
+        """The most that results may be off: of all points, then of the gradients of all points."""
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if self._shifts is None:
@@ -274,7 +274,7 @@ class _Layers:
 
 
 class _Outputs(_Layers):
-    """What comes out, of which gradients are no part."""
+    """The outputs, of which gradients are no part."""
 
     def _given(self, total: Tensor) -> list[Tensor]:
         return [torch.zeros_like(each) for each in self._points]

@@ -133,6 +133,7 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
     (tmp_path / "training.py").write_text("def train():\n    config.param_sync_func = None\n")
     installed = Path(megatron.core.__path__[0]).parents[1]
     return {
+        "step/pieces.py:valid_counts": {"tokens_BT": tokens_BT, "mask_BT": mask_BT},
         "cpu/probes.py:peak_bytes": {"logits": logits_BTV, "loss_of": torch.sum},
         "cli/drift.py": {},
         "patching/contract.py": {"train": _run},

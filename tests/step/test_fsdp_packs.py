@@ -61,7 +61,7 @@ def fsdp_steps() -> dict[str, Any]:
             return token_logprobs(logits=output, targets=targets).logprob
 
     class PlainLoss(Loss):
-        """By functions that can be differentiated twice."""
+        """Computes log-probs by functions that can be differentiated twice."""
 
         @staticmethod
         def logprob(output: Any, targets: Any) -> Any:

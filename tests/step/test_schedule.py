@@ -19,6 +19,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2},
     "pp2, interleaved": {"pp": 2, "vpp": 2},
 }
+#: Layouts in which all is compared; others are asked for by -m exhaustive.
+ALWAYS = ("dp2, experts", "cp2", "pp2, interleaved")
 
 
 class Program:
@@ -114,7 +116,13 @@ def test_one_call_of_it_has_the_bits_of_megatrons_schedule(layout, megatron_rank
     assert megatron_ranks(2, both, LAYOUTS[layout]) == [[True, True]] * 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.exhaustive)
+        for each in LAYOUTS
+    ],
+)
 def test_a_loss_of_sum_and_tokens_has_the_bits_of_megatrons_schedule(layout, megatron_ranks):
     for per_token in (False, True):
         assert (
