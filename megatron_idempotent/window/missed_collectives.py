@@ -21,6 +21,8 @@ from megatron_idempotent.ranks.agreement import describe, poison
 
 from .open_contexts import drop_coalescing_of
 
+#: From 0.16 on a bucket group has them, by parameter.
+_COUNTS = "per_param_grad_ready_counts"
 # Chunk → indices of its bucket groups in the order in which backward hooks started them last.
 _learned: PerProcessWeakKeys[Any, list[int]] = PerProcessWeakKeys(__name__, "_learned")
 
@@ -37,6 +39,11 @@ class MissedCollectives:
         self._order: list[list[int]] = [[] for _ in chunks]
         # Per chunk and bucket group, what `_counts` says after the last whole backward.
         self._counted: list[list[int]] = [[] for _ in chunks]
+        # Looked up once, because they are counted after each microbatch. Before 0.16 none counts.
+        self._firsts: list[list[tuple[Any, Any]]] = [
+            [(group, _first(group)) for group in bucket_groups(chunk) if hasattr(group, _COUNTS)]
+            for chunk in chunks
+        ]
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -48,7 +55,7 @@ class MissedCollectives:
         noted, registering = [], []
         both = zip(self._chunks, self._started.values(), self._ready, strict=True)
         for place, (chunk, started, ready) in enumerate(both):
-            self._counted[place] = _counts(chunk)
+            self._counted[place] = _counts(self._firsts[place])
             for number, group in enumerate(bucket_groups(chunk)):
                 if chunk not in _learned:
                     before = vars(group).get("register_grad_ready")
@@ -145,7 +152,7 @@ class MissedCollectives:
         ready = self._ready[place]
         ready.clear()
         yield
-        self._counted[place] = _counts(chunk)
+        self._counted[place] = _counts(self._firsts[place])
         if len(ready) == len(bucket_groups(chunk)):
             self._order[place] = list(ready)
 
@@ -233,12 +240,9 @@ def _note_ready(
     register(*args, **kw)
 
 
-def _counts(chunk: Any) -> list[int]:
+def _counts(firsts: list[tuple[Any, Any]]) -> list[int]:
     """Counts how often one parameter of each bucket group has registered its gradient."""
-    return [
-        getattr(group, "per_param_grad_ready_counts", {}).get(_first(group), 0)
-        for group in bucket_groups(chunk)
-    ]
+    return [group.per_param_grad_ready_counts.get(first, 0) for group, first in firsts]
 
 
 def _first(group: Any) -> Any:

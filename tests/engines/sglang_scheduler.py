@@ -47,6 +47,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from megatron_idempotent.engines.transformers.batch import cache_argument
+
 
 @dataclasses.dataclass(kw_only=True)
 class Flags:
@@ -183,7 +185,8 @@ class Scheduler:
         if job.cache is None:
             job.cache = self._cached(sequence) or DynamicCache()
         new = torch.tensor([sequence[job.cache.get_seq_length() :]])
-        logits_V = self.model(new, past_key_values=job.cache, use_cache=True).logits[0, -1].double()
+        given = {cache_argument(self.model): job.cache}
+        logits_V = self.model(new, use_cache=True, **given).logits[0, -1].double()
         temperature = job.params.get("temperature", 1.0)
         logprobs_V = (logits_V / temperature).log_softmax(-1)
         place = torch.rand((), generator=self._generator(job, len(sequence)), dtype=torch.float64)

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from pathlib import Path
 
-from megatron_idempotent.engines.transformers.batch import RowCache
+from megatron_idempotent.engines.transformers.batch import RowCache, cache_argument
 
 
 class Watched:
@@ -47,7 +47,7 @@ class Watched:
 
     def _look(self, module, arguments, keywords):
         shape = tuple(keywords["input_ids"].shape)
-        if isinstance(keywords["past_key_values"], RowCache):
+        if isinstance(keywords[cache_argument(module)], RowCache):
             self.draws.append(shape[0])
         else:
             self.prefills.append(shape)

@@ -11,6 +11,7 @@ of them, D head size, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -196,6 +197,15 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
+def cache_argument(model: Any) -> str:
+    """Return the name of the argument by which a model's forward takes a cache.
+
+    transformers 5.24 calls `cache` what was `past_key_values`, and warns of the older name.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
 def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
     """Shift in zeros: torch's `>>` would copy the sign bit."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
@@ -318,7 +328,8 @@ class DecodeBatch:
             )
             cache: Any = DynamicCache(config=self._model.config)
             # Without the output layer: no token is drawn here.
-            self._model.base_model(input_ids=tokens_UP, past_key_values=cache, use_cache=True)
+            given = {cache_argument(self._model.base_model): cache}
+            self._model.base_model(input_ids=tokens_UP, use_cache=True, **given)
             computed = [(layer.keys, layer.values) for layer in cache.layers]
         self._cache.join(computed, sequence_of_row=which, lengths=lengths_U[which])
         return len(which)
@@ -336,9 +347,9 @@ class DecodeBatch:
             input_ids=torch.tensor([[turn.token] for turn in turns], device=device),
             attention_mask=positions[None, :] <= lengths_B[:, None],
             position_ids=lengths_B[:, None],
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **{cache_argument(self._model): self._cache},
         ).logits[:, -1]
         tokens_B, logprobs_B = draw(
             logits_BV,
