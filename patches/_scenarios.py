@@ -39,8 +39,11 @@ def expect_gradients(model: Any, expected: Any) -> None:
         raise RuntimeError(_SPOILT)
 
 
-def backward(model: Any, *, data_seed: int) -> None:
-    """Run forward and backward of one microbatch of a bench, without the schedules."""
+def backward(model: Any, *, data_seed: int, summed: bool = False) -> int:
+    """Run forward and backward of one microbatch of a bench, without the schedules.
+
+    The loss is the mean over all tokens or, if `summed`, their sum. Returns the number of tokens.
+    """
     import torch
 
     from megatron_idempotent.cpu import tiny
@@ -49,7 +52,9 @@ def backward(model: Any, *, data_seed: int) -> None:
     tokens_BT = next(tiny.microbatches(data_seed))
     positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand(tiny.BATCH, -1)
     hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
-    chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT).float().mean().backward()
+    loss_BT = chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT).float()
+    (loss_BT.sum() if summed else loss_BT.mean()).backward()
+    return int(loss_BT.numel())
 
 
 def expect_agreement(model: Any, when: str) -> None:

@@ -31,6 +31,8 @@ from typing import Any
 from megatron_idempotent.megatron import moe
 from megatron_idempotent.patching import Patch, Reproduction, Target
 
+from . import _scenarios
+
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 
 
@@ -80,13 +82,9 @@ def reproduce() -> None:
         )
         (chunk,) = model.chunks
         chunk.zero_grad_buffer()
-        tokens_BT = next(tiny.microbatches(0))
-        positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand(tiny.BATCH, -1)
-        hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
-        loss_BT = chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT).float()
-        (loss_BT.sum() / (1 if per_token else loss_BT.numel())).backward()
+        tokens = _scenarios.backward(model, data_seed=0, summed=per_token)
         gradient = chunk.module.decoder.layers[0].mlp.router.weight.main_grad.clone()
-        found.append(gradient / (loss_BT.numel() if per_token else 1))
+        found.append(gradient / (tokens if per_token else 1))
     mean, per_token_mean = found
     if not torch.equal(mean, per_token_mean):
         raise RuntimeError(

@@ -33,6 +33,8 @@ from typing import Any
 from megatron_idempotent.megatron import moe, schedules
 from megatron_idempotent.patching import UNTRIED, Patch, Reproduction
 
+from . import _scenarios
+
 _AUXILIARY = ("num_moe_experts", "mtp_num_layers", "experimental_attention_variant")
 
 
@@ -79,14 +81,11 @@ def reproduce() -> None:
     )
     (chunk,) = model.chunks
     router = chunk.module.decoder.layers[0].mlp.router.weight
-    tokens_BT = next(tiny.microbatches(0))
-    positions_BT = torch.arange(tiny.SEQUENCE, device="cuda").expand(tiny.BATCH, -1)
-    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
 
     def gradient_after(num_microbatches: int) -> torch.Tensor:
         model.forward_backward(num_microbatches, data_seed=1)
         chunk.zero_grad_buffer()
-        chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT).mean().backward()
+        _scenarios.backward(model, data_seed=0)
         gradient: torch.Tensor = router.main_grad.clone()
         return gradient
 

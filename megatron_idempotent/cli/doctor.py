@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_idempotent.patching.api import apply
-from megatron_idempotent.patching.catalog import OPEN, UNTRIED, case_file_of, lost, patches
+from megatron_idempotent.patching.catalog import OPEN, UNTRIED, lost, patches, without_case_file
 from megatron_idempotent.patching.decide import MEGATRON, OFF_BY_DEFAULT
 from megatron_idempotent.patching.report import COVERED, PROBLEMS, Report, Row
 from megatron_idempotent.patching.source import locate
@@ -62,10 +62,7 @@ def overview(report: Report, width: int | None) -> str:
     lines = [answer(report, land), *_commit()]
     if _with(report, "drifted"):
         lines.append("`megatron-idempotent drift --diff` shows what is new in a body that drifted.")
-    lines += [
-        f"{case_file_of(name)} is missing, and the index lists it: install the package again"
-        for name in lost()
-    ]
+    lines += map(without_case_file, lost())
     lines += report.incomplete
     parts = ["\n".join(line for text in lines for line in wrapped(text, width))]
     parts += [_group(heading, rows, width) for heading, rows in groups if rows]

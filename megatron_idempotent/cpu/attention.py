@@ -296,10 +296,9 @@ def _in_order(parts: list[Tensor], places: list[Tensor], query: Tensor, value: T
         padding_T = torch.ones(positions, dtype=torch.bool).index_fill_(0, place_P, False)
         place_P = torch.cat([place_P, padding_T.nonzero().flatten()])
     context = parts[0] if len(parts) == 1 else torch.cat(parts)
-    order_T = place_P.argsort()
-    if bool((order_T[1:] > order_T[:-1]).all()):
+    if torch.equal(place_P, torch.arange(positions)):
         return context
-    return context.index_select(0, order_T.to(context.device))
+    return context.index_select(0, place_P.argsort().to(context.device))
 
 
 def _window(config: Any, layer_number: int) -> tuple[int, int] | None:

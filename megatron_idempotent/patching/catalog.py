@@ -153,6 +153,11 @@ def case_file_of(patch_id: str) -> str:
     return f"patches/{patch_id.replace('-', '_')}.py"
 
 
+def without_case_file(patch_id: str) -> str:
+    """Say that a patch of `lost()` has no case file, and what to do."""
+    return f"{case_file_of(patch_id)} is missing, and the index lists it: install the package again"
+
+
 def load(patch_id: str) -> Patch:
     """Return one patch, from its case file.
 

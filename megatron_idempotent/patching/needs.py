@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import decide
-from .catalog import Outline, case_file_of, lost, outlines
+from .catalog import Outline, lost, outlines, without_case_file
 from .install import current, landed
 
 # Outcomes that say that this Megatron does not have the hazard.
@@ -61,10 +61,7 @@ def absent(name: str, *, a_door: bool) -> list[str]:
     for patch in lost().values():
         status = decide.check_version(patch, decide.version_of(patch)).status
         if name in patch.provides and (a_door or status not in _NOT_THERE):
-            found.append(
-                f"{patch.id} (its case file {case_file_of(patch.id)} is missing, and the index "
-                "lists it: install the package again)"
-            )
+            found.append(f"{patch.id} (its case file {without_case_file(patch.id)})")
     return found
 
 

@@ -7,6 +7,16 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+#: The model of packs, with which no position ids come, and whose sizes differ.
+PACKED = {
+    "exact_attention": True,
+    "model_overrides": {"position_embedding_type": "rope"},
+    "config_overrides": {
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_aux_loss_coeff": 1.0,
+    },
+}
 
 
 def adapter(name: str) -> Any:

@@ -10,22 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from adapters import PACKED
 from megatron_idempotent.patches import _skyrl, _standins
 from megatron_idempotent.patches._workers import methods
 
 from megatron_idempotent.cpu import tiny
 
 ANSWER = 16
-#: The model of packs, with which no position ids come, and whose sizes differ.
-PACKED = {
-    "exact_attention": True,
-    "model_overrides": {"position_embedding_type": "rope"},
-    "config_overrides": {
-        "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_aux_loss_coeff": 1.0,
-    },
-}
 _REAL = (
     "utils.torch_utils",
     "utils.off_policy_correction_utils",

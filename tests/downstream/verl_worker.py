@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from adapters import PACKED
 from megatron_idempotent.patches import _standins, _verl
 from megatron_idempotent.patches._workers import methods
 
@@ -22,16 +23,6 @@ _ABSENT = (*_verl._ABSENT, "codetiming")
 #: Lengths of the two sequences of a pack add up to that, and so many tokens of each count: sums
 #: over all packs are powers of two, by which a division changes no bits.
 PACK, VALID = 32, 8
-#: The model of packs, with which no position ids come, and whose sizes differ.
-PACKED = {
-    "exact_attention": True,
-    "model_overrides": {"position_embedding_type": "rope"},
-    "config_overrides": {
-        "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_aux_loss_coeff": 1.0,
-    },
-}
 _FORWARD = (
     "verl.utils.megatron.tensor_parallel",
     "verl.models.mcore.util",

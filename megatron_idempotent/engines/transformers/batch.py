@@ -295,6 +295,9 @@ class DecodeBatch:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        # Looked up once, and not for each token.
+        self._cache_of_model = cache_argument(model)
+        self._cache_of_base = cache_argument(model.base_model)
         self._cache = RowCache(layers=model.config.num_hidden_layers)
 
     @property
@@ -328,7 +331,7 @@ class DecodeBatch:
             )
             cache: Any = DynamicCache(config=self._model.config)
             # Without the output layer: no token is drawn here.
-            given = {cache_argument(self._model.base_model): cache}
+            given = {self._cache_of_base: cache}
             self._model.base_model(input_ids=tokens_UP, use_cache=True, **given)
             computed = [(layer.keys, layer.values) for layer in cache.layers]
         self._cache.join(computed, sequence_of_row=which, lengths=lengths_U[which])
@@ -349,7 +352,7 @@ class DecodeBatch:
             position_ids=lengths_B[:, None],
             use_cache=True,
             logits_to_keep=1,
-            **{cache_argument(self._model): self._cache},
+            **{self._cache_of_model: self._cache},
         ).logits[:, -1]
         tokens_B, logprobs_B = draw(
             logits_BV,
