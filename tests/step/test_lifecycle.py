@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from engines import ENGINES
@@ -248,3 +248,39 @@ def without_what_it_needs() -> None:
 
 def test_what_it_stands_on_is_asked_for_before_any_collective(megatron_ranks):
     megatron_ranks(2, without_what_it_needs)
+
+
+SHARED = {"tp": 2, "sequence_parallel": True}
+
+
+def refused_without(patch_id: str, layout: dict[str, Any], per_token: bool) -> tuple[bool, bool]:
+    """Runs on a rank; returns whether this Megatron has the hazard, and whether a step refuses."""
+    from split_bench import build
+
+    import megatron_idempotent
+    from megatron_idempotent import TrainStep
+
+    megatron_idempotent.revert()
+    rows = {row.id: row.status for row in megatron_idempotent.apply(exclude=[patch_id])}
+    overrides = {"calculate_per_token_loss": per_token}
+    model, _, _ = build(experts=4, config_overrides=overrides, **layout)
+    megatron_idempotent.revert()
+    megatron_idempotent.apply(exclude=[patch_id])
+    told = ""
+    try:
+        TrainStep(model.chunks, model.optimizer)
+    except RuntimeError as error:
+        told = str(error)
+    refused = f"{patch_id} (disabled: " in told
+    assert refused == bool(told), told
+    return rows[patch_id] == "disabled", refused
+
+
+@pytest.mark.parametrize(
+    ("layout", "per_token"), [(SHARED, True), (SHARED, False), ({}, True)], ids=str
+)
+def test_auxiliary_losses_of_shared_sequences_want_their_patch(megatron_ranks, layout, per_token):
+    """Their weight is wrong per token alone, and only where ranks share a sequence."""
+    arguments = ("aux-loss-counts-own-tokens", layout, per_token)
+    for there, refused in megatron_ranks(2, refused_without, *arguments):
+        assert refused == (there and per_token and bool(layout))
