@@ -6,6 +6,7 @@ So that targeting, late import and the repairs themselves are tested where no ch
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -78,7 +79,10 @@ def write(folder: Path, module: str, *, without: str = "") -> None:
     source = SOURCES[module]
     assert without in source
     text = source.replace(without, "...") if without else source
-    (here / f"{name}.py").write_text(textwrap.dedent(text))
+    # Each rank of a test writes it, into one folder: a rank must never read a half-written one.
+    unfinished = here / f"{name}.py.{os.getpid()}"
+    unfinished.write_text(textwrap.dedent(text))
+    unfinished.replace(here / f"{name}.py")
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
 
