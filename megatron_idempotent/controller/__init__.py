@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .controller import Controller, Evaluate
     from .data_plane import MemoryPlane
     from .fleet import Fleet
-    from .policy_calls import train
+    from .optimizer_step import train
     from .protocol import (
         AbortingSampler,
         Admission,
@@ -90,7 +90,7 @@ _HOMES = {
     "StrictSampler": "samplers",
     "WindowedSampler": "samplers",
     "load_sampler": "samplers",
-    "train": "policy_calls",
+    "train": "optimizer_step",
 }
 
 __all__ = [

@@ -13,8 +13,7 @@ from megatron_idempotent.workers.protocol import RanksLost
 
 from .checkpoint import CheckpointSchedule, Reporting
 from .data_plane import MemoryPlane
-from .optimizer_step import GroupSelector, OptimizerStep
-from .policy_calls import finish_despite_cancel
+from .optimizer_step import GroupSelector, OptimizerStep, finish_despite_cancel
 from .protocol import (
     ControllerError,
     DataPlane,

@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from megatron_idempotent.workers.protocol import RanksLost
 
-from .optimizer_step import Drained, OptimizerStep, OutOfPrompts
-from .policy_calls import finish_despite_cancel
+from .optimizer_step import Drained, OptimizerStep, OutOfPrompts, finish_despite_cancel
 from .protocol import EnginesLost, Generator, PublishFailed, RolloutGroup, StepOutcome
 from .state import PendingDeletes, RunState
 

@@ -14,11 +14,12 @@ from megatron_idempotent.fp8.blockwise import BLOCK, E4M3
 from megatron_idempotent.fp8.export import Fp8Export
 from megatron_idempotent.weights.records import TensorInfo
 from megatron_idempotent.weights.safetensors_io import listed
+from megatron_idempotent.window.params import ensure_params_synced
 
 from .buckets import BucketStream
 from .config import Architecture, CheckpointMismatch, FailedElsewhere
-from .load import Placed, placed_slots, sync
-from .names import SlotPart, hf_shapes
+from .load import placed_slots
+from .names import Placed, SlotPart, hf_shapes
 
 
 class TensorPart(NamedTuple):
@@ -361,7 +362,8 @@ class MegatronWeights:
 
         Errors: `ValueError` for a size that is no positive int.
         """
-        sync(self._chunks)
+        # Only those that Megatron's DDP wraps have gathers to finish.
+        ensure_params_synced([chunk for chunk in self._chunks if hasattr(chunk, "bucket_groups")])
         return BucketStream(
             self._outputs,
             self._fetch,

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,22 +17,10 @@ from megatron_idempotent.weights.safetensors_io import Checkpoint, listed
 from megatron_idempotent.window.params import ensure_params_synced
 
 from .config import Architecture, CheckpointMismatch, agree_on
-from .names import EMBEDDING, NORM, OUTPUT, Names, ParameterSlot, Ranks, SlotPart, hf_shapes
+from .names import EMBEDDING, NORM, OUTPUT, Names, Placed, Ranks, SlotPart, hf_shapes
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
-
-
-class Placed(NamedTuple):
-    """Pairs a slot with the parameter that it is in."""
-
-    slot: ParameterSlot
-    parameter: torch.nn.Parameter
-
-    @property
-    def view(self) -> torch.Tensor:
-        """The slot's elements in the parameter's memory, oriented as Hugging Face has them."""
-        return self.slot.view(self.parameter.detach())
 
 
 def placed_slots(chunks: Sequence[Any], arch: Architecture) -> list[Placed]:
@@ -56,14 +44,6 @@ def placed_slots(chunks: Sequence[Any], arch: Architecture) -> list[Placed]:
     if wrong:
         raise CheckpointMismatch(f"the model is not the checkpoint's {arch.name}: {listed(wrong)}")
     return placed
-
-
-def sync(chunks: Sequence[Any]) -> None:
-    """Finish all pending gathers of parameters, in chunks that Megatron's DDP wraps.
-
-    All ranks of their data-parallel groups take part.
-    """
-    ensure_params_synced([chunk for chunk in chunks if hasattr(chunk, "bucket_groups")])
 
 
 def unwrapped(chunk: Any) -> Any:
@@ -191,7 +171,7 @@ def load_hf(
     agree_on(error, "nothing was loaded", deadline_s=deadline_s)
     assert checkpoint is not None
     assert placed is not None
-    sync(chunks)
+    ensure_params_synced([chunk for chunk in chunks if hasattr(chunk, "bucket_groups")])
     with checkpoint:
         try:
             _fill(checkpoint, placed)

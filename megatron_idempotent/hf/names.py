@@ -121,6 +121,18 @@ class ParameterSlot:
         return SlotPart(name, self.dim, starts[0], total, segments)
 
 
+class Placed(NamedTuple):
+    """Pairs a slot with the parameter that it is in."""
+
+    slot: ParameterSlot
+    parameter: torch.nn.Parameter
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The slot's elements in the parameter's memory, oriented as Hugging Face has them."""
+        return self.slot.view(self.parameter.detach())
+
+
 def qkv_blocks(names: Sequence[str], *, heads: int, groups: int, head_dim: int) -> list[Block]:
     """Returns for each group of heads its queries, its keys and its values."""
     query, key, value = names

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron_idempotent.fp8.packing import TokenAlignment
 
 from .loss import StepLoss
-from .outputs import Reported
 from .pieces import Piece
-from .totals import Totals
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Update:
-    """Tells what an optimizer step did.
-
-    Example: `Update(skipped=None, grad_norm=1.5)`.
-    """
-
-    skipped: str | None
-    """The reason for which no parameter was updated; None if they were."""
-    grad_norm: float | None
-    """Norm of the gradients before clipping; None where it was not computed."""
+from .results import Reported, Totals, Update
 
 
 class Backend(Protocol):

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.ranks.agreement import DEADLINE_S, collective_timeout
 
-from .backend import Update
 from .bins import NO_ALIGNMENT
 from .fsdp_internals import check_internals
 from .fsdp_run import (
@@ -30,7 +29,6 @@ from .fsdp_run import (
 )
 from .lifecycle import SplitStep
 from .loss import StepLoss
-from .outputs import Reported
 from .pieces import Piece
 from .records import (
     TOKENS,
@@ -41,6 +39,7 @@ from .records import (
     checked_options,
     skipped_for,
 )
+from .results import Reported, Totals, Update
 from .snapshot import (
     GroupSnapshot,
     ModuleSnapshot,
@@ -50,7 +49,6 @@ from .snapshot import (
     lr_and_weight_decay,
     set_learning_rate,
 )
-from .totals import Totals
 
 
 class FSDPBackend:

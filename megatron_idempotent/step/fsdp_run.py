@@ -37,9 +37,9 @@ from megatron_idempotent.ranks.agreement import (
 from .fsdp_internals import groups_of, mark_sharded, reset
 from .loss import StepLoss
 from .microbatches import ghost, spec
-from .outputs import Reported, has_graph, reported
 from .pieces import Piece
 from .records import Batch
+from .results import Reported, has_graph, reported
 
 
 class Shards:

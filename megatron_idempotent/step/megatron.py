@@ -25,7 +25,6 @@ from megatron_idempotent.ranks.agreement import (
 from megatron_idempotent.window.abort import abort_window, checked, drop_collectives
 from megatron_idempotent.window.missed_collectives import gather_params
 
-from .backend import Update
 from .context_parallel import context_parallel_ranks
 from .gpt import gpt_forward
 from .lifecycle import SplitStep
@@ -34,12 +33,11 @@ from .megatron_needs import check_patches, refuse_chunks
 from .megatron_run import Forward, Runner, forget_inference
 from .megatron_snapshot import MegatronSnapshot
 from .megatron_update import CheckedUpdate
-from .outputs import Reported
 from .pieces import Piece
 from .records import NonFinite, NothingValid, Options, checked_options
+from .results import Reported, Totals, Update
 from .snapshot import evaluating, lr_and_weight_decay, set_learning_rate
 from .tenants import TenantState, check_neighbours
-from .totals import Totals
 
 
 class MegatronBackend:

@@ -46,9 +46,9 @@ from megatron_idempotent.window.missed_collectives import (
 from .loss import StepLoss, auxiliary_weight, needs_weight
 from .megatron_snapshot import MegatronSnapshot
 from .messages import LocalFailure
-from .outputs import Reported, has_graph, reported
 from .pieces import Piece
 from .records import Batch
+from .results import Reported, has_graph, reported
 
 
 def forget_inference(modules: list[Any]) -> None:

@@ -15,16 +15,13 @@ from megatron_idempotent.ranks.agreement import (
     poison,
 )
 
-from .backend import Update
 from .loss import StepCounts, divided_by, returned_by
 from .messages import Doing, RankStatus, failures, stop
-from .outputs import Reported, as_numbers
 from .packed import PackedRows, packed_rows
 from .records import Batch
-from .results import Receipt, StepResult, result_of
+from .results import Receipt, Reported, StepResult, Totals, Update, as_numbers, result_of
 from .rounds import Rounds, told_divisor
 from .share import Share, distinct, share_of
-from .totals import Totals
 
 
 class OpenStep(Rounds):

@@ -1,16 +1,307 @@
-"""Defines the results of a split step: `Receipt` of one batch, `StepResult` of the whole step."""
+"""Holds what a step gives back: what losses return, sums of it over ranks, and the results.
+
+Legend: n sequences of the microbatch, T positions of a row, or all tokens of a pack.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backend import Update
-from .outputs import Row, as_numbers, over_all
-from .totals import Totals
+from .loss import Kind, Normalizer, StepCounts, StepLoss, returned_by
+from .pieces import Piece
+
+RESERVED = ("loss", "lr", "wd", "global_valid_seqs", "global_valid_toks", "rank", "replica")
+"""Names that the step puts into each row by itself, so that a loss may not report them."""
+
+# Per microbatch: what the loss reported, with tensors still on the device.
+Row = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reported:
+    """Holds what a loss has returned for one microbatch.
+
+    Example: `reported(loss, total, metrics, piece)`.
+    """
+
+    row: Row
+    """The loss's sum, as "loss", and its metrics."""
+    outputs: Mapping[str, Sequence[Tensor]]
+    """A tensor for each of the n sequences, without its graph, by name."""
+
+
+def reported(loss: StepLoss, total: Any, metrics: Mapping[str, Any], piece: Piece) -> Reported:
+    """Take over what a loss has returned, so that later changes do not reach it.
+
+    Raises:
+        ValueError: the total is neither a scalar with its graph nor the constant 0, a metric is no
+            scalar or has a name that the step uses itself, or an output is missing or has not one
+            entry for each sequence or token.
+    """
+    names = tuple(getattr(loss, "outputs", ()))
+    taken = [name for name in RESERVED if name in metrics]
+    if taken:
+        raise ValueError(
+            f"the loss reported metrics named {', '.join(map(repr, taken))}, which the step puts "
+            f"into each row itself, as {', '.join(map(repr, RESERVED))}: give them other names"
+        )
+    _check_total(total)
+    missing = [name for name in names if name not in metrics]
+    if missing:
+        raise ValueError(
+            f"the loss names {', '.join(map(repr, missing))} in its `outputs`, and has returned "
+            f"{', '.join(map(repr, metrics)) or 'no metric'}: return them beside the metrics"
+        )
+    row = {"loss": _kept(total)}
+    for name, value in metrics.items():
+        if name not in names:
+            _check_metric(name, value)
+            row[name] = _kept(value)
+    outputs = {name: _by_sample(name, metrics[name], piece) for name in names}
+    return Reported(row=row, outputs=outputs)
+
+
+def has_graph(total: Any) -> bool:
+    """Returns whether a backward can start at the total; a constant has no graph."""
+    return isinstance(total, Tensor) and total.requires_grad
+
+
+def _check_total(total: Any) -> None:
+    if has_graph(total) and total.numel() == 1:
+        return
+    shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+    scalar = isinstance(total, (int, float)) or (isinstance(total, Tensor) and total.numel() == 1)
+    # Another constant is a mistake: a graph that was lost, and gradients that would be zero.
+    if has_graph(total) or not scalar or float(total) != 0.0:
+        value = f", the constant {float(total):g}" if scalar and not has_graph(total) else ""
+        raise ValueError(
+            f"the loss returned shape {shape} with requires_grad={has_graph(total)}{value}: return "
+            "the sum over the microbatch, a scalar with the graph that it was computed by, or the "
+            "constant 0 where nothing is valid"
+        )
+
+
+def _check_metric(name: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"the loss reported {name!r} of shape {tuple(value.shape)}: metrics are scalars, "
+                "summed over the microbatch; name it in the loss's `outputs` if each sample has one"
+            )
+    elif not isinstance(value, (int, float)):
+        raise ValueError(
+            f"the loss reported {name!r} as {type(value).__name__}: metrics are numbers or tensors "
+            "of one element"
+        )
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _by_sample(name: str, value: Any, piece: Piece) -> tuple[Tensor, ...]:
+    """Split a value that has an entry for each sequence, or for each token of a pack."""
+    segments = piece.segments
+    number = piece.sequences if segments is None else len(segments.lengths)
+    if isinstance(value, (list, tuple)) and all(isinstance(each, Tensor) for each in value):
+        if len(value) == number:
+            return tuple(each.detach() for each in value)
+        told = f"{len(value)} tensors"
+    elif isinstance(value, Tensor) and value.dim():
+        value = value.detach()
+        if segments is not None:
+            flat = value[0] if value.dim() > 1 and len(value) == 1 else value
+            if len(flat) == piece.positions:
+                spans = zip(segments.starts, segments.lengths, strict=True)
+                return tuple(flat[start : start + length] for start, length in spans)
+        if len(value) == number:
+            return tuple(value.unbind())
+        told = f"shape {tuple(value.shape)}"
+    else:
+        told = type(value).__name__
+    tokens = "" if segments is None else f", or {piece.positions}, one for each token of the pack"
+    raise ValueError(
+        f"the loss returned the output {name!r} as {told} for {number} sequences: return a tensor "
+        f"or list whose first dimension is {number}{tokens}"
+    )
+
+
+def as_numbers(rows: Sequence[Row]) -> tuple[dict[str, float], ...]:
+    """Returns the rows with floats as values; all come from the device in one transfer."""
+    found = [(index, name, value) for index, row in enumerate(rows) for name, value in row.items()]
+    tensors = [
+        value.detach().reshape(()).to(torch.float64)
+        for _, _, value in found
+        if isinstance(value, Tensor)
+    ]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else ())
+    result: tuple[dict[str, float], ...] = tuple({} for _ in rows)
+    for index, name, value in found:
+        result[index][name] = next(numbers) if isinstance(value, Tensor) else float(value)
+    return result
+
+
+def is_extremum(name: str) -> bool:
+    """Returns whether a metric is a minimum or maximum by its name."""
+    return "_min" in name or "_max" in name
+
+
+def over_all(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the rows' metrics as one row: minima and maxima by name, everything else summed."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: (min if "_min" in name else max if "_max" in name else sum)(values)
+        for name, values in found.items()
+    }
+
+
+_OF_GRADIENT: Mapping[Kind, Normalizer] = {
+    "token": "tokens",
+    "sequence": "sequences",
+    "group": "groups",
+    "none": "none",
+}
+
+
+class Totals:
+    """Sums counts and metrics of a step over all ranks; `counts` has what is valid."""
+
+    def __init__(
+        self,
+        loss: StepLoss,
+        counts: Iterable[tuple[float, float]],
+        rows: Sequence[tuple[int, int, Mapping[str, float]]],
+        groups: Iterable[Sequence[int]] = (),
+    ) -> None:
+        """Sum `counts` and `groups`, one per rank, and `rows`, each with its rank and replica.
+
+        Under context parallelism several ranks of a replica have rows of the same microbatches.
+        """
+        self._told = rows
+        self._rows = _of_replicas(rows, add=returned_by(loss) == "part")
+        sequences = tokens = 0.0
+        for here in counts:
+            sequences += here[0]
+            tokens += here[1]
+        self.counts = StepCounts(
+            tokens=tokens,
+            sequences=sequences,
+            groups=len({each for ids in groups for each in ids}),
+            microbatches=len(self._rows),
+            reported=over_all(row for _, _, row in self._rows),
+        )
+        self.divisor: float | None = None
+        """The number that gradients are divided by, if one was given instead of a count."""
+        self._kind: Kind = loss.kind
+        self._normalizers = loss.normalizers
+
+    @property
+    def is_counted(self) -> bool:
+        """True if the normalizer is a sum of valid tokens or sequences over ranks, and not 0."""
+        return self.divisor is None and self._kind in ("token", "sequence") and bool(self._count)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is valid on any rank."""
+        return not self._count or not self._rows
+
+    @property
+    def normalizer(self) -> float:
+        """The number that gradients are divided by; 1 where nothing is valid."""
+        return self._count or 1.0
+
+    @property
+    def _count(self) -> float:
+        if self.divisor is not None:
+            return self.divisor
+        return self._counted(_OF_GRADIENT[self._kind])
+
+    def _counted(self, kind: Normalizer) -> float:
+        return 1.0 if kind == "none" else float(getattr(self.counts, kind))
+
+    def bad_losses(self) -> dict[int, str]:
+        """Name the first loss of each rank that is NaN or infinite, by global rank."""
+        found: dict[int, str] = {}
+        number: dict[int, int] = {}
+        for rank, _, row in self._told:
+            number[rank] = number.get(rank, 0) + 1
+            if not math.isfinite(row["loss"]):
+                found.setdefault(
+                    rank, f"the loss of its microbatch {number[rank]} is {row['loss']}"
+                )
+        return found
+
+    def rows(self, **also: float) -> tuple[dict[str, float], ...]:
+        """Returns each microbatch's metrics, divided by their normalizers, and the step's counts.
+
+        Each row also has the items of `also`, its rank and its replica.
+        """
+        everywhere = {
+            **also,
+            "global_valid_seqs": self.counts.sequences,
+            "global_valid_toks": self.counts.tokens,
+        }
+        return tuple(
+            {
+                **{name: value * self._scale(name) for name, value in row.items()},
+                **everywhere,
+                "rank": rank,
+                "replica": replica,
+            }
+            for rank, replica, row in self._rows
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics over the whole step: extrema by name, all else summed and divided."""
+        return {name: value * self._scale(name) for name, value in self.counts.reported.items()}
+
+    def _scale(self, name: str) -> float:
+        if is_extremum(name):
+            return 1.0
+        kind = self._normalizers.get(name)
+        # With nothing valid the sums are sums of nothing.
+        return 1.0 / ((self._count if kind is None else self._counted(kind)) or 1.0)
+
+
+def _of_replicas(
+    told: Sequence[tuple[int, int, Mapping[str, float]]], *, add: bool
+) -> list[tuple[int, int, Mapping[str, float]]]:
+    """Make one row per microbatch of those that context-parallel ranks report, under the first.
+
+    With `add` they are of parts of the microbatch, and added up; else they are the same.
+    """
+    number: dict[int, int] = {}
+    parts: dict[tuple[int, int], list[tuple[int, Mapping[str, float]]]] = {}
+    for rank, replica, row in told:
+        index = number[rank] = number.get(rank, -1) + 1
+        parts.setdefault((replica, index), []).append((rank, row))
+    return [
+        (rows[0][0], replica, over_all(row for _, row in rows) if add else rows[0][1])
+        for (replica, _), rows in parts.items()
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """Tells what an optimizer step did.
+
+    Example: `Update(skipped=None, grad_norm=1.5)`.
+    """
+
+    skipped: str | None
+    """The reason for which no parameter was updated; None if they were."""
+    grad_norm: float | None
+    """Norm of the gradients before clipping; None where it was not computed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

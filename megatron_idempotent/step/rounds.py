@@ -28,9 +28,9 @@ from .messages import (
     stop,
 )
 from .microbatches import calls, differing_replicas, list_shape, spec
-from .outputs import Reported, Row
 from .pieces import Piece
 from .records import Options
+from .results import Reported, Row
 
 
 class Rounds:
