@@ -57,12 +57,14 @@ def where(shared: RunState) -> str:
     counts = shared.buffer.counts
     generating = list(shared.buffer.generating_ids)
     shown = ", ".join(map(str, generating[:8])) + (", …" if len(generating) > 8 else "")
+    last = f" (the last one for {shared.dropped_for})" if shared.dropped_for else ""
     return (
         f"the train pump is at {shared.doing or 'its start'!r} of version "
         f"{shared.trainer_version}, engines serve version {shared.rollout_version}, "
         f"{counts.generating} groups are being generated ({shown or 'none'}), {counts.ready} are "
         f"ready, {shared.step_groups} are in the open step; room for {shared.room()} more; dropped "
-        f"so far: {dict(shared.dropped) or 'none'}; tried again: {dict(shared.retries) or 'none'}"
+        f"so far: {dict(shared.dropped) or 'none'}{last}; tried again: "
+        f"{dict(shared.retries) or 'none'}"
     )
 
 

@@ -196,4 +196,5 @@ class RolloutPump:
         _log.error("group %d is dropped, %s: %r", group_id, reason, error)
         self._shared.buffer.drop(group_id, "filtered", reason)
         self._shared.dropped[reason] += 1
+        self._shared.dropped_for = repr(error)
         self._shared.tell()

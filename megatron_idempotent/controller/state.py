@@ -98,6 +98,8 @@ class RunState:
         self.doing = ""
         self.dropped: Counter[str] = Counter()
         """Groups that could not be generated, by reason."""
+        self.dropped_for = ""
+        """The last error that a group was dropped for."""
         self.retries: Counter[str] = Counter()
         self.idle_since = 0.0
         self.sync_metrics: Mapping[str, float] = {}

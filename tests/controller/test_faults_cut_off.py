@@ -22,7 +22,10 @@ def test_a_run_without_progress_says_where_it_stands_and_ends():
 
 def test_generation_that_never_brings_a_group_is_a_stall_and_not_a_wait_for_ever():
     faults = {(group, attempt): BAD for group in range(500) for attempt in range(3)}
-    with pytest.raises(Stalled, match=r"dropped so far: \{'failed': \d+\}"):
+    with pytest.raises(
+        Stalled,
+        match=r"dropped so far: \{'failed': \d+\} \(the last one for RuntimeError\('bad'\)\)",
+    ):
         Toy(generating=faults, stall_s=70.0).run(2)
 
 
