@@ -40,6 +40,32 @@ def test_a_framework_on_what_was_never_run_is_refused(change, fault):
         casebook.page(TABLE | {"frameworks": frameworks}, proven)
 
 
+def naming() -> dict[Path, str]:
+    return {path: (ROOT / path).read_text() for path in casebook.NAMING}
+
+
+def test_what_names_releases_has_those_of_the_table():
+    assert casebook.naming_releases(naming(), TABLE["releases"]) == naming(), REMEDY
+
+
+def test_a_new_minor_is_a_line_in_the_table():
+    newer = [*TABLE["releases"], {"megatron": "0.20.0", "training": True}]
+    found = casebook.naming_releases(naming(), newer)
+    makefile, readme, project, catalog = (found[path] for path in casebook.NAMING)
+    assert "\nMEGATRON ?= 0.20.0\n" in makefile
+    assert "0.19.2 and 0.20.0 with torch" in " ".join(readme.split())
+    assert '"megatron-core[training]>=0.17.1,<0.21"' in project
+    assert '\nUNTRIED = "0.21"\n' in catalog
+    assert max(map(len, readme.splitlines())) == max(
+        map(len, naming()[Path("README.md")].splitlines())
+    )
+
+
+def test_a_text_that_names_releases_no_longer_is_refused():
+    with pytest.raises(ValueError, match="Makefile has 0 places like"):
+        casebook.naming_releases({Path("Makefile"): "help:\n"}, TABLE["releases"])
+
+
 def test_every_hazard_was_run_on_every_release():
     for release, findings in json.loads((ROOT / casebook.PROVEN).read_text()).items():
         missing = set(hazards()) - set(findings) - set(COMMITS.get(release, {}).get("absent", ()))

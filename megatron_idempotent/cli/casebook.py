@@ -1,12 +1,12 @@
 """Writes the case files as text: for `explain`, HAZARDS.md, README.md and docs/compatibility.md.
 
 `python -m megatron_idempotent.cli.casebook` rewrites HAZARDS.md, docs/compatibility.md, the table
-in README.md and the index that `apply()` reads, in the repository in which it is called. With
-`--proven FOLDER` it first merges the findings in that folder into docs/proven.json: `make matrix`
-leaves there what `prove --json` said on each release, and `make pins` on each commit that
-frameworks pin.
+in README.md and the index that `apply()` reads, in the repository in which it is called. Releases,
+commits and frameworks are tables in pyproject.toml; what else names releases gets them from there.
 
-Releases, commits and frameworks are tables in pyproject.toml.
+With `--proven FOLDER` it first merges the findings in that folder into docs/proven.json: `make
+matrix` leaves there what `prove --json` said on each release, and `make pins` on each commit that
+frameworks pin.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,13 @@ END = "<!-- /hazards -->"
 PROVEN = Path("docs", "proven.json")
 COMPATIBILITY = Path("docs", "compatibility.md")
 INDEX = Path("megatron_idempotent", "patching", "index.txt")
+#: Files that name the releases of the table.
+NAMING = tuple(
+    map(
+        Path, ("Makefile", "README.md", "pyproject.toml", "megatron_idempotent/patching/catalog.py")
+    )
+)
+_LINE = 104
 #: The word that `prove` said → the word that the grid shows.
 _MARKS = {"proven": "✓", "documented": "limit", "disabled": "off", "drifted": "refused"}
 _NOT_HERE = {"unsupported_version": "–", "fixed_upstream": "fixed", "missing_target": "absent"}
@@ -186,6 +194,44 @@ def updated_readme(text: str) -> str:
     return pattern.sub(lambda _: table, text)
 
 
+def naming_releases(
+    texts: Mapping[Path, str], releases: Sequence[Mapping[str, Any]]
+) -> dict[Path, str]:
+    """Return the texts of `NAMING` with the releases of the table in them.
+
+    Raises:
+        ValueError: a text no longer has the place in which it named them.
+    """
+    names = [release["megatron"] for release in releases]
+    newest = names[-1]
+    major, minor = newest.split(".")[:2]
+    beyond = f"{major}.{int(minor) + 1}"
+    first = next(release["megatron"] for release in releases if release["training"])
+    told = f"Tested on megatron-core {', '.join(names[:-1])} and {newest} with torch"
+    places = {
+        "Makefile": (r"(?m)^MEGATRON \?= .+$", f"MEGATRON ?= {newest}"),
+        "pyproject.toml": (
+            r'"megatron-core\[training\]>=[^"]+"',
+            f'"megatron-core[training]>={first},<{beyond}"',
+        ),
+        "catalog.py": (r'(?m)^UNTRIED = ".+"$', f'UNTRIED = "{beyond}"'),
+        "README.md": (r"Tested on megatron-core [\d.,\sand]+ with\s+torch", told),
+    }
+    found = {}
+    for path, text in texts.items():
+        pattern, words = places[path.name]
+        found[path], number = re.subn(pattern, words, text)
+        if number != 1:
+            raise ValueError(
+                f"{path} has {number} places like {pattern}; 1 is to name the releases"
+            )
+    readme = next(path for path in found if path.name == "README.md")
+    paragraph = next(each for each in found[readme].split("\n\n") if each.startswith(told))
+    wrapped = textwrap.fill(paragraph, _LINE, break_long_words=False, break_on_hyphens=False)
+    found[readme] = found[readme].replace(paragraph, wrapped)
+    return found
+
+
 def main(argv: Sequence[str], root: Path) -> int:
     """Rewrite the generated files in the repository at `root`; returns the exit code."""
     import tomllib  # not in Python 3.10, which reads case files too
@@ -198,13 +244,15 @@ def main(argv: Sequence[str], root: Path) -> int:
     if folder is not None:
         proven = merged(proven, read_findings(folder))
         (root / PROVEN).write_text(f"{json.dumps(proven, indent=1)}\n", encoding="utf-8")
-    readme = root / "README.md"
-    renewed = updated_readme(readme.read_text(encoding="utf-8"))
-    (root / "HAZARDS.md").write_text(hazards_markdown(proven), encoding="utf-8")
     table = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
-    compatible = page(table["tool"]["megatron-idempotent"], proven)
-    (root / COMPATIBILITY).write_text(compatible, encoding="utf-8")
-    readme.write_text(renewed, encoding="utf-8")
+    project = table["tool"]["megatron-idempotent"]
+    texts = {path: (root / path).read_text(encoding="utf-8") for path in NAMING}
+    renewed = naming_releases(texts, project["releases"])
+    renewed[Path("README.md")] = updated_readme(renewed[Path("README.md")])
+    (root / "HAZARDS.md").write_text(hazards_markdown(proven), encoding="utf-8")
+    (root / COMPATIBILITY).write_text(page(project, proven), encoding="utf-8")
+    for path, text in renewed.items():
+        (root / path).write_text(text, encoding="utf-8")
     (root / INDEX).write_text(index_of(hazards().values()), encoding="utf-8")
     return 0
 
