@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
+#: Neither routers nor MTP layers know padding masks, or packs.
+BEFORE_PADDING_MASKS = Version(version("megatron-core")) < Version("0.16")
 #: A rounding of float64, in which gradients are compared.
 U = 2.0**-53
 #: Upstream computes the softmax of routers and of MTP's heads in float32, over no more words than
@@ -108,6 +112,9 @@ def routed(config: dict[str, Any]) -> list[dict[str, float]]:
 
 def test_losses_that_are_means_over_tokens_do_not_depend_on_packing(megatron_ranks):
     (found,) = megatron_ranks(1, routed, {"moe_z_loss_coeff": 1.0})
+    if BEFORE_PADDING_MASKS:
+        # Routers cannot be told of padding there, and count it, as docs/train-step.md says.
+        assert all(each.pop("padded packs of 64") > SOFTMAX_IN_FP32 for each in found)
     assert max(max(each.values()) for each in found) < SOFTMAX_IN_FP32, found
 
 
@@ -332,6 +339,7 @@ def heads() -> dict[str, float]:
     return differences(found)
 
 
+@pytest.mark.skipif(BEFORE_PADDING_MASKS, reason="MTP layers refuse packs before 0.16")
 def test_mtp_heads_learn_nothing_of_padding(megatron_ranks):
     (found,) = megatron_ranks(1, heads)
     assert max(found.values()) < SOFTMAX_IN_FP32, found
