@@ -28,6 +28,7 @@ from .proof import prove as findings_of
 PROGRAM = "megatron-idempotent"
 
 _OWN_PARSERS = {
+    "certify": "megatron_idempotent.certify.main",
     "train": "megatron_idempotent.trainer.main",
     "ping": "megatron_idempotent.cli.ping",
     "simulate": "megatron_idempotent.simulator.__main__",
@@ -165,6 +166,9 @@ def _parser() -> argparse.ArgumentParser:
         "--as", dest="label", metavar="LABEL", help="of --accept: what a commit is called"
     )
 
+    commands.add_parser(
+        "certify", help="a framework's training step against its definition (see `certify --help`)"
+    )
     commands.add_parser("train", help="the reference RL trainer (see `train --help`)")
     commands.add_parser("ping", help="where an asynchronous run stands (see `ping --help`)")
     commands.add_parser("simulate", help="an asynchronous run on a virtual clock")

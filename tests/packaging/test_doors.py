@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_idempotent"
 #: The doors of each room beside its `__all__`.
 DOORS = {
+    "certify": "",
     "cli": "main",
     "controller": "protocol samplers settings status_file data_plane",
     "cpu": "attention bench calls errors gpu program tiny",

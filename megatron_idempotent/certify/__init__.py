@@ -1,0 +1,41 @@
+"""Judges a framework's training step against its definition, on CPU ranks, in every layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_idempotent.lazy import attributes
+
+if TYPE_CHECKING:
+    from .checks import CHECKS, Check
+    from .layouts import LAYOUTS, Layout
+    from .protocol import Adapter, Finished, Rows, Subject
+    from .run import Result, certify
+
+_HOMES = {
+    "CHECKS": "checks",
+    "LAYOUTS": "layouts",
+    "Adapter": "protocol",
+    "Check": "checks",
+    "Finished": "protocol",
+    "Layout": "layouts",
+    "Result": "run",
+    "Rows": "protocol",
+    "Subject": "protocol",
+    "certify": "run",
+}
+
+__all__ = [
+    "CHECKS",
+    "LAYOUTS",
+    "Adapter",
+    "Check",
+    "Finished",
+    "Layout",
+    "Result",
+    "Rows",
+    "Subject",
+    "certify",
+]
+
+__getattr__ = attributes(__name__, _HOMES)

@@ -1,0 +1,224 @@
+"""Adapts this library's `TrainStep`, and a loop of nothing but Megatron, to be certified.
+
+They also show how an adapter is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import megatron_idempotent
+from megatron_idempotent import TrainStep, wire_train_config
+
+from .bench import Planted
+from .protocol import Finished, Rows, Subject
+
+
+class _Loss:
+    """Sums over positions that count; the step divides by their number over all ranks."""
+
+    kind: Literal["token"] = "token"
+    normalizers: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self.fail = False
+
+    def __call__(self, output: Any, microbatch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.fail:
+            raise Planted("the loss fails, as the check asks")
+        total, _ = self._subject.loss(output, microbatch)
+        return total, {"nll": total}
+
+
+class SplitStep:
+    """Trains with `TrainStep`. Certify it with `megatron_idempotent.certify.adapters:SplitStep`."""
+
+    cannot: Mapping[str, str] = MappingProxyType({})
+
+    def build(self, subject: Subject) -> None:
+        self.subject = subject
+        self.loss = _Loss(subject)
+        wire_train_config(subject.chunks, subject.optimizer)
+        self.step = TrainStep(
+            subject.chunks, subject.optimizer, forward=subject.forward, deadline_s=20.0
+        )
+        self.number = 0
+
+    def begin(self) -> None:
+        self.number += 1
+        self.open = self.step.begin(self.loss, micro_batch_size=self.subject.micro_batch_size)
+
+    def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
+        self.loss.fail = fail
+        try:
+            self.step.microbatch(self.open, rows)
+        finally:
+            self.loss.fail = False
+
+    def finish(self) -> Finished:
+        result = self.step.finish(self.open, global_batch_size=1)
+        return Finished(
+            updated=result.updated, grad_norm=result.grad_norm, loss=result.metrics.get("nll")
+        )
+
+    def abort(self) -> None:
+        self.step.abort()
+
+    def logprobs(self, rows: Rows) -> Tensor | None:
+        return _logprobs(self.subject, rows)
+
+    def export(self) -> None:
+        """Read all parameters, as a weight sync does."""
+        megatron_idempotent.ensure_params_synced(self.subject.chunks)
+        self.exported = [
+            each.detach().cpu().clone()
+            for chunk in self.subject.chunks
+            for each in chunk.module.parameters()
+        ]
+
+    def save(self) -> dict[str, Any]:
+        return _state_of(self.subject)
+
+    def load(self, state: dict[str, Any]) -> None:
+        _restore(self.subject, state)
+
+
+class Megatron:
+    """Trains with Megatron alone: one call of its schedule in `finish`, over all rows so far."""
+
+    cannot: Mapping[str, str] = MappingProxyType(
+        {
+            "failure-on-one-rank": "nothing tells the other ranks of a failure",
+            "replica-without-rows": "the schedule takes at least one microbatch",
+            "nan": "Megatron checks losses for NaN only if asked, and updates with them",
+        }
+    )
+
+    def build(self, subject: Subject) -> None:
+        self.subject = subject
+        wire_train_config(subject.chunks, subject.optimizer)
+
+    def begin(self) -> None:
+        self.rows: list[Rows] = []
+        self.fail = False
+
+    def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
+        size = self.subject.micro_batch_size
+        self.fail = self.fail or fail
+        for start in range(0, len(rows["input_ids"]), size):
+            self.rows.append({name: each[start : start + size] for name, each in rows.items()})
+
+    def finish(self) -> Finished:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        subject = self.subject
+        for chunk in subject.chunks:
+            chunk.zero_grad_buffer()
+        subject.optimizer.zero_grad()
+        data = [iter(self.rows) for _ in subject.chunks]
+        get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=data if len(data) > 1 else data[0],
+            model=subject.chunks,
+            num_microbatches=len(self.rows),
+            seq_length=self.rows[0]["input_ids"].shape[1],
+            micro_batch_size=subject.micro_batch_size,
+            forward_only=False,
+        )
+        updated, grad_norm, _ = subject.optimizer.step()
+        return Finished(updated=updated, grad_norm=None if grad_norm is None else float(grad_norm))
+
+    def _forward_step(self, data: Any, chunk: Any) -> Any:
+        rows = next(data)
+
+        def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            if self.fail:
+                raise Planted("the loss fails, as the check asks")
+            total, count = self.subject.loss(output, rows)
+            return total, count.to(torch.int), {"nll": total.detach().clone()}
+
+        return self.subject.forward(chunk, rows), loss
+
+    def abort(self) -> None:
+        self.rows = []
+
+    def save(self) -> dict[str, Any]:
+        return _state_of(self.subject)
+
+    def load(self, state: dict[str, Any]) -> None:
+        _restore(self.subject, state)
+
+
+def _logprobs(subject: Subject, rows: Rows) -> Tensor | None:
+    """Compute log-probs [B, T] by the schedule, without gradients; None but on the last stage."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(data: Any, chunk: Any) -> Any:
+        microbatch = next(data)
+        return subject.forward(chunk, microbatch), lambda output, non_loss_data: -output
+
+    size = subject.micro_batch_size
+    number = len(rows["input_ids"]) // size
+    pieces = [
+        {name: each[index * size : (index + 1) * size] for name, each in rows.items()}
+        for index in range(number)
+    ]
+    data = [iter(pieces) for _ in subject.chunks]
+    with torch.no_grad():
+        found = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data if len(data) > 1 else data[0],
+            model=subject.chunks,
+            num_microbatches=number,
+            seq_length=rows["input_ids"].shape[1],
+            micro_batch_size=size,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    return torch.cat(found) if found else None
+
+
+def _state_of(subject: Subject) -> dict[str, Any]:
+    """Copy parameters and optimizer state of this rank, as a checkpoint would."""
+    megatron_idempotent.ensure_params_synced(subject.chunks)
+    return {
+        "model": [
+            [each.detach().clone() for each in chunk.module.parameters()]
+            for chunk in subject.chunks
+        ],
+        "optimizer": [
+            [
+                {
+                    name: value.clone() if isinstance(value, Tensor) else value
+                    for name, value in one.state[p].items()
+                }
+                for group in one.param_groups
+                for p in group["params"]
+                if p in one.state
+            ]
+            for one in _inner(subject.optimizer)
+        ],
+    }
+
+
+def _restore(subject: Subject, state: dict[str, Any]) -> None:
+    with torch.no_grad():
+        for chunk, values in zip(subject.chunks, state["model"], strict=True):
+            for parameter, value in zip(chunk.module.parameters(), values, strict=True):
+                parameter.copy_(value)
+    for one, states in zip(_inner(subject.optimizer), state["optimizer"], strict=True):
+        parameters = [p for group in one.param_groups for p in group["params"]]
+        if states:
+            for parameter, kept in zip(parameters, states, strict=True):
+                one.state[parameter] = kept
+
+
+def _inner(optimizer: Any) -> list[Any]:
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [each.optimizer for each in chained if getattr(each, "optimizer", None) is not None]

@@ -1,0 +1,318 @@
+"""Runs an adapter's steps on a rank, and holds each to its definition.
+
+Legend: B rows, T positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_idempotent.cpu import tiny
+from megatron_idempotent.window.params import ensure_params_synced
+
+from .layouts import LAYERS, Layout
+from .oracle import Truth, Update, counted, truth_of
+from .protocol import Adapter, Finished, Rows, Subject
+
+HEADS, T, ROWS = tiny.HEADS, 16, 2
+"""Heads and positions of the model, and rows of a microbatch."""
+
+_FLOAT32 = 2.0**-24
+#: Megatron computes the softmax over the vocabulary in float32, whatever the model has: as many
+#: roundings as there are words and a few more, in each token's gradient. Tokens' gradients are
+#: independent: their sum is smaller than the sum of their norms by the root of their number.
+_SOFTMAX = (tiny.VOCABULARY + 32) * _FLOAT32
+#: Of a whole step in float32, layer by layer, as tests/step/roundings.py derives them.
+_ROUNDINGS = 4e5 * _FLOAT32
+#: Adam divides by sqrt(v) + epsilon. So much more than any gradient makes its step proportional to
+#: the gradient, where with a usual epsilon it would be the same for a gradient twice as large.
+_EPSILON = 2.0**20
+_SGD = {"momentum": 0.5}
+_ADAM = {"beta1": 0.5, "beta2": 0.5, "epsilon": _EPSILON}
+_LR = 0.5
+_DEADLINE_S = 30.0
+
+
+class Wrong(Exception):
+    """Says how a step differs from its definition, in one line."""
+
+
+class Planted(RuntimeError):
+    """Is raised in the loss, where a check asks for a failure."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Holds a parameter of this rank, and its place in the whole model."""
+
+    name: str
+    dimension: int | None
+    rank: int
+    size: int
+    value: Tensor
+
+
+class Bench:
+    """Holds one adapter around one model; `known` are the whole model's parameters as they are."""
+
+    def __init__(self, adapter: Adapter, layout: Layout) -> None:
+        self.adapter = adapter
+        self.layout = layout
+        self._options: dict[str, Any] = {}
+        self.group: Any = None
+        self.make_model()
+        kind, options = ("sgd", _SGD) if layout.double else ("adam", _ADAM)
+        self.update = Update(kind, lr=_LR * (1.0 if layout.double else _EPSILON), **options)
+        self.adapter.build(self.subject)
+        self.known = self.whole()
+
+    def make_model(self) -> None:
+        """Build the model and its optimizer, with the same weights each time."""
+        from megatron.core import parallel_state
+
+        if self.layout.double:
+            torch.set_default_dtype(torch.float64)  # the norms' too
+            typed = {"params_dtype": torch.float64, "pipeline_dtype": torch.float64}
+            precise: dict[str, Any] = {"ddp_overrides": {"grad_reduce_in_fp32": False}}
+            optimizer = {"optimizer": "sgd", "sgd_momentum": _SGD["momentum"], "lr": _LR}
+        else:
+            typed, precise = {}, {}
+            optimizer = {
+                "lr": _LR * _EPSILON,
+                "adam_beta1": _ADAM["beta1"],
+                "adam_beta2": _ADAM["beta2"],
+                "adam_eps": _EPSILON,
+            }
+        rates = {"min_lr": optimizer["lr"], "weight_decay": 0.0, "clip_grad": 0.0}
+        model = tiny.build(
+            **{
+                "layers_per_stage": LAYERS // self.layout.stages,
+                "distributed_optimizer": False,
+                "sequence": T,
+                "batch": ROWS,
+                "config_overrides": {"calculate_per_token_loss": True, **typed},
+                "optimizer_overrides": {**optimizer, **rates},
+                # It is for the framework to wire the config.
+                "wire": False,
+                **precise,
+                **self.layout.options,
+            }
+        )
+        for chunk in model.chunks:
+            _spread(chunk)
+        if model.optimizer is not None and hasattr(model.optimizer, "reload_model_params"):
+            model.optimizer.reload_model_params()
+        self.model = model
+        self.replica = int(parallel_state.get_data_parallel_rank())
+        self.subject = Subject(
+            chunks=model.chunks,
+            optimizer=model.optimizer,
+            config=model.config,
+            forward=forward,
+            loss=loss,
+            micro_batch_size=ROWS,
+        )
+        if self.group is None and dist.get_world_size() > 1:
+            # Its own: an adapter may have left collectives of the others half-way.
+            self.group = dist.new_group(backend="gloo")
+
+    def rows(self, seed: int, number: int, *, replica: int | None = None) -> dict[str, Any]:
+        """Return rows [B, T] of a replica, this rank's by default; all positions count."""
+        replica = self.replica if replica is None else replica
+        generator = torch.Generator().manual_seed(1000 * seed + replica)
+        shape = number, T
+        tokens_BT = torch.randint(0, tiny.VOCABULARY, shape, generator=generator)
+        ones = torch.float64 if self.layout.double else torch.float32
+        return {
+            "input_ids": tokens_BT.cuda(),
+            "token_mask": torch.ones(shape, dtype=ones).cuda(),
+            "sample_mask": torch.ones(number, dtype=ones).cuda(),
+            "scale": torch.ones(number, dtype=ones).cuda(),
+        }
+
+    def everybody(self, make: Any) -> list[Rows]:
+        """Return `make(replica)` of each replica, lists of rows, as one list."""
+        return [each for replica in range(self.layout.replicas) for each in make(replica)]
+
+    def take(self, calls: Sequence[Rows], everybody: Sequence[Rows]) -> None:
+        """Take a step of this rank's `calls`, and hold it to the definition."""
+        try:
+            self.adapter.begin()
+            for rows in calls:
+                self.adapter.microbatch(rows)
+            finished = self.adapter.finish()
+        except Exception:
+            self.adapter.abort()  # or the other ranks would wait
+            raise
+        self.expect(finished, everybody)
+
+    def expect(self, finished: Finished, everybody: Sequence[Rows]) -> None:
+        """Hold a finished step to its definition over the rows of all replicas.
+
+        Raises:
+            Wrong: parameters, norm or loss differ by more than roundings can explain.
+        """
+        truth = truth_of(self.known, everybody, layers=LAYERS, heads=HEADS)
+        still = self.update.without(self.known)
+        wanted = self.update.next(self.known, truth.gradient)
+        if not finished.updated:
+            raise Wrong("finish() says that it has not updated")
+        found = self.whole()
+        self._compare_parameters(found, wanted, still, truth)
+        allowed = self.tolerance(truth)
+        for name, value, right in (
+            ("gradient norm", finished.grad_norm, truth.grad_norm),
+            ("loss", finished.loss, truth.loss),
+        ):
+            if value is not None and not abs(value - right) <= allowed * abs(right):
+                raise Wrong(f"finish() reports the {name} {value:.6g}; {right:.6g} is right")
+        self.known = found
+
+    @property
+    def roundings(self) -> float:
+        """The part of its size by which a log-probability may differ from its definition."""
+        return _SOFTMAX if self.layout.double else _ROUNDINGS
+
+    def tolerance(self, truth: Truth) -> float:
+        """Returns by what part of its norm a gradient may differ from the definition."""
+        independent = math.sqrt(max(truth.count, 1.0)) if self.layout.double else 1.0
+        return self.roundings * independent
+
+    def unchanged(self, what: str) -> None:
+        """Raise `Wrong` unless the parameters are the same bits as before."""
+        found = self.whole()
+        moved = [name for name, value in found.items() if not torch.equal(value, self.known[name])]
+        if moved:
+            raise Wrong(f"{what} has changed {len(moved)} parameters, the first is {moved[0]}")
+
+    def _compare_parameters(
+        self,
+        found: Mapping[str, Tensor],
+        wanted: Mapping[str, Tensor],
+        still: Mapping[str, Tensor],
+        truth: Truth,
+    ) -> None:
+        """Compare what this step's gradient did; the moments of earlier ones lead to `still`."""
+        names = list(wanted)
+
+        def between(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Tensor:
+            return torch.cat([(after[n].double() - before[n].double()).flatten() for n in names])
+
+        moved, right = between(found, still), between(wanted, still)
+        size, error = float(right.norm()), float((moved - right).norm())
+        # Earlier gradients, which the moments hold, had roundings of their own.
+        earlier = float(between(still, self.known).norm())
+        stored = torch.cat([found[name].flatten() for name in names])
+        rounding = float(stored.double().norm()) * torch.finfo(stored.dtype).eps
+        if error <= self.tolerance(truth) * (size + earlier) + 2 * rounding:
+            return
+        if not torch.isfinite(moved).all():
+            raise Wrong("parameters are NaN or infinite after the step")
+        if not between(found, self.known).any():
+            raise Wrong("the step has moved no parameter")
+        factor = float(moved @ right) / size**2
+        if float((moved - factor * right).norm()) <= 0.01 * abs(factor) * size:
+            raise Wrong(f"the gradient is {factor:.4g} times the right one")
+        blame = [
+            name
+            for name in names
+            if float((found[name].double() - wanted[name]).norm())
+            > 0.01 * float((wanted[name] - still[name]).norm())
+        ]
+        where = "everywhere" if len(blame) > len(names) // 2 else f"in {', '.join(blame[:3])}"
+        raise Wrong(f"the gradient is off by {100 * error / size:.3g} % of its norm, {where}")
+
+    def whole(self) -> dict[str, Tensor]:
+        """Gather the whole model's parameters by Megatron's names. All ranks take part.
+
+        Raises:
+            Wrong: two replicas have different bits.
+        """
+        ensure_params_synced(self.model.chunks)
+        own = [part for chunk in self.model.chunks for part in _parts(chunk)]
+        everybody = [own]
+        if self.group is not None:
+            everybody = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(everybody, own, group=self.group)
+        parts: dict[str, dict[int, Part]] = {}
+        for rank, theirs in enumerate(everybody):
+            for part in theirs:
+                known = parts.setdefault(part.name, {}).setdefault(part.rank, part)
+                if not torch.equal(known.value, part.value):
+                    raise Wrong(f"rank {rank} has other bits in {part.name} than its replica")
+        return {name: _joined(list(shards.values())) for name, shards in parts.items()}
+
+    def alike(self, told: Any) -> list[Any]:
+        """Gather a value of each rank, by rank. All ranks take part."""
+        if self.group is None:
+            return [told]
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, told, group=self.group)
+        return everybody
+
+
+def forward(chunk: Any, rows: Rows) -> Tensor:
+    """Call a chunk; returns the negative log-probability of the next token [B, T] on the last."""
+    tokens_BT = rows["input_ids"]
+    length = tokens_BT.shape[1]
+    positions_BT = torch.arange(length, device="cuda").expand_as(tokens_BT)
+    hidden = torch.ones(1, 1, length, length, device="cuda").tril() < 0.5
+    output: Tensor = chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT.roll(-1, 1))
+    return output
+
+
+def loss(output: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Returns the sum over positions that count, each times its row's scale, and their number."""
+    mask_BT = counted(rows)
+    return (output * mask_BT * rows["scale"][:, None]).sum(), mask_BT.sum()
+
+
+def _spread(chunk: Any) -> None:
+    """Give biases and norms weights of their own, so that a gradient missing there is seen."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in chunk.module.parameters():
+            sharded = getattr(parameter, "tensor_model_parallel", False)
+            if parameter.dim() == 1 and not sharded:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+
+
+def _parts(chunk: Any) -> list[Part]:
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    module = chunk.module
+    found = []
+    for name, parameter in module.named_parameters():
+        words = name.split(".")
+        if "layers" in words:
+            place = words.index("layers") + 1
+            words[place] = str(module.decoder.layers[int(words[place])].layer_number - 1)
+        sharded = getattr(parameter, "tensor_model_parallel", False) and size > 1
+        found.append(
+            Part(
+                name=".".join(words),
+                dimension=parameter.partition_dim if sharded else None,
+                rank=rank if sharded else 0,
+                size=size if sharded else 1,
+                value=parameter.detach().cpu().clone(),
+            )
+        )
+    return found
+
+
+def _joined(shards: Sequence[Part]) -> Tensor:
+    ordered = sorted(shards, key=lambda part: part.rank)
+    if len(ordered) != ordered[0].size:
+        raise Wrong(f"{ordered[0].name} has {len(ordered)} of its {ordered[0].size} shards")
+    if ordered[0].dimension is None:
+        return ordered[0].value
+    return torch.cat([part.value for part in ordered], ordered[0].dimension)

@@ -1,0 +1,301 @@
+"""Defines the checks: each runs steps of an adapter on all ranks, and raises `Wrong` at a fault.
+
+Where a check is silent about it, all positions count, and calls are of equal size, so that each
+fault is caught by few checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch.distributed as dist
+
+from .bench import HEADS, ROWS, Bench, Wrong
+from .layouts import LAYERS
+from .oracle import negative_logprobs
+from .protocol import Finished, Rows
+
+#: Rows of a call: two microbatches, or as many as an interleaved schedule asks for.
+CALL = 2 * ROWS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """Names a check and says what it demands.
+
+    Example: `CHECKS["split-step"].summary`.
+    """
+
+    name: str
+    summary: str
+    run: Callable[[Bench], None]
+    needs: tuple[str, ...] = ()
+    """Methods of the adapter without which the check is not made."""
+    hazards: tuple[str, ...] = ()
+    """Hazards of Megatron that may be the cause of a failure; `megatron-idempotent explain ID`."""
+    replicas: bool = False
+    """True if it takes more than one data-parallel rank."""
+
+
+def whole_step(bench: Bench) -> None:
+    for seed in range(2):
+        calls = [bench.rows(seed, 2 * CALL)]
+        bench.take(calls, bench.everybody(lambda r, s=seed: [bench.rows(s, 2 * CALL, replica=r)]))
+
+
+def _masked(bench: Bench, seed: int, replica: int) -> dict[str, Any]:
+    """Rows of which each counts more positions than the one before; equal in all replicas."""
+    rows = bench.rows(seed, 2 * CALL, replica=replica)
+    length = rows["input_ids"].shape[1]
+    for index, mask_T in enumerate(rows["token_mask"]):
+        mask_T[2 + index * (length - 2) // (2 * CALL) :] = 0
+    rows["sample_mask"][1] = 0
+    return rows
+
+
+def counts(bench: Bench) -> None:
+    for seed in range(2):
+        everybody = bench.everybody(lambda r, s=seed: [_masked(bench, s, r)])
+        bench.take([_masked(bench, seed, bench.replica)], everybody)
+
+
+def split_step(bench: Bench) -> None:
+    for seed in range(2):
+        everybody = bench.everybody(
+            lambda r, s=seed: [bench.rows(10 * s + call, CALL, replica=r) for call in range(3)]
+        )
+        bench.take([bench.rows(10 * seed + call, CALL) for call in range(3)], everybody)
+
+
+def sizes_change(bench: Bench) -> None:
+    for seed, factor in enumerate((2, 1, 3)):
+        everybody = bench.everybody(
+            lambda r, s=seed, f=factor: [bench.rows(s, f * CALL, replica=r)]
+        )
+        bench.take([bench.rows(seed, factor * CALL)], everybody)
+
+
+def uneven_replicas(bench: Bench) -> None:
+    for seed in range(2):
+        numbers = [CALL * (1 + (replica + seed) % 2) for replica in range(bench.layout.replicas)]
+        everybody = bench.everybody(lambda r, s=seed, n=numbers: [bench.rows(s, n[r], replica=r)])
+        bench.take([bench.rows(seed, numbers[bench.replica])], everybody)
+
+
+def replica_without_rows(bench: Bench) -> None:
+    for seed in range(2):
+        numbers = [CALL * ((replica + seed) % 2) for replica in range(bench.layout.replicas)]
+        everybody = bench.everybody(lambda r, s=seed, n=numbers: [bench.rows(s, n[r], replica=r)])
+        bench.take([bench.rows(seed, numbers[bench.replica])], everybody)
+
+
+def export_in_mid_step(bench: Bench) -> None:
+    adapter: Any = bench.adapter
+    for seed in range(2):
+        rows = bench.rows(seed, CALL)
+        adapter.begin()
+        adapter.export()
+        adapter.microbatch(rows)
+        adapter.export()
+        bench.unchanged("a step that has not finished")
+        everybody = bench.everybody(lambda r, s=seed: [bench.rows(s, CALL, replica=r)])
+        bench.expect(adapter.finish(), everybody)
+
+
+def _check_logprobs(bench: Bench, rows: Rows) -> None:
+    adapter: Any = bench.adapter
+    found = adapter.logprobs(rows)
+    if found is None:  # not on the last stage
+        return
+    known = {name: value.double() for name, value in bench.known.items()}
+    right = -negative_logprobs(known, rows["input_ids"], LAYERS, HEADS)
+    error = float((found.detach().double() - right)[:, :-1].norm())
+    if not error <= bench.roundings * float(right[:, :-1].norm()):
+        worst = 100 * error / float(right[:, :-1].norm())
+        raise Wrong(f"log-probs differ from the model's by {worst:.3g} % of their norm")
+
+
+def logprobs_in_mid_step(bench: Bench) -> None:
+    adapter: Any = bench.adapter
+    for seed in range(2):
+        rows = bench.rows(seed, CALL)
+        adapter.begin()
+        _check_logprobs(bench, rows)
+        adapter.microbatch(rows)
+        _check_logprobs(bench, rows)
+        everybody = bench.everybody(lambda r, s=seed: [bench.rows(s, CALL, replica=r)])
+        bench.expect(adapter.finish(), everybody)
+
+
+def abort_and_retry(bench: Bench) -> None:
+    adapter = bench.adapter
+    whole_step(bench)
+    for stop in range(2):
+        adapter.begin()
+        for call in range(stop):
+            adapter.microbatch(bench.rows(50 + call, CALL))
+        adapter.abort()
+        bench.unchanged("abort()")
+        everybody = bench.everybody(lambda r, s=stop: [bench.rows(60 + s, 2 * CALL, replica=r)])
+        bench.take([bench.rows(60 + stop, 2 * CALL)], everybody)
+
+
+def _or_aborted(bench: Bench, step: Callable[[], Finished]) -> tuple[str | None, Finished | None]:
+    """Returns what a step raised on this rank, which then aborts it, or what it returned."""
+    try:
+        return None, step()
+    except Exception as error:  # noqa: BLE001  it is what is asked for
+        bench.adapter.abort()
+        return f"{type(error).__name__}: {error}".splitlines()[0], None
+
+
+def failure_on_one_rank(bench: Bench) -> None:
+    adapter = bench.adapter
+    last = dist.get_world_size() - 1  # on the last stage, which computes the loss
+
+    def step() -> Finished:
+        adapter.begin()
+        adapter.microbatch(bench.rows(0, CALL), fail=dist.get_rank() == last)
+        return adapter.finish()
+
+    raised, _ = _or_aborted(bench, step)
+    told = bench.alike(raised)
+    calm = [rank for rank, each in enumerate(told) if each is None]
+    if calm:
+        raise Wrong(
+            f"the loss of rank {last} failed ({told[last]}), and rank {calm[0]} finished the step"
+        )
+    bench.unchanged("a step that failed")
+    everybody = bench.everybody(lambda r: [bench.rows(1, CALL, replica=r)])
+    bench.take([bench.rows(1, CALL)], everybody)
+
+
+def nan(bench: Bench) -> None:
+    adapter = bench.adapter
+
+    def step() -> Finished:
+        rows = bench.rows(0, CALL)
+        if bench.replica == 0:
+            rows["scale"][0] = math.nan
+        adapter.begin()
+        adapter.microbatch(rows)
+        return adapter.finish()
+
+    raised, finished = _or_aborted(bench, step)
+    told = bench.alike((raised, finished is not None and finished.updated))
+    if any(updated for _, updated in told):
+        raise Wrong("a loss of one replica is NaN, and the step updated all the same")
+    if len({error is None for error, _ in told}) > 1:
+        raise Wrong("a loss of one replica is NaN, and some ranks raised while others went on")
+    bench.unchanged("a step with a NaN")
+    everybody = bench.everybody(lambda r: [bench.rows(1, CALL, replica=r)])
+    bench.take([bench.rows(1, CALL)], everybody)
+
+
+def second_run(bench: Bench) -> None:
+    for _ in range(2):
+        whole_step(bench)
+        bench.adapter.build(bench.subject)
+    whole_step(bench)
+
+
+def resume(bench: Bench) -> None:
+    adapter: Any = bench.adapter
+    whole_step(bench)
+    state = adapter.save()
+    bench.make_model()
+    adapter.build(bench.subject)
+    adapter.load(state)
+    bench.unchanged("save() and load()")
+    whole_step(bench)
+
+
+CHECKS: Mapping[str, Check] = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            Check(
+                name="whole-step",
+                summary="a step in one call has the gradient of its definition, and its norm",
+                run=whole_step,
+                hazards=("grad-scale-func", "finalize-func-overwritten"),
+            ),
+            Check(
+                name="counts",
+                summary="the mean is over all positions that count, not a mean of means",
+                run=counts,
+            ),
+            Check(
+                name="split-step",
+                summary="a step in three calls is the step in one",
+                run=split_step,
+                hazards=("second-window-not-reduced", "gradient-after-reduction"),
+            ),
+            Check(
+                name="sizes-change",
+                summary="the number of microbatches changes from step to step",
+                run=sizes_change,
+                hazards=("deferred-reduction-refused",),
+            ),
+            Check(
+                name="uneven-replicas",
+                summary="replicas have different numbers of microbatches",
+                run=uneven_replicas,
+                replicas=True,
+            ),
+            Check(
+                name="replica-without-rows",
+                summary="a replica has no rows in a step",
+                run=replica_without_rows,
+                replicas=True,
+            ),
+            Check(
+                name="logprobs-in-mid-step",
+                summary="log-probs before and after a microbatch are right, and change nothing",
+                run=logprobs_in_mid_step,
+                needs=("logprobs",),
+            ),
+            Check(
+                name="export-in-mid-step",
+                summary="an export in an open step changes nothing",
+                run=export_in_mid_step,
+                needs=("export",),
+                hazards=("params-stale-after-step", "pending-gather-dropped"),
+            ),
+            Check(
+                name="abort-and-retry",
+                summary="after an abort nothing is left of the step",
+                run=abort_and_retry,
+                hazards=("first-window-aborted",),
+            ),
+            Check(
+                name="failure-on-one-rank",
+                summary="a loss that raises on one rank stops all, and the next step is right",
+                run=failure_on_one_rank,
+                hazards=("first-window-aborted",),
+            ),
+            Check(
+                name="nan",
+                summary="no rank updates with a NaN, and the next step is right",
+                run=nan,
+            ),
+            Check(
+                name="second-run",
+                summary="a second run over the same model is right",
+                run=second_run,
+                hazards=("no-sync-func-reentry", "second-window-not-reduced"),
+            ),
+            Check(
+                name="resume",
+                summary="a run that continues from a checkpoint takes the same steps",
+                run=resume,
+                needs=("save", "load"),
+            ),
+        )
+    }
+)
+"""All checks by name, in the order in which they are made."""

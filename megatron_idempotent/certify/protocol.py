@@ -1,0 +1,90 @@
+"""Defines what a framework gives to be certified: an `Adapter`, built around a `Subject`.
+
+Legend: B rows, T positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+Rows = Mapping[str, Any]
+"""Sequences of one rank: `input_ids` [B, T], `token_mask` [B, T], `sample_mask` [B], `scale` [B].
+
+B may be 0. Position t >= 1 of a row counts if its token mask and the row's sample mask are 1. The
+loss multiplies the row by its scale, which is 1 but where a check wants a NaN."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """Holds the model that an adapter trains, on one rank.
+
+    Example: `TrainStep(subject.chunks, subject.optimizer, forward=subject.forward)`.
+    """
+
+    chunks: list[Any]
+    """The pipeline stage's model chunks, in Megatron's `DistributedDataParallel`."""
+    optimizer: Any
+    """Megatron's optimizer, with a constant learning rate."""
+    config: Any
+    """The chunks' `TransformerConfig`, with `calculate_per_token_loss`."""
+    forward: Callable[[Any, Rows], torch.Tensor]
+    """A function of a chunk and rows that returns what the chunk does: on the last stage the
+    negative log-probability [B, T] of the token after each position."""
+    loss: Callable[[torch.Tensor, Rows], tuple[torch.Tensor, torch.Tensor]]
+    """A function of the last stage's output and its rows that returns the sum over the positions
+    that count, and their number."""
+    micro_batch_size: int
+    """Rows of one microbatch; the number of rows of every call is a multiple of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """Says what an adapter's `finish` reports, equal on all ranks that report it.
+
+    Example: `Finished(grad_norm=1.5, loss=4.2)`.
+    """
+
+    updated: bool = True
+    """False if the step was skipped, and no parameter changed."""
+    grad_norm: float | None = None
+    """Norm of the gradient before clipping; None if the framework does not tell."""
+    loss: float | None = None
+    """Mean over all positions of the step that count, on all replicas; None if it does not tell."""
+
+
+class Adapter(Protocol):
+    """Drives a framework's training step on one rank; all ranks call the same methods in order.
+
+    An adapter may also have `logprobs(rows)`, the log-probability [B, T] of the token after each
+    position on ranks of the last stage, and None on others; `export()`, which returns or sets
+    nothing that the step depends on; `save()`, a dictionary of all that a later process needs, and
+    `load(state)`, called right after `build`. Checks that need what it lacks are not made.
+    """
+
+    cannot: Mapping[str, str]
+    """The checks that the framework does not promise to pass, with the reason, by the check's name.
+    They do not fail the verdict."""
+
+    def build(self, subject: Subject) -> None:
+        """Take over the model; called again for a second run over the same model."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+
+    def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
+        """Add the gradients of this rank's rows to the step.
+
+        With `fail`, raise in the loss of its first microbatch, on ranks that compute the loss. A
+        rank on which any call raises calls `abort()` next.
+        """
+
+    def finish(self) -> Finished:
+        """Divide by the number of positions that count, on all replicas, and update once."""
+
+    def abort(self) -> None:
+        """Drop the step, so that the next one begins as if it had never been."""

@@ -1,0 +1,254 @@
+"""Certifies an adapter: runs each check on each layout, on fresh CPU ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_idempotent.cpu import RankError, RankPool, RankTimeout
+
+from .checks import CHECKS, Check
+from .layouts import LAYOUTS, Layout
+
+Verdict = Literal["passed", "failed", "declared", "not offered", "not judged"]
+
+DEADLINE_S = 60.0
+"""The most seconds for one check, which takes about one; one that takes longer has hung."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """Says what became of a check on a layout.
+
+    Example: `Result(check="whole-step", layout="dp2", verdict="passed", seconds=1.2)`.
+    """
+
+    check: str
+    layout: str
+    verdict: Verdict
+    """`declared`: the adapter says that it may fail, and it does or was not run. `not offered`: the
+    adapter lacks a method, or the layout has one replica. `not judged`: `whole-step` fails there
+    already."""
+    seconds: float = 0.0
+    fault: str = ""
+    """The fault and the code that it is in, in one line; for `declared` what the adapter says."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """Says what an adapter offers. Example: `facts("mine:Adapter").cannot`."""
+
+    offers: frozenset[str]
+    """The optional methods that it has."""
+    cannot: Mapping[str, str]
+    """The checks that it does not promise to pass, with the reason."""
+
+
+_DEMANDED = ("build", "begin", "microbatch", "finish", "abort")
+
+
+class Certification:
+    """Makes checks of one adapter on a pool's ranks; imports the adapter on a rank, not here.
+
+    Example: `Certification("mine:Adapter", pool).judge("whole-step", "dp2").verdict`.
+    """
+
+    def __init__(
+        self, adapter: str, pool: RankPool, *, stock: bool = False, declared: bool = False
+    ) -> None:
+        """Take what `certify` does; nothing runs before the first `judge`."""
+        self._adapter = adapter
+        self._pool = pool
+        self._stock = stock
+        self._declared = declared
+        self._told: Facts | None = None
+        self._whole: dict[str, Result] = {}
+
+    def judge(self, check: str, layout: str) -> Result:
+        """Make a check on a layout, after `whole-step`, on which all others rest.
+
+        Raises:
+            ValueError: the adapter cannot be imported, or lacks a method.
+        """
+        told = self._facts()
+        if layout not in self._whole:
+            self._whole[layout] = self._judge(CHECKS["whole-step"], LAYOUTS[layout], told)
+        if check == "whole-step":
+            return self._whole[layout]
+        if self._whole[layout].verdict == "failed":
+            return Result(check=check, layout=layout, verdict="not judged")
+        return self._judge(CHECKS[check], LAYOUTS[layout], told)
+
+    def _facts(self) -> Facts:
+        if self._told is None:
+            # The first call also pays for the pool's imports, which no check is charged with.
+            (told,) = self._pool.run(1, facts, self._adapter, distributed=False)
+            if isinstance(told, str):
+                raise ValueError(told)
+            self._told = told
+        return self._told
+
+    def _judge(self, check: Check, layout: Layout, told: Facts) -> Result:
+        def result(verdict: Verdict, fault: str = "", seconds: float = 0.0) -> Result:
+            return Result(
+                check=check.name,
+                layout=layout.name,
+                verdict=verdict,
+                seconds=seconds,
+                fault=fault,
+            )
+
+        lacking = [name for name in check.needs if name not in told.offers]
+        if lacking:
+            return result("not offered", f"no {', '.join(lacking)}()")
+        if check.replicas and layout.replicas == 1:
+            return result("not offered", "one replica")
+        said = told.cannot.get(check.name)
+        if said is not None and not self._declared:
+            return result("declared", said)
+        start = time.perf_counter()
+        fault = fault_of(self._pool, self._adapter, check, layout, stock=self._stock)
+        seconds = time.perf_counter() - start
+        if fault and said is not None:
+            return result("declared", f"{said} ({fault})", seconds)
+        return result("failed" if fault else "passed", fault, seconds)
+
+
+def certify(
+    adapter: str,
+    *,
+    checks: Iterable[str] | None = None,
+    layouts: Iterable[str] | None = None,
+    stock: bool = False,
+    declared: bool = False,
+    pool: RankPool | None = None,
+) -> Iterator[Result]:
+    """Run checks on an adapter, and yield a result for each layout and check.
+
+    Args:
+        adapter: "package.module:Class", importable on the ranks, which have this process's path.
+        checks: names of `CHECKS`; None for all. `whole-step` is always among them.
+        layouts: names of `LAYOUTS`; None for all.
+        stock: leave out the patches, which else are applied on every rank.
+        declared: also run the checks that the adapter's `cannot` names; their failures do not
+            count. They may hang, each until its deadline.
+        pool: ranks to run on, at least 4; None starts a pool and ends it again.
+
+    Raises:
+        ValueError: an unknown check or layout, or an adapter that cannot be imported.
+
+    Example:
+        failed = [each for each in certify("mine:Adapter") if each.verdict == "failed"]
+    """
+    wanted = ["whole-step", *(name for name in _chosen(checks, CHECKS, "check"))]
+    places = _chosen(layouts, LAYOUTS, "layout")
+    own = None
+    if pool is None:
+        # Standard output is for the results; releases print there while they are imported.
+        pool = own = RankPool(max(LAYOUTS[name].ranks for name in places), stdout=2)
+    try:
+        certification = Certification(adapter, pool, stock=stock, declared=declared)
+        for layout in places:
+            for check in dict.fromkeys(wanted):
+                yield certification.judge(check, layout)
+    finally:
+        if own is not None:
+            own.close()
+
+
+def load(adapter: str) -> type:
+    """Import an adapter's class, on a rank: it may import what needs a GPU or its emulation.
+
+    Raises:
+        ValueError: not of the form "module:Class", not there, or without a method.
+    """
+    module, _, name = adapter.partition(":")
+    if not module or not name:
+        raise ValueError(f"certify takes PACKAGE.MODULE:CLASS, got {adapter!r}")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"the adapter {adapter!r} cannot be imported: {error}") from error
+    missing = [name for name in _DEMANDED if not callable(getattr(found, name, None))]
+    if missing:
+        raise ValueError(
+            f"{adapter} has no {', '.join(missing)}(): see megatron_idempotent.certify.Adapter"
+        )
+    unknown = set(getattr(found, "cannot", {})) - set(CHECKS)
+    if unknown:
+        raise ValueError(
+            f"{adapter}.cannot names {sorted(unknown)}, which are none of {', '.join(CHECKS)}"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def facts(adapter: str) -> Facts | str:
+    """Runs on a rank: says what an adapter offers, or why it cannot be taken."""
+    try:
+        kind = load(adapter)
+    except ValueError as error:
+        return str(error)
+    needed = {name for check in CHECKS.values() for name in check.needs}
+    return Facts(
+        offers=frozenset(name for name in needed if callable(getattr(kind, name, None))),
+        cannot=dict(getattr(kind, "cannot", {})),
+    )
+
+
+def _chosen(names: Iterable[str] | None, known: Mapping[str, Any], what: str) -> list[str]:
+    names = list(known) if names is None else list(names)
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise ValueError(f"unknown {what} {', '.join(unknown) or names}: one of {', '.join(known)}")
+    return [name for name in known if name in names]
+
+
+def fault_of(
+    pool: RankPool, adapter: str, check: Check, layout: Layout, *, stock: bool = False
+) -> str:
+    """Make one check on fresh ranks; returns what is wrong, in one line, or an empty string."""
+    try:
+        told = pool.run(
+            layout.ranks, examine, adapter, check.name, layout.name, stock, timeout_s=DEADLINE_S
+        )
+    except RankTimeout as error:
+        waiting = sorted(set(range(layout.ranks)) - set(error.finished))
+        return f"rank {', '.join(map(str, waiting))} did not end within {DEADLINE_S:g} s"
+    except RankError as error:
+        first = error.failures[0]
+        return f"rank {first.rank} ended: {first.exception_type}: {first.message}".splitlines()[0]
+    return next((fault for fault in told if fault), "")
+
+
+def examine(adapter: str, check: str, layout: str, stock: bool) -> str:
+    """Runs on a rank: makes one check; returns what is wrong, or an empty string."""
+    import megatron_idempotent
+
+    from .bench import Bench, Wrong
+
+    logging.disable(logging.WARNING)
+    if not stock:
+        megatron_idempotent.apply()
+    try:
+        CHECKS[check].run(Bench(load(adapter)(), LAYOUTS[layout]))
+    except Wrong as wrong:
+        return str(wrong)
+    except Exception as error:  # noqa: BLE001  it is what the framework has done
+        return f"{type(error).__name__} in {_where(error)}: {error}".splitlines()[0]
+    return ""
+
+
+def _where(error: BaseException) -> str:
+    """Name the function that raised, and the file by its package."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    path = Path(frame.filename)
+    parts = path.parts
+    if "site-packages" in parts:
+        parts = parts[parts.index("site-packages") + 1 :]
+    return f"{'/'.join(parts[-4:])}:{frame.lineno} ({frame.name})"

@@ -1,0 +1,204 @@
+"""`SplitStep` with one bug each, as they were in frameworks, for the check that catches it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_idempotent.certify.adapters import SplitStep, _Loss
+from megatron_idempotent.certify.oracle import counted
+
+
+class TwiceTheLoss(SplitStep):
+    """Forgets a division."""
+
+    def build(self, subject: Any) -> None:
+        def loss(output: Tensor, rows: Any) -> Any:
+            total, count = subject.loss(output, rows)
+            return 2 * total, count
+
+        super().build(dataclasses.replace(subject, loss=loss))
+
+
+class _MeansOfRows(_Loss):
+    kind = "sequence"
+
+    def __call__(self, output: Any, microbatch: Any) -> Any:
+        if self.fail:
+            return super().__call__(output, microbatch)
+        mask_BT = counted(microbatch)
+        sums_B = (output * mask_BT * microbatch["scale"][:, None]).sum(1)
+        total = (sums_B / mask_BT.sum(1).clamp(min=1)).sum()
+        return total, {"nll": total}
+
+
+class MeanOfMeans(SplitStep):
+    """Divides each row by its own length."""
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.loss = _MeansOfRows(subject)
+
+
+class KeepsTheLastCall(SplitStep):
+    """Zeroes the gradients in each call."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.calls = 0
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        if self.calls:
+            self.step.abort()
+            super().begin()
+        self.calls += 1
+        super().microbatch(rows, fail=fail)
+
+
+class _Divided(_Loss):
+    kind = "none"
+
+
+class FirstStepsDivisor(SplitStep):
+    """Goes on dividing by the number of positions of the first step."""
+
+    known = None
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.loss = _Divided(subject)
+
+    def begin(self) -> None:
+        super().begin()
+        self.counted = 0.0
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        super().microbatch(rows, fail=fail)
+        self.counted += float(counted(rows).sum())
+
+    def finish(self) -> Any:
+        if self.known is None:
+            everywhere = torch.tensor(self.counted)
+            torch.distributed.all_reduce(everywhere)
+            self.known = float(everywhere)
+        result = self.step.finish(self.open, global_batch_size=1, divisor=self.known)
+        return dataclasses.replace(_finished(result), loss=None)
+
+
+def _finished(result: Any) -> Any:
+    from megatron_idempotent.certify import Finished
+
+    return Finished(updated=result.updated, grad_norm=result.grad_norm)
+
+
+class _MeansOfCalls(_Divided):
+    count = 1.0
+
+    def __call__(self, output: Any, microbatch: Any) -> Any:
+        total, told = super().__call__(output, microbatch)
+        return total / (self.count * torch.distributed.get_world_size()), told
+
+
+class MeanOfReplicas(SplitStep):
+    """Averages replicas, whatever they have."""
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.loss = _MeansOfCalls(subject)
+
+    def begin(self) -> None:
+        super().begin()
+        self.calls = 0
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.loss.count = max(float(counted(rows).sum()), 1.0)
+        self.calls += 1
+        super().microbatch(rows, fail=fail)
+
+    def finish(self) -> Any:
+        result = self.step.finish(self.open, global_batch_size=1, divisor=float(self.calls))
+        return _finished(result)
+
+
+class RefusesNoRows(SplitStep):
+    """Takes the shape of the first row."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        rows["input_ids"][0]
+        super().microbatch(rows, fail=fail)
+
+
+class LogprobsZeroGradients(SplitStep):
+    """Begins an evaluation as a step begins."""
+
+    def logprobs(self, rows: Any) -> Any:
+        for chunk in self.subject.chunks:
+            chunk.zero_grad_buffer()
+        return super().logprobs(rows)
+
+
+class ExportRounds(SplitStep):
+    """Converts the weights in place."""
+
+    def export(self) -> None:
+        super().export()
+        with torch.no_grad():
+            for chunk in self.subject.chunks:
+                for each in chunk.module.parameters():
+                    each.copy_(each.to(torch.bfloat16))
+
+
+class AbortUpdates(SplitStep):
+    """Finishes a step that is to be dropped."""
+
+    def abort(self) -> None:
+        try:
+            super().finish()
+        except Exception:  # noqa: BLE001  of a step that has failed
+            super().abort()
+
+
+class SwallowsErrors(SplitStep):
+    """Logs an error, and goes on with what is there."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        if not fail:
+            super().microbatch(rows)
+
+
+class UpdatesWithNaN(SplitStep):
+    """Does not look at the norm."""
+
+    def build(self, subject: Any) -> None:
+        from megatron_idempotent import TrainStep
+
+        super().build(subject)
+        self.step = TrainStep(
+            subject.chunks,
+            subject.optimizer,
+            forward=subject.forward,
+            deadline_s=20.0,
+            non_finite="update",
+        )
+
+
+class WarmsUpTwice(SplitStep):
+    """Changes the optimizer in each set-up."""
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        if getattr(subject.optimizer, "seen", False):
+            for group in subject.optimizer.param_groups:
+                group["lr"] *= 2
+        subject.optimizer.seen = True
+
+
+class ForgetsMoments(SplitStep):
+    """Saves the weights alone."""
+
+    def save(self) -> dict[str, Any]:
+        state = super().save()
+        return {**state, "optimizer": [[] for _ in state["optimizer"]]}

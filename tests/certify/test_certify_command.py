@@ -1,0 +1,101 @@
+"""`megatron-idempotent certify`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_idempotent.certify import CHECKS, LAYOUTS, Result, certify
+from megatron_idempotent.certify import main as command
+from megatron_idempotent.certify.report import as_json, as_junit, as_table
+from megatron_idempotent.patching.catalog import hazards
+
+RESULTS = [
+    Result(check="whole-step", layout="dp2", verdict="passed", seconds=1.5),
+    Result(check="second-run", layout="dp2", verdict="failed", seconds=2.0, fault="KeyError in x"),
+    Result(check="nan", layout="dp2", verdict="declared", fault="nobody looks"),
+    Result(check="resume", layout="dp2", verdict="not offered", fault="no save(), load()"),
+]
+
+
+def test_a_table_has_a_line_for_each_fault_with_the_hazards_behind_it():
+    text = as_table(RESULTS)
+    assert "dp2, second-run, failed: KeyError in x" in text
+    assert "`megatron-idempotent explain no-sync-func-reentry`" in text
+    assert "dp2, nan, declared: nobody looks" in text
+    assert text.endswith("1 passed, 1 failed, 1 declared, 1 not made, in 4 s")
+
+
+def test_json_and_junit_say_the_same():
+    assert [row["verdict"] for row in json.loads(as_json(RESULTS))] == [
+        each.verdict for each in RESULTS
+    ]
+    suite = ElementTree.fromstring(as_junit("mine:Adapter", RESULTS))
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("4", "1", "2")
+    failure = suite.find("testcase/failure")
+    assert failure is not None
+    assert failure.get("message") == "KeyError in x"
+
+
+def test_checks_name_hazards_that_there_are():
+    assert {name for check in CHECKS.values() for name in check.hazards} <= {*hazards()}
+
+
+def test_checks_and_layouts_are_listed(capsys):
+    assert command.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" ")[0] for line in lines] == [*CHECKS, *LAYOUTS]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "asked", "said"),
+    [
+        ("mine:Adapter", {"checks": ["nope"]}, "unknown check nope: one of whole-step, "),
+        ("mine:Adapter", {"layouts": ["dp3"]}, "unknown layout dp3: one of dp2, "),
+        ("mine", {}, "takes PACKAGE.MODULE:CLASS, got 'mine'"),
+        ("no_such_package:Adapter", {}, "'no_such_package:Adapter' cannot be imported"),
+        ("json:JSONDecoder", {}, "json:JSONDecoder has no build, begin, microbatch, finish, abort"),
+    ],
+)
+def test_what_is_not_there_is_named(megatron_rank_pool, adapter, asked, said):
+    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+        list(certify(adapter, pool=megatron_rank_pool, **asked))
+
+
+def test_the_command_without_an_adapter_says_what_it_takes(capsys):
+    assert command.main([]) == 2
+    assert "name an adapter, PACKAGE.MODULE:CLASS" in capsys.readouterr().err
+
+
+def test_the_documentation_has_all_checks():
+    text = (Path(__file__).parents[2] / "docs" / "certify.md").read_text("utf-8")
+    for check in CHECKS.values():
+        assert f"| `{check.name}` | {check.summary} |" in text
+
+
+@pytest.mark.exhaustive
+def test_pytest_runs_the_checks_of_an_adapter(tmp_path, request):
+    (tmp_path / "test_own.py").write_text("def test_own(): pass\n")
+    here = request.path.parent
+    path = os.pathsep.join((str(here), str(here.parents[1])))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    command += ["--certify", "planted:RefusesNoRows", "-k", "dp2-replica-without-rows"]
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=tmp_path,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "IndexError in " in run.stdout
+    assert f"1 failed, {len(CHECKS) * len(LAYOUTS)} deselected" in run.stdout, run.stdout

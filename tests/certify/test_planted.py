@@ -1,0 +1,75 @@
+"""Each check catches a bug that was planted for it; `SplitStep` itself passes all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_idempotent.certify import CHECKS, LAYOUTS, certify, run
+
+OWN = "megatron_idempotent.certify.adapters:SplitStep"
+#: The bug, the check that it was planted for, what is said of it, and the checks that fail too.
+BUGS = [
+    ("TwiceTheLoss", "whole-step", "the gradient is 2 times the right one", set()),
+    ("MeanOfMeans", "counts", "the gradient is off by ", set()),
+    ("KeepsTheLastCall", "split-step", "the gradient is off by ", set()),
+    ("FirstStepsDivisor", "sizes-change", "the gradient is 0.5 times the right one", set()),
+    (
+        "MeanOfReplicas",
+        "uneven-replicas",
+        "the gradient is off by ",
+        {"replica-without-rows"},
+    ),
+    ("RefusesNoRows", "replica-without-rows", "IndexError in ", set()),
+    ("LogprobsZeroGradients", "logprobs-in-mid-step", "the step has moved no parameter", set()),
+    ("ExportRounds", "export-in-mid-step", "a step that has not finished has changed", set()),
+    ("AbortUpdates", "abort-and-retry", "abort() has changed", set()),
+    ("SwallowsErrors", "failure-on-one-rank", "rank 0 finished the step", set()),
+    ("UpdatesWithNaN", "nan", "the step updated all the same", set()),
+    ("WarmsUpTwice", "second-run", "the gradient is off by ", set()),
+    ("ForgetsMoments", "resume", "the gradient is off by ", set()),
+]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch, request):
+    monkeypatch.syspath_prepend(str(request.path.parent))
+
+
+def test_every_check_has_a_bug_that_it_catches():
+    assert [check for _, check, _, _ in BUGS] == [*CHECKS]
+
+
+@pytest.mark.parametrize(("bug", "check", "said", "also"), BUGS)
+def test_a_check_catches_its_bug(megatron_rank_pool, bug, check, said, also):
+    fault = run.fault_of(megatron_rank_pool, f"planted:{bug}", CHECKS[check], LAYOUTS["dp2"])
+    assert said in fault
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("bug", "check", "said", "also"), BUGS)
+def test_no_other_check_catches_it(megatron_rank_pool, bug, check, said, also):
+    found = certify(f"planted:{bug}", layouts=["dp2"], pool=megatron_rank_pool)
+    assert {each.check for each in found if each.verdict == "failed"} == {check} | also
+
+
+#: Where there is the most to go wrong; the others with -m exhaustive.
+USUAL = ("dp2-distopt",)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        name if name in USUAL else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in LAYOUTS
+    ],
+)
+def test_our_own_step_passes(megatron_rank_pool, layout):
+    found = list(certify(OWN, layouts=[layout], pool=megatron_rank_pool))
+    made = {each.check for each in found if each.verdict == "passed"}
+    faults = {each.fault for each in found if each.verdict == "failed"}
+    assert not faults
+    assert made == {
+        name for name, check in CHECKS.items() if LAYOUTS[layout].replicas > 1 or not check.replicas
+    }
