@@ -5,9 +5,11 @@ Legend: B rows, T positions. Runs on a rank.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any, ClassVar
 
 import torch
+from packaging.version import Version
 
 import megatron_idempotent
 from megatron_idempotent import own_positions
@@ -16,6 +18,7 @@ from megatron_idempotent.step.context_parallel import context_parallel_ranks
 
 ROWS, T = tiny.BATCH, tiny.SEQUENCE
 DEADLINE_S = 20.0
+IS_0_12 = Version(version("megatron-core")) < Version("0.13")
 
 
 class TokenLoss:
@@ -150,7 +153,10 @@ def one_shot(model, scheduler, loss, batch, *, forward=forward):
         def loss_func(output):
             total, _ = loss(output, microbatch)
             if loss.kind == "token":
-                count = own_positions(mask_of(microbatch)).sum()
+                mask_BT = mask_of(microbatch)
+                # 0.12 adds up tokens over data-parallel ranks alone, so that each context-parallel
+                # rank has to tell those of all of them.
+                count = (mask_BT if IS_0_12 else own_positions(mask_BT)).sum()
             elif loss.kind == "group":
                 count = microbatch["sample_mask"].any()
             else:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 NUMBER = 4
 MOE = {"experts": 4, "config_overrides": {"moe_aux_loss_coeff": 1.0}}
 PER_TOKEN = {"config_overrides": {"moe_aux_loss_coeff": 1.0, "calculate_per_token_loss": True}}
+IS_0_12 = Version(version("megatron-core")) < Version("0.13")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "dp2, fp16": {"dtype": "fp16", "loss_scale": 256.0},
@@ -124,6 +127,8 @@ def test_one_call_of_it_has_the_bits_of_megatrons_schedule(layout, megatron_rank
     ],
 )
 def test_a_loss_of_sum_and_tokens_has_the_bits_of_megatrons_schedule(layout, megatron_ranks):
+    if IS_0_12 and "cp" in LAYOUTS[layout]:
+        pytest.skip("0.12 multiplies such losses by cp, or divides them by each rank's own tokens")
     for per_token in (False, True):
         assert (
             megatron_ranks(2, both, with_tokens(LAYOUTS[layout], per_token), 3)
