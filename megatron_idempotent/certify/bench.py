@@ -21,7 +21,7 @@ from .layouts import LAYERS, Layout
 from .oracle import Truth, Update, counted, truth_of
 from .protocol import Adapter, Finished, Rows, Subject
 
-HEADS, T, ROWS = tiny.HEADS, 16, 2
+HEADS, T, ROWS = tiny.HEADS, tiny.SEQUENCE, 2
 """Heads and positions of the model, and rows of a microbatch."""
 
 _FLOAT32 = 2.0**-24
@@ -97,7 +97,11 @@ class Bench:
                 "distributed_optimizer": False,
                 "sequence": T,
                 "batch": ROWS,
-                "config_overrides": {"calculate_per_token_loss": True, **typed},
+                "config_overrides": {
+                    "calculate_per_token_loss": True,
+                    **typed,
+                    **getattr(self.adapter, "config_overrides", {}),
+                },
                 "optimizer_overrides": {**optimizer, **rates},
                 # It is for the framework to wire the config.
                 "wire": False,

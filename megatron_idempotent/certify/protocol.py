@@ -31,7 +31,8 @@ class Subject:
     optimizer: Any
     """Megatron's optimizer, with a constant learning rate."""
     config: Any
-    """The chunks' `TransformerConfig`, with `calculate_per_token_loss`."""
+    """The chunks' `TransformerConfig`, with `calculate_per_token_loss` unless the adapter's
+    `config_overrides` say otherwise."""
     forward: Callable[[Any, Rows], torch.Tensor]
     """A function of a chunk and rows that returns what the chunk does: on the last stage the
     negative log-probability [B, T] of the token after each position."""
@@ -63,7 +64,8 @@ class Adapter(Protocol):
     An adapter may also have `logprobs(rows)`, the log-probability [B, T] of the token after each
     position on ranks of the last stage, and None on others; `export()`, which returns or sets
     nothing that the step depends on; `save()`, a dictionary of all that a later process needs, and
-    `load(state)`, called right after `build`. Checks that need what it lacks are not made.
+    `load(state)`, called right after `build`. Checks that need what it lacks are not made. A class
+    attribute `config_overrides` has fields of `TransformerConfig` that the framework sets.
     """
 
     cannot: Mapping[str, str]

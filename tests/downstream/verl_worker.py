@@ -85,8 +85,15 @@ class VerlWorker:
     """
 
     def __init__(
-        self, source: str, adapter: Any = None, *, packed: bool = False, **layout: Any
+        self,
+        source: str,
+        adapter: Any = None,
+        *,
+        packed: bool = False,
+        subject: Any = None,
+        **layout: Any,
     ) -> None:
+        """Take the chunks and the optimizer of `subject`, or build a small model of a layout."""
         from megatron.core import parallel_state
 
         base, module, (self.losses, wiring, self.sft) = modules(source)
@@ -94,7 +101,7 @@ class VerlWorker:
         if packed:
             options = {**PACKED["config_overrides"], **layout.get("config_overrides", {})}
             layout = {**PACKED, **layout, "config_overrides": options}
-        self.bench = bench = tiny.build(wire=False, **layout)
+        self.bench = bench = subject or tiny.build(wire=False, **layout)
         wiring.register_megatron_training_hooks(bench.chunks, bench.optimizer)
         self.replica = parallel_state.get_data_parallel_rank()
         lm_head = module.MegatronEngineWithLMHead

@@ -1,0 +1,160 @@
+"""Adapters with which `certify` judges frameworks, from sources given by a variable.
+
+    NEMO_RL_SOURCE=… PYTHONPATH=.:tests/downstream megatron-idempotent certify certified:NemoRL
+
+Legend: B rows, T positions.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from megatron_idempotent import wire_train_config
+from megatron_idempotent.certify import Finished, Subject
+from megatron_idempotent.certify.bench import Planted
+
+
+class NemoRL:
+    """NeMo-RL's policy worker: `begin_train_step`, `train_microbatch`, `finish_train_step`."""
+
+    cannot = {  # noqa: RUF012
+        "replica-without-rows": "the driver gives each rank an equal share of a batch",
+        "uneven-replicas": "the driver gives each rank an equal share of a batch",
+    }
+    adapted = False
+
+    def build(self, subject: Subject) -> None:
+        from nemo_worker import NemoWorker, import_nemo_rl
+
+        import_nemo_rl(os.environ["NEMO_RL_SOURCE"])
+        adapter = None
+        if self.adapted:
+            from adapters import adapter as load
+
+            adapter = load("nemo_rl").SplitStepWorker
+        wire_train_config(subject.chunks, subject.optimizer)  # as Megatron-Bridge does
+        ddp = subject.chunks[0].ddp_config
+        self.nemo = NemoWorker(
+            adapter,
+            tp=subject.config.tensor_model_parallel_size,
+            pp=subject.config.pipeline_model_parallel_size,
+            sequence_parallel=subject.config.sequence_parallel,
+            overlap_param_gather=ddp.overlap_param_gather,
+            distributed_optimizer=ddp.use_distributed_optimizer,
+        )
+        worker = self.worker = self.nemo.worker
+        (worker.model,) = subject.chunks
+        worker.optimizer = subject.optimizer
+        worker.cfg["train_micro_batch_size"] = subject.micro_batch_size
+        worker.cfg["logprob_batch_size"] = subject.micro_batch_size
+        worker.cfg["megatron_cfg"]["sequence_parallel"] = subject.config.sequence_parallel
+
+    def begin(self) -> None:
+        from nemo_rl.algorithms.loss.loss_functions import NLLLossFn
+
+        class Loss(NLLLossFn):  # type: ignore[misc, valid-type]
+            fail = False
+
+            def __call__(self, *, data: Any, **others: Any) -> Any:
+                if Loss.fail:
+                    raise Planted("the loss fails, as the check asks")
+                scaled = dict(data)
+                scaled["token_mask"] = data["token_mask"] * data["scale"][:, None]
+                return super().__call__(data=scaled, **others)
+
+        self.loss = Loss
+        self.worker.begin_train_step(Loss())
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.loss.fail = fail
+        try:
+            self.worker.train_microbatch(self.data(rows))
+        finally:
+            self.loss.fail = False
+
+    @staticmethod
+    def data(rows: Any) -> Any:
+        from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+        number, length = rows["input_ids"].shape
+        return BatchedDataDict(
+            {
+                **{name: value.clone() for name, value in rows.items()},
+                "input_lengths": torch.full((number,), length),
+            }
+        )
+
+    def finish(self) -> Finished:
+        found = self.worker.finish_train_step()
+        return Finished(grad_norm=float(found["grad_norm"]))
+
+    def abort(self) -> None:
+        self.worker.abort_train_step()
+
+
+class NemoRLOnTrainStep(NemoRL):
+    """The same worker with the adapter of `examples/nemo_rl.py`."""
+
+    adapted = True
+
+
+class Verl:
+    """verl's engine: `train_batch` over all rows so far, since it has no call that only adds."""
+
+    cannot = {  # noqa: RUF012
+        "replica-without-rows": "the driver gives each rank an equal share of a batch",
+        "uneven-replicas": "the driver gives each rank an equal share of a batch",
+    }
+    config_overrides = {"calculate_per_token_loss": False}  # noqa: RUF012
+    adapted = False
+
+    def build(self, subject: Subject) -> None:
+        from verl_worker import VerlWorker
+
+        adapter = None
+        if self.adapted:
+            from adapters import adapter as load
+            from verl_worker import modules
+
+            modules(os.environ["VERL_SOURCE"])
+            adapter = load("verl")
+        self.verl = VerlWorker(os.environ["VERL_SOURCE"], adapter, subject=subject)
+        self.fail = False
+
+    def begin(self) -> None:
+        self.rows: list[Any] = []
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.rows.append(rows)
+        self.fail = fail
+
+    def finish(self) -> Finished:
+        from verl_worker import Data
+
+        from megatron_idempotent.certify.oracle import counted
+
+        together = {n: torch.cat([each[n] for each in self.rows]) for n in self.rows[0]}
+        data = Data(
+            input_ids=together["input_ids"], loss_mask=counted(together), scale=together["scale"]
+        )
+        found = self.verl.engine.train_batch(data, self.loss)
+        norm = found.get("metrics", {}).get("grad_norm") if isinstance(found, dict) else None
+        return Finished(grad_norm=None if norm is None else float(norm))
+
+    def loss(self, model_output: Any, data: Any, dp_group: Any) -> Any:
+        if self.fail:
+            raise Planted("the loss fails, as the check asks")
+        scaled = {"log_probs": model_output["log_probs"] * data["scale"][:, None]}
+        return self.verl.loss(scaled, data, dp_group)
+
+    def abort(self) -> None:
+        self.rows, self.fail = [], False
+
+
+class VerlOnTrainStep(Verl):
+    """The same engine with the adapter of `examples/verl.py`."""
+
+    adapted = True
