@@ -158,3 +158,7 @@ class VerlOnTrainStep(Verl):
     """The same engine with the adapter of `examples/verl.py`."""
 
     adapted = True
+
+    def abort(self) -> None:
+        super().abort()
+        self.verl.engine.schedule.abort()  # verl itself has nothing to call
