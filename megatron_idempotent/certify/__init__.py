@@ -9,7 +9,7 @@ from megatron_idempotent.lazy import attributes
 if TYPE_CHECKING:
     from .checks import CHECKS, Check
     from .layouts import LAYOUTS, Layout
-    from .protocol import Adapter, Finished, Rows, Subject
+    from .protocol import Adapter, Finished, Planted, Rows, Subject
     from .run import Result, certify
 
 _HOMES = {
@@ -19,6 +19,7 @@ _HOMES = {
     "Check": "checks",
     "Finished": "protocol",
     "Layout": "layouts",
+    "Planted": "protocol",
     "Result": "run",
     "Rows": "protocol",
     "Subject": "protocol",
@@ -32,6 +33,7 @@ __all__ = [
     "Check",
     "Finished",
     "Layout",
+    "Planted",
     "Result",
     "Rows",
     "Subject",

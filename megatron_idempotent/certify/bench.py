@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from megatron_idempotent.cpu import tiny
 from megatron_idempotent.window.params import ensure_params_synced
 
 from .layouts import LAYERS, Layout
-from .oracle import Truth, Update, counted, truth_of
-from .protocol import Adapter, Finished, Rows, Subject
+from .oracle import Truth, Update, counted, negative_logprobs, truth_of
+from .protocol import MICRO_BATCH, Adapter, Calls, Finished, Rows, Subject, Wrong
 
-HEADS, T, ROWS = tiny.HEADS, tiny.SEQUENCE, 2
-"""Heads and positions of the model, and rows of a microbatch."""
+HEADS, T = tiny.HEADS, tiny.SEQUENCE
+"""Heads and positions of the model."""
 
 _FLOAT32 = 2.0**-24
 #: Megatron computes the softmax over the vocabulary in float32, whatever the model has: as many
@@ -37,15 +37,6 @@ _EPSILON = 2.0**20
 _SGD = {"momentum": 0.5}
 _ADAM = {"beta1": 0.5, "beta2": 0.5, "epsilon": _EPSILON}
 _LR = 0.5
-_DEADLINE_S = 30.0
-
-
-class Wrong(Exception):
-    """Says how a step differs from its definition, in one line."""
-
-
-class Planted(RuntimeError):
-    """Is raised in the loss, where a check asks for a failure."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,9 +56,10 @@ class Bench:
     def __init__(self, adapter: Adapter, layout: Layout) -> None:
         self.adapter = adapter
         self.layout = layout
-        self._options: dict[str, Any] = {}
-        self.group: Any = None
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.make_model()
+        # Its own: an adapter may have left collectives of the others half-way.
+        self._group = dist.new_group(backend="gloo")
         kind, options = ("sgd", _SGD) if layout.double else ("adam", _ADAM)
         self.update = Update(kind, lr=_LR * (1.0 if layout.double else _EPSILON), **options)
         self.adapter.build(self.subject)
@@ -96,7 +88,7 @@ class Bench:
                 "layers_per_stage": LAYERS // self.layout.stages,
                 "distributed_optimizer": False,
                 "sequence": T,
-                "batch": ROWS,
+                "batch": MICRO_BATCH,
                 "config_overrides": {
                     "calculate_per_token_loss": True,
                     **typed,
@@ -121,15 +113,11 @@ class Bench:
             config=model.config,
             forward=forward,
             loss=loss,
-            micro_batch_size=ROWS,
+            micro_batch_size=MICRO_BATCH,
         )
-        if self.group is None and dist.get_world_size() > 1:
-            # Its own: an adapter may have left collectives of the others half-way.
-            self.group = dist.new_group(backend="gloo")
 
-    def rows(self, seed: int, number: int, *, replica: int | None = None) -> dict[str, Any]:
-        """Return rows [B, T] of a replica, this rank's by default; all positions count."""
-        replica = self.replica if replica is None else replica
+    def rows(self, replica: int, seed: int, number: int) -> dict[str, Any]:
+        """Return rows [B, T] of a replica, of which all positions count; the same on all ranks."""
         generator = torch.Generator().manual_seed(1000 * seed + replica)
         shape = number, T
         tokens_BT = torch.randint(0, tiny.VOCABULARY, shape, generator=generator)
@@ -141,21 +129,27 @@ class Bench:
             "scale": torch.ones(number, dtype=ones).cuda(),
         }
 
-    def everybody(self, make: Any) -> list[Rows]:
-        """Return `make(replica)` of each replica, lists of rows, as one list."""
-        return [each for replica in range(self.layout.replicas) for each in make(replica)]
+    def take(self, calls_of: Calls, *, between: Callable[[], None] | None = None) -> None:
+        """Take a step, and hold it to the definition over the rows of all replicas.
 
-    def take(self, calls: Sequence[Rows], everybody: Sequence[Rows]) -> None:
-        """Take a step of this rank's `calls`, and hold it to the definition."""
+        `between` is called before each microbatch and after the last. A rank on which anything
+        raises aborts, or the others would wait.
+        """
+        adapter = self.adapter
         try:
-            self.adapter.begin()
-            for rows in calls:
-                self.adapter.microbatch(rows)
-            finished = self.adapter.finish()
+            adapter.begin()
+            for rows in calls_of(self.replica):
+                if between is not None:
+                    between()
+                adapter.microbatch(rows)
+            if between is not None:
+                between()
+            finished = adapter.finish()
         except Exception:
-            self.adapter.abort()  # or the other ranks would wait
+            adapter.abort()
             raise
-        self.expect(finished, everybody)
+        replicas = range(self.layout.replicas)
+        self.expect(finished, [rows for replica in replicas for rows in calls_of(replica)])
 
     def expect(self, finished: Finished, everybody: Sequence[Rows]) -> None:
         """Hold a finished step to its definition over the rows of all replicas.
@@ -178,6 +172,11 @@ class Bench:
             if value is not None and not abs(value - right) <= allowed * abs(right):
                 raise Wrong(f"finish() reports the {name} {value:.6g}; {right:.6g} is right")
         self.known = found
+
+    def logprobs(self, rows: Rows) -> Tensor:
+        """Compute the log-probability [B, T] of the token after each position, by definition."""
+        known = {name: value.double() for name, value in self.known.items()}
+        return -negative_logprobs(known, rows["input_ids"], LAYERS, HEADS)
 
     @property
     def roundings(self) -> float:
@@ -240,11 +239,9 @@ class Bench:
             Wrong: two replicas have different bits.
         """
         ensure_params_synced(self.model.chunks)
-        own = [part for chunk in self.model.chunks for part in _parts(chunk)]
-        everybody = [own]
-        if self.group is not None:
-            everybody = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(everybody, own, group=self.group)
+        everybody = self.told_by_all(
+            [part for chunk in self.model.chunks for part in _parts(chunk)]
+        )
         parts: dict[str, dict[int, Part]] = {}
         for rank, theirs in enumerate(everybody):
             for part in theirs:
@@ -253,12 +250,10 @@ class Bench:
                     raise Wrong(f"rank {rank} has other bits in {part.name} than its replica")
         return {name: _joined(list(shards.values())) for name, shards in parts.items()}
 
-    def alike(self, told: Any) -> list[Any]:
+    def told_by_all(self, told: Any) -> list[Any]:
         """Gather a value of each rank, by rank. All ranks take part."""
-        if self.group is None:
-            return [told]
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, told, group=self.group)
+        everybody: list[Any] = [None] * self.ranks
+        dist.all_gather_object(everybody, told, group=self._group)
         return everybody
 
 

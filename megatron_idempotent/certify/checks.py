@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+from .protocol import MICRO_BATCH, Calls, Finished, Rows, Wrong
 
-from .bench import HEADS, ROWS, Bench, Wrong
-from .layouts import LAYERS
-from .oracle import negative_logprobs
-from .protocol import Finished, Rows
+if TYPE_CHECKING:
+    from .bench import Bench
 
 #: Rows of a call: two microbatches, or as many as an interleaved schedule asks for.
-CALL = 2 * ROWS
+CALL = 2 * MICRO_BATCH
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,107 +39,94 @@ class Check:
     """True if it takes more than one data-parallel rank."""
 
 
+def _of(bench: Bench, seed: int, *numbers: int) -> Calls:
+    """Make a call of so many rows for each number, the same numbers in all replicas."""
+    return lambda replica: [
+        bench.rows(replica, 10 * seed + call, number) for call, number in enumerate(numbers)
+    ]
+
+
 def whole_step(bench: Bench) -> None:
     for seed in range(2):
-        calls = [bench.rows(seed, 2 * CALL)]
-        bench.take(calls, bench.everybody(lambda r, s=seed: [bench.rows(s, 2 * CALL, replica=r)]))
-
-
-def _masked(bench: Bench, seed: int, replica: int) -> dict[str, Any]:
-    """Rows of which each counts more positions than the one before; equal in all replicas."""
-    rows = bench.rows(seed, 2 * CALL, replica=replica)
-    length = rows["input_ids"].shape[1]
-    for index, mask_T in enumerate(rows["token_mask"]):
-        mask_T[2 + index * (length - 2) // (2 * CALL) :] = 0
-    rows["sample_mask"][1] = 0
-    return rows
+        bench.take(_of(bench, seed, 2 * CALL))
 
 
 def counts(bench: Bench) -> None:
-    for seed in range(2):
-        everybody = bench.everybody(lambda r, s=seed: [_masked(bench, s, r)])
-        bench.take([_masked(bench, seed, bench.replica)], everybody)
+    def masked(replica: int) -> list[Rows]:
+        # Each row counts more positions than the one before, and replicas as many as each other.
+        rows = bench.rows(replica, 0, 2 * CALL)
+        length = rows["input_ids"].shape[1]
+        for index, mask_T in enumerate(rows["token_mask"]):
+            mask_T[2 + index * (length - 2) // (2 * CALL) :] = 0
+        rows["sample_mask"][1] = 0
+        return [rows]
+
+    for _ in range(2):
+        bench.take(masked)
 
 
 def split_step(bench: Bench) -> None:
     for seed in range(2):
-        everybody = bench.everybody(
-            lambda r, s=seed: [bench.rows(10 * s + call, CALL, replica=r) for call in range(3)]
-        )
-        bench.take([bench.rows(10 * seed + call, CALL) for call in range(3)], everybody)
+        bench.take(_of(bench, seed, CALL, CALL, CALL))
 
 
 def sizes_change(bench: Bench) -> None:
     for seed, factor in enumerate((2, 1, 3)):
-        everybody = bench.everybody(
-            lambda r, s=seed, f=factor: [bench.rows(s, f * CALL, replica=r)]
-        )
-        bench.take([bench.rows(seed, factor * CALL)], everybody)
+        bench.take(_of(bench, seed, factor * CALL))
+
+
+def _by_replica(bench: Bench, seed: int, numbers: Sequence[int]) -> Calls:
+    return lambda replica: [bench.rows(replica, seed, numbers[(replica + seed) % len(numbers)])]
 
 
 def uneven_replicas(bench: Bench) -> None:
     for seed in range(2):
-        numbers = [CALL * (1 + (replica + seed) % 2) for replica in range(bench.layout.replicas)]
-        everybody = bench.everybody(lambda r, s=seed, n=numbers: [bench.rows(s, n[r], replica=r)])
-        bench.take([bench.rows(seed, numbers[bench.replica])], everybody)
+        bench.take(_by_replica(bench, seed, (CALL, 2 * CALL)))
 
 
 def replica_without_rows(bench: Bench) -> None:
     for seed in range(2):
-        numbers = [CALL * ((replica + seed) % 2) for replica in range(bench.layout.replicas)]
-        everybody = bench.everybody(lambda r, s=seed, n=numbers: [bench.rows(s, n[r], replica=r)])
-        bench.take([bench.rows(seed, numbers[bench.replica])], everybody)
+        bench.take(_by_replica(bench, seed, (0, CALL)))
 
 
 def export_in_mid_step(bench: Bench) -> None:
     adapter: Any = bench.adapter
-    for seed in range(2):
-        rows = bench.rows(seed, CALL)
-        adapter.begin()
-        adapter.export()
-        adapter.microbatch(rows)
+
+    def export() -> None:
         adapter.export()
         bench.unchanged("a step that has not finished")
-        everybody = bench.everybody(lambda r, s=seed: [bench.rows(s, CALL, replica=r)])
-        bench.expect(adapter.finish(), everybody)
 
-
-def _check_logprobs(bench: Bench, rows: Rows) -> None:
-    adapter: Any = bench.adapter
-    found = adapter.logprobs(rows)
-    if found is None:  # not on the last stage
-        return
-    known = {name: value.double() for name, value in bench.known.items()}
-    right = -negative_logprobs(known, rows["input_ids"], LAYERS, HEADS)
-    error = float((found.detach().double() - right)[:, :-1].norm())
-    if not error <= bench.roundings * float(right[:, :-1].norm()):
-        worst = 100 * error / float(right[:, :-1].norm())
-        raise Wrong(f"log-probs differ from the model's by {worst:.3g} % of their norm")
+    for seed in range(2):
+        bench.take(_of(bench, seed, CALL), between=export)
 
 
 def logprobs_in_mid_step(bench: Bench) -> None:
     adapter: Any = bench.adapter
+    rows = bench.rows(bench.replica, 70, CALL)
+
+    def compare() -> None:
+        found = adapter.logprobs(rows)
+        if found is None:  # not on the last stage
+            return
+        right = bench.logprobs(rows)[:, :-1]
+        error = float((found.detach().double()[:, :-1] - right).norm() / right.norm())
+        if not error <= bench.roundings:
+            raise Wrong(f"log-probs differ from the model's by {100 * error:.3g} % of their norm")
+
     for seed in range(2):
-        rows = bench.rows(seed, CALL)
-        adapter.begin()
-        _check_logprobs(bench, rows)
-        adapter.microbatch(rows)
-        _check_logprobs(bench, rows)
-        everybody = bench.everybody(lambda r, s=seed: [bench.rows(s, CALL, replica=r)])
-        bench.expect(adapter.finish(), everybody)
+        bench.take(_of(bench, seed, CALL), between=compare)
 
 
 def abort_and_retry(bench: Bench) -> None:
     adapter = bench.adapter
     whole_step(bench)
-    for stop in range(2):
+    for calls in range(2):
         adapter.begin()
-        for call in range(stop):
-            adapter.microbatch(bench.rows(50 + call, CALL))
+        for call in range(calls):
+            adapter.microbatch(bench.rows(bench.replica, 50 + call, CALL))
         adapter.abort()
         bench.unchanged("abort()")
-        everybody = bench.everybody(lambda r, s=stop: [bench.rows(60 + s, 2 * CALL, replica=r)])
-        bench.take([bench.rows(60 + stop, 2 * CALL)], everybody)
+        bench.take(_of(bench, 60 + calls, 2 * CALL))
 
 
 def _or_aborted(bench: Bench, step: Callable[[], Finished]) -> tuple[str | None, Finished | None]:
@@ -155,30 +140,29 @@ def _or_aborted(bench: Bench, step: Callable[[], Finished]) -> tuple[str | None,
 
 def failure_on_one_rank(bench: Bench) -> None:
     adapter = bench.adapter
-    last = dist.get_world_size() - 1  # on the last stage, which computes the loss
+    last = bench.ranks - 1  # on the last stage, which computes the loss
 
     def step() -> Finished:
         adapter.begin()
-        adapter.microbatch(bench.rows(0, CALL), fail=dist.get_rank() == last)
+        adapter.microbatch(bench.rows(bench.replica, 0, CALL), fail=bench.rank == last)
         return adapter.finish()
 
     raised, _ = _or_aborted(bench, step)
-    told = bench.alike(raised)
+    told = bench.told_by_all(raised)
     calm = [rank for rank, each in enumerate(told) if each is None]
     if calm:
         raise Wrong(
             f"the loss of rank {last} failed ({told[last]}), and rank {calm[0]} finished the step"
         )
     bench.unchanged("a step that failed")
-    everybody = bench.everybody(lambda r: [bench.rows(1, CALL, replica=r)])
-    bench.take([bench.rows(1, CALL)], everybody)
+    bench.take(_of(bench, 1, CALL))
 
 
 def nan(bench: Bench) -> None:
     adapter = bench.adapter
 
     def step() -> Finished:
-        rows = bench.rows(0, CALL)
+        rows = bench.rows(bench.replica, 0, CALL)
         if bench.replica == 0:
             rows["scale"][0] = math.nan
         adapter.begin()
@@ -186,14 +170,13 @@ def nan(bench: Bench) -> None:
         return adapter.finish()
 
     raised, finished = _or_aborted(bench, step)
-    told = bench.alike((raised, finished is not None and finished.updated))
+    told = bench.told_by_all((raised, finished is not None and finished.updated))
     if any(updated for _, updated in told):
         raise Wrong("a loss of one replica is NaN, and the step updated all the same")
     if len({error is None for error, _ in told}) > 1:
         raise Wrong("a loss of one replica is NaN, and some ranks raised while others went on")
     bench.unchanged("a step with a NaN")
-    everybody = bench.everybody(lambda r: [bench.rows(1, CALL, replica=r)])
-    bench.take([bench.rows(1, CALL)], everybody)
+    bench.take(_of(bench, 1, CALL))
 
 
 def second_run(bench: Bench) -> None:

@@ -12,6 +12,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+
+class Wrong(Exception):
+    """Says how a step differs from its definition, in one line."""
+
+
+class Planted(RuntimeError):
+    """Is raised in the loss, where a check asks for a failure."""
+
+
+MICRO_BATCH = 2
+"""Rows of a microbatch."""
+
 Rows = Mapping[str, Any]
 """Sequences of one rank: `input_ids` [B, T], `token_mask` [B, T], `sample_mask` [B], `scale` [B].
 
@@ -56,6 +68,10 @@ class Finished:
     """Norm of the gradient before clipping; None if the framework does not tell."""
     loss: float | None = None
     """Mean over all positions of the step that count, on all replicas; None if it does not tell."""
+
+
+Calls = Callable[[int], list[Rows]]
+"""A function of a replica's number that returns the rows of each of its calls in a step."""
 
 
 class Adapter(Protocol):

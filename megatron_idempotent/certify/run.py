@@ -15,6 +15,7 @@ from megatron_idempotent.cpu import RankError, RankPool, RankTimeout
 
 from .checks import CHECKS, Check
 from .layouts import LAYOUTS, Layout
+from .protocol import Wrong
 
 Verdict = Literal["passed", "failed", "declared", "not offered", "not judged"]
 
@@ -42,7 +43,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Says what an adapter offers. Example: `facts("mine:Adapter").cannot`."""
+    """Says what an adapter offers. Example: `Facts(offers=frozenset({"export"}), cannot={})`."""
 
     offers: frozenset[str]
     """The optional methods that it has."""
@@ -214,7 +215,7 @@ def fault_of(
 ) -> str:
     """Make one check on fresh ranks; returns what is wrong, in one line, or an empty string."""
     try:
-        told = pool.run(
+        told: list[tuple[int, str]] = pool.run(
             layout.ranks, examine, adapter, check.name, layout.name, stock, timeout_s=DEADLINE_S
         )
     except RankTimeout as error:
@@ -223,14 +224,18 @@ def fault_of(
     except RankError as error:
         first = error.failures[0]
         return f"rank {first.rank} ended: {first.exception_type}: {first.message}".splitlines()[0]
-    return next((fault for fault in told if fault), "")
+    return min(told)[1]
 
 
-def examine(adapter: str, check: str, layout: str, stock: bool) -> str:
-    """Runs on a rank: makes one check; returns what is wrong, or an empty string."""
+def examine(adapter: str, check: str, layout: str, stock: bool) -> tuple[int, str]:
+    """Runs on a rank: makes one check; returns what is wrong, the least number if it is the cause.
+
+    An error in which a rank only learns that another one has left, or stopped the step, says less.
+    """
     import megatron_idempotent
+    from megatron_idempotent.ranks.agreement import SessionPoisoned, WindowAborted
 
-    from .bench import Bench, Wrong
+    from .bench import Bench
 
     logging.disable(logging.WARNING)
     if not stock:
@@ -238,10 +243,12 @@ def examine(adapter: str, check: str, layout: str, stock: bool) -> str:
     try:
         CHECKS[check].run(Bench(load(adapter)(), LAYOUTS[layout]))
     except Wrong as wrong:
-        return str(wrong)
+        return 0, str(wrong)
     except Exception as error:  # noqa: BLE001  it is what the framework has done
-        return f"{type(error).__name__} in {_where(error)}: {error}".splitlines()[0]
-    return ""
+        told = f"{type(error).__name__} in {_where(error)}: {error}".splitlines()[0]
+        late = isinstance(error, (SessionPoisoned, WindowAborted)) or "closed by peer" in told
+        return 2 if late else 1, told
+    return 3, ""
 
 
 def _where(error: BaseException) -> str:

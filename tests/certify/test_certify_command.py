@@ -11,8 +11,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-pytest.importorskip("megatron.core")
-
 from megatron_idempotent.certify import CHECKS, LAYOUTS, Result, certify
 from megatron_idempotent.certify import main as command
 from megatron_idempotent.certify.report import as_json, as_junit, as_table

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("megatron.core")
-
 from megatron_idempotent.certify import CHECKS, LAYOUTS, certify, run
 
 OWN = "megatron_idempotent.certify.adapters:SplitStep"

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from megatron_idempotent import wire_train_config
-from megatron_idempotent.certify import Finished, Subject
-from megatron_idempotent.certify.bench import Planted
+from megatron_idempotent.certify import Finished, Planted, Subject
 
 
 class NemoRL:

@@ -84,9 +84,12 @@ def test_a_group_has_a_sample_per_request_and_the_trainers_versions(old, new):
 
 def test_tokens_that_are_drawn_across_an_update_say_so_each(old, new):
     async def scenario():
-        one = fleet(TransformersEngine(old), directory=new, max_tokens=120)
+        engine = TransformersEngine(old)
+        one = fleet(engine, directory=new, max_tokens=120)
         await one.publish(4)
         group = asyncio.ensure_future(one.generate(0, (5, 6, 7), attempt=0))
+        while not (await engine.health()).running:  # on a busy machine that takes a while
+            await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
         await one.publish(5)
         found = await group

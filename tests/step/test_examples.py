@@ -26,6 +26,7 @@ CLUSTER = "processes of its own, which cost 5 CPU seconds each"
 #: What is not run, by file, and what it would need.
 BOUND = {
     "controller/data_plane.py": "a cluster of Ray's, and TransferQueue",
+    "certify/run.py": "an adapter in a package of its own",
     "cpu/pool.py": CLUSTER,
     "fp8/settings.py": "Transformer Engine and a GPU",
     "engines/ray/engine.py": "a cluster of Ray's",
