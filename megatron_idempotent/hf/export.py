@@ -14,7 +14,7 @@ from megatron_idempotent.fp8.blockwise import BLOCK, E4M3
 from megatron_idempotent.fp8.export import Fp8Export
 from megatron_idempotent.weights.records import TensorInfo
 from megatron_idempotent.weights.safetensors_io import listed
-from megatron_idempotent.window.params import ensure_params_synced
+from megatron_idempotent.window.params import finish_gathers
 
 from .buckets import BucketStream
 from .config import Architecture, CheckpointMismatch, FailedElsewhere
@@ -362,8 +362,7 @@ class MegatronWeights:
 
         Errors: `ValueError` for a size that is no positive int.
         """
-        # Only those that Megatron's DDP wraps have gathers to finish.
-        ensure_params_synced([chunk for chunk in self._chunks if hasattr(chunk, "bucket_groups")])
+        finish_gathers(self._chunks)
         return BucketStream(
             self._outputs,
             self._fetch,

@@ -14,7 +14,7 @@ import torch
 
 from megatron_idempotent.ranks.agreement import DEADLINE_S
 from megatron_idempotent.weights.safetensors_io import Checkpoint, listed
-from megatron_idempotent.window.params import ensure_params_synced
+from megatron_idempotent.window.params import finish_gathers
 
 from .config import Architecture, CheckpointMismatch, agree_on
 from .names import EMBEDDING, NORM, OUTPUT, Names, Placed, Ranks, SlotPart, hf_shapes
@@ -171,7 +171,7 @@ def load_hf(
     agree_on(error, "nothing was loaded", deadline_s=deadline_s)
     assert checkpoint is not None
     assert placed is not None
-    ensure_params_synced([chunk for chunk in chunks if hasattr(chunk, "bucket_groups")])
+    finish_gathers(chunks)
     with checkpoint:
         try:
             _fill(checkpoint, placed)

@@ -54,6 +54,11 @@ def ensure_params_synced(model_chunks: Sequence[Any]) -> int:
     return sum(_sync(chunk) for chunk in model_chunks)
 
 
+def finish_gathers(chunks: Sequence[Any]) -> int:
+    """Do so for the chunks that Megatron's DDP wraps; others have nothing pending."""
+    return ensure_params_synced([chunk for chunk in chunks if hasattr(chunk, "bucket_groups")])
+
+
 def _sync(chunk: Any) -> int:
     if not chunk.ddp_config.overlap_param_gather:
         return 0
