@@ -29,12 +29,10 @@ END = "<!-- /hazards -->"
 PROVEN = Path("docs", "proven.json")
 COMPATIBILITY = Path("docs", "compatibility.md")
 INDEX = Path("megatron_idempotent", "patching", "index.txt")
+MAKEFILE, README, PROJECT = Path("Makefile"), Path("README.md"), Path("pyproject.toml")
+CATALOG = Path("megatron_idempotent", "patching", "catalog.py")
 #: Files that name the releases of the table.
-NAMING = tuple(
-    map(
-        Path, ("Makefile", "README.md", "pyproject.toml", "megatron_idempotent/patching/catalog.py")
-    )
-)
+NAMING = (MAKEFILE, README, PROJECT, CATALOG)
 _LINE = 104
 #: The word that `prove` said → the word that the grid shows.
 _MARKS = {"proven": "✓", "documented": "limit", "disabled": "off", "drifted": "refused"}
@@ -209,26 +207,25 @@ def naming_releases(
     first = next(release["megatron"] for release in releases if release["training"])
     told = f"Tested on megatron-core {', '.join(names[:-1])} and {newest} with torch"
     places = {
-        "Makefile": (r"(?m)^MEGATRON \?= .+$", f"MEGATRON ?= {newest}"),
-        "pyproject.toml": (
+        MAKEFILE: (r"(?m)^MEGATRON \?= .+$", f"MEGATRON ?= {newest}"),
+        PROJECT: (
             r'"megatron-core\[training\]>=[^"]+"',
             f'"megatron-core[training]>={first},<{beyond}"',
         ),
-        "catalog.py": (r'(?m)^UNTRIED = ".+"$', f'UNTRIED = "{beyond}"'),
-        "README.md": (r"Tested on megatron-core [\d.,\sand]+ with\s+torch", told),
+        CATALOG: (r'(?m)^UNTRIED = ".+"$', f'UNTRIED = "{beyond}"'),
+        README: (r"Tested on megatron-core [\d.,\sand]+ with\s+torch", told),
     }
     found = {}
     for path, text in texts.items():
-        pattern, words = places[path.name]
+        pattern, words = places[path]
         found[path], number = re.subn(pattern, words, text)
         if number != 1:
             raise ValueError(
                 f"{path} has {number} places like {pattern}; 1 is to name the releases"
             )
-    readme = next(path for path in found if path.name == "README.md")
-    paragraph = next(each for each in found[readme].split("\n\n") if each.startswith(told))
+    paragraph = next(each for each in found[README].split("\n\n") if each.startswith(told))
     wrapped = textwrap.fill(paragraph, _LINE, break_long_words=False, break_on_hyphens=False)
-    found[readme] = found[readme].replace(paragraph, wrapped)
+    found[README] = found[README].replace(paragraph, wrapped)
     return found
 
 
@@ -244,11 +241,11 @@ def main(argv: Sequence[str], root: Path) -> int:
     if folder is not None:
         proven = merged(proven, read_findings(folder))
         (root / PROVEN).write_text(f"{json.dumps(proven, indent=1)}\n", encoding="utf-8")
-    table = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    table = tomllib.loads((root / PROJECT).read_text(encoding="utf-8"))
     project = table["tool"]["megatron-idempotent"]
     texts = {path: (root / path).read_text(encoding="utf-8") for path in NAMING}
     renewed = naming_releases(texts, project["releases"])
-    renewed[Path("README.md")] = updated_readme(renewed[Path("README.md")])
+    renewed[README] = updated_readme(renewed[README])
     (root / "HAZARDS.md").write_text(hazards_markdown(proven), encoding="utf-8")
     (root / COMPATIBILITY).write_text(page(project, proven), encoding="utf-8")
     for path, text in renewed.items():
