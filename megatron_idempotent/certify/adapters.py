@@ -5,7 +5,7 @@ They also show how an adapter is written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -47,10 +47,8 @@ class SplitStep:
         self.step = TrainStep(
             subject.chunks, subject.optimizer, forward=subject.forward, deadline_s=20.0
         )
-        self.number = 0
 
     def begin(self) -> None:
-        self.number += 1
         self.open = self.step.begin(self.loss, micro_batch_size=self.subject.micro_batch_size)
 
     def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
@@ -108,28 +106,15 @@ class Megatron:
         self.fail = False
 
     def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
-        size = self.subject.micro_batch_size
         self.fail = self.fail or fail
-        for start in range(0, len(rows["input_ids"]), size):
-            self.rows.append({name: each[start : start + size] for name, each in rows.items()})
+        self.rows += _microbatches(self.subject, rows)
 
     def finish(self) -> Finished:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         subject = self.subject
         for chunk in subject.chunks:
             chunk.zero_grad_buffer()
         subject.optimizer.zero_grad()
-        data = [iter(self.rows) for _ in subject.chunks]
-        get_forward_backward_func()(
-            forward_step_func=self._forward_step,
-            data_iterator=data if len(data) > 1 else data[0],
-            model=subject.chunks,
-            num_microbatches=len(self.rows),
-            seq_length=self.rows[0]["input_ids"].shape[1],
-            micro_batch_size=subject.micro_batch_size,
-            forward_only=False,
-        )
+        _schedule(subject, self.rows, self._forward_step, forward_only=False)
         updated, grad_norm, _ = subject.optimizer.step()
         return Finished(updated=updated, grad_norm=None if grad_norm is None else float(grad_norm))
 
@@ -154,31 +139,43 @@ class Megatron:
         _restore(self.subject, state)
 
 
+def _microbatches(subject: Subject, rows: Rows) -> list[Rows]:
+    size = subject.micro_batch_size
+    return [
+        {name: each[start : start + size] for name, each in rows.items()}
+        for start in range(0, len(rows["input_ids"]), size)
+    ]
+
+
+def _schedule(
+    subject: Subject, microbatches: Sequence[Rows], forward_step: Any, **options: Any
+) -> Any:
+    """Call Megatron's schedule, and return what it does."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    data = [iter(microbatches) for _ in subject.chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data if len(data) > 1 else data[0],
+        model=subject.chunks,
+        num_microbatches=len(microbatches),
+        seq_length=microbatches[0]["input_ids"].shape[1],
+        micro_batch_size=subject.micro_batch_size,
+        **options,
+    )
+
+
 def _logprobs(subject: Subject, rows: Rows) -> Tensor | None:
     """Compute log-probs [B, T] by the schedule, without gradients; None but on the last stage."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(data: Any, chunk: Any) -> Any:
         microbatch = next(data)
         return subject.forward(chunk, microbatch), lambda output, non_loss_data: -output
 
-    size = subject.micro_batch_size
-    number = len(rows["input_ids"]) // size
-    pieces = [
-        {name: each[index * size : (index + 1) * size] for name, each in rows.items()}
-        for index in range(number)
-    ]
-    data = [iter(pieces) for _ in subject.chunks]
+    pieces = _microbatches(subject, rows)
     with torch.no_grad():
-        found = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=data if len(data) > 1 else data[0],
-            model=subject.chunks,
-            num_microbatches=number,
-            seq_length=rows["input_ids"].shape[1],
-            micro_batch_size=size,
-            forward_only=True,
-            collect_non_loss_data=True,
+        found = _schedule(
+            subject, pieces, forward_step, forward_only=True, collect_non_loss_data=True
         )
     return torch.cat(found) if found else None
 

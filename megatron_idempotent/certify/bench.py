@@ -103,8 +103,7 @@ class Bench:
         )
         for chunk in model.chunks:
             _spread(chunk)
-        if model.optimizer is not None and hasattr(model.optimizer, "reload_model_params"):
-            model.optimizer.reload_model_params()
+        model.optimizer.reload_model_params()
         self.model = model
         self.replica = int(parallel_state.get_data_parallel_rank())
         self.subject = Subject(

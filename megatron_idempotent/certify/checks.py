@@ -39,6 +39,30 @@ class Check:
     """True if it takes more than one data-parallel rank."""
 
 
+_checks: dict[str, Check] = {}
+CHECKS: Mapping[str, Check] = MappingProxyType(_checks)
+"""All checks by name, in the order in which they are made."""
+
+
+def _check(
+    summary: str,
+    *,
+    needs: tuple[str, ...] = (),
+    hazards: tuple[str, ...] = (),
+    replicas: bool = False,
+) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
+    """Put a function among the checks, under its own name."""
+
+    def enter(run: Callable[[Bench], None]) -> Callable[[Bench], None]:
+        name = run.__name__.replace("_", "-")
+        _checks[name] = Check(
+            name=name, summary=summary, run=run, needs=needs, hazards=hazards, replicas=replicas
+        )
+        return run
+
+    return enter
+
+
 def _of(bench: Bench, seed: int, *numbers: int) -> Calls:
     """Make a call of so many rows for each number, the same numbers in all replicas."""
     return lambda replica: [
@@ -46,11 +70,16 @@ def _of(bench: Bench, seed: int, *numbers: int) -> Calls:
     ]
 
 
+@_check(
+    "a step in one call has the gradient of its definition, and its norm",
+    hazards=("grad-scale-func", "finalize-func-overwritten"),
+)
 def whole_step(bench: Bench) -> None:
     for seed in range(2):
         bench.take(_of(bench, seed, 2 * CALL))
 
 
+@_check("the mean is over all positions that count, not a mean of means")
 def counts(bench: Bench) -> None:
     def masked(replica: int) -> list[Rows]:
         # Each row counts more positions than the one before, and replicas as many as each other.
@@ -65,11 +94,19 @@ def counts(bench: Bench) -> None:
         bench.take(masked)
 
 
+@_check(
+    "a step in three calls is the step in one",
+    hazards=("second-window-not-reduced", "gradient-after-reduction"),
+)
 def split_step(bench: Bench) -> None:
     for seed in range(2):
         bench.take(_of(bench, seed, CALL, CALL, CALL))
 
 
+@_check(
+    "the number of microbatches changes from step to step",
+    hazards=("deferred-reduction-refused",),
+)
 def sizes_change(bench: Bench) -> None:
     for seed, factor in enumerate((2, 1, 3)):
         bench.take(_of(bench, seed, factor * CALL))
@@ -79,27 +116,28 @@ def _by_replica(bench: Bench, seed: int, numbers: Sequence[int]) -> Calls:
     return lambda replica: [bench.rows(replica, seed, numbers[(replica + seed) % len(numbers)])]
 
 
+@_check(
+    "replicas have different numbers of microbatches",
+    replicas=True,
+)
 def uneven_replicas(bench: Bench) -> None:
     for seed in range(2):
         bench.take(_by_replica(bench, seed, (CALL, 2 * CALL)))
 
 
+@_check(
+    "a replica has no rows in a step",
+    replicas=True,
+)
 def replica_without_rows(bench: Bench) -> None:
     for seed in range(2):
         bench.take(_by_replica(bench, seed, (0, CALL)))
 
 
-def export_in_mid_step(bench: Bench) -> None:
-    adapter: Any = bench.adapter
-
-    def export() -> None:
-        adapter.export()
-        bench.unchanged("a step that has not finished")
-
-    for seed in range(2):
-        bench.take(_of(bench, seed, CALL), between=export)
-
-
+@_check(
+    "log-probs before and after a microbatch are right, and change nothing",
+    needs=("logprobs",),
+)
 def logprobs_in_mid_step(bench: Bench) -> None:
     adapter: Any = bench.adapter
     rows = bench.rows(bench.replica, 70, CALL)
@@ -117,6 +155,26 @@ def logprobs_in_mid_step(bench: Bench) -> None:
         bench.take(_of(bench, seed, CALL), between=compare)
 
 
+@_check(
+    "an export in an open step changes nothing",
+    needs=("export",),
+    hazards=("params-stale-after-step", "pending-gather-dropped"),
+)
+def export_in_mid_step(bench: Bench) -> None:
+    adapter: Any = bench.adapter
+
+    def export() -> None:
+        adapter.export()
+        bench.unchanged("a step that has not finished")
+
+    for seed in range(2):
+        bench.take(_of(bench, seed, CALL), between=export)
+
+
+@_check(
+    "after an abort nothing is left of the step",
+    hazards=("first-window-aborted",),
+)
 def abort_and_retry(bench: Bench) -> None:
     adapter = bench.adapter
     whole_step(bench)
@@ -131,13 +189,19 @@ def abort_and_retry(bench: Bench) -> None:
 
 def _or_aborted(bench: Bench, step: Callable[[], Finished]) -> tuple[str | None, Finished | None]:
     """Returns what a step raised on this rank, which then aborts it, or what it returned."""
+    from megatron_idempotent.ranks.agreement import describe
+
     try:
         return None, step()
     except Exception as error:  # noqa: BLE001  it is what is asked for
         bench.adapter.abort()
-        return f"{type(error).__name__}: {error}".splitlines()[0], None
+        return describe(error).splitlines()[0], None
 
 
+@_check(
+    "a loss that raises on one rank stops all, and the next step is right",
+    hazards=("first-window-aborted",),
+)
 def failure_on_one_rank(bench: Bench) -> None:
     adapter = bench.adapter
     last = bench.ranks - 1  # on the last stage, which computes the loss
@@ -158,6 +222,7 @@ def failure_on_one_rank(bench: Bench) -> None:
     bench.take(_of(bench, 1, CALL))
 
 
+@_check("no rank updates with a NaN, and the next step is right")
 def nan(bench: Bench) -> None:
     adapter = bench.adapter
 
@@ -179,6 +244,10 @@ def nan(bench: Bench) -> None:
     bench.take(_of(bench, 1, CALL))
 
 
+@_check(
+    "a second run over the same model is right",
+    hazards=("no-sync-func-reentry", "second-window-not-reduced"),
+)
 def second_run(bench: Bench) -> None:
     for _ in range(2):
         whole_step(bench)
@@ -186,6 +255,10 @@ def second_run(bench: Bench) -> None:
     whole_step(bench)
 
 
+@_check(
+    "a run that continues from a checkpoint takes the same steps",
+    needs=("save", "load"),
+)
 def resume(bench: Bench) -> None:
     adapter: Any = bench.adapter
     whole_step(bench)
@@ -195,90 +268,3 @@ def resume(bench: Bench) -> None:
     adapter.load(state)
     bench.unchanged("save() and load()")
     whole_step(bench)
-
-
-CHECKS: Mapping[str, Check] = MappingProxyType(
-    {
-        each.name: each
-        for each in (
-            Check(
-                name="whole-step",
-                summary="a step in one call has the gradient of its definition, and its norm",
-                run=whole_step,
-                hazards=("grad-scale-func", "finalize-func-overwritten"),
-            ),
-            Check(
-                name="counts",
-                summary="the mean is over all positions that count, not a mean of means",
-                run=counts,
-            ),
-            Check(
-                name="split-step",
-                summary="a step in three calls is the step in one",
-                run=split_step,
-                hazards=("second-window-not-reduced", "gradient-after-reduction"),
-            ),
-            Check(
-                name="sizes-change",
-                summary="the number of microbatches changes from step to step",
-                run=sizes_change,
-                hazards=("deferred-reduction-refused",),
-            ),
-            Check(
-                name="uneven-replicas",
-                summary="replicas have different numbers of microbatches",
-                run=uneven_replicas,
-                replicas=True,
-            ),
-            Check(
-                name="replica-without-rows",
-                summary="a replica has no rows in a step",
-                run=replica_without_rows,
-                replicas=True,
-            ),
-            Check(
-                name="logprobs-in-mid-step",
-                summary="log-probs before and after a microbatch are right, and change nothing",
-                run=logprobs_in_mid_step,
-                needs=("logprobs",),
-            ),
-            Check(
-                name="export-in-mid-step",
-                summary="an export in an open step changes nothing",
-                run=export_in_mid_step,
-                needs=("export",),
-                hazards=("params-stale-after-step", "pending-gather-dropped"),
-            ),
-            Check(
-                name="abort-and-retry",
-                summary="after an abort nothing is left of the step",
-                run=abort_and_retry,
-                hazards=("first-window-aborted",),
-            ),
-            Check(
-                name="failure-on-one-rank",
-                summary="a loss that raises on one rank stops all, and the next step is right",
-                run=failure_on_one_rank,
-                hazards=("first-window-aborted",),
-            ),
-            Check(
-                name="nan",
-                summary="no rank updates with a NaN, and the next step is right",
-                run=nan,
-            ),
-            Check(
-                name="second-run",
-                summary="a second run over the same model is right",
-                run=second_run,
-                hazards=("no-sync-func-reentry", "second-window-not-reduced"),
-            ),
-            Check(
-                name="resume",
-                summary="a run that continues from a checkpoint takes the same steps",
-                run=resume,
-                needs=("save", "load"),
-            ),
-        )
-    }
-)
-"""All checks by name, in the order in which they are made."""

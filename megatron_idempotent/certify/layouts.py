@@ -22,24 +22,32 @@ class Layout:
     """Arguments of `cpu.tiny.build`."""
     double: bool = True
     """True for float64, with SGD; else float32, with Adam."""
-    stages: int = 1
-    """The number of pipeline stages, virtual ones included."""
-    replicas: int = 1
-    """The number of data-parallel ranks."""
+
+    @property
+    def stages(self) -> int:
+        """The number of pipeline stages, virtual ones included."""
+        return self._size("pp") * self._size("vpp")
+
+    @property
+    def replicas(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.ranks // (self._size("tp") * self._size("pp"))
+
+    def _size(self, name: str) -> int:
+        return int(self.options.get(name, 1))
 
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         each.name: each
         for each in (
-            Layout(name="dp2", summary="two replicas, overlapped reductions", ranks=2, replicas=2),
+            Layout(name="dp2", summary="two replicas, overlapped reductions", ranks=2),
             Layout(
                 name="dp2-distopt",
                 summary="two replicas, distributed optimizer, both overlaps, float32",
                 ranks=2,
                 options={"distributed_optimizer": True, "overlap_param_gather": True},
                 double=False,
-                replicas=2,
             ),
             Layout(
                 name="tp2",
@@ -47,21 +55,18 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
                 ranks=2,
                 options={"tp": 2, "sequence_parallel": True},
             ),
-            Layout(name="pp2", summary="two stages", ranks=2, options={"pp": 2}, stages=2),
+            Layout(name="pp2", summary="two stages", ranks=2, options={"pp": 2}),
             Layout(
                 name="vpp2",
                 summary="two interleaved stages",
                 ranks=2,
-                options={"pp": 2, "vpp": 2, "layers_per_stage": 1},
-                stages=4,
+                options={"pp": 2, "vpp": 2},
             ),
             Layout(
                 name="dp2-pp2",
                 summary="two replicas of two stages",
                 ranks=4,
                 options={"pp": 2},
-                stages=2,
-                replicas=2,
             ),
         )
     }

@@ -147,7 +147,7 @@ def certify(
     Example:
         failed = [each for each in certify("mine:Adapter") if each.verdict == "failed"]
     """
-    wanted = ["whole-step", *(name for name in _chosen(checks, CHECKS, "check"))]
+    wanted = dict.fromkeys(["whole-step", *_chosen(checks, CHECKS, "check")])
     places = _chosen(layouts, LAYOUTS, "layout")
     own = None
     if pool is None:
@@ -156,7 +156,7 @@ def certify(
     try:
         certification = Certification(adapter, pool, stock=stock, declared=declared)
         for layout in places:
-            for check in dict.fromkeys(wanted):
+            for check in wanted:
                 yield certification.judge(check, layout)
     finally:
         if own is not None:
