@@ -200,3 +200,27 @@ class ForgetsMoments(SplitStep):
     def save(self) -> dict[str, Any]:
         state = super().save()
         return {**state, "optimizer": [[] for _ in state["optimizer"]]}
+
+
+class DeclaresNaN(UpdatesWithNaN):
+    """Says what it does not do."""
+
+    cannot = {"nan": "nobody looks at the norm"}  # noqa: RUF012
+
+
+class OneRankReportsAnotherNorm(SplitStep):
+    """Forgets to take the root, on the last rank."""
+
+    def finish(self) -> Any:
+        found = super().finish()
+        if torch.distributed.get_rank() == 0:
+            return found
+        return dataclasses.replace(found, grad_norm=4 * found.grad_norm**2)
+
+
+class ReportsAnotherLoss(SplitStep):
+    """Reports a sum for a mean."""
+
+    def finish(self) -> Any:
+        found = super().finish()
+        return dataclasses.replace(found, loss=2 * found.loss)

@@ -41,6 +41,8 @@ def test_json_and_junit_say_the_same():
     failure = suite.find("testcase/failure")
     assert failure is not None
     assert failure.get("message") == "KeyError in x"
+    skipped = [each.get("message") for each in suite.findall("testcase/skipped")]
+    assert skipped == ["declared: nobody looks", "not offered: no save(), load()"]
 
 
 def test_checks_name_hazards_that_there_are():

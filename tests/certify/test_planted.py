@@ -50,6 +50,37 @@ def test_a_check_catches_its_bug(megatron_rank_pool, bug, check, said, also):
     assert said in fault
 
 
+@pytest.mark.parametrize(
+    ("bug", "said"),
+    [
+        # The other rank only learns that this one has left, and that says less.
+        ("OneRankReportsAnotherNorm", "finish() reports the gradient norm "),
+        ("ReportsAnotherLoss", "finish() reports the loss "),
+    ],
+)
+def test_what_a_step_reports_is_held_to_its_definition(megatron_rank_pool, bug, said):
+    whole = CHECKS["whole-step"]
+    fault = run.fault_of(megatron_rank_pool, f"planted:{bug}", whole, LAYOUTS["dp2"])
+    assert fault.startswith(said)
+
+
+def nan_of(adapter, pool, **options):
+    *_, found = certify(adapter, checks=["nan"], layouts=["dp2"], pool=pool, **options)
+    return found
+
+
+def test_what_an_adapter_declares_is_not_run_unless_asked_for(megatron_rank_pool):
+    found = nan_of("planted:DeclaresNaN", megatron_rank_pool)
+    assert (found.verdict, found.fault) == ("declared", "nobody looks at the norm")
+    found = nan_of("planted:DeclaresNaN", megatron_rank_pool, declared=True)
+    assert found.verdict == "declared"
+    assert found.fault.startswith("nobody looks at the norm (a loss of one replica is NaN")
+
+
+def test_a_layout_whose_whole_step_fails_is_judged_no_further(megatron_rank_pool):
+    assert nan_of("planted:TwiceTheLoss", megatron_rank_pool).verdict == "not judged"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("bug", "check", "said", "also"), BUGS)
 def test_no_other_check_catches_it(megatron_rank_pool, bug, check, said, also):
