@@ -8,7 +8,7 @@ from megatron_idempotent.lazy import attributes
 
 if TYPE_CHECKING:
     from .checks import CHECKS, Check
-    from .layouts import LAYOUTS, Layout
+    from .layouts import LAYOUTS, Layout, layout
     from .protocol import Adapter, Finished, Planted, Rows, Subject
     from .run import Result, certify
 
@@ -24,6 +24,7 @@ _HOMES = {
     "Rows": "protocol",
     "Subject": "protocol",
     "certify": "run",
+    "layout": "layouts",
 }
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Rows",
     "Subject",
     "certify",
+    "layout",
 ]
 
 __getattr__ = attributes(__name__, _HOMES)

@@ -85,8 +85,6 @@ class Bench:
         rates = {"min_lr": optimizer["lr"], "weight_decay": 0.0, "clip_grad": 0.0}
         model = tiny.build(
             **{
-                "layers_per_stage": LAYERS // self.layout.stages,
-                "distributed_optimizer": False,
                 "sequence": T,
                 "batch": MICRO_BATCH,
                 "config_overrides": {

@@ -1,77 +1,127 @@
-"""Names the layouts that are certified: how ranks share the model, and in which precision."""
+"""Reads the names of layouts: how ranks share the model, and in which precision.
+
+A name is words joined by "-": `tp2-pp2`, `dp2-pp2-vpp2`, `dp2-tp2-distopt`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+
+LAYERS = 4
+RANKS = 4
+"""The most ranks of a layout."""
+
+#: A word with a number, and what the number counts.
+_SIZES = {
+    "dp": "replicas, with overlapped reductions of gradients",
+    "tp": "tensor-parallel ranks, with sequence parallelism",
+    "pp": "pipeline stages",
+    "vpp": "chunks of each stage, interleaved (of pp2, if the name has no pp)",
+}
+#: A word without a number.
+_FLAGS = {
+    "nosp": "no sequence parallelism",
+    "nooverlap": "reductions are not overlapped",
+    "distopt": "distributed optimizer, gathers of parameters overlapped too, in float32, because "
+    "Megatron's takes no float64",
+}
+
+WORDS: Mapping[str, str] = MappingProxyType(
+    {**{f"{word}N": text for word, text in _SIZES.items()}, **_FLAGS}
+)
+"""The words of a layout's name, and what each says."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """Describes one model on some ranks.
 
-    Example: `Layout(name="dp2", summary="two replicas", ranks=2)`.
+    Example: `layout("tp2-pp2").ranks` is 4.
     """
 
     name: str
-    summary: str
-    ranks: int
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Arguments of `cpu.tiny.build`."""
-    double: bool = True
-    """True for float64, with SGD; else float32, with Adam."""
+    sizes: Mapping[str, int]
+    """The number of each word that has one; 1 for the others."""
+    flags: frozenset[str]
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.replicas * self.sizes["tp"] * self.sizes["pp"]
 
     @property
     def stages(self) -> int:
         """The number of pipeline stages, virtual ones included."""
-        return self._size("pp") * self._size("vpp")
+        return self.sizes["pp"] * self.sizes["vpp"]
 
     @property
     def replicas(self) -> int:
         """The number of data-parallel ranks."""
-        return self.ranks // (self._size("tp") * self._size("pp"))
+        return self.sizes["dp"]
 
-    def _size(self, name: str) -> int:
-        return int(self.options.get(name, 1))
+    @property
+    def double(self) -> bool:
+        """True for float64, with SGD; else float32, with Adam."""
+        return "distopt" not in self.flags
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `cpu.tiny.build`."""
+        sharded = "distopt" in self.flags
+        return {
+            "tp": self.sizes["tp"],
+            "pp": self.sizes["pp"],
+            "vpp": self.sizes["vpp"] if self.sizes["vpp"] > 1 else None,
+            "sequence_parallel": self.sizes["tp"] > 1 and "nosp" not in self.flags,
+            "overlap_grad_reduce": "nooverlap" not in self.flags,
+            "distributed_optimizer": sharded,
+            "overlap_param_gather": sharded and "nooverlap" not in self.flags,
+            "layers_per_stage": LAYERS // self.stages,
+        }
+
+
+def layout(name: str) -> Layout:
+    """Read a layout's name.
+
+    Raises:
+        ValueError: a word is unknown or stands twice, or the model does not fit.
+    """
+    sizes, flags = dict.fromkeys(_SIZES, 1), set[str]()
+    seen = set()
+    for word in name.split("-"):
+        found = re.fullmatch(r"([a-z]+)([1-9][0-9]*)", word)
+        kind = found[1] if found and found[1] in _SIZES else word
+        if kind in seen:
+            raise ValueError(f"the layout {name!r} says {kind!r} twice")
+        seen.add(kind)
+        if found and kind != word:
+            sizes[kind] = int(found[2])
+        elif word in _FLAGS:
+            flags.add(word)
+        else:
+            raise ValueError(
+                f"the layout {name!r} has the unknown word {word!r}: words are {', '.join(WORDS)}"
+            )
+    if sizes["vpp"] > 1 and "pp" not in seen:
+        sizes["pp"] = 2
+    made = Layout(name=name, sizes=MappingProxyType(sizes), flags=frozenset(flags))
+    if made.ranks > RANKS:
+        raise ValueError(f"the layout {name!r} takes {made.ranks} ranks; at most {RANKS} run")
+    if sizes["vpp"] > 1 and sizes["pp"] == 1:
+        raise ValueError(f"the layout {name!r} interleaves chunks of one stage; that takes two")
+    if LAYERS % made.stages:
+        raise ValueError(
+            f"the layout {name!r} has {made.stages} stages, which do not share {LAYERS} layers"
+        )
+    return made
 
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
-    {
-        each.name: each
-        for each in (
-            Layout(name="dp2", summary="two replicas, overlapped reductions", ranks=2),
-            Layout(
-                name="dp2-distopt",
-                summary="two replicas, distributed optimizer, both overlaps, float32",
-                ranks=2,
-                options={"distributed_optimizer": True, "overlap_param_gather": True},
-                double=False,
-            ),
-            Layout(
-                name="tp2",
-                summary="tensor and sequence parallel",
-                ranks=2,
-                options={"tp": 2, "sequence_parallel": True},
-            ),
-            Layout(name="pp2", summary="two stages", ranks=2, options={"pp": 2}),
-            Layout(
-                name="vpp2",
-                summary="two interleaved stages",
-                ranks=2,
-                options={"pp": 2, "vpp": 2},
-            ),
-            Layout(
-                name="dp2-pp2",
-                summary="two replicas of two stages",
-                ranks=4,
-                options={"pp": 2},
-            ),
-        )
-    }
+    {name: layout(name) for name in ("dp2", "dp2-distopt", "tp2", "pp2", "vpp2", "dp2-pp2")}
 )
-"""The layouts by name. All have one GPT of four layers, in float64 but for `dp2-distopt`, because
-Megatron's distributed optimizer takes no float64."""
-
-LAYERS = 4
+"""The layouts that are certified unless others are asked for, by name. All have one GPT of four
+layers."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .checks import CHECKS
-from .layouts import LAYOUTS
+from .layouts import LAYOUTS, WORDS
 from .report import as_json, as_junit, as_table
 from .run import certify
 
@@ -24,8 +24,9 @@ def main(argv: Sequence[str]) -> int:
     if options.list:
         for check in CHECKS.values():
             print(f"{check.name:22} {check.summary}")
-        for layout in LAYOUTS.values():
-            print(f"{layout.name:22} {layout.summary}, on {layout.ranks} ranks")
+        print(f'\nLayouts: {", ".join(LAYOUTS)}, or --layout with words joined by "-":')
+        for word, text in WORDS.items():
+            print(f"{word:22} {text}")
         return 0
     if options.adapter is None:
         print("megatron-idempotent certify: name an adapter, PACKAGE.MODULE:CLASS", file=sys.stderr)
@@ -72,7 +73,10 @@ def _parser() -> argparse.ArgumentParser:
         "--check", action="append", metavar="NAME", help="only this one; repeatable"
     )
     parser.add_argument(
-        "--layout", action="append", metavar="NAME", help="only this one; repeatable"
+        "--layout",
+        action="append",
+        metavar="NAME",
+        help="only this one, of the words that --list has, such as dp2-tp2-distopt; repeatable",
     )
     parser.add_argument("--stock", action="store_true", help="without this library's patches")
     parser.add_argument(

@@ -9,12 +9,13 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_idempotent.cpu import RankError, RankPool, RankTimeout
 
 from .checks import CHECKS, Check
 from .layouts import LAYOUTS, Layout
+from .layouts import layout as named
 from .protocol import Wrong
 
 Verdict = Literal["passed", "failed", "declared", "not offered", "not judged"]
@@ -79,12 +80,12 @@ class Certification:
         """
         told = self._facts()
         if layout not in self._whole:
-            self._whole[layout] = self._judge(CHECKS["whole-step"], LAYOUTS[layout], told)
+            self._whole[layout] = self._judge(CHECKS["whole-step"], named(layout), told)
         if check == "whole-step":
             return self._whole[layout]
         if self._whole[layout].verdict == "failed":
             return Result(check=check, layout=layout, verdict="not judged")
-        return self._judge(CHECKS[check], LAYOUTS[layout], told)
+        return self._judge(CHECKS[check], named(layout), told)
 
     def _facts(self) -> Facts:
         if self._told is None:
@@ -135,7 +136,7 @@ def certify(
     Args:
         adapter: "package.module:Class", importable on the ranks, which have this process's path.
         checks: names of `CHECKS`; None for all. `whole-step` is always among them.
-        layouts: names of `LAYOUTS`; None for all.
+        layouts: names of layouts, of the words in `layouts.WORDS`; None for all of `LAYOUTS`.
         stock: leave out the patches, which else are applied on every rank.
         declared: also run the checks that the adapter's `cannot` names; their failures do not
             count. They may hang, each until its deadline.
@@ -147,12 +148,15 @@ def certify(
     Example:
         failed = [each for each in certify("mine:Adapter") if each.verdict == "failed"]
     """
-    wanted = dict.fromkeys(["whole-step", *_chosen(checks, CHECKS, "check")])
-    places = _chosen(layouts, LAYOUTS, "layout")
+    wanted = dict.fromkeys(["whole-step", *_chosen(checks)])
+    places = list(LAYOUTS if layouts is None else dict.fromkeys(layouts))
+    if not places:
+        raise ValueError("certify got no layouts: name one, or pass None")
+    ranks = max(named(name).ranks for name in places)
     own = None
     if pool is None:
         # Standard output is for the results; releases print there while they are imported.
-        pool = own = RankPool(max(LAYOUTS[name].ranks for name in places), stdout=2)
+        pool = own = RankPool(ranks, stdout=2)
     try:
         certification = Certification(adapter, pool, stock=stock, declared=declared)
         for layout in places:
@@ -202,12 +206,12 @@ def facts(adapter: str) -> Facts | str:
     )
 
 
-def _chosen(names: Iterable[str] | None, known: Mapping[str, Any], what: str) -> list[str]:
-    names = list(known) if names is None else list(names)
-    unknown = [name for name in names if name not in known]
+def _chosen(checks: Iterable[str] | None) -> list[str]:
+    names = list(CHECKS if checks is None else checks)
+    unknown = [name for name in names if name not in CHECKS]
     if unknown or not names:
-        raise ValueError(f"unknown {what} {', '.join(unknown) or names}: one of {', '.join(known)}")
-    return [name for name in known if name in names]
+        raise ValueError(f"unknown check {', '.join(unknown)}: one of {', '.join(CHECKS)}")
+    return [name for name in CHECKS if name in names]
 
 
 def fault_of(
@@ -241,7 +245,7 @@ def examine(adapter: str, check: str, layout: str, stock: bool) -> tuple[int, st
     if not stock:
         megatron_idempotent.apply()
     try:
-        CHECKS[check].run(Bench(load(adapter)(), LAYOUTS[layout]))
+        CHECKS[check].run(Bench(load(adapter)(), named(layout)))
     except Wrong as wrong:
         return 0, str(wrong)
     except Exception as error:  # noqa: BLE001  it is what the framework has done

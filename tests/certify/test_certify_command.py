@@ -11,8 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_idempotent.certify import CHECKS, LAYOUTS, Result, certify
+from megatron_idempotent.certify import CHECKS, LAYOUTS, Result, certify, layout
 from megatron_idempotent.certify import main as command
+from megatron_idempotent.certify.layouts import WORDS
 from megatron_idempotent.certify.report import as_json, as_junit, as_table
 from megatron_idempotent.patching.catalog import hazards
 
@@ -51,15 +52,19 @@ def test_checks_name_hazards_that_there_are():
 
 def test_checks_and_layouts_are_listed(capsys):
     assert command.main(["--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" ")[0] for line in lines] == [*CHECKS, *LAYOUTS]
+    checks, _, layouts = capsys.readouterr().out.partition("\n\n")
+    assert [line.split(" ")[0] for line in checks.splitlines()] == [*CHECKS]
+    first, *words = layouts.splitlines()
+    assert ", ".join(LAYOUTS) in first
+    assert [line.split(" ")[0] for line in words] == [*WORDS]
 
 
 @pytest.mark.parametrize(
     ("adapter", "asked", "said"),
     [
         ("mine:Adapter", {"checks": ["nope"]}, "unknown check nope: one of whole-step, "),
-        ("mine:Adapter", {"layouts": ["dp3"]}, "unknown layout dp3: one of dp2, "),
+        ("mine:Adapter", {"layouts": ["dp2-cross"]}, "'dp2-cross' has the unknown word 'cross'"),
+        ("mine:Adapter", {"layouts": []}, "certify got no layouts"),
         ("mine", {}, "takes PACKAGE.MODULE:CLASS, got 'mine'"),
         ("no_such_package:Adapter", {}, "'no_such_package:Adapter' cannot be imported"),
         ("json:JSONDecoder", {}, "json:JSONDecoder has no build, begin, microbatch, finish, abort"),
@@ -70,15 +75,52 @@ def test_what_is_not_there_is_named(megatron_rank_pool, adapter, asked, said):
         list(certify(adapter, pool=megatron_rank_pool, **asked))
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", "unknown word ''"),
+        ("dp", "unknown word 'dp'"),
+        ("dp0", "unknown word 'dp0'"),
+        ("dp2-dp1", "says 'dp' twice"),
+        ("distopt-distopt", "says 'distopt' twice"),
+        ("dp2-tp2-pp2", "takes 8 ranks; at most 4 run"),
+        ("pp3", "has 3 stages, which do not share 4 layers"),
+        ("pp1-vpp2", "interleaves chunks of one stage"),
+    ],
+)
+def test_a_layout_that_there_is_not_is_refused(name, said):
+    with pytest.raises(ValueError, match=said):
+        layout(name)
+
+
+def test_the_words_of_a_layout_are_what_its_model_is_built_of():
+    found = layout("dp2-vpp2-distopt-nooverlap")
+    assert (found.ranks, found.replicas, found.stages, found.double) == (4, 2, 4, False)
+    assert found.options == {
+        "tp": 1,
+        "pp": 2,
+        "vpp": 2,
+        "sequence_parallel": False,
+        "overlap_grad_reduce": False,
+        "distributed_optimizer": True,
+        "overlap_param_gather": False,
+        "layers_per_stage": 1,
+    }
+    assert layout("tp2").options["sequence_parallel"]
+    assert not layout("tp2-nosp").options["sequence_parallel"]
+
+
 def test_the_command_without_an_adapter_says_what_it_takes(capsys):
     assert command.main([]) == 2
     assert "name an adapter, PACKAGE.MODULE:CLASS" in capsys.readouterr().err
 
 
-def test_the_documentation_has_all_checks():
+def test_the_documentation_has_all_checks_and_words():
     text = (Path(__file__).parents[2] / "docs" / "certify.md").read_text("utf-8")
     for check in CHECKS.values():
         assert f"| `{check.name}` | {check.summary} |" in text
+    for word, said in WORDS.items():
+        assert f"| `{word}` | {said} |" in text
 
 
 @pytest.mark.exhaustive
