@@ -5,7 +5,9 @@ Runs on a rank. Legend: B rows of a microbatch, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -64,6 +66,8 @@ class Sides:
             wd_incr_style="linear",
         )
         self.microbatches, self.rows = microbatches, rows
+        self.call_s = 0.0
+        """Wall seconds in calls of the schedule by `plain`, and of `microbatch` by `ready`."""
         self._schedule = get_forward_backward_func()
         self._positions_BT = torch.arange(self._length, device="cuda").expand(rows, -1)
         self._hidden = torch.ones(1, 1, self._length, self._length, device="cuda").tril() < 0.5
@@ -91,15 +95,16 @@ class Sides:
             return self._forward(chunk, microbatch), loss_func
 
         data = [self.pieces(self.microbatches) for _ in self.model.chunks]
-        self._schedule(
-            forward_step_func=forward_step,
-            data_iterator=data if len(data) > 1 else data[0],
-            model=self.model.chunks,
-            num_microbatches=self.microbatches,
-            seq_length=self._length,
-            micro_batch_size=self.rows,
-            forward_only=False,
-        )
+        with self._called():
+            self._schedule(
+                forward_step_func=forward_step,
+                data_iterator=data if len(data) > 1 else data[0],
+                model=self.model.chunks,
+                num_microbatches=self.microbatches,
+                seq_length=self._length,
+                micro_batch_size=self.rows,
+                forward_only=False,
+            )
         self.model.optimizer.step()
         self.scheduler.step(increment=self.microbatches * self.rows)
 
@@ -124,10 +129,17 @@ class Sides:
         def step() -> None:
             step_id = self.step.begin(self._loss, global_batch_size=self.microbatches * self.rows)
             found = list(self.pieces(self.microbatches))
-            self.step.microbatch(step_id, microbatches=found, last=last)
+            with self._called():
+                self.step.microbatch(step_id, microbatches=found, last=last)
             self.step.finish(step_id)
 
         return step
+
+    @contextlib.contextmanager
+    def _called(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.call_s += time.perf_counter() - start
 
     def _forward(self, chunk: Any, microbatch: Any) -> Any:
         tokens_BT = microbatch["input_ids"]

@@ -7,7 +7,8 @@
 On CPU ranks, in one run per layout, by programs that take turns on one model and the same data:
 a step of Megatron's alone, split ones with and without `last=True`, and ones that are given a list
 of their microbatches. Medians of each round's ratios, of wall time and of the rank's CPU time,
-which a busy machine leaves more repeatable.
+which a busy machine leaves more repeatable; and of the wall time of the call alone, `microbatch` with
+the list ÷ Megatron's schedule.
 
 On two pipeline stages each chunk fills and drains the pipeline, so that eight chunks cost what
 those bubbles do: (microbatches + 8 x (stages - 1)) / (microbatches + stages - 1) slots of a forward
@@ -52,6 +53,8 @@ PAIRS = [
 ]
 #: On a GPU, by the wall: a step in one piece, and in eight, over a plain one.
 AIMS = {"(one, last)/(plain)": 1.02, "(eight, last)/(plain)": 1.05}
+#: Of which the call alone is compared.
+CALLS = [("list", "plain"), ("list, last", "plain")]
 Seconds = dict[str, list[tuple[float, ...]]]
 
 
@@ -99,9 +102,10 @@ def _in_turn(rounds: int, sides: dict[str, Callable[[], None]], clocks: Any) -> 
 def times(
     rounds: int, hidden: int, microbatches: int, options: dict[str, Any], rows: int = 2
 ) -> Seconds:
-    """Runs on a rank; returns wall and CPU seconds."""
-    _, sides = _sides(hidden, microbatches, rows, **options)
-    return _in_turn(rounds, sides, (time.perf_counter, time.process_time))
+    """Runs on a rank; returns seconds of a step: wall, CPU, and wall in the call."""
+    built, sides = _sides(hidden, microbatches, rows, **options)
+    clocks = (time.perf_counter, time.process_time, lambda: built.call_s)
+    return _in_turn(rounds, sides, clocks)
 
 
 def times_on_device(rounds: int, hidden: int) -> Seconds:
@@ -161,8 +165,8 @@ def main() -> None:
     for layout, (ranks, microbatches, model) in LAYOUTS.items():
         arguments = (options.rounds, options.hidden, microbatches, model)
         seconds = cpu.run_ranks(ranks, times, *arguments, timeout_s=1200.0)[0]
-        for clock, kind in enumerate(("wall", "CPU")):
-            found = _ratios(seconds, clock, PAIRS)
+        for clock, kind in enumerate(("wall", "CPU", "call")):
+            found = _ratios(seconds, clock, PAIRS if clock < 2 else CALLS)
             plain_ms = 1e3 * statistics.median(each[clock] for each in seconds["plain"])
             text = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
             show(

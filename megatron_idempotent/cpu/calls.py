@@ -99,14 +99,35 @@ def refer(function: Callable[..., Any]) -> FunctionRef:
     return FunctionRef(module=module, qualname=qualname, file=file and os.path.abspath(file))
 
 
+_importing: list[str] = []
+"""The module that this rank imports for a call, while it does."""
+
+
+def refuse_if_importing() -> None:
+    """Raise where a module starts ranks while a rank imports it, each of which would do the same.
+
+    Raises:
+        RuntimeError: it is imported for a call.
+    """
+    if _importing:
+        raise RuntimeError(
+            f"{_importing[0]} starts ranks while a rank imports it, and each of those would import "
+            'it again: put what starts them under `if __name__ == "__main__":`'
+        )
+
+
 def resolve(ref: FunctionRef) -> Callable[..., Any]:
     """Returns the function of a reference, in a rank; imports its module, if needed from a file."""
-    if ref.module == "__main__":
-        module = load_main(ref.file)
-    elif ref.file is None or _known_file(ref.module) == ref.file:
-        module = importlib.import_module(ref.module)
-    else:
-        module = _load_file(ref.module, ref.file)
+    _importing.append(ref.file or ref.module)
+    try:
+        if ref.module == "__main__":
+            module = load_main(ref.file)
+        elif ref.file is None or _known_file(ref.module) == ref.file:
+            module = importlib.import_module(ref.module)
+        else:
+            module = _load_file(ref.module, ref.file)
+    finally:
+        _importing.clear()
     found: Callable[..., Any] = _lookup(module, ref.qualname)
     return found
 

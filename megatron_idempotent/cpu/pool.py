@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from . import gpu
-from .calls import Call, Outcome, refer
+from .calls import Call, Outcome, refer, refuse_if_importing
 from .errors import NoDeviceError, RankError, RankFailure, RankTimeout
 from .gpu import Device, chosen
 
@@ -108,7 +108,9 @@ class RankPool:
             RankError: a rank raised or died.
             RankTimeout: the ranks missed the deadline; it has the stacks of all of them.
             ValueError: `fn` is a lambda or a closure, or `world_size` is out of range.
+            RuntimeError: a rank imports the module that calls this, which would go on for ever.
         """
+        refuse_if_importing()
         if not 1 <= world_size <= self.max_world_size:
             raise ValueError(
                 f"world_size must be between 1 and this pool's max_world_size "

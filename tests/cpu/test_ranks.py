@@ -246,6 +246,23 @@ def test_functions_of_files_with_the_same_name_are_told_apart(megatron_ranks, tm
     assert answers == [1, 2]
 
 
+def test_a_script_without_a_guard_is_told_so_instead_of_starting_ranks_without_end(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "from megatron_idempotent.cpu.pool import RankPool\n"
+        "def nothing(): pass\n"
+        'RankPool(1, preload=("torch",)).run(1, nothing, distributed=False)\n',
+        encoding="utf-8",
+    )
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 1
+    *_, last = [line for line in run.stderr.splitlines() if "RuntimeError" in line]
+    assert "unguarded.py starts ranks while a rank imports it" in last
+    assert 'under `if __name__ == "__main__":`' in last
+
+
 SCRIPT = """
 import os, signal, sys, time
 from megatron_idempotent.cpu.pool import RankPool
