@@ -1,10 +1,11 @@
-"""Adapts this library's `TrainStep`, and a loop of nothing but Megatron, to be certified.
+"""Adapts this library's `TrainStep` and `accumulation_window`, and a loop of nothing but Megatron.
 
 They also show how an adapter is written.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
@@ -110,12 +111,17 @@ class Megatron:
         self.rows += _microbatches(self.subject, rows)
 
     def finish(self) -> Finished:
-        subject = self.subject
-        for chunk in subject.chunks:
+        self._zero()
+        _schedule(self.subject, self.rows, self._forward_step, forward_only=False)
+        return self._update()
+
+    def _zero(self) -> None:
+        for chunk in self.subject.chunks:
             chunk.zero_grad_buffer()
-        subject.optimizer.zero_grad()
-        _schedule(subject, self.rows, self._forward_step, forward_only=False)
-        updated, grad_norm, _ = subject.optimizer.step()
+        self.subject.optimizer.zero_grad()
+
+    def _update(self) -> Finished:
+        updated, grad_norm, _ = self.subject.optimizer.step()
         return Finished(updated=updated, grad_norm=None if grad_norm is None else float(grad_norm))
 
     def _forward_step(self, data: Any, chunk: Any) -> Any:
@@ -137,6 +143,40 @@ class Megatron:
 
     def load(self, state: dict[str, Any]) -> None:
         _restore(self.subject, state)
+
+
+class Window(Megatron):
+    """Trains with Megatron's schedule, called for each part of a step in `accumulation_window`."""
+
+    cannot: Mapping[str, str] = MappingProxyType(
+        {
+            "failure-on-one-rank": "nothing tells the other ranks of a failure",
+            "replica-without-rows": "a window in which a rank has no call raises, and others wait",
+            "nan": "Megatron checks losses for NaN only if asked, and updates with them",
+        }
+    )
+
+    def begin(self) -> None:
+        self._zero()
+        self._window = megatron_idempotent.accumulation_window(self.subject.chunks)
+        self._window.__enter__()
+
+    def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
+        self.fail = fail
+        pieces = _microbatches(self.subject, rows)
+        if pieces:
+            _schedule(self.subject, pieces, self._forward_step, forward_only=False)
+
+    def finish(self) -> Finished:
+        self._window.__exit__(None, None, None)
+        return self._update()
+
+    def abort(self) -> None:
+        """Leave the block as an exception does, without the reduction at its end."""
+        with contextlib.suppress(Planted):
+            raised = Planted("the step is dropped")
+            self._window.__exit__(Planted, raised, None)
+        megatron_idempotent.abort_window(self.subject.chunks, self.subject.optimizer)
 
 
 def _microbatches(subject: Subject, rows: Rows) -> list[Rows]:

@@ -64,6 +64,8 @@ class Bench:
         self.update = Update(kind, lr=_LR * (1.0 if layout.double else _EPSILON), **options)
         self.adapter.build(self.subject)
         self.known = self.whole()
+        self.of_bound = 0.0
+        """The largest part of its bound that an error had so far."""
 
     def make_model(self) -> None:
         """Build the model and its optimizer, with the same weights each time."""
@@ -166,7 +168,7 @@ class Bench:
             ("gradient norm", finished.grad_norm, truth.grad_norm),
             ("loss", finished.loss, truth.loss),
         ):
-            if value is not None and not abs(value - right) <= allowed * abs(right):
+            if value is not None and not self._within(abs(value - right), allowed * abs(right)):
                 raise Wrong(f"finish() reports the {name} {value:.6g}; {right:.6g} is right")
         self.known = found
 
@@ -211,7 +213,7 @@ class Bench:
         earlier = float(between(still, self.known).norm())
         stored = torch.cat([found[name].flatten() for name in names])
         rounding = float(stored.double().norm()) * torch.finfo(stored.dtype).eps
-        if error <= self.tolerance(truth) * (size + earlier) + 2 * rounding:
+        if self._within(error, self.tolerance(truth) * (size + earlier) + 2 * rounding):
             return
         if not torch.isfinite(moved).all():
             raise Wrong("parameters are NaN or infinite after the step")
@@ -228,6 +230,12 @@ class Bench:
         ]
         where = "everywhere" if len(blame) > len(names) // 2 else f"in {', '.join(blame[:3])}"
         raise Wrong(f"the gradient is off by {100 * error / size:.3g} % of its norm, {where}")
+
+    def _within(self, error: float, bound: float) -> bool:
+        if not error <= bound:  # nor if it is NaN
+            return False
+        self.of_bound = max(self.of_bound, error / bound if bound else 0.0)
+        return True
 
     def whole(self) -> dict[str, Tensor]:
         """Gather the whole model's parameters by Megatron's names. All ranks take part.

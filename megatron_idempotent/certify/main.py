@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .checks import CHECKS
+from .grid import grid
 from .layouts import LAYOUTS, WORDS
 from .report import as_json, as_junit, as_table
 from .run import certify
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         for result in certify(
             options.adapter,
             checks=options.check,
-            layouts=options.layout,
+            layouts=grid() if options.grid else options.layout,
             stock=options.stock,
             declared=options.declared,
         ):
@@ -72,11 +73,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--check", action="append", metavar="NAME", help="only this one; repeatable"
     )
-    parser.add_argument(
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
         "--layout",
         action="append",
         metavar="NAME",
         help="only this one, of the words that --list has, such as dp2-tp2-distopt; repeatable",
+    )
+    where.add_argument(
+        "--grid",
+        action="store_true",
+        help="layouts that have all pairs of words, instead of the usual ones",
     )
     parser.add_argument("--stock", action="store_true", help="without this library's patches")
     parser.add_argument(

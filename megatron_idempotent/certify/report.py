@@ -16,15 +16,27 @@ _MARKS = {"passed": "ok", "failed": "FAILED", "declared": "declared"}
 
 
 def as_table(results: Sequence[Result]) -> str:
-    """Return a row per check and a column per layout, and then each fault in one line."""
+    """Return checks times layouts, the fewer in columns, and then each fault in one line."""
     layouts = list(dict.fromkeys(each.layout for each in results))
     marks = {(each.check, each.layout): _MARKS.get(each.verdict, "-") for each in results}
     checks = [name for name in CHECKS if any(each.check == name for each in results)]
-    rows = [
-        (name, *(marks.get((name, layout), "") for layout in layouts), CHECKS[name].summary)
-        for name in checks
-    ]
-    lines = [render(("check", *layouts, "it demands that"), rows)]
+    if len(layouts) > len(checks):
+        parts = {
+            layout: max(each.of_bound for each in results if each.layout == layout)
+            for layout in layouts
+        }
+        header: tuple[str, ...] = ("layout", *checks, "largest part of a bound")
+        rows = [
+            (layout, *(marks.get((name, layout), "") for name in checks), f"{parts[layout]:.2g}")
+            for layout in layouts
+        ]
+    else:
+        header = ("check", *layouts, "it demands that")
+        rows = [
+            (name, *(marks.get((name, layout), "") for layout in layouts), CHECKS[name].summary)
+            for name in checks
+        ]
+    lines = [render(header, rows)]
     for each in results:
         if each.verdict in ("failed", "declared"):
             lines.append(f"{each.layout}, {each.check}, {each.verdict}: {each.fault}")

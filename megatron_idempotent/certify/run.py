@@ -38,6 +38,8 @@ class Result:
     adapter lacks a method, or the layout has one replica. `not judged`: `whole-step` fails there
     already."""
     seconds: float = 0.0
+    of_bound: float = 0.0
+    """The largest error of a step, as a part of the bound for it."""
     fault: str = ""
     """The fault and the code that it is in, in one line; for `declared` what the adapter says."""
 
@@ -97,13 +99,13 @@ class Certification:
         return self._told
 
     def _judge(self, check: Check, layout: Layout, told: Facts) -> Result:
-        def result(verdict: Verdict, fault: str = "", seconds: float = 0.0) -> Result:
+        def result(verdict: Verdict, fault: str = "", **others: float) -> Result:
             return Result(
                 check=check.name,
                 layout=layout.name,
                 verdict=verdict,
-                seconds=seconds,
                 fault=fault,
+                **others,
             )
 
         lacking = [name for name in check.needs if name not in told.offers]
@@ -115,11 +117,11 @@ class Certification:
         if said is not None and not self._declared:
             return result("declared", said)
         start = time.perf_counter()
-        fault = fault_of(self._pool, self._adapter, check, layout, stock=self._stock)
-        seconds = time.perf_counter() - start
+        fault, of_bound = outcome_of(self._pool, self._adapter, check, layout, stock=self._stock)
+        found = {"seconds": time.perf_counter() - start, "of_bound": of_bound}
         if fault and said is not None:
-            return result("declared", f"{said} ({fault})", seconds)
-        return result("failed" if fault else "passed", fault, seconds)
+            return result("declared", f"{said} ({fault})", **found)
+        return result("failed" if fault else "passed", fault, **found)
 
 
 def certify(
@@ -218,21 +220,31 @@ def fault_of(
     pool: RankPool, adapter: str, check: Check, layout: Layout, *, stock: bool = False
 ) -> str:
     """Make one check on fresh ranks; returns what is wrong, in one line, or an empty string."""
+    return outcome_of(pool, adapter, check, layout, stock=stock)[0]
+
+
+def outcome_of(
+    pool: RankPool, adapter: str, check: Check, layout: Layout, *, stock: bool = False
+) -> tuple[str, float]:
+    """Return `fault_of`, and the largest error of a step as a part of its bound."""
     try:
-        told: list[tuple[int, str]] = pool.run(
+        told: list[tuple[int, str, float]] = pool.run(
             layout.ranks, examine, adapter, check.name, layout.name, stock, timeout_s=DEADLINE_S
         )
     except RankTimeout as error:
         waiting = sorted(set(range(layout.ranks)) - set(error.finished))
-        return f"rank {', '.join(map(str, waiting))} did not end within {DEADLINE_S:g} s"
+        return f"rank {', '.join(map(str, waiting))} did not end within {DEADLINE_S:g} s", 0.0
     except RankError as error:
         first = error.failures[0]
-        return f"rank {first.rank} ended: {first.exception_type}: {first.message}".splitlines()[0]
-    return min(told)[1]
+        text = f"rank {first.rank} ended: {first.exception_type}: {first.message}"
+        return text.splitlines()[0], 0.0
+    return min(told)[1], max(of_bound for *_, of_bound in told)
 
 
-def examine(adapter: str, check: str, layout: str, stock: bool) -> tuple[int, str]:
+def examine(adapter: str, check: str, layout: str, stock: bool) -> tuple[int, str, float]:
     """Runs on a rank: makes one check; returns what is wrong, the least number if it is the cause.
+
+    The last value is the largest error of a step, as a part of its bound.
 
     An error in which a rank only learns that another one has left, or stopped the step, says less.
     """
@@ -244,15 +256,20 @@ def examine(adapter: str, check: str, layout: str, stock: bool) -> tuple[int, st
     logging.disable(logging.WARNING)
     if not stock:
         megatron_idempotent.apply()
+    of_bound = 0.0
     try:
-        CHECKS[check].run(Bench(load(adapter)(), named(layout)))
+        bench = Bench(load(adapter)(), named(layout))
+        try:
+            CHECKS[check].run(bench)
+        finally:
+            of_bound = bench.of_bound
     except Wrong as wrong:
-        return 0, str(wrong)
+        return 0, str(wrong), of_bound
     except Exception as error:  # noqa: BLE001  it is what the framework has done
         told = f"{type(error).__name__} in {_where(error)}: {error}".splitlines()[0]
         late = isinstance(error, (SessionPoisoned, WindowAborted)) or "closed by peer" in told
-        return 2 if late else 1, told
-    return 3, ""
+        return 2 if late else 1, told, of_bound
+    return 3, "", of_bound
 
 
 def _where(error: BaseException) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_idempotent.certify import CHECKS, LAYOUTS, Result, certify, layout
 from megatron_idempotent.certify import main as command
+from megatron_idempotent.certify.grid import grid
 from megatron_idempotent.certify.layouts import WORDS
 from megatron_idempotent.certify.report import as_json, as_junit, as_table
 from megatron_idempotent.patching.catalog import hazards
@@ -141,3 +142,25 @@ def test_pytest_runs_the_checks_of_an_adapter(tmp_path, request):
     assert run.returncode == 1
     assert "IndexError in " in run.stdout
     assert f"1 failed, {len(CHECKS) * len(LAYOUTS)} deselected" in run.stdout, run.stdout
+
+
+def test_the_grid_has_every_two_words_that_fit_together_and_each_without_the_other():
+    chosen = [set(name.split("-")) for name in grid()]
+    assert len(chosen) == len(grid()) < 40
+    for one, other in (("tp2", "distopt"), ("vpp2", "nooverlap"), ("dp2", "pp2")):
+        assert any({one, other} <= words for words in chosen)
+        assert any(one in words and other not in words for words in chosen)
+        assert any(other in words and one not in words for words in chosen)
+    used = {word.rstrip("0123456789") for words in chosen for word in words}
+    assert used == {word.removesuffix("N") for word in WORDS}
+    for name in grid():
+        assert layout(name).ranks <= 4
+
+
+def test_a_table_of_many_layouts_has_a_line_for_each():
+    results = [
+        Result(check="whole-step", layout=name, verdict="passed", of_bound=0.25) for name in LAYOUTS
+    ]
+    assert [line.split() for line in as_table(results).splitlines()[1:-1]] == [
+        [name, "ok", "0.25"] for name in LAYOUTS
+    ]

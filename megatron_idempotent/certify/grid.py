@@ -1,0 +1,52 @@
+"""Chooses layouts so that each two words are together in one of them, and apart in others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from .layouts import layout
+
+#: The words of which a layout has one, or none.
+_CHOICES = (
+    ("dp2", "dp4"),
+    ("tp2", "tp4"),
+    ("pp2", "pp4", "vpp2"),
+    ("nosp",),
+    ("distopt",),
+    ("nooverlap",),
+)
+
+
+def grid() -> list[str]:
+    """Return names of layouts, few and always the same, that cover all pairs of choices.
+
+    For each two words that fit together there is a layout with both, with the one alone and with
+    neither. A fault seldom needs more than two; all layouts that fit on four ranks are thousands.
+
+    Example: `certify("mine:Adapter", layouts=grid(), checks=["split-step"])`.
+    """
+    names, masks = [], []
+    bits: dict[object, int] = {}
+    for picked in _fitting():
+        pairs = itertools.combinations(enumerate(picked), 2)
+        names.append("-".join(filter(None, picked)))
+        masks.append(sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs))
+    missing, chosen = (1 << len(bits)) - 1, []
+    while missing:
+        best = max(range(len(names)), key=lambda index: (masks[index] & missing).bit_count())
+        chosen.append(names[best])
+        missing &= ~masks[best]
+    return chosen
+
+
+def _fitting() -> Iterator[tuple[str, ...]]:
+    """Yield a word of each choice, or "" for none, where they make a layout."""
+    for picked in itertools.product(*(("", *words) for words in _CHOICES)):
+        if "nosp" in picked and not {"tp2", "tp4"}.intersection(picked):
+            continue  # it would say nothing
+        try:
+            layout("-".join(filter(None, picked)))
+        except ValueError:
+            continue
+        yield picked
