@@ -28,6 +28,7 @@ COMMITS = {commit["name"]: commit for commit in TABLE["commits"]}
 UPSTREAM = "https://github.com/NVIDIA/Megatron-LM"
 WORK = Path(".nox")
 PROVEN = WORK / "proven"
+LAYOUTS = WORK / "layouts"
 #: tests/parity/test_hazards.py is what `prove` does, and that writes down what it found.
 SUITES = (
     *("tests/patches", "tests/step", "tests/logprobs", "tests/hf", "tests/parity"),
@@ -129,6 +130,18 @@ def _run_release(
     suites: tuple[str, ...] = SUITES,
 ) -> bool:
     """The suites on one release; whether these were all, and its hazards are to be proven too."""
+    python = _release(session, megatron, version, folder, torch)
+    cache = f"cache_dir={folder / 'pytest'}"
+    gate_only = session.posargs == ["gate"]
+    chosen = GATE if gate_only else session.posargs or suites
+    session.run(str(python), "-m", "pytest", "-o", cache, *chosen, env=ENVIRON, external=True)
+    return gate_only or not session.posargs
+
+
+def _release(
+    session: nox.Session, megatron: str, version: str, folder: Path, torch: str = TABLE["torch"]
+) -> Path:
+    """The Python of an environment with one release."""
     wants = RELEASES[megatron]
     python = _environment(session, version, folder)
     core, extra = (
@@ -139,11 +152,7 @@ def _run_release(
     packages = [f"torch=={torch}", f"{core}=={megatron}", *wants["requires"]]
     groups = nox.project.dependency_groups(PROJECT, "test")
     _install(session, python, *packages, "-e", f".{extra}", *groups)
-    cache = f"cache_dir={folder / 'pytest'}"
-    gate_only = session.posargs == ["gate"]
-    chosen = GATE if gate_only else session.posargs or suites
-    session.run(str(python), "-m", "pytest", "-o", cache, *chosen, env=ENVIRON, external=True)
-    return gate_only or not session.posargs
+    return python
 
 
 def _prove(session: nox.Session, folder: Path, findings: Path) -> None:
@@ -226,12 +235,7 @@ def head(session: nox.Session, branch: str) -> None:
 
 def _run_commit(session: nox.Session, name: str, wants: dict) -> None:
     folder = WORK / "commits"
-    python = _with_newest(session, folder / "python")
-    tree = _sources(session, wants, folder, python)
-    beside = [_unpacked(session, each, folder) for each in wants.get("beside", ())]
-    # Before what is installed, whose dependencies serve it.
-    path = os.pathsep.join(map(str, [Path.cwd(), tree, *beside]))
-    env = {**ENVIRON, "PYTHONPATH": path}
+    python, env, tree = _commit(session, wants, folder)
     ours = [str(python), "-m", "megatron_idempotent"]
     refused = _refused(ours, tree)
     chosen = session.posargs or SUITES_OF_COMMITS
@@ -252,6 +256,40 @@ def _run_commit(session: nox.Session, name: str, wants: dict) -> None:
     if sorted(refused) != sorted(wants.get("refused", ())):
         subprocess.run([*ours, "drift", "--diff", str(tree)])
         session.error(f"{wants['commit'][:12]} refuses {refused}, known are {wants.get('refused')}")
+
+
+def _commit(session: nox.Session, wants: dict, folder: Path) -> tuple[Path, dict[str, str], Path]:
+    """The Python, the environment variables and the sources of one commit."""
+    python = _with_newest(session, folder / "python")
+    tree = _sources(session, wants, folder, python)
+    beside = [_unpacked(session, each, folder) for each in wants.get("beside", ())]
+    # Before what is installed, whose dependencies serve it.
+    path = os.pathsep.join(map(str, [Path.cwd(), tree, *beside]))
+    return python, {**ENVIRON, "PYTHONPATH": path}, tree
+
+
+@nox.session(venv_backend="none")
+def layouts(session: nox.Session) -> None:
+    """The layouts of docs/layouts.md: `nox -s layouts -- [release or commit]...`."""
+    for name in session.posargs or (*TABLE["gate"], NEWEST, "nemo-rl", "main"):
+        if name in RELEASES:
+            folder, env = WORK / f"release-{name}", ENVIRON
+            python = _release(session, name, RELEASES[name]["python"], folder)
+        else:
+            python, env, _ = _commit(session, COMMITS[name], WORK / "commits")
+        (LAYOUTS / name).mkdir(parents=True, exist_ok=True)
+        for adapter in ("Megatron", "Window", "SplitStep"):
+            judged = f"megatron_idempotent.certify.adapters:{adapter}"
+            asked = ["certify", judged, "--grid", "--json"]
+            if adapter != "SplitStep":
+                asked += ["--check", "split-step"]
+            with open(LAYOUTS / name / f"{adapter}.json", "w") as file:
+                command = [str(python), "-m", "megatron_idempotent", *asked]
+                codes = (0, 1)  # 1 where a check failed, which the page tells
+                options = {"stdout": file, "stderr": sys.stderr, "success_codes": codes}
+                session.run(*command, env=env, external=True, **options)
+    page = [sys.executable, "-m", "megatron_idempotent.certify.page", str(LAYOUTS)]
+    session.run(*page, external=True)
 
 
 def _refused(ours: list[str], tree: Path) -> list[str]:
