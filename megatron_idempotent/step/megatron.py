@@ -26,10 +26,11 @@ from megatron_idempotent.window.abort import abort_window, checked, drop_collect
 from megatron_idempotent.window.missed_collectives import gather_params
 
 from .context_parallel import context_parallel_ranks
+from .exact_sums import ExactSums
 from .gpt import gpt_forward
 from .lifecycle import SplitStep
 from .loss import StepLoss
-from .megatron_needs import check_patches, refuse_chunks
+from .megatron_needs import check_patches, refuse_chunks, refuse_inexact
 from .megatron_run import Forward, Runner, forget_inference
 from .megatron_snapshot import MegatronSnapshot
 from .megatron_update import CheckedUpdate
@@ -52,9 +53,13 @@ class MegatronBackend:
         *,
         options: Options,
         undo: bool,
+        order_stable: bool,
     ) -> None:
         self.chunks = checked("TrainStep()", chunks, optimizer)
         refuse_chunks(self.chunks)
+        if order_stable:
+            refuse_inexact(self.chunks)
+        self._sums = ExactSums(self.chunks) if order_stable else None
         name = options.tenant
         self.tenant = None if name is None else TenantState(name, self.chunks)
         self._optimizer = optimizer
@@ -71,6 +76,7 @@ class MegatronBackend:
     def must_agree(self) -> dict[str, Any]:
         return {
             "calculate_per_token_loss": self._runner.per_token,
+            "order_stable": self._sums is not None,
             "scheduler": type(self._scheduler).__name__,
         }
 
@@ -151,6 +157,8 @@ class MegatronBackend:
             chunk.zero_grad_buffer()
         if self._optimizer is not None:
             self._optimizer.zero_grad()
+        if self._sums is not None:
+            self._sums.open()
 
     def in_force(self) -> AbstractContextManager[None]:
         """Give modules and process the tenant's state in a `with`; without a tenant do nothing."""
@@ -176,6 +184,8 @@ class MegatronBackend:
     def run(
         self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
     ) -> list[Reported]:
+        # Exact sums are reduced when all of them are there.
+        reduce = reduce and self._sums is None
         self._released = self._released or reduce
         with self.in_force():
             return self._runner.run(pieces, loss, reduce=reduce, ghosts=ghosts)
@@ -200,6 +210,8 @@ class MegatronBackend:
                 gather_params(chunk, wait=wait)
 
     def check_gradients(self) -> None:
+        if self._sums is not None:
+            self._sums.check()
         for chunk in self.chunks:
             options = chunk.ddp_config
             large = getattr(options, "check_for_large_grads", False)
@@ -221,6 +233,8 @@ class MegatronBackend:
         return Update(skipped=skipped, grad_norm=grad_norm)
 
     def _finalize(self, totals: Totals, local: float) -> None:
+        if self._sums is not None:
+            self._sums.put()
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_grad_reduce and not self._released:
                 start_held(chunk)  # else finalizing dispatches by itself
@@ -259,6 +273,8 @@ class MegatronBackend:
             self.tenant.close(None if self._snapshot is None else self._snapshot.modules)
         self._snapshot = None
         self._step.reset()
+        if self._sums is not None:
+            self._sums.close()
         if self._window in open_windows:
             open_windows.remove(self._window)
 
@@ -395,6 +411,9 @@ class TrainStep(SplitStep):
         tenant: a name, the same on all ranks, if several `TrainStep`s over the same modules are
             open at the same time, each with a DDP and parameters of its own: see "Several adapters
             at once" in docs/train-step.md.
+        order_stable: add gradients of microbatches up exactly, so that the same microbatches give
+            the same bits on any number of replicas, in any order and any calls; see "The same bits
+            on any number of replicas" in docs/train-step.md. The same on all ranks.
 
     Raises:
         ValueError: chunks or an optimizer that are not Megatron's.
@@ -425,12 +444,19 @@ class TrainStep(SplitStep):
         deadline_s: float = DEADLINE_S,
         undo: bool = False,
         tenant: str | None = None,
+        order_stable: bool = False,
     ) -> None:
         options = checked_options(
             deadline_s, non_finite, shared, shape, counts, nothing_valid, alignment, tenant
         )
         backend = MegatronBackend(
-            model_chunks, optimizer, scheduler, forward, options=options, undo=undo
+            model_chunks,
+            optimizer,
+            scheduler,
+            forward,
+            options=options,
+            undo=undo,
+            order_stable=order_stable,
         )
         check_patches(backend.chunks)
         super().__init__(backend, options)

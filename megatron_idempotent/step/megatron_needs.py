@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron_idempotent.megatron import gather, moe
@@ -31,6 +32,30 @@ def refuse_chunks(chunks: Sequence[Any]) -> None:
             raise ValueError(
                 "TrainStep() got reuse_grad_buf_for_mxfp8_param_ag=True, where a gather of "
                 "parameters would overwrite the gradients of an open step: set it to False"
+            )
+
+
+def refuse_inexact(chunks: Sequence[Any]) -> None:
+    """Raise `ValueError` for options with which `ExactSums` cannot take or keep all gradients."""
+    for chunk in chunks:
+        config = get_model_config(chunk)
+        for name in ("defer_embedding_wgrad_compute", "delay_wgrad_compute"):
+            if getattr(config, name, False):
+                raise ValueError(
+                    f"TrainStep(order_stable=True) got {name}=True, which computes gradients after "
+                    "the backward in which they are taken: set it to False"
+                )
+        if config.fp16:
+            raise ValueError(
+                "TrainStep(order_stable=True) got fp16=True, whose loss scale changes what a "
+                "gradient is rounded to: train in bf16, or leave order_stable out"
+            )
+        ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        if not config.calculate_per_token_loss and ranks & (ranks - 1):
+            raise ValueError(
+                f"TrainStep(order_stable=True) got {ranks} ranks over which DDP averages, which "
+                "rounds unless they are a power of two: set calculate_per_token_loss=True, so that "
+                "it sums"
             )
 
 
