@@ -54,6 +54,8 @@ def parts(chunk: Any, layout: Layout) -> Iterator[Part]:
         # As releases before 0.17 call it.
         whole = ".".join(words).replace("mtp_model_layer", INNER)
         if whole == "output_layer.weight" and "tied" in layout.flags:
+            if getattr(chunk.module, "mtp_process", False):
+                continue  # nobody reads it: the stage has the embedding too, for the MTP layer
             whole = _EMBEDDING
         sharded = getattr(parameter, "tensor_model_parallel", False) and size > 1
         yield Part(
