@@ -43,7 +43,7 @@ _SGD = {"momentum": 0.5}
 _ADAM = {"beta1": 0.5, "beta2": 0.5, "epsilon": _EPSILON}
 _LR = 0.5
 #: Routers keep the margins by which they decide over the steps of a check.
-_LR_OF_EXPERTS = 0.01
+_LR_OF_EXPERTS = 0.005
 
 
 class Bench:

@@ -81,8 +81,9 @@ def decided(name: str, value: Tensor) -> Tensor:
     """Returns what to add to a whole parameter so that routers decide by wide margins.
 
     Each token of the vocabulary gets an order of the experts, written into the first E hidden
-    values of its embedding so large that no layer changes it; routers read these values. The
-    first experts are preferred, because the auxiliary loss of balanced ones has no gradient.
+    values of its embedding so large that no layer changes it; routers read these values, and the
+    last norm keeps them from the output layer. The first experts are preferred, because the
+    auxiliary loss of balanced ones has no gradient.
     """
     added = torch.zeros(value.shape, dtype=torch.float64)
     own = torch.arange(EXPERTS)
@@ -94,6 +95,8 @@ def decided(name: str, value: Tensor) -> Tensor:
         added[:, :EXPERTS] = torch.zeros_like(levels).scatter(1, order, levels)
     elif name.endswith(".router.weight"):
         added[own, own] = 0.3
+    elif name.endswith("final_layernorm.weight"):
+        added[own] = -0.9
     elif name.endswith(".eh_proj.weight"):  # the part that reads the next token's embedding
         added[own, own] = 0.5
     return added
