@@ -95,6 +95,7 @@ class Megatron:
             "failure-on-one-rank": "nothing tells the other ranks of a failure",
             "replica-without-rows": "the schedule takes at least one microbatch",
             "nan": "Megatron checks losses for NaN only if asked, and updates with them",
+            "uneven-replicas/ep": "replicas that share experts have as many microbatches each",
         }
     )
 
@@ -153,6 +154,7 @@ class Window(Megatron):
             "failure-on-one-rank": "nothing tells the other ranks of a failure",
             "replica-without-rows": "a window in which a rank has no call raises, and others wait",
             "nan": "Megatron checks losses for NaN only if asked, and updates with them",
+            "uneven-replicas/ep": "replicas that share experts have as many microbatches each",
         }
     )
 

@@ -17,8 +17,10 @@ from torch import Tensor
 from megatron_idempotent.cpu import tiny
 from megatron_idempotent.window.params import ensure_params_synced
 
-from .layouts import LAYERS, Layout
-from .oracle import Truth, Update, counted, negative_logprobs, truth_of
+from . import experts
+from .layouts import EXPERTS, LAYERS, Layout
+from .oracle import MTP_FACTOR, Truth, Update, counted, negative_logprobs, truth_of
+from .parameters import Part, joined, parts, spread
 from .protocol import MICRO_BATCH, Adapter, Calls, Finished, Rows, Subject, Wrong
 
 HEADS, T = tiny.HEADS, tiny.SEQUENCE
@@ -29,6 +31,9 @@ _FLOAT32 = 2.0**-24
 #: roundings as there are words and a few more, in each token's gradient. Tokens' gradients are
 #: independent: their sum is smaller than the sum of their norms by the root of their number.
 _SOFTMAX = (tiny.VOCABULARY + 32) * _FLOAT32
+#: So it does those of a router, over all experts and over the chosen ones: in what each token gets
+#: of its experts, and in its gradient. The difference of terms that are alike is a few more.
+_ROUTER = (EXPERTS + 32) * _FLOAT32
 #: Of a whole step in float32, layer by layer, as tests/step/roundings.py derives them.
 _ROUNDINGS = 4e5 * _FLOAT32
 #: Adam divides by sqrt(v) + epsilon. So much more than any gradient makes its step proportional to
@@ -37,17 +42,8 @@ _EPSILON = 2.0**20
 _SGD = {"momentum": 0.5}
 _ADAM = {"beta1": 0.5, "beta2": 0.5, "epsilon": _EPSILON}
 _LR = 0.5
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """Holds a parameter of this rank, and its place in the whole model."""
-
-    name: str
-    dimension: int | None
-    rank: int
-    size: int
-    value: Tensor
+#: Routers keep the margins by which they decide over the steps of a check.
+_LR_OF_EXPERTS = 0.005
 
 
 class Bench:
@@ -61,11 +57,16 @@ class Bench:
         # Its own: an adapter may have left collectives of the others half-way.
         self._group = dist.new_group(backend="gloo")
         kind, options = ("sgd", _SGD) if layout.double else ("adam", _ADAM)
-        self.update = Update(kind, lr=_LR * (1.0 if layout.double else _EPSILON), **options)
+        self.update = Update(kind, lr=self._rate, **options)
         self.adapter.build(self.subject)
         self.known = self.whole()
         self.of_bound = 0.0
         """The largest part of its bound that an error had so far."""
+
+    @property
+    def _rate(self) -> float:
+        rate = _LR_OF_EXPERTS if self.layout.experts else _LR
+        return rate if self.layout.double else rate * _EPSILON
 
     def make_model(self) -> None:
         """Build the model and its optimizer, with the same weights each time."""
@@ -75,16 +76,15 @@ class Bench:
             torch.set_default_dtype(torch.float64)  # the norms' too
             typed = {"params_dtype": torch.float64, "pipeline_dtype": torch.float64}
             precise: dict[str, Any] = {"ddp_overrides": {"grad_reduce_in_fp32": False}}
-            optimizer = {"optimizer": "sgd", "sgd_momentum": _SGD["momentum"], "lr": _LR}
+            optimizer = {"optimizer": "sgd", "sgd_momentum": _SGD["momentum"]}
         else:
             typed, precise = {}, {}
             optimizer = {
-                "lr": _LR * _EPSILON,
                 "adam_beta1": _ADAM["beta1"],
                 "adam_beta2": _ADAM["beta2"],
                 "adam_eps": _EPSILON,
             }
-        rates = {"min_lr": optimizer["lr"], "weight_decay": 0.0, "clip_grad": 0.0}
+        rates = {"lr": self._rate, "min_lr": self._rate, "weight_decay": 0.0, "clip_grad": 0.0}
         model = tiny.build(
             **{
                 "sequence": T,
@@ -92,17 +92,19 @@ class Bench:
                 "config_overrides": {
                     "calculate_per_token_loss": True,
                     **typed,
+                    **_auxiliary(self.layout),
                     **getattr(self.adapter, "config_overrides", {}),
                 },
                 "optimizer_overrides": {**optimizer, **rates},
                 # It is for the framework to wire the config.
                 "wire": False,
+                "model_overrides": _positions(self.layout),
                 **precise,
                 **self.layout.options,
             }
         )
         for chunk in model.chunks:
-            _spread(chunk)
+            spread(chunk, self.layout)
         model.optimizer.reload_model_params()
         self.model = model
         self.replica = int(parallel_state.get_data_parallel_rank())
@@ -180,11 +182,14 @@ class Bench:
     @property
     def roundings(self) -> float:
         """The part of its size by which a log-probability may differ from its definition."""
-        return _SOFTMAX if self.layout.double else _ROUNDINGS
+        if not self.layout.double:
+            return _ROUNDINGS
+        routers = LAYERS + ("mtp" in self.layout.flags) if self.layout.experts else 0
+        return _SOFTMAX + routers * _ROUTER
 
     def tolerance(self, truth: Truth) -> float:
         """Returns by what part of its norm a gradient may differ from the definition."""
-        independent = math.sqrt(max(truth.count, 1.0)) if self.layout.double else 1.0
+        independent = math.sqrt(max(truth.terms, 1.0)) if self.layout.double else 1.0
         return self.roundings * independent
 
     def unchanged(self, what: str) -> None:
@@ -245,15 +250,19 @@ class Bench:
         """
         ensure_params_synced(self.model.chunks)
         everybody = self.told_by_all(
-            [part for chunk in self.model.chunks for part in _parts(chunk)]
+            [
+                dataclasses.replace(part, value=part.value.detach().cpu().clone())
+                for chunk in self.model.chunks
+                for part in parts(chunk, self.layout)
+            ]
         )
-        parts: dict[str, dict[int, Part]] = {}
+        found: dict[str, dict[int, Part]] = {}
         for rank, theirs in enumerate(everybody):
             for part in theirs:
-                known = parts.setdefault(part.name, {}).setdefault(part.rank, part)
+                known = found.setdefault(part.name, {}).setdefault(part.rank, part)
                 if not torch.equal(known.value, part.value):
                     raise Wrong(f"rank {rank} has other bits in {part.name} than its replica")
-        return {name: _joined(list(shards.values())) for name, shards in parts.items()}
+        return {name: joined(list(shards.values())) for name, shards in found.items()}
 
     def told_by_all(self, told: Any) -> list[Any]:
         """Gather a value of each rank, by rank. All ranks take part."""
@@ -268,7 +277,8 @@ def forward(chunk: Any, rows: Rows) -> Tensor:
     length = tokens_BT.shape[1]
     positions_BT = torch.arange(length, device="cuda").expand_as(tokens_BT)
     hidden = torch.ones(1, 1, length, length, device="cuda").tril() < 0.5
-    output: Tensor = chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT.roll(-1, 1))
+    more = {"loss_mask": counted(rows)} if getattr(chunk.config, "mtp_num_layers", None) else {}
+    output: Tensor = chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT.roll(-1, 1), **more)
     return output
 
 
@@ -278,45 +288,13 @@ def loss(output: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     return (output * mask_BT * rows["scale"][:, None]).sum(), mask_BT.sum()
 
 
-def _spread(chunk: Any) -> None:
-    """Give biases and norms weights of their own, so that a gradient missing there is seen."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in chunk.module.parameters():
-            sharded = getattr(parameter, "tensor_model_parallel", False)
-            if parameter.dim() == 1 and not sharded:
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+def _auxiliary(layout: Layout) -> dict[str, Any]:
+    """Returns the fields of `TransformerConfig` of the layers that have a loss of their own."""
+    routers = {"moe_router_topk": experts.TOPK, "moe_aux_loss_coeff": experts.COEFFICIENT}
+    heads = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": MTP_FACTOR}
+    return {**(routers if layout.experts else {}), **(heads if "mtp" in layout.flags else {})}
 
 
-def _parts(chunk: Any) -> list[Part]:
-    from megatron.core import parallel_state
-
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    module = chunk.module
-    found = []
-    for name, parameter in module.named_parameters():
-        words = name.split(".")
-        if "layers" in words:
-            place = words.index("layers") + 1
-            words[place] = str(module.decoder.layers[int(words[place])].layer_number - 1)
-        sharded = getattr(parameter, "tensor_model_parallel", False) and size > 1
-        found.append(
-            Part(
-                name=".".join(words),
-                dimension=parameter.partition_dim if sharded else None,
-                rank=rank if sharded else 0,
-                size=size if sharded else 1,
-                value=parameter.detach().cpu().clone(),
-            )
-        )
-    return found
-
-
-def _joined(shards: Sequence[Part]) -> Tensor:
-    ordered = sorted(shards, key=lambda part: part.rank)
-    if len(ordered) != ordered[0].size:
-        raise Wrong(f"{ordered[0].name} has {len(ordered)} of its {ordered[0].size} shards")
-    if ordered[0].dimension is None:
-        return ordered[0].value
-    return torch.cat([part.value for part in ordered], ordered[0].dimension)
+def _positions(layout: Layout) -> dict[str, Any]:
+    # Upstream's arguments allow MTP rotary positions or none; learned ones would be kept twice.
+    return {"position_embedding_type": "none"} if "mtp" in layout.flags else {}

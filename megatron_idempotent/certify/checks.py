@@ -37,6 +37,8 @@ class Check:
     """Hazards of Megatron that may be the cause of a failure; `megatron-idempotent explain ID`."""
     replicas: bool = False
     """True if it takes more than one data-parallel rank."""
+    auxiliary: bool = False
+    """True if it takes a model whose layers add losses of their own."""
 
 
 _checks: dict[str, Check] = {}
@@ -50,13 +52,20 @@ def _check(
     needs: tuple[str, ...] = (),
     hazards: tuple[str, ...] = (),
     replicas: bool = False,
+    auxiliary: bool = False,
 ) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
     """Put a function among the checks, under its own name."""
 
     def enter(run: Callable[[Bench], None]) -> Callable[[Bench], None]:
         name = run.__name__.replace("_", "-")
         _checks[name] = Check(
-            name=name, summary=summary, run=run, needs=needs, hazards=hazards, replicas=replicas
+            name=name,
+            summary=summary,
+            run=run,
+            needs=needs,
+            hazards=hazards,
+            replicas=replicas,
+            auxiliary=auxiliary,
         )
         return run
 
@@ -132,6 +141,22 @@ def uneven_replicas(bench: Bench) -> None:
 def replica_without_rows(bench: Bench) -> None:
     for seed in range(2):
         bench.take(_by_replica(bench, seed, (0, CALL)))
+
+
+@_check(
+    "auxiliary losses count by the tokens of their microbatches, in calls of any size",
+    hazards=("chained-calls-weigh-losses", "aux-loss-scale-left-set"),
+    auxiliary=True,
+)
+def auxiliary_losses(bench: Bench) -> None:
+    def calls(replica: int) -> list[Rows]:
+        # Calls of other sizes, whose microbatches count other shares of their positions.
+        small, large = _of(bench, 30, CALL, 3 * CALL)(replica)
+        large["token_mask"][:CALL, large["input_ids"].shape[1] // 2 :] = 0
+        return [small, large]
+
+    for _ in range(2):
+        bench.take(calls)
 
 
 @_check(

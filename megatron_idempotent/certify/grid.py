@@ -15,6 +15,10 @@ _CHOICES = (
     ("nosp",),
     ("distopt",),
     ("nooverlap",),
+    ("moe", "ep2", "ep4"),
+    ("etp1", "etp2"),
+    ("mtp",),
+    ("tied",),
 )
 
 
@@ -46,7 +50,9 @@ def _fitting() -> Iterator[tuple[str, ...]]:
         if "nosp" in picked and not {"tp2", "tp4"}.intersection(picked):
             continue  # it would say nothing
         try:
-            layout("-".join(filter(None, picked)))
+            made = layout("-".join(filter(None, picked)))
         except ValueError:
             continue
+        if "etp" in made.words and made.sizes["etp"] == made.sizes["tp"]:
+            continue  # nor would that
         yield picked

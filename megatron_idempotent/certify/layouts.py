@@ -1,6 +1,6 @@
 """Reads the names of layouts: how ranks share the model, and in which precision.
 
-A name is words joined by "-": `tp2-pp2`, `dp2-pp2-vpp2`, `dp2-tp2-distopt`.
+A name is words joined by "-": `tp2-pp2`, `dp2-pp2-vpp2`, `dp2-tp2-distopt`, `ep2-mtp-tied-pp2`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-LAYERS = 4
+LAYERS, EXPERTS = 4, 4
 RANKS = 4
 """The most ranks of a layout."""
 
@@ -21,9 +21,17 @@ _SIZES = {
     "tp": "tensor-parallel ranks, with sequence parallelism",
     "pp": "pipeline stages",
     "vpp": "chunks of each stage, interleaved (of pp2, if the name has no pp)",
+    "ep": "expert-parallel ranks, among the replicas and tensor-parallel ranks; with moe. If the "
+    "name has no dp, there are as many replicas as that takes",
+    "etp": "tensor-parallel ranks of each expert, with moe; as many as tp, if the name has no etp",
 }
 #: A word without a number.
 _FLAGS = {
+    "moe": "a mixture of 4 experts in each layer, of which a token takes 2, and an auxiliary loss "
+    "that balances them",
+    "mtp": "a layer that predicts one more token, with a loss of its own; the model has no learned "
+    "positions, as Megatron asks",
+    "tied": "the output layer shares the embedding's weight",
     "nosp": "no sequence parallelism",
     "nooverlap": "reductions are not overlapped",
     "distopt": "distributed optimizer, gathers of parameters overlapped too, in float32, because "
@@ -36,6 +44,10 @@ WORDS: Mapping[str, str] = MappingProxyType(
 """The words of a layout's name, and what each says."""
 
 
+KINDS = (*_SIZES, *_FLAGS)
+"""The same words without numbers."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """Describes one model on some ranks.
@@ -45,8 +57,11 @@ class Layout:
 
     name: str
     sizes: Mapping[str, int]
-    """The number of each word that has one; 1 for the others."""
+    """The number of each word that has one, said or not."""
     flags: frozenset[str]
+    """The words without a number, `moe` among them if the name says `ep` or `etp`."""
+    words: frozenset[str]
+    """The words that the name says, without their numbers."""
 
     @property
     def ranks(self) -> int:
@@ -62,6 +77,16 @@ class Layout:
     def replicas(self) -> int:
         """The number of data-parallel ranks."""
         return self.sizes["dp"]
+
+    @property
+    def experts(self) -> int:
+        """The number of experts of each layer; 0 without."""
+        return EXPERTS if "moe" in self.flags else 0
+
+    @property
+    def auxiliary(self) -> bool:
+        """True if layers add losses of their own to the gradient."""
+        return bool(self.flags & {"moe", "mtp"})
 
     @property
     def double(self) -> bool:
@@ -81,6 +106,10 @@ class Layout:
             "distributed_optimizer": sharded,
             "overlap_param_gather": sharded and "nooverlap" not in self.flags,
             "layers_per_stage": LAYERS // self.stages,
+            "ep": self.sizes["ep"],
+            "etp": self.sizes["etp"] if self.experts else None,
+            "experts": self.experts,
+            "tied": "tied" in self.flags,
         }
 
 
@@ -108,7 +137,15 @@ def layout(name: str) -> Layout:
             )
     if sizes["vpp"] > 1 and "pp" not in seen:
         sizes["pp"] = 2
-    made = Layout(name=name, sizes=MappingProxyType(sizes), flags=frozenset(flags))
+    if seen & {"ep", "etp"}:
+        flags.add("moe")
+    _share_experts(name, sizes, flags, seen)
+    made = Layout(
+        name=name,
+        sizes=MappingProxyType(sizes),
+        flags=frozenset(flags),
+        words=frozenset(seen),
+    )
     if made.ranks > RANKS:
         raise ValueError(f"the layout {name!r} takes {made.ranks} ranks; at most {RANKS} run")
     if sizes["vpp"] > 1 and sizes["pp"] == 1:
@@ -118,6 +155,28 @@ def layout(name: str) -> Layout:
             f"the layout {name!r} has {made.stages} stages, which do not share {LAYERS} layers"
         )
     return made
+
+
+def _share_experts(name: str, sizes: dict[str, int], flags: set[str], seen: set[str]) -> None:
+    """Fill in `etp` and `dp` where the name does not say them, and check that experts fit."""
+    if "etp" not in seen:
+        sizes["etp"] = sizes["tp"]
+    shared = sizes["ep"] * sizes["etp"]
+    if "dp" not in seen and "moe" in flags:
+        sizes["dp"] = max(1, shared // sizes["tp"])
+    ranks = sizes["dp"] * sizes["tp"]
+    if "moe" in flags and ranks % shared:
+        raise ValueError(
+            f"the layout {name!r} spreads experts over {shared} ranks (ep x etp) of the {ranks} of "
+            "a stage (dp x tp): their number must divide that"
+        )
+    if EXPERTS % sizes["ep"]:
+        raise ValueError(f"the layout {name!r} has {sizes['ep']} ranks for {EXPERTS} experts")
+    if "moe" in flags and "nosp" in flags and sizes["tp"] > 1:
+        raise ValueError(
+            f"the layout {name!r} has experts without sequence parallelism, which Megatron does "
+            "not train on tensor-parallel ranks: drop nosp"
+        )
 
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(

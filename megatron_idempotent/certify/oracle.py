@@ -1,7 +1,8 @@
 """Computes a step from its definition, in float64 on one process: no layout, no schedule, no DDP.
 
 A small GPT is written out with plain torch functions of a dictionary of parameters, under the
-names that Megatron gives them. Legend: B rows, T positions, H hidden size, A heads, V vocabulary.
+names that Megatron gives them; what is not among them the model does not have. Legend: B rows,
+T positions, H hidden size, A heads, V vocabulary, E experts.
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .protocol import Rows
+from .experts import balance, mixture
+from .protocol import MICRO_BATCH, Rows
 
 Parameters = Mapping[str, Tensor]
+
+MTP_FACTOR = 0.5
+"""`mtp_loss_scaling_factor`."""
+INNER = "transformer_layer"
+"""The name of the MTP layer's transformer layer, as releases before 0.17 have it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,12 +34,20 @@ class Truth:
     """
 
     gradient: dict[str, Tensor]
-    """The gradient of the mean over all positions that count, by parameter; float64."""
+    """The gradient of the step's loss by parameter; float64.
+
+    The loss is the mean over all positions that count, plus the auxiliary losses of all
+    microbatches: each is a mean over tokens, times the number of these in its microbatch, divided
+    by the number of positions of the step that count. Experts' is a mean over all positions, and
+    that of MTP one over positions that count."""
     grad_norm: float
     loss: float
-    """The mean itself."""
+    """The mean over all positions that count, without auxiliary losses."""
     count: float
     """The number of positions that count."""
+    terms: float
+    """The number of tokens' terms in the gradient: the same positions, once more those of MTP, and
+    all positions of each router."""
 
 
 def truth_of(
@@ -42,28 +57,41 @@ def truth_of(
 
     Args:
         parameters: all parameters of the whole model, by Megatron's names.
-        rows: the rows of all replicas and calls, in any order.
+        rows: the rows of all replicas and calls, in any order; each call's are cut into
+            microbatches of MICRO_BATCH rows in their order.
         layers: the number of transformer layers.
         heads: the number of attention heads.
         epsilon: that of layer norms.
     """
     own = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
     total, count = torch.zeros((), dtype=torch.float64), 0.0
+    added, terms = total, 0.0
     for each in rows:
         if len(each["input_ids"]):
-            nll_BT = negative_logprobs(own, each["input_ids"], layers, heads, epsilon)
+            gpt = Gpt(own, layers, heads, epsilon)
+            x_BTH = gpt.hidden(each["input_ids"])
             mask_BT = counted(each).double()
-            total = total + (nll_BT * mask_BT).sum()
+            total = total + (gpt.negative_logprobs(x_BTH, each["input_ids"], 1) * mask_BT).sum()
             count += float(mask_BT.sum())
+            if "mtp.layers.0.eh_proj.weight" in own:
+                added = added + _of_the_token_after(gpt, x_BTH, each["input_ids"], mask_BT)
+                terms += float(mask_BT.sum())
+            for logits_BTE in gpt.routed:
+                added = added + balance(logits_BTE, MICRO_BATCH)
+            terms += len(gpt.routed) * mask_BT.numel()
     if count:
-        torch.autograd.backward(total / count)
+        torch.autograd.backward((total + added) / count)
     gradient = {
         name: torch.zeros_like(value) if value.grad is None else value.grad
         for name, value in own.items()
     }
     norm = math.sqrt(sum(float(each.square().sum()) for each in gradient.values()))
     return Truth(
-        gradient=gradient, grad_norm=norm, loss=float(total.detach()) / (count or 1.0), count=count
+        gradient=gradient,
+        grad_norm=norm,
+        loss=float(total.detach()) / (count or 1.0),
+        count=count,
+        terms=count + terms,
     )
 
 
@@ -77,42 +105,96 @@ def negative_logprobs(
     parameters: Parameters, tokens_BT: Tensor, layers: int, heads: int, epsilon: float = 1e-5
 ) -> Tensor:
     """Returns -log p of the token after each position, [B, T]; after the last one of the first."""
-    logits_BTV = logits(parameters, tokens_BT, layers, heads, epsilon)
-    targets_BT1 = tokens_BT.roll(-1, 1)[..., None]
-    return -logits_BTV.log_softmax(-1).gather(-1, targets_BT1)[..., 0]
+    gpt = Gpt(parameters, layers, heads, epsilon)
+    return gpt.negative_logprobs(gpt.hidden(tokens_BT), tokens_BT, 1)
 
 
-def logits(
-    parameters: Parameters, tokens_BT: Tensor, layers: int, heads: int, epsilon: float
-) -> Tensor:
-    """Returns the logits [B, T, V] of a GPT with learned positions, layer norms and GELU."""
+class Gpt:
+    """Writes out a GPT with layer norms and GELU, with learned positions or none.
 
-    def linear(x: Tensor, name: str) -> Tensor:
-        return functional.linear(x, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
+    Example: `Gpt(parameters, layers=2, heads=4).hidden(tokens_BT)`.
+    """
 
-    def norm(x: Tensor, name: str) -> Tensor:
-        weight = parameters[f"{name}.weight"]
-        return functional.layer_norm(
-            x, weight.shape, weight, parameters[f"{name}.bias"], eps=epsilon
-        )
+    def __init__(
+        self, parameters: Parameters, layers: int, heads: int, epsilon: float = 1e-5
+    ) -> None:
+        """Take what `truth_of` does. `routed` gets the logits [B, T, E] of each router."""
+        self._parameters = parameters
+        self._layers, self._heads, self._epsilon = layers, heads, epsilon
+        self.routed: list[Tensor] = []
 
-    batch, length = tokens_BT.shape
-    x_BTH = parameters["embedding.word_embeddings.weight"][tokens_BT]
-    x_BTH = x_BTH + parameters["embedding.position_embeddings.weight"][:length]
-    later = torch.ones(length, length, dtype=torch.bool).triu(1)
-    for index in range(layers):
-        at = f"decoder.layers.{index}"
-        mixed = linear(norm(x_BTH, f"{at}.input_layernorm"), f"{at}.self_attention.linear_qkv")
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
+        """Returns the hidden states [B, T, H] after the last norm."""
+        x_BTH = self.embedded(tokens_BT)
+        for index in range(self._layers):
+            x_BTH = self.layer(x_BTH, f"decoder.layers.{index}")
+        return self.norm(x_BTH, "decoder.final_layernorm")
+
+    def negative_logprobs(self, x_BTH: Tensor, tokens_BT: Tensor, after: int) -> Tensor:
+        """Returns -log p of the token so many after each position, [B, T]; the row is a ring."""
+        output = "output_layer.weight"
+        if output not in self._parameters:  # tied
+            output = "embedding.word_embeddings.weight"
+        logits_BTV = functional.linear(x_BTH, self._parameters[output])
+        targets_BT1 = tokens_BT.roll(-after, 1)[..., None]
+        return -logits_BTV.log_softmax(-1).gather(-1, targets_BT1)[..., 0]
+
+    def embedded(self, tokens_BT: Tensor) -> Tensor:
+        """Returns embeddings [B, T, H] of tokens and their positions."""
+        x_BTH = self._parameters["embedding.word_embeddings.weight"][tokens_BT]
+        positions = self._parameters.get("embedding.position_embeddings.weight")
+        return x_BTH if positions is None else x_BTH + positions[: tokens_BT.shape[1]]
+
+    def layer(self, x_BTH: Tensor, at: str) -> Tensor:
+        """Returns what the transformer layer of that name makes of x."""
+        batch, length, _ = x_BTH.shape
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        normed = self.norm(x_BTH, f"{at}.input_layernorm")
+        mixed = self.linear(normed, f"{at}.self_attention.linear_qkv")
         # Each head has its query, key and value one after the other.
-        q, k, v = mixed.view(batch, length, heads, 3, -1).permute(3, 0, 2, 1, 4)
+        q, k, v = mixed.view(batch, length, self._heads, 3, -1).permute(3, 0, 2, 1, 4)
         scores_BATT = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
         seen = scores_BATT.masked_fill(later, -math.inf).softmax(-1) @ v
-        x_BTH = x_BTH + linear(
+        x_BTH = x_BTH + self.linear(
             seen.transpose(1, 2).reshape(batch, length, -1), f"{at}.self_attention.linear_proj"
         )
-        inner = linear(norm(x_BTH, f"{at}.pre_mlp_layernorm"), f"{at}.mlp.linear_fc1")
-        x_BTH = x_BTH + linear(functional.gelu(inner), f"{at}.mlp.linear_fc2")
-    return linear(norm(x_BTH, "decoder.final_layernorm"), "output_layer")
+        normed = self.norm(x_BTH, f"{at}.pre_mlp_layernorm")
+        if f"{at}.mlp.router.weight" in self._parameters:
+            return x_BTH + mixture(self._parameters, f"{at}.mlp", normed, self.routed)
+        inner = functional.gelu(self.linear(normed, f"{at}.mlp.linear_fc1"))
+        return x_BTH + self.linear(inner, f"{at}.mlp.linear_fc2")
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """Returns x times a weight, plus its bias if there is one."""
+        bias = self._parameters.get(f"{name}.bias")
+        return functional.linear(x, self._parameters[f"{name}.weight"], bias)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """Returns x in a layer norm."""
+        weight, bias = self._parameters[f"{name}.weight"], self._parameters[f"{name}.bias"]
+        return functional.layer_norm(x, weight.shape, weight, bias, eps=self._epsilon)
+
+
+def _of_the_token_after(gpt: Gpt, x_BTH: Tensor, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Returns the loss of the MTP layer, each microbatch times its positions that count.
+
+    Position t sees its hidden state and the next token, and predicts the one after that. The loss
+    is MTP_FACTOR x the mean over positions t of which t + 1 counts.
+    """
+    at = "mtp.layers.0"
+    # The last position has no next token. What it sees, token 0, is seen by no other position.
+    next_BT = functional.pad(tokens_BT[:, 1:], (0, 1))
+    both = gpt.norm(gpt.embedded(next_BT), f"{at}.enorm"), gpt.norm(x_BTH, f"{at}.hnorm")
+    x_BTH = gpt.linear(torch.cat(both, -1), f"{at}.eh_proj")
+    x_BTH = gpt.norm(gpt.layer(x_BTH, f"{at}.{INNER}"), f"{at}.final_layernorm")
+    after_BT = functional.pad(mask_BT[:, 1:], (0, 1))
+    losses_BT = gpt.negative_logprobs(x_BTH, tokens_BT, 2) * after_BT
+    total = losses_BT.new_zeros(())
+    pieces = (torch.split(each, MICRO_BATCH) for each in (losses_BT, after_BT, mask_BT))
+    for loss_BT, predicted_BT, own_BT in zip(*pieces, strict=True):
+        mean = loss_BT.sum() / predicted_BT.sum().clamp(min=1)
+        total = total + MTP_FACTOR * own_BT.sum() * mean
+    return total
 
 
 class Update:

@@ -52,7 +52,9 @@ class Subject:
     """A function of the last stage's output and its rows that returns the sum over the positions
     that count, and their number."""
     micro_batch_size: int
-    """Rows of one microbatch; the number of rows of every call is a multiple of it."""
+    """Rows of one microbatch; the number of rows of every call is a multiple of it. An auxiliary
+    loss is one of a microbatch: with `moe` or `mtp` in the layout's name, a call's rows are to be
+    cut into microbatches in their order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +69,8 @@ class Finished:
     grad_norm: float | None = None
     """Norm of the gradient before clipping; None if the framework does not tell."""
     loss: float | None = None
-    """Mean over all positions of the step that count, on all replicas; None if it does not tell."""
+    """Mean over all positions of the step that count, on all replicas, without auxiliary losses;
+    None if it does not tell."""
 
 
 Calls = Callable[[int], list[Rows]]
@@ -85,8 +88,9 @@ class Adapter(Protocol):
     """
 
     cannot: Mapping[str, str]
-    """The checks that the framework does not promise to pass, with the reason, by the check's name.
-    They do not fail the verdict."""
+    """The checks that the framework does not promise to pass, with the reason, by the check's name,
+    or by "check/word" for layouts with that word, such as "uneven-replicas/ep". They do not fail
+    the verdict."""
 
     def build(self, subject: Subject) -> None:
         """Take over the model; called again for a second run over the same model."""

@@ -14,7 +14,7 @@ from typing import Literal
 from megatron_idempotent.cpu import RankError, RankPool, RankTimeout
 
 from .checks import CHECKS, Check
-from .layouts import LAYOUTS, Layout
+from .layouts import KINDS, LAYOUTS, Layout
 from .layouts import layout as named
 from .protocol import Wrong
 
@@ -35,8 +35,8 @@ class Result:
     layout: str
     verdict: Verdict
     """`declared`: the adapter says that it may fail, and it does or was not run. `not offered`: the
-    adapter lacks a method, or the layout has one replica. `not judged`: `whole-step` fails there
-    already."""
+    adapter lacks a method, or the layout has one replica or no auxiliary losses. `not judged`:
+    `whole-step` fails there already."""
     seconds: float = 0.0
     of_bound: float = 0.0
     """The largest error of a step, as a part of the bound for it."""
@@ -51,7 +51,8 @@ class Facts:
     offers: frozenset[str]
     """The optional methods that it has."""
     cannot: Mapping[str, str]
-    """The checks that it does not promise to pass, with the reason."""
+    """The checks that it does not promise to pass, with the reason; "check/word" for the layouts
+    with that word alone."""
 
 
 _DEMANDED = ("build", "begin", "microbatch", "finish", "abort")
@@ -113,7 +114,9 @@ class Certification:
             return result("not offered", f"no {', '.join(lacking)}()")
         if check.replicas and layout.replicas == 1:
             return result("not offered", "one replica")
-        said = told.cannot.get(check.name)
+        if check.auxiliary and not layout.auxiliary:
+            return result("not offered", "no auxiliary losses")
+        said = _why_not(told.cannot, check, layout)
         if said is not None and not self._declared:
             return result("declared", said)
         start = time.perf_counter()
@@ -187,12 +190,24 @@ def load(adapter: str) -> type:
         raise ValueError(
             f"{adapter} has no {', '.join(missing)}(): see megatron_idempotent.certify.Adapter"
         )
-    unknown = set(getattr(found, "cannot", {})) - set(CHECKS)
+    unknown = [name for name in getattr(found, "cannot", {}) if not _is_check(name)]
     if unknown:
         raise ValueError(
-            f"{adapter}.cannot names {sorted(unknown)}, which are none of {', '.join(CHECKS)}"
+            f"{adapter}.cannot names {sorted(unknown)}, which are none of {', '.join(CHECKS)}, nor "
+            f"one of these before a slash and a layout's word: {', '.join(KINDS)}"
         )
     return found  # type: ignore[no-any-return]
+
+
+def _is_check(name: str) -> bool:
+    check, slash, word = name.partition("/")
+    return check in CHECKS and (word in KINDS if slash else True)
+
+
+def _why_not(cannot: Mapping[str, str], check: Check, layout: Layout) -> str | None:
+    """Returns why an adapter does not promise a check on a layout; None if it does."""
+    names = [check.name, *(f"{check.name}/{word}" for word in sorted(layout.words))]
+    return next((cannot[name] for name in names if name in cannot), None)
 
 
 def facts(adapter: str) -> Facts | str:

@@ -28,7 +28,9 @@ def gpt_stage(
 ) -> Any:
     """Returns a `GPTModel` of upstream's local layers; `model` holds its other arguments.
 
-    `change_spec` gets upstream's layer spec, and returns the one to use.
+    `change_spec` gets upstream's layer spec, and returns the one to use. A config with
+    `mtp_num_layers` gets layers for multi-token prediction of the same spec, unless `model` has
+    an `mtp_block_spec`.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -44,6 +46,8 @@ def gpt_stage(
     )
     if change_spec is not None:
         spec = change_spec(spec)
+    if getattr(config, "mtp_num_layers", None) and "mtp_block_spec" not in model:
+        model["mtp_block_spec"] = _mtp_block(spec, config, vp_stage)
     if config.sequence_parallel:
         spec = with_marked_norm(spec, config, vp_stage)
     if takes(GPTModel.__init__, "vp_stage"):  # before 0.13 the stage is a global
@@ -70,13 +74,35 @@ class MarkedNorm:
         return norm
 
 
+def _mtp_block(layer_spec: Any, config: Any, vp_stage: int | None) -> Any:
+    """Returns the submodules of a stage's MTP layers; None for a stage that has none."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    where = {"vp_stage": vp_stage} if takes(get_gpt_mtp_block_spec, "vp_stage") else {}
+    if config.sequence_parallel:
+        layer_spec = _marked(layer_spec)
+    block = get_gpt_mtp_block_spec(config, layer_spec, use_transformer_engine=False, **where)
+    if block is None or not config.sequence_parallel:
+        return block
+    block = copy.deepcopy(block)
+    for each in block.layer_specs:
+        for norm in ("enorm", "hnorm", "layer_norm"):
+            setattr(each.submodules, norm, MarkedNorm)
+    return block
+
+
+def _marked(layer_spec: Any) -> Any:
+    layer_spec = copy.deepcopy(layer_spec)
+    layer_spec.submodules.input_layernorm = MarkedNorm
+    layer_spec.submodules.pre_mlp_layernorm = MarkedNorm
+    return layer_spec
+
+
 def with_marked_norm(layer_spec: Any, config: Any, vp_stage: int | None = None) -> Any:
     """Returns one pipeline stage's block submodules, with `MarkedNorm` for every norm."""
     from megatron.core.transformer import transformer_block
 
-    layer_spec = copy.deepcopy(layer_spec)
-    layer_spec.submodules.input_layernorm = MarkedNorm
-    layer_spec.submodules.pre_mlp_layernorm = MarkedNorm
+    layer_spec = _marked(layer_spec)
     # Releases before 0.12 count the layers without asking for the virtual stage.
     count = transformer_block.get_num_layers_to_build
     asks = "vp_stage" in count.__code__.co_varnames

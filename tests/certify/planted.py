@@ -121,6 +121,31 @@ class MeanOfReplicas(SplitStep):
         return _finished(result)
 
 
+class _WeighsByTheFirstCall(_Loss):
+    share = 1.0
+
+    def auxiliary_weight(self, microbatch: Any) -> float:
+        return self.share * microbatch["input_ids"].numel()
+
+
+class CallsCountAlike(SplitStep):
+    """Scales auxiliary losses by the microbatches of a step's first call, in all of its calls."""
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.loss = _WeighsByTheFirstCall(subject)
+
+    def begin(self) -> None:
+        super().begin()
+        self.first = 0
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        number = len(rows["input_ids"])
+        self.first = self.first or number
+        self.loss.share = self.first / max(number, 1)
+        super().microbatch(rows, fail=fail)
+
+
 class RefusesNoRows(SplitStep):
     """Takes the shape of the first row."""
 
@@ -206,6 +231,18 @@ class DeclaresNaN(UpdatesWithNaN):
     """Says what it does not do."""
 
     cannot = {"nan": "nobody looks at the norm"}  # noqa: RUF012
+
+
+class DeclaresNaNOfExperts(UpdatesWithNaN):
+    """Says what it does not do in layouts with experts."""
+
+    cannot = {"nan/moe": "nobody looks at the norm"}  # noqa: RUF012
+
+
+class DeclaresAnUnknownWord(SplitStep):
+    """Names no word of a layout."""
+
+    cannot = {"nan/experts": "nobody looks at the norm"}  # noqa: RUF012
 
 
 class OneRankReportsAnotherNorm(SplitStep):

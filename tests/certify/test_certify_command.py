@@ -87,6 +87,10 @@ def test_what_is_not_there_is_named(megatron_rank_pool, adapter, asked, said):
         ("dp2-tp2-pp2", "takes 8 ranks; at most 4 run"),
         ("pp3", "has 3 stages, which do not share 4 layers"),
         ("pp1-vpp2", "interleaves chunks of one stage"),
+        ("dp1-ep2", r"over 2 ranks .* of the 1 of a stage"),
+        ("dp3-ep3", "has 3 ranks for 4 experts"),
+        ("tp2-moe-nosp", "experts without sequence parallelism"),
+        ("ep2-etp2-pp2", "takes 8 ranks; at most 4 run"),
     ],
 )
 def test_a_layout_that_there_is_not_is_refused(name, said):
@@ -106,7 +110,16 @@ def test_the_words_of_a_layout_are_what_its_model_is_built_of():
         "distributed_optimizer": True,
         "overlap_param_gather": False,
         "layers_per_stage": 1,
+        "ep": 1,
+        "etp": None,
+        "experts": 0,
+        "tied": False,
     }
+    found = layout("tp2-ep2-tied")
+    assert (found.ranks, found.replicas, found.experts, found.auxiliary) == (4, 2, 4, True)
+    wanted = {"ep": 2, "etp": 2, "experts": 4, "tied": True}
+    assert {name: found.options[name] for name in wanted} == wanted
+    assert (layout("tp2-ep2-etp1").ranks, layout("mtp").auxiliary) == (2, True)
     assert layout("tp2").options["sequence_parallel"]
     assert not layout("tp2-nosp").options["sequence_parallel"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.certify import CHECKS, LAYOUTS, certify, run
+from megatron_idempotent.certify import CHECKS, LAYOUTS, certify, layout, run
 
 OWN = "megatron_idempotent.certify.adapters:SplitStep"
 #: The bug, the check that it was planted for, what is said of it, and the checks that fail too.
@@ -25,6 +25,7 @@ BUGS = [
         {"replica-without-rows"},
     ),
     ("RefusesNoRows", "replica-without-rows", "IndexError in ", set()),
+    ("CallsCountAlike", "auxiliary-losses", "the gradient is off by ", set()),
     ("LogprobsZeroGradients", "logprobs-in-mid-step", "the step has moved no parameter", set()),
     ("ExportRounds", "export-in-mid-step", "a step that has not finished has changed", set()),
     ("AbortUpdates", "abort-and-retry", "abort() has changed", set()),
@@ -33,6 +34,8 @@ BUGS = [
     ("WarmsUpTwice", "second-run", "the gradient is off by ", set()),
     ("ForgetsMoments", "resume", "the gradient is off by ", set()),
 ]
+#: The layout that a bug is for, if it is not dp2.
+PLACE = {"CallsCountAlike": "dp2-moe"}
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +49,8 @@ def test_every_check_has_a_bug_that_it_catches():
 
 @pytest.mark.parametrize(("bug", "check", "said", "also"), BUGS)
 def test_a_check_catches_its_bug(megatron_rank_pool, bug, check, said, also):
-    fault = run.fault_of(megatron_rank_pool, f"planted:{bug}", CHECKS[check], LAYOUTS["dp2"])
+    place = layout(PLACE.get(bug, "dp2"))
+    fault = run.fault_of(megatron_rank_pool, f"planted:{bug}", CHECKS[check], place)
     assert said in fault
 
 
@@ -77,6 +81,20 @@ def test_what_an_adapter_declares_is_not_run_unless_asked_for(megatron_rank_pool
     assert found.fault.startswith("nobody looks at the norm (a loss of one replica is NaN")
 
 
+def test_what_an_adapter_declares_of_a_word_holds_for_layouts_with_it(megatron_rank_pool):
+    adapter = "planted:DeclaresNaNOfExperts"
+    found = {
+        each.layout: each.verdict
+        for each in certify(
+            adapter, checks=["nan"], layouts=["dp2", "moe"], pool=megatron_rank_pool
+        )
+        if each.check == "nan"
+    }
+    assert found == {"dp2": "failed", "moe": "declared"}
+    with pytest.raises(ValueError, match=r"names \['nan/experts'\], which are none of whole-step"):
+        nan_of("planted:DeclaresAnUnknownWord", megatron_rank_pool)
+
+
 def test_a_layout_whose_whole_step_fails_is_judged_no_further(megatron_rank_pool):
     assert nan_of("planted:TwiceTheLoss", megatron_rank_pool).verdict == "not judged"
 
@@ -84,26 +102,58 @@ def test_a_layout_whose_whole_step_fails_is_judged_no_further(megatron_rank_pool
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("bug", "check", "said", "also"), BUGS)
 def test_no_other_check_catches_it(megatron_rank_pool, bug, check, said, also):
-    found = certify(f"planted:{bug}", layouts=["dp2"], pool=megatron_rank_pool)
+    place = PLACE.get(bug, "dp2")
+    found = certify(f"planted:{bug}", layouts=[place], pool=megatron_rank_pool)
     assert {each.check for each in found if each.verdict == "failed"} == {check} | also
 
 
 #: Where there is the most to go wrong; the others with -m exhaustive.
 USUAL = ("dp2-distopt",)
+#: The other models, each way of sharing them, and all of them together.
+MODELS = (
+    *("moe", "dp2-moe", "ep2", "ep2-pp2", "ep2-distopt", "tp2-ep2", "tp2-ep2-etp1", "etp2"),
+    *("dp4-ep2", "dp2-tied-pp2", "tied-vpp2", "tp2-tied", "tp2-mtp", "mtp", "mtp-pp2"),
+    *("moe-vpp2", "ep2-mtp-tied-pp2", "tp2-ep2-mtp-tied-distopt"),
+)
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "name",
     [
-        name if name in USUAL else pytest.param(name, marks=pytest.mark.exhaustive)
-        for name in LAYOUTS
+        each if each in USUAL else pytest.param(each, marks=pytest.mark.exhaustive)
+        for each in dict.fromkeys((*LAYOUTS, *MODELS))
     ],
 )
-def test_our_own_step_passes(megatron_rank_pool, layout):
-    found = list(certify(OWN, layouts=[layout], pool=megatron_rank_pool))
+def test_our_own_step_passes(megatron_rank_pool, name):
+    found = list(certify(OWN, layouts=[name], pool=megatron_rank_pool))
     made = {each.check for each in found if each.verdict == "passed"}
     faults = {each.fault for each in found if each.verdict == "failed"}
     assert not faults
+    place = layout(name)
     assert made == {
-        name for name, check in CHECKS.items() if LAYOUTS[layout].replicas > 1 or not check.replicas
+        name
+        for name, check in CHECKS.items()
+        if (place.replicas > 1 or not check.replicas) and (place.auxiliary or not check.auxiliary)
     }
+
+
+PROMPT = ("tp2-ep2-etp1", "mtp-pp2")
+OTHERS = tuple(name for name in MODELS if name not in PROMPT)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *PROMPT,
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in OTHERS),
+    ],
+)
+@pytest.mark.parametrize("adapter", ["Megatron", "Window"])
+def test_steps_of_other_models_are_those_of_their_definition(megatron_rank_pool, name, adapter):
+    found = certify(
+        f"megatron_idempotent.certify.adapters:{adapter}",
+        checks=["counts", "auxiliary-losses"],
+        layouts=[name],
+        pool=megatron_rank_pool,
+    )
+    assert not {each.fault for each in found if each.verdict == "failed"}
