@@ -107,7 +107,11 @@ class Verl:
         "replica-without-rows": "the driver gives each rank an equal share of a batch",
         "uneven-replicas": "the driver gives each rank an equal share of a batch",
     }
-    config_overrides = {"calculate_per_token_loss": False}  # noqa: RUF012
+    config_overrides = {  # noqa: RUF012
+        "calculate_per_token_loss": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "variable_seq_lengths": True,
+    }
     adapted = False
 
     def build(self, subject: Subject) -> None:
@@ -161,3 +165,141 @@ class VerlOnTrainStep(Verl):
     def abort(self) -> None:
         super().abort()
         self.verl.engine.schedule.abort()  # verl itself has nothing to call
+
+
+class SkyRL:
+    """SkyRL's worker: calls of `forward_backward_mini_batch`, then `optim_step`.
+
+    Its clients divide by the step's tokens in advance, in the weight of each token. Here their
+    number is known after the last call, and the sum of gradients is divided before `optim_step`.
+    """
+
+    cannot = {  # noqa: RUF012
+        "abort-and-retry": "the worker has no call that drops the calls of an open step",
+    }
+    config_overrides = {"calculate_per_token_loss": False}  # noqa: RUF012
+    adapted = False
+
+    def build(self, subject: Subject) -> None:
+        from skyrl_worker import SkyWorker, modules
+
+        source = os.environ["SKYRL_SOURCE"]
+        modules(source)
+        adapter = None
+        if self.adapted:
+            from adapters import adapter as load
+
+            adapter = load("skyrl")
+        self.sky = SkyWorker(source, adapter, subject=subject)
+        self.chunks, self.size = subject.chunks, subject.micro_batch_size
+        self.sky.model.cfg.algorithm.policy_loss_type = "cross_entropy"
+        self.sky.model.policy_loss_fn = self.loss
+        self.fail = False
+
+    def begin(self) -> None:
+        self.sky.model.train()
+        self.count = torch.zeros(())
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.fail = fail
+        number, length = rows["input_ids"].shape
+        mask_BT = rows["token_mask"] * rows["sample_mask"][:, None]
+        self.count += mask_BT[:, 1:].sum()
+        data = {
+            "sequences": rows["input_ids"],
+            "attention_mask": torch.ones_like(rows["input_ids"]),
+            "position_ids": torch.arange(length).expand(number, -1),
+            "loss_mask": mask_BT[:, 1:] * rows["scale"][:, None],
+        }
+        absent = dict.fromkeys(_NOT_IN_A_CROSS_ENTROPY)
+        parts = [
+            {name: each[start : start + self.size] for name, each in data.items()}
+            | absent
+            | {"num_actions": length - 1, "num_microbatches": number // self.size}
+            for start in range(0, number, self.size)
+        ]
+        if parts:  # as `forward_backward` has it
+            self.sky.model.forward_backward_mini_batch(parts, length, self.size)
+
+    def loss(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fail:
+            raise Planted("the loss fails, as the check asks")
+        return self.sky.losses.get("cross_entropy")(*args, **kwargs)
+
+    def finish(self) -> Finished:
+        from megatron.core import parallel_state
+
+        torch.distributed.all_reduce(self.count, group=parallel_state.get_data_parallel_group())
+        for chunk in self.chunks:
+            chunk.scale_gradients(1 / self.count)
+        norm = self.sky.worker.optim_step()
+        return Finished(grad_norm=norm)
+
+    def abort(self) -> None:
+        """SkyRL has nothing to call."""
+
+
+class SkyRLOnTrainStep(SkyRL):
+    """The same worker with the adapter of `examples/skyrl.py`."""
+
+    cannot = {}  # noqa: RUF012
+    adapted = True
+
+    def abort(self) -> None:
+        self.sky.model.schedule.abort()
+
+
+
+class Slime:
+    """slime's `train`: a rollout of one step over all rows so far."""
+
+    cannot = {  # noqa: RUF012
+        "replica-without-rows": "the driver gives each rank an equal share of a batch",
+        "uneven-replicas": "the driver gives each rank an equal share of a batch",
+    }
+
+    def build(self, subject: Subject) -> None:
+        from slime_worker import SlimeWorker
+
+        self.size, self.fail = subject.micro_batch_size, False
+        self.slime = SlimeWorker(os.environ["SLIME_SOURCE"], subject, self.loss)
+
+    def begin(self) -> None:
+        self.rows: list[Any] = []
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.rows += [
+            {name: each[start : start + self.size] for name, each in rows.items()}
+            for start in range(0, len(rows["input_ids"]), self.size)
+        ]
+        self.fail = fail
+
+    def loss(self, sft: Any, args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> Any:
+        if self.fail:
+            raise Planted("the loss fails, as the check asks")
+        lengths = torch.tensor(batch["response_lengths"])
+        scale = batch["scale"].repeat_interleave(lengths)
+        return sft(args, batch, logits, lambda each: sum_of_sample_mean(each * scale))
+
+    def finish(self) -> Finished:
+        from megatron.core import parallel_state
+        from slime_worker import batch
+
+        replicas = parallel_state.get_data_parallel_world_size()
+        found = self.slime.train(
+            [batch(each) for each in self.rows], replicas * self.size * len(self.rows)
+        )
+        return Finished(grad_norm=found.get("train/grad_norm"), loss=found.get("train/loss"))
+
+    def abort(self) -> None:
+        self.rows, self.fail = [], False
+
+
+_NOT_IN_A_CROSS_ENTROPY = (
+    "old_action_log_probs",
+    "base_action_log_probs",
+    "advantages",
+    "rollout_action_logprobs",
+    "response_mask",
+    "rollout_expert_indices",
+)

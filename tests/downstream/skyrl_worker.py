@@ -55,24 +55,32 @@ class SkyWorker:
     """
 
     def __init__(
-        self, source: str, adapter: Any = None, *, packed: bool = False, **layout: Any
+        self,
+        source: str,
+        adapter: Any = None,
+        *,
+        packed: bool = False,
+        subject: Any = None,
+        **layout: Any,
     ) -> None:
+        """Take the chunks and the optimizer of `subject`, or build a small model of a layout."""
         from megatron.core import parallel_state
 
         wrapper, worker = modules(source)
         self.packed = packed
         if packed:
             layout = {**PACKED, **layout}
-        self.bench = bench = tiny.build(**layout)
+        self.bench = bench = subject or tiny.build(**layout)
         bench.config.no_sync_func = None  # SkyRL sets none
         self.replica = parallel_state.get_data_parallel_rank()
         made = wrapper.MegatronModelWrapper if adapter is None else adapter.StepModelWrapper
-        registry = sys.modules["skyrl.backends.skyrl_train.utils.ppo_utils"].PolicyLossRegistry
+        ours = sys.modules["skyrl.backends.skyrl_train.utils.ppo_utils"]
+        self.losses = ours.PolicyLossRegistry
         self.model = made(
             config=_config(packed),
             actor_module=bench.chunks,
             actor_optimizer=bench.optimizer,
-            policy_loss_fn=registry.get("regular"),
+            policy_loss_fn=self.losses.get("regular"),
         )
         bases = [worker.MegatronPolicyWorkerBase, *([adapter.StepWorker] if adapter else [])]
         self.worker = methods(
