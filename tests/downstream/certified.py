@@ -8,6 +8,7 @@ Legend: B rows, T positions.
 from __future__ import annotations
 
 import os
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,14 +16,35 @@ import torch
 from megatron_idempotent import wire_train_config
 from megatron_idempotent.certify import Finished, Planted, Subject
 
+_NOT_IN_A_CROSS_ENTROPY = (
+    "old_action_log_probs",
+    "base_action_log_probs",
+    "advantages",
+    "rollout_action_logprobs",
+    "response_mask",
+    "rollout_expert_indices",
+)
+_EQUAL_SHARES = MappingProxyType(
+    {
+        "replica-without-rows": "the driver gives all replicas as many rows of a batch",
+        "uneven-replicas": "the driver gives all replicas as many rows of a batch",
+    }
+)
+
+
+def cut(rows: Any, size: int) -> list[Any]:
+    """Cut rows into microbatches of `size` rows."""
+    number = len(next(iter(rows.values())))
+    return [
+        {name: each[start : start + size] for name, each in rows.items()}
+        for start in range(0, number, size)
+    ]
+
 
 class NemoRL:
     """NeMo-RL's policy worker: `begin_train_step`, `train_microbatch`, `finish_train_step`."""
 
-    cannot = {  # noqa: RUF012
-        "replica-without-rows": "the driver gives each rank an equal share of a batch",
-        "uneven-replicas": "the driver gives each rank an equal share of a batch",
-    }
+    cannot = _EQUAL_SHARES
     adapted = False
 
     def build(self, subject: Subject) -> None:
@@ -36,6 +58,7 @@ class NemoRL:
             adapter = load("nemo_rl").SplitStepWorker
         wire_train_config(subject.chunks, subject.optimizer)  # as Megatron-Bridge does
         ddp = subject.chunks[0].ddp_config
+        ddp.check_for_nan_in_grad = True  # as its setup has it
         self.nemo = NemoWorker(
             adapter,
             tp=subject.config.tensor_model_parallel_size,
@@ -103,10 +126,7 @@ class NemoRLOnTrainStep(NemoRL):
 class Verl:
     """verl's engine: `train_batch` over all rows so far, since it has no call that only adds."""
 
-    cannot = {  # noqa: RUF012
-        "replica-without-rows": "the driver gives each rank an equal share of a batch",
-        "uneven-replicas": "the driver gives each rank an equal share of a batch",
-    }
+    cannot = _EQUAL_SHARES
     config_overrides = {  # noqa: RUF012
         "calculate_per_token_loss": False,
         "moe_token_dispatcher_type": "alltoall",
@@ -171,12 +191,12 @@ class SkyRL:
     """SkyRL's worker: calls of `forward_backward_mini_batch`, then `optim_step`.
 
     Its clients divide by the step's tokens in advance, in the weight of each token. Here their
-    number is known after the last call, and the sum of gradients is divided before `optim_step`.
+    number is known after the last call, and the sum of gradients is divided before the update.
     """
 
-    cannot = {  # noqa: RUF012
-        "abort-and-retry": "the worker has no call that drops the calls of an open step",
-    }
+    cannot = MappingProxyType(
+        {"abort-and-retry": "the worker has no call that drops the calls of an open step"}
+    )
     config_overrides = {"calculate_per_token_loss": False}  # noqa: RUF012
     adapted = False
 
@@ -194,6 +214,8 @@ class SkyRL:
         self.chunks, self.size = subject.chunks, subject.micro_batch_size
         self.sky.model.cfg.algorithm.policy_loss_type = "cross_entropy"
         self.sky.model.policy_loss_fn = self.loss
+        strategy = self.sky.worker.strategy
+        self.theirs, strategy.optimizer_step = strategy.optimizer_step, self.optimizer_step
         self.fail = False
 
     def begin(self) -> None:
@@ -211,13 +233,9 @@ class SkyRL:
             "position_ids": torch.arange(length).expand(number, -1),
             "loss_mask": mask_BT[:, 1:] * rows["scale"][:, None],
         }
-        absent = dict.fromkeys(_NOT_IN_A_CROSS_ENTROPY)
-        parts = [
-            {name: each[start : start + self.size] for name, each in data.items()}
-            | absent
-            | {"num_actions": length - 1, "num_microbatches": number // self.size}
-            for start in range(0, number, self.size)
-        ]
+        others = dict.fromkeys(_NOT_IN_A_CROSS_ENTROPY)
+        others |= {"num_actions": length - 1, "num_microbatches": number // self.size}
+        parts = [part | others for part in cut(data, self.size)]
         if parts:  # as `forward_backward` has it
             self.sky.model.forward_backward_mini_batch(parts, length, self.size)
 
@@ -230,10 +248,17 @@ class SkyRL:
         from megatron.core import parallel_state
 
         torch.distributed.all_reduce(self.count, group=parallel_state.get_data_parallel_group())
+        if self.adapted:
+            self.divide()
+        return Finished(grad_norm=self.sky.worker.optim_step())
+
+    def divide(self) -> None:
         for chunk in self.chunks:
             chunk.scale_gradients(1 / self.count)
-        norm = self.sky.worker.optim_step()
-        return Finished(grad_norm=norm)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.divide()  # now, for with overlap reductions run until `optim_step` waits for them
+        return self.theirs(*args, **kwargs)
 
     def abort(self) -> None:
         """SkyRL has nothing to call."""
@@ -242,36 +267,30 @@ class SkyRL:
 class SkyRLOnTrainStep(SkyRL):
     """The same worker with the adapter of `examples/skyrl.py`."""
 
-    cannot = {}  # noqa: RUF012
+    cannot = MappingProxyType({})
     adapted = True
 
     def abort(self) -> None:
         self.sky.model.schedule.abort()
 
 
-
 class Slime:
     """slime's `train`: a rollout of one step over all rows so far."""
 
-    cannot = {  # noqa: RUF012
-        "replica-without-rows": "the driver gives each rank an equal share of a batch",
-        "uneven-replicas": "the driver gives each rank an equal share of a batch",
-    }
+    cannot = _EQUAL_SHARES
 
     def build(self, subject: Subject) -> None:
         from slime_worker import SlimeWorker
 
         self.size, self.fail = subject.micro_batch_size, False
+        subject.chunks[0].ddp_config.check_for_nan_in_grad = True  # as Megatron's arguments have it
         self.slime = SlimeWorker(os.environ["SLIME_SOURCE"], subject, self.loss)
 
     def begin(self) -> None:
         self.rows: list[Any] = []
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        self.rows += [
-            {name: each[start : start + self.size] for name, each in rows.items()}
-            for start in range(0, len(rows["input_ids"]), self.size)
-        ]
+        self.rows += cut(rows, self.size)
         self.fail = fail
 
     def loss(self, sft: Any, args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> Any:
@@ -295,11 +314,46 @@ class Slime:
         self.rows, self.fail = [], False
 
 
-_NOT_IN_A_CROSS_ENTROPY = (
-    "old_action_log_probs",
-    "base_action_log_probs",
-    "advantages",
-    "rollout_action_logprobs",
-    "response_mask",
-    "rollout_expert_indices",
-)
+class Bridge:
+    """Megatron-Bridge's `train_step` over all rows so far."""
+
+    cannot = _EQUAL_SHARES
+
+    def build(self, subject: Subject) -> None:
+        from bridge_worker import BridgeWorker
+
+        self.subject, self.fail = subject, False
+        subject.chunks[0].ddp_config.check_for_nan_in_grad = True  # as its recipes have it
+        self.bridge = BridgeWorker(os.environ["BRIDGE_SOURCE"], subject, self.forward_step)
+
+    def begin(self) -> None:
+        self.rows: list[Any] = []
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.rows += cut(rows, self.subject.micro_batch_size)
+        self.fail = fail
+
+    def forward_step(self, data: Any, chunk: Any) -> Any:
+        from megatron_idempotent.certify.oracle import counted
+
+        rows = next(data)
+
+        def loss(output: Any) -> Any:
+            if self.fail:
+                raise Planted("the loss fails, as the check asks")
+            scaled_BT = output * rows["scale"][:, None]
+            return self.bridge.losses.masked_next_token_loss(counted(rows), scaled_BT)
+
+        return self.subject.forward(chunk, rows), loss
+
+    def finish(self) -> Finished:
+        metrics, skipped, _, _, _, norm, *_ = self.bridge.take(self.rows)
+        loss = metrics.get("lm loss")
+        return Finished(
+            updated=not skipped,
+            grad_norm=None if norm is None else float(norm),
+            loss=None if loss is None else float(loss),
+        )
+
+    def abort(self) -> None:
+        self.rows, self.fail = [], False

@@ -25,7 +25,7 @@ _REAL = (
 
 
 def modules(source: str) -> tuple[Any, Any]:
-    """slime's modules of the loss and of the loop, with all that they compute with."""
+    """Import slime's modules of the loss and of the loop, with all that they compute with."""
     if source not in sys.path:
         sys.path.insert(0, source)
     found = [_standins.import_alone(f"slime.{name}", "tqdm", "wandb") for name in _REAL]
@@ -102,7 +102,7 @@ class SlimeWorker:
 
 
 def batch(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """What slime's `get_batch` makes of rows, if they were one pack."""
+    """Make of rows what slime's `get_batch` makes of them, if they were one pack."""
     tokens_BT = rows["input_ids"]
     number, length = tokens_BT.shape
     mask_BT = rows["token_mask"] * rows["sample_mask"][:, None]
