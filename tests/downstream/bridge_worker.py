@@ -59,6 +59,7 @@ class BridgeWorker(_bridge.Bridge):
             train=_bridge._Off(micro_batch_size=size, **train),
         )
         self.state = _bridge._Off(cfg=self.cfg, timers=self.timers)
+        self.calculator.unset_num_microbatches_calculator()  # of an earlier set-up
         self._plan(self.calculator.init_num_microbatches_calculator, 1)
         self.wire()
 

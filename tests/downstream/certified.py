@@ -16,14 +16,6 @@ import torch
 from megatron_idempotent import wire_train_config
 from megatron_idempotent.certify import Finished, Planted, Subject
 
-_NOT_IN_A_CROSS_ENTROPY = (
-    "old_action_log_probs",
-    "base_action_log_probs",
-    "advantages",
-    "rollout_action_logprobs",
-    "response_mask",
-    "rollout_expert_indices",
-)
 _EQUAL_SHARES = MappingProxyType(
     {
         "replica-without-rows": "the driver gives all replicas as many rows of a batch",
@@ -188,7 +180,7 @@ class VerlOnTrainStep(Verl):
 
 
 class SkyRL:
-    """SkyRL's worker: calls of `forward_backward_mini_batch`, then `optim_step`.
+    """SkyRL's worker: calls of `forward_backward`, then `optim_step`.
 
     Its clients divide by the step's tokens in advance, in the weight of each token. Here their
     number is known after the last call, and the sum of gradients is divided before the update.
@@ -211,7 +203,7 @@ class SkyRL:
 
             adapter = load("skyrl")
         self.sky = SkyWorker(source, adapter, subject=subject)
-        self.chunks, self.size = subject.chunks, subject.micro_batch_size
+        self.chunks = subject.chunks
         self.sky.model.cfg.algorithm.policy_loss_type = "cross_entropy"
         self.sky.model.policy_loss_fn = self.loss
         strategy = self.sky.worker.strategy
@@ -219,25 +211,19 @@ class SkyRL:
         self.fail = False
 
     def begin(self) -> None:
-        self.sky.model.train()
         self.count = torch.zeros(())
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         self.fail = fail
-        number, length = rows["input_ids"].shape
+        length = rows["input_ids"].shape[1]
         mask_BT = rows["token_mask"] * rows["sample_mask"][:, None]
         self.count += mask_BT[:, 1:].sum()
-        data = {
-            "sequences": rows["input_ids"],
-            "attention_mask": torch.ones_like(rows["input_ids"]),
-            "position_ids": torch.arange(length).expand(number, -1),
-            "loss_mask": mask_BT[:, 1:] * rows["scale"][:, None],
-        }
-        others = dict.fromkeys(_NOT_IN_A_CROSS_ENTROPY)
-        others |= {"num_actions": length - 1, "num_microbatches": number // self.size}
-        parts = [part | others for part in cut(data, self.size)]
-        if parts:  # as `forward_backward` has it
-            self.sky.model.forward_backward_mini_batch(parts, length, self.size)
+        self.sky.call(
+            length - 1,
+            sequences=rows["input_ids"],
+            attention_mask=torch.ones_like(rows["input_ids"]),
+            loss_mask=mask_BT[:, 1:] * rows["scale"][:, None],
+        )
 
     def loss(self, *args: Any, **kwargs: Any) -> Any:
         if self.fail:
