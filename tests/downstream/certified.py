@@ -231,14 +231,12 @@ class SkyRL:
         return self.sky.losses.get("cross_entropy")(*args, **kwargs)
 
     def finish(self) -> Finished:
-        from megatron.core import parallel_state
-
-        torch.distributed.all_reduce(self.count, group=parallel_state.get_data_parallel_group())
-        if self.adapted:
-            self.divide()
         return Finished(grad_norm=self.sky.worker.optim_step())
 
     def divide(self) -> None:
+        from megatron.core import parallel_state
+
+        torch.distributed.all_reduce(self.count, group=parallel_state.get_data_parallel_group())
         for chunk in self.chunks:
             chunk.scale_gradients(1 / self.count)
 
@@ -255,6 +253,16 @@ class SkyRLOnTrainStep(SkyRL):
 
     cannot = MappingProxyType({})
     adapted = True
+
+    def build(self, subject: Subject) -> None:
+        super().build(subject)
+        theirs = subject.config.finalize_model_grads_func
+
+        def divided(*args: Any, **kwargs: Any) -> None:
+            theirs(*args, **kwargs)
+            self.divide()
+
+        subject.config.finalize_model_grads_func = divided
 
     def abort(self) -> None:
         self.sky.model.schedule.abort()

@@ -1,7 +1,7 @@
 """Holds what `certify` finds in frameworks of August 2026, whose sources a variable gives.
 
-`NEMO_RL_SOURCE`, `VERL_SOURCE`, `SKYRL_SOURCE` and `SLIME_SOURCE` name checkouts, `BRIDGE_SOURCE` the
-folder `src` of Megatron-Bridge. Before a repair: `NEMO_RL_3659_SOURCE` (of #3660),
+`NEMO_RL_SOURCE`, `VERL_SOURCE`, `SKYRL_SOURCE` and `SLIME_SOURCE` name checkouts, `BRIDGE_SOURCE`
+the folder `src` of Megatron-Bridge. Before a repair: `NEMO_RL_3659_SOURCE` (of #3660),
 `SKYRL_2007_SOURCE` (of #2008).
 """
 
