@@ -8,6 +8,7 @@ Legend: B rows, T positions.
 from __future__ import annotations
 
 import os
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,14 +16,27 @@ import torch
 from megatron_idempotent import wire_train_config
 from megatron_idempotent.certify import Finished, Planted, Subject
 
+_EQUAL_SHARES = MappingProxyType(
+    {
+        "replica-without-rows": "the driver gives all replicas as many rows of a batch",
+        "uneven-replicas": "the driver gives all replicas as many rows of a batch",
+    }
+)
+
+
+def cut(rows: Any, size: int) -> list[Any]:
+    """Cut rows into microbatches of `size` rows."""
+    number = len(next(iter(rows.values())))
+    return [
+        {name: each[start : start + size] for name, each in rows.items()}
+        for start in range(0, number, size)
+    ]
+
 
 class NemoRL:
     """NeMo-RL's policy worker: `begin_train_step`, `train_microbatch`, `finish_train_step`."""
 
-    cannot = {  # noqa: RUF012
-        "replica-without-rows": "the driver gives each rank an equal share of a batch",
-        "uneven-replicas": "the driver gives each rank an equal share of a batch",
-    }
+    cannot = _EQUAL_SHARES
     adapted = False
 
     def build(self, subject: Subject) -> None:
@@ -36,6 +50,7 @@ class NemoRL:
             adapter = load("nemo_rl").SplitStepWorker
         wire_train_config(subject.chunks, subject.optimizer)  # as Megatron-Bridge does
         ddp = subject.chunks[0].ddp_config
+        ddp.check_for_nan_in_grad = True  # as its setup has it
         self.nemo = NemoWorker(
             adapter,
             tp=subject.config.tensor_model_parallel_size,
@@ -103,11 +118,12 @@ class NemoRLOnTrainStep(NemoRL):
 class Verl:
     """verl's engine: `train_batch` over all rows so far, since it has no call that only adds."""
 
-    cannot = {  # noqa: RUF012
-        "replica-without-rows": "the driver gives each rank an equal share of a batch",
-        "uneven-replicas": "the driver gives each rank an equal share of a batch",
+    cannot = _EQUAL_SHARES
+    config_overrides = {  # noqa: RUF012
+        "calculate_per_token_loss": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "variable_seq_lengths": True,
     }
-    config_overrides = {"calculate_per_token_loss": False}  # noqa: RUF012
     adapted = False
 
     def build(self, subject: Subject) -> None:
@@ -161,3 +177,177 @@ class VerlOnTrainStep(Verl):
     def abort(self) -> None:
         super().abort()
         self.verl.engine.schedule.abort()  # verl itself has nothing to call
+
+
+class SkyRL:
+    """SkyRL's worker: calls of `forward_backward`, then `optim_step`.
+
+    Its clients divide by the step's tokens in advance, in the weight of each token. Here their
+    number is known after the last call, and the sum of gradients is divided before the update.
+    """
+
+    cannot = MappingProxyType(
+        {"abort-and-retry": "the worker has no call that drops the calls of an open step"}
+    )
+    config_overrides = {"calculate_per_token_loss": False}  # noqa: RUF012
+    adapted = False
+
+    def build(self, subject: Subject) -> None:
+        from skyrl_worker import SkyWorker, modules
+
+        source = os.environ["SKYRL_SOURCE"]
+        modules(source)
+        adapter = None
+        if self.adapted:
+            from adapters import adapter as load
+
+            adapter = load("skyrl")
+        self.sky = SkyWorker(source, adapter, subject=subject)
+        self.chunks = subject.chunks
+        self.sky.model.cfg.algorithm.policy_loss_type = "cross_entropy"
+        self.sky.model.policy_loss_fn = self.loss
+        strategy = self.sky.worker.strategy
+        self.theirs, strategy.optimizer_step = strategy.optimizer_step, self.optimizer_step
+        self.fail = False
+
+    def begin(self) -> None:
+        self.count = torch.zeros(())
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.fail = fail
+        length = rows["input_ids"].shape[1]
+        mask_BT = rows["token_mask"] * rows["sample_mask"][:, None]
+        self.count += mask_BT[:, 1:].sum()
+        self.sky.call(
+            length - 1,
+            sequences=rows["input_ids"],
+            attention_mask=torch.ones_like(rows["input_ids"]),
+            loss_mask=mask_BT[:, 1:] * rows["scale"][:, None],
+        )
+
+    def loss(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fail:
+            raise Planted("the loss fails, as the check asks")
+        return self.sky.losses.get("cross_entropy")(*args, **kwargs)
+
+    def finish(self) -> Finished:
+        return Finished(grad_norm=self.sky.worker.optim_step())
+
+    def divide(self) -> None:
+        from megatron.core import parallel_state
+
+        torch.distributed.all_reduce(self.count, group=parallel_state.get_data_parallel_group())
+        for chunk in self.chunks:
+            chunk.scale_gradients(1 / self.count)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.divide()  # now, for with overlap reductions run until `optim_step` waits for them
+        return self.theirs(*args, **kwargs)
+
+    def abort(self) -> None:
+        """SkyRL has nothing to call."""
+
+
+class SkyRLOnTrainStep(SkyRL):
+    """The same worker with the adapter of `examples/skyrl.py`."""
+
+    cannot = MappingProxyType({})
+    adapted = True
+
+    def build(self, subject: Subject) -> None:
+        super().build(subject)
+        theirs = subject.config.finalize_model_grads_func
+
+        def divided(*args: Any, **kwargs: Any) -> None:
+            theirs(*args, **kwargs)
+            self.divide()
+
+        subject.config.finalize_model_grads_func = divided
+
+    def abort(self) -> None:
+        self.sky.model.schedule.abort()
+
+
+class Slime:
+    """slime's `train`: a rollout of one step over all rows so far."""
+
+    cannot = _EQUAL_SHARES
+
+    def build(self, subject: Subject) -> None:
+        from slime_worker import SlimeWorker
+
+        self.size, self.fail = subject.micro_batch_size, False
+        subject.chunks[0].ddp_config.check_for_nan_in_grad = True  # as Megatron's arguments have it
+        self.slime = SlimeWorker(os.environ["SLIME_SOURCE"], subject, self.loss)
+
+    def begin(self) -> None:
+        self.rows: list[Any] = []
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.rows += cut(rows, self.size)
+        self.fail = fail
+
+    def loss(self, sft: Any, args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> Any:
+        if self.fail:
+            raise Planted("the loss fails, as the check asks")
+        lengths = torch.tensor(batch["response_lengths"])
+        scale = batch["scale"].repeat_interleave(lengths)
+        return sft(args, batch, logits, lambda each: sum_of_sample_mean(each * scale))
+
+    def finish(self) -> Finished:
+        from megatron.core import parallel_state
+        from slime_worker import batch
+
+        replicas = parallel_state.get_data_parallel_world_size()
+        found = self.slime.train(
+            [batch(each) for each in self.rows], replicas * self.size * len(self.rows)
+        )
+        return Finished(grad_norm=found.get("train/grad_norm"), loss=found.get("train/loss"))
+
+    def abort(self) -> None:
+        self.rows, self.fail = [], False
+
+
+class Bridge:
+    """Megatron-Bridge's `train_step` over all rows so far."""
+
+    cannot = _EQUAL_SHARES
+
+    def build(self, subject: Subject) -> None:
+        from bridge_worker import BridgeWorker
+
+        self.subject, self.fail = subject, False
+        subject.chunks[0].ddp_config.check_for_nan_in_grad = True  # as its recipes have it
+        self.bridge = BridgeWorker(os.environ["BRIDGE_SOURCE"], subject, self.forward_step)
+
+    def begin(self) -> None:
+        self.rows: list[Any] = []
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.rows += cut(rows, self.subject.micro_batch_size)
+        self.fail = fail
+
+    def forward_step(self, data: Any, chunk: Any) -> Any:
+        from megatron_idempotent.certify.oracle import counted
+
+        rows = next(data)
+
+        def loss(output: Any) -> Any:
+            if self.fail:
+                raise Planted("the loss fails, as the check asks")
+            scaled_BT = output * rows["scale"][:, None]
+            return self.bridge.losses.masked_next_token_loss(counted(rows), scaled_BT)
+
+        return self.subject.forward(chunk, rows), loss
+
+    def finish(self) -> Finished:
+        metrics, skipped, _, _, _, norm, *_ = self.bridge.take(self.rows)
+        loss = metrics.get("lm loss")
+        return Finished(
+            updated=not skipped,
+            grad_norm=None if norm is None else float(norm),
+            loss=None if loss is None else float(loss),
+        )
+
+    def abort(self) -> None:
+        self.rows, self.fail = [], False

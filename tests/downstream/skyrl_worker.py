@@ -18,18 +18,19 @@ from megatron_idempotent.cpu import tiny
 
 ANSWER = 16
 _REAL = (
-    "utils.torch_utils",
-    "utils.off_policy_correction_utils",
-    "utils.ppo_utils",
-    "distributed.megatron.packing_utils",
-    "distributed.megatron.token_metadata",
-    "distributed.megatron.megatron_utils",
-    "distributed.megatron.model_utils",
-    "utils.replay_utils",
-    "training_batch",
-    "workers.worker_utils",
-    "workers.megatron.megatron_model_wrapper",
-    "workers.megatron.megatron_worker",
+    "backends.skyrl_train.utils.torch_utils",
+    "backends.skyrl_train.utils.off_policy_correction_utils",
+    "backends.skyrl_train.utils.ppo_utils",
+    "backends.skyrl_train.distributed.megatron.packing_utils",
+    "backends.skyrl_train.distributed.megatron.token_metadata",
+    "backends.skyrl_train.distributed.megatron.megatron_utils",
+    "backends.skyrl_train.distributed.megatron.model_utils",
+    "backends.skyrl_train.utils.replay_utils",
+    "backends.skyrl_train.training_batch",
+    "train.dataset.replay_buffer",
+    "backends.skyrl_train.workers.worker_utils",
+    "backends.skyrl_train.workers.megatron.megatron_model_wrapper",
+    "backends.skyrl_train.workers.megatron.megatron_worker",
 )
 
 
@@ -39,8 +40,7 @@ def modules(source: str) -> tuple[Any, Any]:
         sys.path.insert(0, source)
         _standins.replace("ray")
     found = [
-        _standins.import_alone(f"skyrl.backends.skyrl_train.{name}", *_skyrl._ABSENT, "jaxtyping")
-        for name in _REAL
+        _standins.import_alone(f"skyrl.{name}", *_skyrl._ABSENT, "jaxtyping") for name in _REAL
     ]
     wrapper, worker = found[-2:]
     wrapper.router_replay_schedule = _nothing
@@ -55,33 +55,51 @@ class SkyWorker:
     """
 
     def __init__(
-        self, source: str, adapter: Any = None, *, packed: bool = False, **layout: Any
+        self,
+        source: str,
+        adapter: Any = None,
+        *,
+        packed: bool = False,
+        subject: Any = None,
+        **layout: Any,
     ) -> None:
+        """Take the chunks and the optimizer of `subject`, or build a small model of a layout."""
         from megatron.core import parallel_state
 
         wrapper, worker = modules(source)
         self.packed = packed
         if packed:
             layout = {**PACKED, **layout}
-        self.bench = bench = tiny.build(**layout)
+        self.bench = bench = subject or tiny.build(**layout)
         bench.config.no_sync_func = None  # SkyRL sets none
         self.replica = parallel_state.get_data_parallel_rank()
         made = wrapper.MegatronModelWrapper if adapter is None else adapter.StepModelWrapper
-        registry = sys.modules["skyrl.backends.skyrl_train.utils.ppo_utils"].PolicyLossRegistry
+        ours = sys.modules["skyrl.backends.skyrl_train.utils.ppo_utils"]
+        self.losses = ours.PolicyLossRegistry
         self.model = made(
             config=_config(packed),
             actor_module=bench.chunks,
             actor_optimizer=bench.optimizer,
-            policy_loss_fn=registry.get("regular"),
+            policy_loss_fn=self.losses.get("regular"),
         )
-        bases = [worker.MegatronPolicyWorkerBase, *([adapter.StepWorker] if adapter else [])]
+        bases = [
+            worker.MegatronWorker,
+            worker.MegatronPolicyWorkerBase,
+            *([adapter.StepWorker] if adapter else []),
+        ]
         self.worker = methods(
             *bases,
             model=self.model,
             actor_module=bench.chunks,
             optimizer=bench.optimizer,
             scheduler=SimpleNamespace(step=lambda increment: None),
-            strategy=SimpleNamespace(optimizer_step=_skyrl._optimizer_step),
+            strategy=SimpleNamespace(
+                all_reduce=lambda metrics, *_, **__: metrics,
+                optimizer_step=_skyrl._optimizer_step,
+            ),
+            cfg=self.model.cfg,
+            empty_cuda_cache=False,
+            enable_router_replay=False,
         )
 
     def forward_backward(
@@ -96,6 +114,12 @@ class SkyWorker:
             forward_only=forward_only,
         )
         return found
+
+    def call(self, answer: int, **fields: Any) -> None:
+        """Run the worker's own `forward_backward` on rows [B, T], of which so many are answers."""
+        batch = sys.modules["skyrl.backends.skyrl_train.training_batch"].TrainingInputBatch(fields)
+        batch.metadata = {"response_length": answer}
+        self.worker.forward_backward(batch)
 
     def step(
         self, seed: int, calls: tuple[int, ...], **options: Any
@@ -141,6 +165,7 @@ class SkyWorker:
 
 def _config(packed: bool) -> Any:
     algorithm = SimpleNamespace(
+        temperature=1.0,
         policy_loss_type="regular",
         eps_clip_low=0.2,
         eps_clip_high=0.2,
@@ -153,6 +178,8 @@ def _config(packed: bool) -> Any:
     )
     megatron = SimpleNamespace(mtp_loss_weight=0.0, mtp_loss_chunk_size=None, mtp_loss_topk=None)
     return SimpleNamespace(
+        max_tokens_per_microbatch=0,
+        micro_train_batch_size_per_gpu=tiny.BATCH,
         remove_microbatch_padding=packed,
         logprobs_chunk_size=None,
         vocab_entropy_chunk_size=None,

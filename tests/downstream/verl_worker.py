@@ -24,6 +24,7 @@ _ABSENT = (*_verl._ABSENT, "codetiming")
 #: over all packs are powers of two, by which a division changes no bits.
 PACK, VALID = 32, 8
 _FORWARD = (
+    "verl.utils.megatron.pipeline_parallel",
     "verl.utils.megatron.tensor_parallel",
     "verl.models.mcore.util",
     "verl.models.mcore.model_forward",
@@ -51,7 +52,7 @@ def modules(source: str) -> tuple[Any, Any, Any]:
         _verl.BASE,
         _verl.MODULE,
     )
-    _, losses, wiring, _, util, forward, sft, base, module = [
+    _, losses, wiring, stages, _, util, forward, sft, base, module = [
         _standins.import_alone(name, *_ABSENT) for name in names
     ]
     util.is_npu_available = False
@@ -68,7 +69,7 @@ def modules(source: str) -> tuple[Any, Any, Any]:
         _parts(data, len(data["input_ids"]) // tiny.BATCH),
         None,
     )
-    module.make_batch_generator = lambda rows, vpp_size: iter(rows)
+    module.make_batch_generator = stages.make_batch_generator
     module.postprocess_batch_func = lambda output_lst, **_: {
         "metrics": {},
         "losses": [each["loss"] for each in output_lst],
@@ -214,8 +215,8 @@ def _forward_step(
 
 def _log_probs(logits_BTV: Any, data: Data) -> dict[str, Any]:
     targets_BT = data["input_ids"].roll(-1, 1)
-    logprobs_BTV = logits_BTV.float().log_softmax(-1)
-    return {"log_probs": logprobs_BTV.gather(-1, targets_BT[..., None])[..., 0]}
+    shards = sys.modules["verl.utils.megatron.tensor_parallel"]
+    return {"log_probs": shards.vocab_parallel_log_probs_from_logits(logits_BTV, targets_BT)}
 
 
 _OF_ROWS = {
