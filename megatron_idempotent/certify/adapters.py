@@ -16,7 +16,8 @@ from torch import Tensor
 import megatron_idempotent
 from megatron_idempotent import TrainStep, wire_train_config
 
-from .protocol import Finished, Planted, Rows, Subject
+from . import packs
+from .protocol import Finished, Packed, Planted, Rows, Subject
 
 
 class _Loss:
@@ -32,25 +33,39 @@ class _Loss:
     def __call__(self, output: Any, microbatch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         if self.fail:
             raise Planted("the loss fails, as the check asks")
-        total, _ = self._subject.loss(output, microbatch)
+        total, _ = self._subject.loss(output, _given(microbatch))
         return total, {"nll": total}
+
+
+def _given(microbatch: Any) -> Rows | Packed:
+    """Returns rows as they are, and what the step has packed as `Subject` takes it."""
+    return packs.described(microbatch) if "pack" in microbatch else microbatch
 
 
 class SplitStep:
     """Trains with `TrainStep`. Certify it with `megatron_idempotent.certify.adapters:SplitStep`."""
 
     cannot: Mapping[str, str] = MappingProxyType({})
+    packs = True
 
     def build(self, subject: Subject) -> None:
         self.subject = subject
         self.loss = _Loss(subject)
         wire_train_config(subject.chunks, subject.optimizer)
         self.step = TrainStep(
-            subject.chunks, subject.optimizer, forward=subject.forward, deadline_s=20.0
+            subject.chunks, subject.optimizer, forward=self.forward, deadline_s=20.0
         )
 
+    def forward(self, chunk: Any, microbatch: Any) -> Tensor:
+        return self.subject.forward(chunk, _given(microbatch))
+
     def begin(self) -> None:
-        self.open = self.step.begin(self.loss, micro_batch_size=self.subject.micro_batch_size)
+        subject = self.subject
+        self.open = self.step.begin(
+            self.loss,
+            micro_batch_size=None if subject.packs else subject.micro_batch_size,
+            max_tokens_per_microbatch=subject.max_tokens if subject.packs else None,
+        )
 
     def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
         self.loss.fail = fail
@@ -97,18 +112,24 @@ class Megatron:
             "nan": "Megatron checks losses for NaN only if asked, and updates with them",
         }
     )
+    packs = True
 
     def build(self, subject: Subject) -> None:
         self.subject = subject
         wire_train_config(subject.chunks, subject.optimizer)
 
     def begin(self) -> None:
-        self.rows: list[Rows] = []
+        self.rows: list[Rows | Packed] = []
         self.fail = False
 
     def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
         self.fail = self.fail or fail
-        self.rows += _microbatches(self.subject, rows)
+        self.rows += [self._given(each) for each in _microbatches(self.subject, rows)]
+
+    def _given(self, rows: Rows) -> Rows | Packed:
+        subject = self.subject
+        # All of one size, as a pipeline takes them.
+        return packs.one_pack(rows, subject.config, subject.max_tokens) if subject.packs else rows
 
     def finish(self) -> Finished:
         self._zero()
@@ -188,19 +209,20 @@ def _microbatches(subject: Subject, rows: Rows) -> list[Rows]:
 
 
 def _schedule(
-    subject: Subject, microbatches: Sequence[Rows], forward_step: Any, **options: Any
+    subject: Subject, microbatches: Sequence[Rows | Packed], forward_step: Any, **options: Any
 ) -> Any:
     """Call Megatron's schedule, and return what it does."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     data = [iter(microbatches) for _ in subject.chunks]
+    rows, positions = microbatches[0]["input_ids"].shape
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=data if len(data) > 1 else data[0],
         model=subject.chunks,
         num_microbatches=len(microbatches),
-        seq_length=microbatches[0]["input_ids"].shape[1],
-        micro_batch_size=subject.micro_batch_size,
+        seq_length=positions,
+        micro_batch_size=rows,
         **options,
     )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_idempotent.cpu import tiny
 from megatron_idempotent.window.params import ensure_params_synced
 
+from . import packs
 from .layouts import LAYERS, Layout
 from .oracle import Truth, Update, counted, negative_logprobs, truth_of
 from .protocol import MICRO_BATCH, Adapter, Calls, Finished, Rows, Subject, Wrong
@@ -113,20 +114,35 @@ class Bench:
             forward=forward,
             loss=loss,
             micro_batch_size=MICRO_BATCH,
+            packs=self.layout.packs,
+            max_tokens=MICRO_BATCH * T,
         )
 
     def rows(self, replica: int, seed: int, number: int) -> dict[str, Any]:
-        """Return rows [B, T] of a replica, of which all positions count; the same on all ranks."""
+        """Return rows [B, T] of a replica, of which all positions count; the same on all ranks.
+
+        In a layout of packs each has a length of three quarters of T.
+        """
         generator = torch.Generator().manual_seed(1000 * seed + replica)
         shape = number, T
         tokens_BT = torch.randint(0, tiny.VOCABULARY, shape, generator=generator)
         ones = torch.float64 if self.layout.double else torch.float32
-        return {
+        rows = {
             "input_ids": tokens_BT.cuda(),
             "token_mask": torch.ones(shape, dtype=ones).cuda(),
             "sample_mask": torch.ones(number, dtype=ones).cuda(),
             "scale": torch.ones(number, dtype=ones).cuda(),
         }
+        return packs.shorten(rows, [3 * T // 4] * number) if self.layout.packs else rows
+
+    def mixed(self, replica: int, seed: int, number: int) -> dict[str, Any]:
+        """Return rows of lengths from 1 to T, of which one does not count, and one has a gap."""
+        rows = self.rows(replica, seed, number)
+        rows["token_mask"][:] = 1
+        lengths = [1 + (11 * (row + 3 * replica + seed) % T) for row in range(number)]
+        rows["sample_mask"][1] = 0
+        rows["token_mask"][2, T // 4 : T // 2] = 0
+        return packs.shorten(rows, lengths)
 
     def take(self, calls_of: Calls, *, between: Callable[[], None] | None = None) -> None:
         """Take a step, and hold it to the definition over the rows of all replicas.
@@ -176,6 +192,12 @@ class Bench:
         """Compute the log-probability [B, T] of the token after each position, by definition."""
         known = {name: value.double() for name, value in self.known.items()}
         return -negative_logprobs(known, rows["input_ids"], LAYERS, HEADS)
+
+    def predicted(self, rows: Rows, values_BT: Tensor) -> Tensor:
+        """Return the values of positions that have a next token in their row, float64 [N]."""
+        place_T = torch.arange(1, T + 1, device=values_BT.device)
+        lengths_B = rows.get("lengths", torch.full_like(rows["input_ids"][:, 0], T))
+        return values_BT.detach().double()[place_T < lengths_B[:, None]]
 
     @property
     def roundings(self) -> float:
@@ -264,6 +286,8 @@ class Bench:
 
 def forward(chunk: Any, rows: Rows) -> Tensor:
     """Call a chunk; returns the negative log-probability of the next token [B, T] on the last."""
+    if packs.is_pack(rows):
+        return packs.forward(chunk, rows)
     tokens_BT = rows["input_ids"]
     length = tokens_BT.shape[1]
     positions_BT = torch.arange(length, device="cuda").expand_as(tokens_BT)
@@ -274,6 +298,8 @@ def forward(chunk: Any, rows: Rows) -> Tensor:
 
 def loss(output: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Returns the sum over positions that count, each times its row's scale, and their number."""
+    if packs.is_pack(rows):
+        return packs.loss(output, rows)
     mask_BT = counted(rows)
     return (output * mask_BT * rows["scale"][:, None]).sum(), mask_BT.sum()
 

@@ -37,6 +37,8 @@ class Check:
     """Hazards of Megatron that may be the cause of a failure; `megatron-idempotent explain ID`."""
     replicas: bool = False
     """True if it takes more than one data-parallel rank."""
+    packs: bool = False
+    """True if it takes a layout of packs."""
 
 
 _checks: dict[str, Check] = {}
@@ -50,13 +52,20 @@ def _check(
     needs: tuple[str, ...] = (),
     hazards: tuple[str, ...] = (),
     replicas: bool = False,
+    packs: bool = False,
 ) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
     """Put a function among the checks, under its own name."""
 
     def enter(run: Callable[[Bench], None]) -> Callable[[Bench], None]:
         name = run.__name__.replace("_", "-")
         _checks[name] = Check(
-            name=name, summary=summary, run=run, needs=needs, hazards=hazards, replicas=replicas
+            name=name,
+            summary=summary,
+            run=run,
+            needs=needs,
+            hazards=hazards,
+            replicas=replicas,
+            packs=packs,
         )
         return run
 
@@ -92,6 +101,15 @@ def counts(bench: Bench) -> None:
 
     for _ in range(2):
         bench.take(masked)
+
+
+@_check(
+    "sequences of a pack have other lengths than each other, and see and count only themselves",
+    packs=True,
+)
+def packed_lengths(bench: Bench) -> None:
+    for _ in range(2):
+        bench.take(lambda replica: [bench.mixed(replica, 0, 2 * CALL)])
 
 
 @_check(
@@ -146,8 +164,8 @@ def logprobs_in_mid_step(bench: Bench) -> None:
         found = adapter.logprobs(rows)
         if found is None:  # not on the last stage
             return
-        right = bench.logprobs(rows)[:, :-1]
-        error = float((found.detach().double()[:, :-1] - right).norm() / right.norm())
+        right_N, found_N = (bench.predicted(rows, each) for each in (bench.logprobs(rows), found))
+        error = float((found_N - right_N).norm() / right_N.norm())
         if not error <= bench.roundings:
             raise Wrong(f"log-probs differ from the model's by {100 * error:.3g} % of their norm")
 

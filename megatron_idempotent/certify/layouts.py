@@ -26,6 +26,7 @@ _SIZES = {
 _FLAGS = {
     "nosp": "no sequence parallelism",
     "nooverlap": "reductions are not overlapped",
+    "packs": "sequences of less than a row, of which the adapter makes packs",
     "distopt": "distributed optimizer, gathers of parameters overlapped too, in float32, because "
     "Megatron's takes no float64",
 }
@@ -64,6 +65,11 @@ class Layout:
         return self.sizes["dp"]
 
     @property
+    def packs(self) -> bool:
+        """True if rows have lengths, to be trained on as packs."""
+        return "packs" in self.flags
+
+    @property
     def double(self) -> bool:
         """True for float64, with SGD; else float32, with Adam."""
         return "distopt" not in self.flags
@@ -81,6 +87,7 @@ class Layout:
             "distributed_optimizer": sharded,
             "overlap_param_gather": sharded and "nooverlap" not in self.flags,
             "layers_per_stage": LAYERS // self.stages,
+            "exact_attention": True if self.packs else None,
         }
 
 
@@ -121,7 +128,10 @@ def layout(name: str) -> Layout:
 
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
-    {name: layout(name) for name in ("dp2", "dp2-distopt", "tp2", "pp2", "vpp2", "dp2-pp2")}
+    {
+        name: layout(name)
+        for name in ("dp2", "dp2-distopt", "dp2-packs", "tp2", "pp2", "vpp2", "dp2-pp2")
+    }
 )
 """The layouts that are certified unless others are asked for, by name. All have one GPT of four
 layers."""

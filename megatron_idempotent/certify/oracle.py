@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -50,9 +50,8 @@ def truth_of(
     own = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
     total, count = torch.zeros((), dtype=torch.float64), 0.0
     for each in rows:
-        if len(each["input_ids"]):
-            nll_BT = negative_logprobs(own, each["input_ids"], layers, heads, epsilon)
-            mask_BT = counted(each).double()
+        for tokens_BT, mask_BT in _alone(each):
+            nll_BT = negative_logprobs(own, tokens_BT, layers, heads, epsilon)
             total = total + (nll_BT * mask_BT).sum()
             count += float(mask_BT.sum())
     if count:
@@ -65,6 +64,17 @@ def truth_of(
     return Truth(
         gradient=gradient, grad_norm=norm, loss=float(total.detach()) / (count or 1.0), count=count
     )
+
+
+def _alone(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield tokens [B, T] and what counts of them; one by one, without padding, of lengths."""
+    tokens_BT, mask_BT = rows["input_ids"], counted(rows).double()
+    if "lengths" not in rows:
+        if len(tokens_BT):
+            yield tokens_BT, mask_BT
+        return
+    for row, length in enumerate(rows["lengths"].tolist()):
+        yield tokens_BT[row : row + 1, :length], mask_BT[row : row + 1, :length]
 
 
 def counted(rows: Rows) -> Tensor:

@@ -35,8 +35,8 @@ class Result:
     layout: str
     verdict: Verdict
     """`declared`: the adapter says that it may fail, and it does or was not run. `not offered`: the
-    adapter lacks a method, or the layout has one replica. `not judged`: `whole-step` fails there
-    already."""
+    adapter lacks a method or does not train on packs, or the layout has one replica or no packs.
+    `not judged`: `whole-step` fails there already."""
     seconds: float = 0.0
     of_bound: float = 0.0
     """The largest error of a step, as a part of the bound for it."""
@@ -52,6 +52,8 @@ class Facts:
     """The optional methods that it has."""
     cannot: Mapping[str, str]
     """The checks that it does not promise to pass, with the reason."""
+    packs: bool = False
+    """True if it trains on packs."""
 
 
 _DEMANDED = ("build", "begin", "microbatch", "finish", "abort")
@@ -111,8 +113,12 @@ class Certification:
         lacking = [name for name in check.needs if name not in told.offers]
         if lacking:
             return result("not offered", f"no {', '.join(lacking)}()")
+        if layout.packs and not told.packs:
+            return result("not offered", "no packs = True")
         if check.replicas and layout.replicas == 1:
             return result("not offered", "one replica")
+        if check.packs and not layout.packs:
+            return result("not offered", "no packs")
         said = told.cannot.get(check.name)
         if said is not None and not self._declared:
             return result("declared", said)
@@ -205,6 +211,7 @@ def facts(adapter: str) -> Facts | str:
     return Facts(
         offers=frozenset(name for name in needed if callable(getattr(kind, name, None))),
         cannot=dict(getattr(kind, "cannot", {})),
+        packs=bool(getattr(kind, "packs", False)),
     )
 
 

@@ -106,6 +106,7 @@ def test_the_words_of_a_layout_are_what_its_model_is_built_of():
         "distributed_optimizer": True,
         "overlap_param_gather": False,
         "layers_per_stage": 1,
+        "exact_attention": None,
     }
     assert layout("tp2").options["sequence_parallel"]
     assert not layout("tp2-nosp").options["sequence_parallel"]

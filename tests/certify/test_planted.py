@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_idempotent.certify import CHECKS, LAYOUTS, certify, run
+from megatron_idempotent.certify import CHECKS, LAYOUTS, certify, layout, run
 
 OWN = "megatron_idempotent.certify.adapters:SplitStep"
 #: The bug, the check that it was planted for, what is said of it, and the checks that fail too.
 BUGS = [
     ("TwiceTheLoss", "whole-step", "the gradient is 2 times the right one", set()),
     ("MeanOfMeans", "counts", "the gradient is off by ", set()),
+    ("EvenSequences", "packed-lengths", "the gradient is off by ", set()),
     ("KeepsTheLastCall", "split-step", "the gradient is off by ", set()),
     (
         "FirstStepsDivisor",
@@ -35,6 +36,11 @@ BUGS = [
 ]
 
 
+def place_of(check):
+    """The layout in which a bug was planted for a check."""
+    return "dp2-packs" if CHECKS[check].packs else "dp2"
+
+
 @pytest.fixture(autouse=True)
 def importable(monkeypatch, request):
     monkeypatch.syspath_prepend(str(request.path.parent))
@@ -46,7 +52,8 @@ def test_every_check_has_a_bug_that_it_catches():
 
 @pytest.mark.parametrize(("bug", "check", "said", "also"), BUGS)
 def test_a_check_catches_its_bug(megatron_rank_pool, bug, check, said, also):
-    fault = run.fault_of(megatron_rank_pool, f"planted:{bug}", CHECKS[check], LAYOUTS["dp2"])
+    where = layout(place_of(check))
+    fault = run.fault_of(megatron_rank_pool, f"planted:{bug}", CHECKS[check], where)
     assert said in fault
 
 
@@ -84,26 +91,31 @@ def test_a_layout_whose_whole_step_fails_is_judged_no_further(megatron_rank_pool
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("bug", "check", "said", "also"), BUGS)
 def test_no_other_check_catches_it(megatron_rank_pool, bug, check, said, also):
-    found = certify(f"planted:{bug}", layouts=["dp2"], pool=megatron_rank_pool)
+    found = certify(f"planted:{bug}", layouts=[place_of(check)], pool=megatron_rank_pool)
     assert {each.check for each in found if each.verdict == "failed"} == {check} | also
 
 
 #: Where there is the most to go wrong; the others with -m exhaustive.
 USUAL = ("dp2-distopt",)
+#: Others than the default ones.
+NAMED = ("pp2-packs", "vpp2-packs", "tp2-packs")
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "name",
     [
         name if name in USUAL else pytest.param(name, marks=pytest.mark.exhaustive)
-        for name in LAYOUTS
+        for name in (*LAYOUTS, *NAMED)
     ],
 )
-def test_our_own_step_passes(megatron_rank_pool, layout):
-    found = list(certify(OWN, layouts=[layout], pool=megatron_rank_pool))
+def test_our_own_step_passes(megatron_rank_pool, name):
+    found = list(certify(OWN, layouts=[name], pool=megatron_rank_pool))
     made = {each.check for each in found if each.verdict == "passed"}
     faults = {each.fault for each in found if each.verdict == "failed"}
     assert not faults
+    where = layout(name)
     assert made == {
-        name for name, check in CHECKS.items() if LAYOUTS[layout].replicas > 1 or not check.replicas
+        name
+        for name, check in CHECKS.items()
+        if (where.replicas > 1 or not check.replicas) and (where.packs or not check.packs)
     }

@@ -1,0 +1,103 @@
+"""`SplitStep` with one bug each in what it makes of packs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_idempotent import TokenAlignment, TrainStep
+from megatron_idempotent.certify import Finished
+from megatron_idempotent.certify.adapters import SplitStep, _given, _Loss
+
+
+class _Spoiled(SplitStep):
+    """Changes each pack before it is run."""
+
+    def build(self, subject: Any) -> None:
+        def forward(chunk: Any, rows: Any) -> Tensor:
+            return subject.forward(chunk, self.spoiled(rows) if "labels" in rows else rows)
+
+        def loss(output: Tensor, pack: Any) -> Any:
+            return subject.loss(output, self.spoiled(pack))
+
+        super().build(dataclasses.replace(subject, forward=forward, loss=loss))
+
+    def spoiled(self, pack: Any) -> Any:
+        raise NotImplementedError
+
+
+class SeesTheWholePack(_Spoiled):
+    """Gives attention no borders."""
+
+    def spoiled(self, pack: Any) -> Any:
+        borders = pack["packed_seq_params"].cu_seqlens_q[[0, -1]]
+        longest = int(borders[-1])
+        changed = {
+            "cu_seqlens_q": borders,
+            "cu_seqlens_kv": borders,
+            "max_seqlen_q": longest,
+            "max_seqlen_kv": longest,
+        }
+        return {
+            **pack,
+            "packed_seq_params": dataclasses.replace(pack["packed_seq_params"], **changed),
+        }
+
+
+class PositionsGoOn(_Spoiled):
+    """Counts positions over the pack."""
+
+    def spoiled(self, pack: Any) -> Any:
+        place_S = torch.arange(pack["input_ids"].shape[1]) % 32  # the model has no more
+        return {**pack, "position_ids": place_S[None].cuda()}
+
+
+class PredictsTheNextSequence(_Spoiled):
+    """Shifts over borders."""
+
+    def spoiled(self, pack: Any) -> Any:
+        labels_1S = pack["input_ids"].roll(-1, 1)
+        return {**pack, "labels": labels_1S, "loss_mask": torch.ones_like(pack["loss_mask"])}
+
+
+class CountsPadding(_Spoiled):
+    """Pads each sequence, and learns to predict what it has padded with."""
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.step = TrainStep(
+            self.subject.chunks,
+            self.subject.optimizer,
+            forward=self.forward,
+            alignment=TokenAlignment(sequence=16, pack=16),
+            deadline_s=20.0,
+        )
+
+    def spoiled(self, pack: Any) -> Any:
+        last_1S = pack["position_ids"].roll(-1, 1) == 0
+        return {**pack, "loss_mask": pack["loss_mask"].new_ones(()) * ~last_1S}
+
+
+class _MeansOfPacks(_Loss):
+    kind = "none"
+
+    def __call__(self, output: Any, microbatch: Any) -> Any:
+        total, count = self._subject.loss(output, _given(microbatch))
+        return total / count.clamp(min=1), {}
+
+
+class MeanOfPacks(SplitStep):
+    """Averages packs, whatever they hold."""
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.loss = _MeansOfPacks(subject)
+
+    def finish(self) -> Finished:
+        found = self.step.finish(
+            self.open, global_batch_size=1, divisor=lambda counts: float(counts.microbatches)
+        )
+        return Finished(updated=found.updated, grad_norm=found.grad_norm)

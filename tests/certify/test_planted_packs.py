@@ -1,0 +1,40 @@
+"""Layouts of packs show what an adapter can get wrong in them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_idempotent.certify import CHECKS, certify, layout, run
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch, request):
+    monkeypatch.syspath_prepend(str(request.path.parent))
+
+
+@pytest.mark.parametrize(
+    ("bug", "check"),
+    [
+        ("SeesTheWholePack", "whole-step"),
+        ("PositionsGoOn", "whole-step"),
+        ("PredictsTheNextSequence", "whole-step"),
+        ("CountsPadding", "whole-step"),
+        ("MeanOfPacks", "packed-lengths"),
+    ],
+)
+def test_a_pack_that_is_made_wrongly_is_found(megatron_rank_pool, bug, check):
+    where = layout("dp2-packs")
+    fault = run.fault_of(megatron_rank_pool, f"planted_packs:{bug}", CHECKS[check], where)
+    assert fault.startswith("the gradient is "), fault
+
+
+def test_an_adapter_without_packs_is_not_judged_on_them(megatron_rank_pool):
+    results = certify("planted:NoPacks", layouts=["dp2-packs"], pool=megatron_rank_pool)
+    assert {(each.verdict, each.fault) for each in results} == {("not offered", "no packs = True")}
+
+
+def test_packs_are_checked_where_there_are_some(megatron_rank_pool):
+    *_, found = certify(
+        "planted:NoPacks", checks=["packed-lengths"], layouts=["dp2"], pool=megatron_rank_pool
+    )
+    assert (found.verdict, found.fault) == ("not offered", "no packs")
