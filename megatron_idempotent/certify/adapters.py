@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import megatron_idempotent
-from megatron_idempotent import TrainStep, wire_train_config
+from megatron_idempotent import TrainStep, all_positions, wire_train_config
 
 from . import packs
 from .protocol import Finished, Packed, Planted, Rows, Subject
@@ -239,7 +239,7 @@ def _logprobs(subject: Subject, rows: Rows) -> Tensor | None:
         found = _schedule(
             subject, pieces, forward_step, forward_only=True, collect_non_loss_data=True
         )
-    return torch.cat(found) if found else None
+    return all_positions(torch.cat(found)) if found else None
 
 
 def _state_of(subject: Subject) -> dict[str, Any]:

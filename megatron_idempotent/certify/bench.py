@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_idempotent import own_positions
 from megatron_idempotent.cpu import tiny
 from megatron_idempotent.window.params import ensure_params_synced
 
@@ -292,7 +293,12 @@ def forward(chunk: Any, rows: Rows) -> Tensor:
     length = tokens_BT.shape[1]
     positions_BT = torch.arange(length, device="cuda").expand_as(tokens_BT)
     hidden = torch.ones(1, 1, length, length, device="cuda").tril() < 0.5
-    output: Tensor = chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT.roll(-1, 1))
+    output: Tensor = chunk(
+        own_positions(tokens_BT),
+        own_positions(positions_BT),
+        own_positions(hidden, dim=2),
+        labels=own_positions(tokens_BT.roll(-1, 1)),
+    )
     return output
 
 
@@ -300,7 +306,7 @@ def loss(output: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Returns the sum over positions that count, each times its row's scale, and their number."""
     if packs.is_pack(rows):
         return packs.loss(output, rows)
-    mask_BT = counted(rows)
+    mask_BT = own_positions(counted(rows))
     return (output * mask_BT * rows["scale"][:, None]).sum(), mask_BT.sum()
 
 

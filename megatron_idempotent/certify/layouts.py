@@ -6,6 +6,7 @@ A name is words joined by "-": `tp2-pp2`, `dp2-pp2-vpp2`, `dp2-tp2-distopt`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -20,6 +21,7 @@ _SIZES = {
     "dp": "replicas, with overlapped reductions of gradients",
     "tp": "tensor-parallel ranks, with sequence parallelism",
     "pp": "pipeline stages",
+    "cp": "context-parallel ranks, each with two pieces of every sequence",
     "vpp": "chunks of each stage, interleaved (of pp2, if the name has no pp)",
 }
 #: A word without a number.
@@ -52,7 +54,7 @@ class Layout:
     @property
     def ranks(self) -> int:
         """The number of ranks."""
-        return self.replicas * self.sizes["tp"] * self.sizes["pp"]
+        return math.prod(self.sizes[word] for word in ("dp", "tp", "pp", "cp"))
 
     @property
     def stages(self) -> int:
@@ -81,6 +83,7 @@ class Layout:
         return {
             "tp": self.sizes["tp"],
             "pp": self.sizes["pp"],
+            "cp": self.sizes["cp"],
             "vpp": self.sizes["vpp"] if self.sizes["vpp"] > 1 else None,
             "sequence_parallel": self.sizes["tp"] > 1 and "nosp" not in self.flags,
             "overlap_grad_reduce": "nooverlap" not in self.flags,

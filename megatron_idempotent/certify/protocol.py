@@ -54,10 +54,11 @@ class Subject:
     `config_overrides` say otherwise."""
     forward: Callable[[Any, Rows | Packed], torch.Tensor]
     """A function of a chunk and rows that returns what the chunk does: on the last stage the
-    negative log-probability [B, T] of the token after each position. Of a pack it is [1, S]."""
+    negative log-probability [B, T] of the token after each position, or [1, S] of a pack. Rows and
+    packs come whole; under context parallelism it is that of the rank's own positions."""
     loss: Callable[[torch.Tensor, Rows | Packed], tuple[torch.Tensor, torch.Tensor]]
     """A function of the last stage's output and its rows, or the pack, that returns the sum over
-    the positions that count, and their number."""
+    the positions that count, and their number; of the rank's own positions, where ranks share."""
     micro_batch_size: int
     """Rows of one microbatch; the number of rows of every call is a multiple of it."""
     packs: bool = False

@@ -100,6 +100,7 @@ def test_the_words_of_a_layout_are_what_its_model_is_built_of():
     assert found.options == {
         "tp": 1,
         "pp": 2,
+        "cp": 1,
         "vpp": 2,
         "sequence_parallel": False,
         "overlap_grad_reduce": False,

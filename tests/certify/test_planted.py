@@ -98,7 +98,10 @@ def test_no_other_check_catches_it(megatron_rank_pool, bug, check, said, also):
 #: Where there is the most to go wrong; the others with -m exhaustive.
 USUAL = ("dp2-distopt",)
 #: Others than the default ones.
-NAMED = ("pp2-packs", "vpp2-packs", "tp2-packs")
+NAMED = (
+    *("pp2-packs", "vpp2-packs", "tp2-packs"),
+    *("cp2", "cp2-packs", "dp2-cp2", "cp2-pp2", "cp2-tp2-packs"),
+)
 
 
 @pytest.mark.parametrize(

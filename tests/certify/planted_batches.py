@@ -1,4 +1,4 @@
-"""`SplitStep` with one bug each in what it makes of packs."""
+"""`SplitStep` with one bug each in packs, or in what context-parallel ranks share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_idempotent import TokenAlignment, TrainStep
+from megatron_idempotent import TokenAlignment, TrainStep, own_positions
 from megatron_idempotent.certify import Finished
 from megatron_idempotent.certify.adapters import SplitStep, _given, _Loss
+from megatron_idempotent.certify.oracle import counted
+from megatron_idempotent.step.context_parallel import context_parallel_ranks
 
 
 class _Spoiled(SplitStep):
@@ -99,5 +101,42 @@ class MeanOfPacks(SplitStep):
     def finish(self) -> Finished:
         found = self.step.finish(
             self.open, global_batch_size=1, divisor=lambda counts: float(counts.microbatches)
+        )
+        return Finished(updated=found.updated, grad_norm=found.grad_norm)
+
+
+class CutsInHalves(SplitStep):
+    """Gives each context-parallel rank one half of a row's labels."""
+
+    def forward(self, chunk: Any, microbatch: Any) -> Tensor:
+        tokens_BT = microbatch["input_ids"]
+        rank, size = context_parallel_ranks()
+        length = tokens_BT.shape[1]
+        places_BT = torch.arange(length, device=tokens_BT.device).expand_as(tokens_BT)
+        hidden = torch.ones(1, 1, length, length, device=tokens_BT.device).tril() < 0.5
+        return chunk(
+            own_positions(tokens_BT),
+            own_positions(places_BT),
+            own_positions(hidden, dim=2),
+            labels=tokens_BT.roll(-1, 1).chunk(size, 1)[rank],
+        )
+
+
+class CountsOnEachRank(SplitStep):
+    """Adds up counts of whole rows over ranks that share these."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.counted = 0.0
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        super().microbatch(rows, fail=fail)
+        self.counted += float(counted(rows).sum())
+
+    def finish(self) -> Finished:
+        found = self.step.finish(
+            self.open,
+            global_batch_size=1,
+            divisor=self.counted * torch.distributed.get_world_size(),
         )
         return Finished(updated=found.updated, grad_norm=found.grad_norm)

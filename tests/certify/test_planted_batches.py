@@ -1,4 +1,4 @@
-"""Layouts of packs show what an adapter can get wrong in them."""
+"""Layouts of packs and of context parallelism show what an adapter can get wrong in them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,16 @@ def importable(monkeypatch, request):
 )
 def test_a_pack_that_is_made_wrongly_is_found(megatron_rank_pool, bug, check):
     where = layout("dp2-packs")
-    fault = run.fault_of(megatron_rank_pool, f"planted_packs:{bug}", CHECKS[check], where)
+    fault = run.fault_of(megatron_rank_pool, f"planted_batches:{bug}", CHECKS[check], where)
     assert fault.startswith("the gradient is "), fault
+
+
+@pytest.mark.parametrize("bug", ["CutsInHalves", "CountsOnEachRank"])
+def test_a_row_that_is_shared_wrongly_is_found(megatron_rank_pool, bug):
+    whole = CHECKS["whole-step"]
+    fault = run.fault_of(megatron_rank_pool, f"planted_batches:{bug}", whole, layout("cp2"))
+    said = {"CutsInHalves": "off by ", "CountsOnEachRank": "0.5 times the right one"}[bug]
+    assert fault.startswith(f"the gradient is {said}"), fault
 
 
 def test_an_adapter_without_packs_is_not_judged_on_them(megatron_rank_pool):
