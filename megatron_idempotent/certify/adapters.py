@@ -6,6 +6,7 @@ They also show how an adapter is written.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 import megatron_idempotent
-from megatron_idempotent import TrainStep, all_positions, wire_train_config
+from megatron_idempotent import FSDPTrainStep, TrainStep, all_positions, wire_train_config
 
 from . import packs
 from .protocol import Finished, Packed, Planted, Rows, Subject
@@ -52,7 +53,7 @@ class SplitStep:
         self.subject = subject
         self.loss = _Loss(subject)
         wire_train_config(subject.chunks, subject.optimizer)
-        self.step = TrainStep(
+        self.step: Any = TrainStep(
             subject.chunks, subject.optimizer, forward=self.forward, deadline_s=20.0
         )
 
@@ -100,6 +101,47 @@ class SplitStep:
 
     def load(self, state: dict[str, Any]) -> None:
         _restore(self.subject, state)
+
+
+class FSDPSplitStep(SplitStep):
+    """Trains an FSDP2 model with `FSDPTrainStep`."""
+
+    packs = False
+    fsdp2 = True
+
+    def build(self, subject: Subject) -> None:
+        self.subject = subject
+        self.loss = _Loss(subject)
+        (self.model,) = subject.chunks
+        # Begun, finished and aborted as the other is.
+        self.step = FSDPTrainStep(
+            self.model, subject.optimizer, forward=subject.forward, clip_grad=None, deadline_s=20.0
+        )
+
+    def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
+        self.loss.fail = fail
+        try:
+            # Ranks meet in the model: one without rows takes part with none.
+            self.step.microbatch(self.open, rows if len(rows["input_ids"]) else None)
+        finally:
+            self.loss.fail = False
+
+    def logprobs(self, rows: Rows) -> Tensor:
+        with self.step.reading() as (model,):
+            return -self.subject.forward(model, rows)
+
+    def export(self) -> None:
+        with self.step.reading() as (model,):
+            self.exported = [each.full_tensor().clone() for each in model.parameters()]
+
+    def save(self) -> dict[str, Any]:
+        return copy.deepcopy(
+            {"model": self.model.state_dict(), "optimizer": self.subject.optimizer.state_dict()}
+        )
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.subject.optimizer.load_state_dict(state["optimizer"])
 
 
 class Megatron:
@@ -184,7 +226,7 @@ class Window(Megatron):
 
     def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
         self.fail = fail
-        pieces = _microbatches(self.subject, rows)
+        pieces = [self._given(each) for each in _microbatches(self.subject, rows)]
         if pieces:
             _schedule(self.subject, pieces, self._forward_step, forward_only=False)
 
@@ -243,24 +285,28 @@ def _logprobs(subject: Subject, rows: Rows) -> Tensor | None:
 
 
 def _state_of(subject: Subject) -> dict[str, Any]:
-    """Copy parameters and optimizer state of this rank, as a checkpoint would."""
+    """Copy parameters and optimizer state of this rank, as a checkpoint would.
+
+    What the optimizer updates are main parameters in float32, where the model is in bfloat16.
+    """
     megatron_idempotent.ensure_params_synced(subject.chunks)
+    inner = _inner(subject.optimizer)
     return {
         "model": [
             [each.detach().clone() for each in chunk.module.parameters()]
             for chunk in subject.chunks
         ],
+        "main": [[each.detach().clone() for each in _updated(one)] for one in inner],
         "optimizer": [
             [
                 {
                     name: value.clone() if isinstance(value, Tensor) else value
                     for name, value in one.state[p].items()
                 }
-                for group in one.param_groups
-                for p in group["params"]
+                for p in _updated(one)
                 if p in one.state
             ]
-            for one in _inner(subject.optimizer)
+            for one in inner
         ],
     }
 
@@ -270,11 +316,19 @@ def _restore(subject: Subject, state: dict[str, Any]) -> None:
         for chunk, values in zip(subject.chunks, state["model"], strict=True):
             for parameter, value in zip(chunk.module.parameters(), values, strict=True):
                 parameter.copy_(value)
-    for one, states in zip(_inner(subject.optimizer), state["optimizer"], strict=True):
-        parameters = [p for group in one.param_groups for p in group["params"]]
+    kept = zip(_inner(subject.optimizer), state["main"], state["optimizer"], strict=True)
+    for one, values, states in kept:
+        with torch.no_grad():
+            for parameter, value in zip(_updated(one), values, strict=True):
+                parameter.copy_(value)
         if states:
-            for parameter, kept in zip(parameters, states, strict=True):
-                one.state[parameter] = kept
+            for parameter, moments in zip(_updated(one), states, strict=True):
+                one.state[parameter] = moments
+
+
+def _updated(optimizer: Any) -> list[Any]:
+    """Returns the parameters that a torch optimizer updates."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _inner(optimizer: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from megatron_idempotent import own_positions
 from megatron_idempotent.cpu import tiny
 from megatron_idempotent.window.params import ensure_params_synced
 
-from . import packs
+from . import fsdp2, half, packs
 from .layouts import LAYERS, Layout
 from .oracle import Truth, Update, counted, negative_logprobs, truth_of
 from .protocol import MICRO_BATCH, Adapter, Calls, Finished, Rows, Subject, Wrong
@@ -33,6 +33,9 @@ _FLOAT32 = 2.0**-24
 _SOFTMAX = (tiny.VOCABULARY + 32) * _FLOAT32
 #: Of a whole step in float32, layer by layer, as tests/step/roundings.py derives them.
 _ROUNDINGS = 4e5 * _FLOAT32
+#: Of a gradient and of log-probs in bfloat16: twice what three roundings of each operation's result
+#: come to, if they are independent of each other, as tests/certify/independent.py measures it.
+_HALF, _HALF_LOGPROBS = 0.06, 0.014
 #: Adam divides by sqrt(v) + epsilon. So much more than any gradient makes its step proportional to
 #: the gradient, where with a usual epsilon it would be the same for a gradient twice as large.
 _EPSILON = 2.0**20
@@ -50,6 +53,7 @@ class Part:
     rank: int
     size: int
     value: Tensor
+    main: half.Main | None = None
 
 
 class Bench:
@@ -58,12 +62,13 @@ class Bench:
     def __init__(self, adapter: Adapter, layout: Layout) -> None:
         self.adapter = adapter
         self.layout = layout
+        self.double, self.half = layout.dtype == "fp64", layout.dtype == "bf16"
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.make_model()
         # Its own: an adapter may have left collectives of the others half-way.
         self._group = dist.new_group(backend="gloo")
-        kind, options = ("sgd", _SGD) if layout.double else ("adam", _ADAM)
-        self.update = Update(kind, lr=_LR * (1.0 if layout.double else _EPSILON), **options)
+        kind, options = ("sgd", _SGD) if self.double else ("adam", _ADAM)
+        self.update = Update(kind, lr=_LR * (1.0 if self.double else _EPSILON), **options)
         self.adapter.build(self.subject)
         self.known = self.whole()
         self.of_bound = 0.0
@@ -71,9 +76,27 @@ class Bench:
 
     def make_model(self) -> None:
         """Build the model and its optimizer, with the same weights each time."""
+        if self.layout.fsdp2:
+            self._make_sharded()
+        else:
+            self._make_megatron()
+
+    def _make_sharded(self) -> None:
+        self.sharded, optimizer = fsdp2.build(_LR, _SGD["momentum"])
+        self.replica = self.rank
+        self.subject = Subject(
+            chunks=[self.sharded],
+            optimizer=optimizer,
+            config=None,
+            forward=fsdp2.forward,
+            loss=loss,
+            micro_batch_size=MICRO_BATCH,
+        )
+
+    def _make_megatron(self) -> None:
         from megatron.core import parallel_state
 
-        if self.layout.double:
+        if self.double:
             torch.set_default_dtype(torch.float64)  # the norms' too
             typed = {"params_dtype": torch.float64, "pipeline_dtype": torch.float64}
             precise: dict[str, Any] = {"ddp_overrides": {"grad_reduce_in_fp32": False}}
@@ -127,7 +150,7 @@ class Bench:
         generator = torch.Generator().manual_seed(1000 * seed + replica)
         shape = number, T
         tokens_BT = torch.randint(0, tiny.VOCABULARY, shape, generator=generator)
-        ones = torch.float64 if self.layout.double else torch.float32
+        ones = torch.float64 if self.double else torch.float32
         rows = {
             "input_ids": tokens_BT.cuda(),
             "token_mask": torch.ones(shape, dtype=ones).cuda(),
@@ -173,7 +196,7 @@ class Bench:
         Raises:
             Wrong: parameters, norm or loss differ by more than roundings can explain.
         """
-        truth = truth_of(self.known, everybody, layers=LAYERS, heads=HEADS)
+        truth = truth_of(self._computing, everybody, layers=LAYERS, heads=HEADS)
         still = self.update.without(self.known)
         wanted = self.update.next(self.known, truth.gradient)
         if not finished.updated:
@@ -191,7 +214,7 @@ class Bench:
 
     def logprobs(self, rows: Rows) -> Tensor:
         """Compute the log-probability [B, T] of the token after each position, by definition."""
-        known = {name: value.double() for name, value in self.known.items()}
+        known = {name: value.double() for name, value in self._computing.items()}
         return -negative_logprobs(known, rows["input_ids"], LAYERS, HEADS)
 
     def predicted(self, rows: Rows, values_BT: Tensor) -> Tensor:
@@ -203,11 +226,18 @@ class Bench:
     @property
     def roundings(self) -> float:
         """The part of its size by which a log-probability may differ from its definition."""
-        return _SOFTMAX if self.layout.double else _ROUNDINGS
+        return {"fp64": _SOFTMAX, "fp32": _ROUNDINGS, "bf16": _HALF_LOGPROBS}[self.layout.dtype]
+
+    @property
+    def _computing(self) -> dict[str, Tensor]:
+        """The parameters that the model computes with."""
+        return half.rounded(self.known) if self.half else self.known
 
     def tolerance(self, truth: Truth) -> float:
         """Returns by what part of its norm a gradient may differ from the definition."""
-        independent = math.sqrt(max(truth.count, 1.0)) if self.layout.double else 1.0
+        if self.half:
+            return _HALF
+        independent = math.sqrt(max(truth.count, 1.0)) if self.double else 1.0
         return self.roundings * independent
 
     def unchanged(self, what: str) -> None:
@@ -243,13 +273,14 @@ class Bench:
         if not between(found, self.known).any():
             raise Wrong("the step has moved no parameter")
         factor = float(moved @ right) / size**2
-        if float((moved - factor * right).norm()) <= 0.01 * abs(factor) * size:
+        near = max(0.01, self.tolerance(truth))
+        if float((moved - factor * right).norm()) <= near * abs(factor) * size:
             raise Wrong(f"the gradient is {factor:.4g} times the right one")
         blame = [
             name
             for name in names
             if float((found[name].double() - wanted[name]).norm())
-            > 0.01 * float((wanted[name] - still[name]).norm())
+            > near * float((wanted[name] - still[name]).norm())
         ]
         where = "everywhere" if len(blame) > len(names) // 2 else f"in {', '.join(blame[:3])}"
         raise Wrong(f"the gradient is off by {100 * error / size:.3g} % of its norm, {where}")
@@ -263,20 +294,37 @@ class Bench:
     def whole(self) -> dict[str, Tensor]:
         """Gather the whole model's parameters by Megatron's names. All ranks take part.
 
+        In bfloat16 these are the main parameters, and the model's are held to them.
+
         Raises:
             Wrong: two replicas have different bits.
         """
-        ensure_params_synced(self.model.chunks)
-        everybody = self.told_by_all(
-            [part for chunk in self.model.chunks for part in _parts(chunk)]
-        )
+        everybody = self.told_by_all(self._own_parts())
         parts: dict[str, dict[int, Part]] = {}
+        shards: dict[tuple[str, int], list[half.Main]] = {}
         for rank, theirs in enumerate(everybody):
             for part in theirs:
                 known = parts.setdefault(part.name, {}).setdefault(part.rank, part)
                 if not torch.equal(known.value, part.value):
                     raise Wrong(f"rank {rank} has other bits in {part.name} than its replica")
-        return {name: _joined(list(shards.values())) for name, shards in parts.items()}
+                if part.main is not None:
+                    shards.setdefault((part.name, part.rank), []).append(part.main)
+        if self.half:
+            for name, of_rank in parts.items():
+                for rank, part in of_rank.items():
+                    main = half.joined(name, part.value, shards.get((name, rank), []))
+                    of_rank[rank] = dataclasses.replace(part, value=main)
+        return {name: _joined(list(of_rank.values())) for name, of_rank in parts.items()}
+
+    def _own_parts(self) -> list[Part]:
+        if self.layout.fsdp2:
+            return [
+                Part(name=name, dimension=0, rank=self.rank, size=self.ranks, value=shard)
+                for name, shard in fsdp2.shards(self.sharded).items()
+            ]
+        ensure_params_synced(self.model.chunks)
+        mains = half.mains_of(self.model.optimizer) if self.half else {}
+        return [part for chunk in self.model.chunks for part in _parts(chunk, mains)]
 
     def told_by_all(self, told: Any) -> list[Any]:
         """Gather a value of each rank, by rank. All ranks take part."""
@@ -320,12 +368,14 @@ def _spread(chunk: Any) -> None:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
 
 
-def _parts(chunk: Any) -> list[Part]:
+def _parts(chunk: Any, mains: Mapping[Any, half.Main]) -> list[Part]:
     from megatron.core import parallel_state
 
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     module = chunk.module
+    if not hasattr(module, "decoder"):
+        module = module.module  # in Float16Module
     found = []
     for name, parameter in module.named_parameters():
         words = name.split(".")
@@ -340,6 +390,7 @@ def _parts(chunk: Any) -> list[Part]:
                 rank=rank if sharded else 0,
                 size=size if sharded else 1,
                 value=parameter.detach().cpu().clone(),
+                main=mains.get(parameter),
             )
         )
     return found

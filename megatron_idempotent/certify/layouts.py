@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 LAYERS = 4
 RANKS = 4
@@ -31,6 +31,9 @@ _FLAGS = {
     "packs": "sequences of less than a row, of which the adapter makes packs",
     "distopt": "distributed optimizer, gathers of parameters overlapped too, in float32, because "
     "Megatron's takes no float64",
+    "fp32": "float32 in the place of float64, with Adam",
+    "fsdp2": "torch's `fully_shard` over dpN ranks, of a model without Megatron",
+    "bf16": "bfloat16 with main parameters in float32, with Adam",
 }
 
 WORDS: Mapping[str, str] = MappingProxyType(
@@ -72,9 +75,16 @@ class Layout:
         return "packs" in self.flags
 
     @property
-    def double(self) -> bool:
-        """True for float64, with SGD; else float32, with Adam."""
-        return "distopt" not in self.flags
+    def fsdp2(self) -> bool:
+        """True for a plain model on FSDP2."""
+        return "fsdp2" in self.flags
+
+    @property
+    def dtype(self) -> Literal["fp64", "fp32", "bf16"]:
+        """The type of the model's parameters. In float64 SGD trains it, else Adam."""
+        if "bf16" in self.flags:
+            return "bf16"
+        return "fp32" if self.flags & {"distopt", "fp32"} else "fp64"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -90,6 +100,7 @@ class Layout:
             "distributed_optimizer": sharded,
             "overlap_param_gather": sharded and "nooverlap" not in self.flags,
             "layers_per_stage": LAYERS // self.stages,
+            "dtype": "bf16" if self.dtype == "bf16" else "fp32",
             "exact_attention": True if self.packs else None,
         }
 
@@ -101,7 +112,7 @@ def layout(name: str) -> Layout:
         ValueError: a word is unknown or stands twice, or the model does not fit.
     """
     sizes, flags = dict.fromkeys(_SIZES, 1), set[str]()
-    seen = set()
+    seen = set[str]()
     for word in name.split("-"):
         found = re.fullmatch(r"([a-z]+)([1-9][0-9]*)", word)
         kind = found[1] if found and found[1] in _SIZES else word
@@ -121,6 +132,13 @@ def layout(name: str) -> Layout:
     made = Layout(name=name, sizes=MappingProxyType(sizes), flags=frozenset(flags))
     if made.ranks > RANKS:
         raise ValueError(f"the layout {name!r} takes {made.ranks} ranks; at most {RANKS} run")
+    if flags >= {"fp32", "bf16"}:
+        raise ValueError(f"the layout {name!r} says 'fp32' and 'bf16': name one of the two")
+    if "fsdp2" in flags and (others := seen - {"fsdp2", "dp"}):
+        raise ValueError(
+            f"the layout {name!r} says {', '.join(sorted(others))} of an FSDP2 model, which has "
+            "none of that: name it with dpN alone"
+        )
     if sizes["vpp"] > 1 and sizes["pp"] == 1:
         raise ValueError(f"the layout {name!r} interleaves chunks of one stage; that takes two")
     if LAYERS % made.stages:

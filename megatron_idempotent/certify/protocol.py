@@ -46,12 +46,13 @@ class Subject:
     """
 
     chunks: list[Any]
-    """The pipeline stage's model chunks, in Megatron's `DistributedDataParallel`."""
+    """The pipeline stage's model chunks, in Megatron's `DistributedDataParallel`; or one plain
+    module on FSDP2."""
     optimizer: Any
-    """Megatron's optimizer, with a constant learning rate."""
+    """Megatron's optimizer, or torch's, with a constant learning rate."""
     config: Any
     """The chunks' `TransformerConfig`, with `calculate_per_token_loss` unless the adapter's
-    `config_overrides` say otherwise."""
+    `config_overrides` say otherwise; None on FSDP2."""
     forward: Callable[[Any, Rows | Packed], torch.Tensor]
     """A function of a chunk and rows that returns what the chunk does: on the last stage the
     negative log-probability [B, T] of the token after each position, or [1, S] of a pack. Rows and
@@ -96,7 +97,8 @@ class Adapter(Protocol):
     attribute `config_overrides` has fields of `TransformerConfig` that the framework sets. With a
     class attribute `packs = True` it trains on packs of rows that have `lengths`: it makes packs
     of them with the framework's own code, and gives those to the chunk or to `Subject.forward`.
-    Without, layouts of packs are not judged.
+    Without, layouts of packs are not judged. With `fsdp2 = True` it trains FSDP2 models, and no
+    others.
     """
 
     cannot: Mapping[str, str]

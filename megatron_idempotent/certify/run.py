@@ -54,6 +54,8 @@ class Facts:
     """The checks that it does not promise to pass, with the reason."""
     packs: bool = False
     """True if it trains on packs."""
+    fsdp2: bool = False
+    """True if it trains FSDP2 models, and no others."""
 
 
 _DEMANDED = ("build", "begin", "microbatch", "finish", "abort")
@@ -113,6 +115,8 @@ class Certification:
         lacking = [name for name in check.needs if name not in told.offers]
         if lacking:
             return result("not offered", f"no {', '.join(lacking)}()")
+        if layout.fsdp2 != told.fsdp2:
+            return result("not offered", f"fsdp2 = {told.fsdp2}")
         if layout.packs and not told.packs:
             return result("not offered", "no packs = True")
         if check.replicas and layout.replicas == 1:
@@ -212,6 +216,7 @@ def facts(adapter: str) -> Facts | str:
         offers=frozenset(name for name in needed if callable(getattr(kind, name, None))),
         cannot=dict(getattr(kind, "cannot", {})),
         packs=bool(getattr(kind, "packs", False)),
+        fsdp2=bool(getattr(kind, "fsdp2", False)),
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_idempotent import TokenAlignment, TrainStep, own_positions
 from megatron_idempotent.certify import Finished
-from megatron_idempotent.certify.adapters import SplitStep, _given, _Loss
+from megatron_idempotent.certify.adapters import FSDPSplitStep, SplitStep, _given, _Loss
 from megatron_idempotent.certify.oracle import counted
 from megatron_idempotent.step.context_parallel import context_parallel_ranks
 
@@ -140,3 +140,38 @@ class CountsOnEachRank(SplitStep):
             divisor=self.counted * torch.distributed.get_world_size(),
         )
         return Finished(updated=found.updated, grad_norm=found.grad_norm)
+
+
+class ForgetsMainParameters(SplitStep):
+    """Makes main parameters of the model's own, which have been rounded."""
+
+    def load(self, state: Any) -> None:
+        super().load(state)
+        self.subject.optimizer.reload_model_params()
+
+
+class UpdatesTheModelAlone(SplitStep):
+    """Moves the model's parameters, of which the optimizer does not learn."""
+
+    def finish(self) -> Finished:
+        found = super().finish()
+        with torch.no_grad():
+            for chunk in self.subject.chunks:
+                for each in chunk.module.parameters():
+                    each.mul_(1.5)
+        return found
+
+
+class ReducesTheLastCallAlone(FSDPSplitStep):
+    """Zeroes the gradients in each call."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.calls = 0
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        if self.calls:
+            self.step.abort()
+            super().begin()
+        self.calls += 1
+        super().microbatch(rows, fail=fail)

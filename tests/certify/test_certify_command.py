@@ -86,6 +86,8 @@ def test_what_is_not_there_is_named(megatron_rank_pool, adapter, asked, said):
         ("distopt-distopt", "says 'distopt' twice"),
         ("dp2-tp2-pp2", "takes 8 ranks; at most 4 run"),
         ("pp3", "has 3 stages, which do not share 4 layers"),
+        ("fp32-bf16", "says 'fp32' and 'bf16': name one of the two"),
+        ("dp2-tp2-fsdp2-bf16", "says bf16, tp of an FSDP2 model"),
         ("pp1-vpp2", "interleaves chunks of one stage"),
     ],
 )
@@ -96,7 +98,7 @@ def test_a_layout_that_there_is_not_is_refused(name, said):
 
 def test_the_words_of_a_layout_are_what_its_model_is_built_of():
     found = layout("dp2-vpp2-distopt-nooverlap")
-    assert (found.ranks, found.replicas, found.stages, found.double) == (4, 2, 4, False)
+    assert (found.ranks, found.replicas, found.stages, found.dtype) == (4, 2, 4, "fp32")
     assert found.options == {
         "tp": 1,
         "pp": 2,
@@ -107,6 +109,7 @@ def test_the_words_of_a_layout_are_what_its_model_is_built_of():
         "distributed_optimizer": True,
         "overlap_param_gather": False,
         "layers_per_stage": 1,
+        "dtype": "fp32",
         "exact_attention": None,
     }
     assert layout("tp2").options["sequence_parallel"]

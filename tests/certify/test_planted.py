@@ -101,6 +101,8 @@ USUAL = ("dp2-distopt",)
 NAMED = (
     *("pp2-packs", "vpp2-packs", "tp2-packs"),
     *("cp2", "cp2-packs", "dp2-cp2", "cp2-pp2", "cp2-tp2-packs"),
+    *("dp2-fp32", "dp2-bf16", "dp2-bf16-distopt", "pp2-bf16", "tp2-bf16", "dp2-bf16-packs"),
+    *("dp2-fsdp2", "dp3-fsdp2"),
 )
 
 
@@ -112,7 +114,8 @@ NAMED = (
     ],
 )
 def test_our_own_step_passes(megatron_rank_pool, name):
-    found = list(certify(OWN, layouts=[name], pool=megatron_rank_pool))
+    adapter = OWN.replace("SplitStep", "FSDPSplitStep") if layout(name).fsdp2 else OWN
+    found = list(certify(adapter, layouts=[name], pool=megatron_rank_pool))
     made = {each.check for each in found if each.verdict == "passed"}
     faults = {each.fault for each in found if each.verdict == "failed"}
     assert not faults
