@@ -6,6 +6,7 @@ They also show how an adapter is written.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 
 import megatron_idempotent
-from megatron_idempotent import TrainStep, wire_train_config
+from megatron_idempotent import FSDPTrainStep, TrainStep, all_positions, wire_train_config
 
-from .protocol import Finished, Planted, Rows, Subject
+from . import packs
+from .protocol import Finished, Packed, Planted, Rows, Subject
 
 
 class _Loss:
@@ -32,25 +34,39 @@ class _Loss:
     def __call__(self, output: Any, microbatch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         if self.fail:
             raise Planted("the loss fails, as the check asks")
-        total, _ = self._subject.loss(output, microbatch)
+        total, _ = self._subject.loss(output, _given(microbatch))
         return total, {"nll": total}
+
+
+def _given(microbatch: Any) -> Rows | Packed:
+    """Returns rows as they are, and what the step has packed as `Subject` takes it."""
+    return packs.described(microbatch) if "pack" in microbatch else microbatch
 
 
 class SplitStep:
     """Trains with `TrainStep`. Certify it with `megatron_idempotent.certify.adapters:SplitStep`."""
 
     cannot: Mapping[str, str] = MappingProxyType({})
+    packs = True
 
     def build(self, subject: Subject) -> None:
         self.subject = subject
         self.loss = _Loss(subject)
         wire_train_config(subject.chunks, subject.optimizer)
-        self.step = TrainStep(
-            subject.chunks, subject.optimizer, forward=subject.forward, deadline_s=20.0
+        self.step: Any = TrainStep(
+            subject.chunks, subject.optimizer, forward=self.forward, deadline_s=20.0
         )
 
+    def forward(self, chunk: Any, microbatch: Any) -> Tensor:
+        return self.subject.forward(chunk, _given(microbatch))
+
     def begin(self) -> None:
-        self.open = self.step.begin(self.loss, micro_batch_size=self.subject.micro_batch_size)
+        subject = self.subject
+        self.open = self.step.begin(
+            self.loss,
+            micro_batch_size=None if subject.packs else subject.micro_batch_size,
+            max_tokens_per_microbatch=subject.max_tokens if subject.packs else None,
+        )
 
     def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
         self.loss.fail = fail
@@ -87,6 +103,47 @@ class SplitStep:
         _restore(self.subject, state)
 
 
+class FSDPSplitStep(SplitStep):
+    """Trains an FSDP2 model with `FSDPTrainStep`."""
+
+    packs = False
+    fsdp2 = True
+
+    def build(self, subject: Subject) -> None:
+        self.subject = subject
+        self.loss = _Loss(subject)
+        (self.model,) = subject.chunks
+        # Begun, finished and aborted as the other is.
+        self.step = FSDPTrainStep(
+            self.model, subject.optimizer, forward=subject.forward, clip_grad=None, deadline_s=20.0
+        )
+
+    def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
+        self.loss.fail = fail
+        try:
+            # Ranks meet in the model: one without rows takes part with none.
+            self.step.microbatch(self.open, rows if len(rows["input_ids"]) else None)
+        finally:
+            self.loss.fail = False
+
+    def logprobs(self, rows: Rows) -> Tensor:
+        with self.step.reading() as (model,):
+            return -self.subject.forward(model, rows)
+
+    def export(self) -> None:
+        with self.step.reading() as (model,):
+            self.exported = [each.full_tensor().clone() for each in model.parameters()]
+
+    def save(self) -> dict[str, Any]:
+        return copy.deepcopy(
+            {"model": self.model.state_dict(), "optimizer": self.subject.optimizer.state_dict()}
+        )
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.subject.optimizer.load_state_dict(state["optimizer"])
+
+
 class Megatron:
     """Trains with Megatron alone: one call of its schedule in `finish`, over all rows so far."""
 
@@ -98,18 +155,24 @@ class Megatron:
             "uneven-replicas/ep": "replicas that share experts have as many microbatches each",
         }
     )
+    packs = True
 
     def build(self, subject: Subject) -> None:
         self.subject = subject
         wire_train_config(subject.chunks, subject.optimizer)
 
     def begin(self) -> None:
-        self.rows: list[Rows] = []
+        self.rows: list[Rows | Packed] = []
         self.fail = False
 
     def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
         self.fail = self.fail or fail
-        self.rows += _microbatches(self.subject, rows)
+        self.rows += [self._given(each) for each in _microbatches(self.subject, rows)]
+
+    def _given(self, rows: Rows) -> Rows | Packed:
+        subject = self.subject
+        # All of one size, as a pipeline takes them.
+        return packs.one_pack(rows, subject.config, subject.max_tokens) if subject.packs else rows
 
     def finish(self) -> Finished:
         self._zero()
@@ -165,7 +228,7 @@ class Window(Megatron):
 
     def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
         self.fail = fail
-        pieces = _microbatches(self.subject, rows)
+        pieces = [self._given(each) for each in _microbatches(self.subject, rows)]
         if pieces:
             _schedule(self.subject, pieces, self._forward_step, forward_only=False)
 
@@ -190,19 +253,20 @@ def _microbatches(subject: Subject, rows: Rows) -> list[Rows]:
 
 
 def _schedule(
-    subject: Subject, microbatches: Sequence[Rows], forward_step: Any, **options: Any
+    subject: Subject, microbatches: Sequence[Rows | Packed], forward_step: Any, **options: Any
 ) -> Any:
     """Call Megatron's schedule, and return what it does."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     data = [iter(microbatches) for _ in subject.chunks]
+    rows, positions = microbatches[0]["input_ids"].shape
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=data if len(data) > 1 else data[0],
         model=subject.chunks,
         num_microbatches=len(microbatches),
-        seq_length=microbatches[0]["input_ids"].shape[1],
-        micro_batch_size=subject.micro_batch_size,
+        seq_length=positions,
+        micro_batch_size=rows,
         **options,
     )
 
@@ -219,28 +283,32 @@ def _logprobs(subject: Subject, rows: Rows) -> Tensor | None:
         found = _schedule(
             subject, pieces, forward_step, forward_only=True, collect_non_loss_data=True
         )
-    return torch.cat(found) if found else None
+    return all_positions(torch.cat(found)) if found else None
 
 
 def _state_of(subject: Subject) -> dict[str, Any]:
-    """Copy parameters and optimizer state of this rank, as a checkpoint would."""
+    """Copy parameters and optimizer state of this rank, as a checkpoint would.
+
+    What the optimizer updates are main parameters in float32, where the model is in bfloat16.
+    """
     megatron_idempotent.ensure_params_synced(subject.chunks)
+    inner = _inner(subject.optimizer)
     return {
         "model": [
             [each.detach().clone() for each in chunk.module.parameters()]
             for chunk in subject.chunks
         ],
+        "main": [[each.detach().clone() for each in _updated(one)] for one in inner],
         "optimizer": [
             [
                 {
                     name: value.clone() if isinstance(value, Tensor) else value
                     for name, value in one.state[p].items()
                 }
-                for group in one.param_groups
-                for p in group["params"]
+                for p in _updated(one)
                 if p in one.state
             ]
-            for one in _inner(subject.optimizer)
+            for one in inner
         ],
     }
 
@@ -250,11 +318,19 @@ def _restore(subject: Subject, state: dict[str, Any]) -> None:
         for chunk, values in zip(subject.chunks, state["model"], strict=True):
             for parameter, value in zip(chunk.module.parameters(), values, strict=True):
                 parameter.copy_(value)
-    for one, states in zip(_inner(subject.optimizer), state["optimizer"], strict=True):
-        parameters = [p for group in one.param_groups for p in group["params"]]
+    kept = zip(_inner(subject.optimizer), state["main"], state["optimizer"], strict=True)
+    for one, values, states in kept:
+        with torch.no_grad():
+            for parameter, value in zip(_updated(one), values, strict=True):
+                parameter.copy_(value)
         if states:
-            for parameter, kept in zip(parameters, states, strict=True):
-                one.state[parameter] = kept
+            for parameter, moments in zip(_updated(one), states, strict=True):
+                one.state[parameter] = moments
+
+
+def _updated(optimizer: Any) -> list[Any]:
+    """Returns the parameters that a torch optimizer updates."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _inner(optimizer: Any) -> list[Any]:

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_idempotent import own_positions
 from megatron_idempotent.cpu import tiny
 from megatron_idempotent.window.params import ensure_params_synced
 
-from . import experts
+from . import experts, fsdp2, half, packs
 from .layouts import EXPERTS, LAYERS, Layout
 from .oracle import MTP_FACTOR, Truth, Update, counted, negative_logprobs, truth_of
 from .parameters import Part, joined, parts, spread
@@ -36,6 +37,9 @@ _SOFTMAX = (tiny.VOCABULARY + 32) * _FLOAT32
 _ROUTER = (EXPERTS + 32) * _FLOAT32
 #: Of a whole step in float32, layer by layer, as tests/step/roundings.py derives them.
 _ROUNDINGS = 4e5 * _FLOAT32
+#: Of a gradient and of log-probs in bfloat16: twice what three roundings of each operation's result
+#: come to, if they are independent of each other, as tests/certify/independent.py measures it.
+_HALF, _HALF_LOGPROBS = 0.06, 0.014
 #: Adam divides by sqrt(v) + epsilon. So much more than any gradient makes its step proportional to
 #: the gradient, where with a usual epsilon it would be the same for a gradient twice as large.
 _EPSILON = 2.0**20
@@ -52,11 +56,12 @@ class Bench:
     def __init__(self, adapter: Adapter, layout: Layout) -> None:
         self.adapter = adapter
         self.layout = layout
+        self.double, self.half = layout.dtype == "fp64", layout.dtype == "bf16"
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.make_model()
         # Its own: an adapter may have left collectives of the others half-way.
         self._group = dist.new_group(backend="gloo")
-        kind, options = ("sgd", _SGD) if layout.double else ("adam", _ADAM)
+        kind, options = ("sgd", _SGD) if self.double else ("adam", _ADAM)
         self.update = Update(kind, lr=self._rate, **options)
         self.adapter.build(self.subject)
         self.known = self.whole()
@@ -66,13 +71,31 @@ class Bench:
     @property
     def _rate(self) -> float:
         rate = _LR_OF_EXPERTS if self.layout.experts else _LR
-        return rate if self.layout.double else rate * _EPSILON
+        return rate if self.double else rate * _EPSILON
 
     def make_model(self) -> None:
         """Build the model and its optimizer, with the same weights each time."""
+        if self.layout.fsdp2:
+            self._make_sharded()
+        else:
+            self._make_megatron()
+
+    def _make_sharded(self) -> None:
+        self.sharded, optimizer = fsdp2.build(_LR, _SGD["momentum"])
+        self.replica = self.rank
+        self.subject = Subject(
+            chunks=[self.sharded],
+            optimizer=optimizer,
+            config=None,
+            forward=fsdp2.forward,
+            loss=loss,
+            micro_batch_size=MICRO_BATCH,
+        )
+
+    def _make_megatron(self) -> None:
         from megatron.core import parallel_state
 
-        if self.layout.double:
+        if self.double:
             torch.set_default_dtype(torch.float64)  # the norms' too
             typed = {"params_dtype": torch.float64, "pipeline_dtype": torch.float64}
             precise: dict[str, Any] = {"ddp_overrides": {"grad_reduce_in_fp32": False}}
@@ -115,20 +138,35 @@ class Bench:
             forward=forward,
             loss=loss,
             micro_batch_size=MICRO_BATCH,
+            packs=self.layout.packs,
+            max_tokens=MICRO_BATCH * T,
         )
 
     def rows(self, replica: int, seed: int, number: int) -> dict[str, Any]:
-        """Return rows [B, T] of a replica, of which all positions count; the same on all ranks."""
+        """Return rows [B, T] of a replica, of which all positions count; the same on all ranks.
+
+        In a layout of packs each has a length of three quarters of T.
+        """
         generator = torch.Generator().manual_seed(1000 * seed + replica)
         shape = number, T
         tokens_BT = torch.randint(0, tiny.VOCABULARY, shape, generator=generator)
-        ones = torch.float64 if self.layout.double else torch.float32
-        return {
+        ones = torch.float64 if self.double else torch.float32
+        rows = {
             "input_ids": tokens_BT.cuda(),
             "token_mask": torch.ones(shape, dtype=ones).cuda(),
             "sample_mask": torch.ones(number, dtype=ones).cuda(),
             "scale": torch.ones(number, dtype=ones).cuda(),
         }
+        return packs.shorten(rows, [3 * T // 4] * number) if self.layout.packs else rows
+
+    def mixed(self, replica: int, seed: int, number: int) -> dict[str, Any]:
+        """Return rows of lengths from 1 to T, of which one does not count, and one has a gap."""
+        rows = self.rows(replica, seed, number)
+        rows["token_mask"][:] = 1
+        lengths = [1 + (11 * (row + 3 * replica + seed) % T) for row in range(number)]
+        rows["sample_mask"][1] = 0
+        rows["token_mask"][2, T // 4 : T // 2] = 0
+        return packs.shorten(rows, lengths)
 
     def take(self, calls_of: Calls, *, between: Callable[[], None] | None = None) -> None:
         """Take a step, and hold it to the definition over the rows of all replicas.
@@ -158,7 +196,7 @@ class Bench:
         Raises:
             Wrong: parameters, norm or loss differ by more than roundings can explain.
         """
-        truth = truth_of(self.known, everybody, layers=LAYERS, heads=HEADS)
+        truth = truth_of(self._computing, everybody, layers=LAYERS, heads=HEADS)
         still = self.update.without(self.known)
         wanted = self.update.next(self.known, truth.gradient)
         if not finished.updated:
@@ -176,20 +214,33 @@ class Bench:
 
     def logprobs(self, rows: Rows) -> Tensor:
         """Compute the log-probability [B, T] of the token after each position, by definition."""
-        known = {name: value.double() for name, value in self.known.items()}
+        known = {name: value.double() for name, value in self._computing.items()}
         return -negative_logprobs(known, rows["input_ids"], LAYERS, HEADS)
+
+    def predicted(self, rows: Rows, values_BT: Tensor) -> Tensor:
+        """Return the values of positions that have a next token in their row, float64 [N]."""
+        place_T = torch.arange(1, T + 1, device=values_BT.device)
+        lengths_B = rows.get("lengths", torch.full_like(rows["input_ids"][:, 0], T))
+        return values_BT.detach().double()[place_T < lengths_B[:, None]]
 
     @property
     def roundings(self) -> float:
         """The part of its size by which a log-probability may differ from its definition."""
-        if not self.layout.double:
-            return _ROUNDINGS
+        if not self.double:
+            return _ROUNDINGS if self.layout.dtype == "fp32" else _HALF_LOGPROBS
         routers = LAYERS + ("mtp" in self.layout.flags) if self.layout.experts else 0
         return _SOFTMAX + routers * _ROUTER
 
+    @property
+    def _computing(self) -> dict[str, Tensor]:
+        """The parameters that the model computes with."""
+        return half.rounded(self.known) if self.half else self.known
+
     def tolerance(self, truth: Truth) -> float:
         """Returns by what part of its norm a gradient may differ from the definition."""
-        independent = math.sqrt(max(truth.terms, 1.0)) if self.layout.double else 1.0
+        if self.half:
+            return _HALF
+        independent = math.sqrt(max(truth.terms, 1.0)) if self.double else 1.0
         return self.roundings * independent
 
     def unchanged(self, what: str) -> None:
@@ -225,13 +276,14 @@ class Bench:
         if not between(found, self.known).any():
             raise Wrong("the step has moved no parameter")
         factor = float(moved @ right) / size**2
-        if float((moved - factor * right).norm()) <= 0.01 * abs(factor) * size:
+        near = max(0.01, self.tolerance(truth))
+        if float((moved - factor * right).norm()) <= near * abs(factor) * size:
             raise Wrong(f"the gradient is {factor:.4g} times the right one")
         blame = [
             name
             for name in names
             if float((found[name].double() - wanted[name]).norm())
-            > 0.01 * float((wanted[name] - still[name]).norm())
+            > near * float((wanted[name] - still[name]).norm())
         ]
         where = "everywhere" if len(blame) > len(names) // 2 else f"in {', '.join(blame[:3])}"
         raise Wrong(f"the gradient is off by {100 * error / size:.3g} % of its norm, {where}")
@@ -245,24 +297,43 @@ class Bench:
     def whole(self) -> dict[str, Tensor]:
         """Gather the whole model's parameters by Megatron's names. All ranks take part.
 
+        In bfloat16 these are the main parameters, and the model's are held to them.
+
         Raises:
             Wrong: two replicas have different bits.
         """
-        ensure_params_synced(self.model.chunks)
-        everybody = self.told_by_all(
-            [
-                dataclasses.replace(part, value=part.value.detach().cpu().clone())
-                for chunk in self.model.chunks
-                for part in parts(chunk, self.layout)
-            ]
-        )
+        everybody = self.told_by_all(self._own_parts())
         found: dict[str, dict[int, Part]] = {}
+        shards: dict[tuple[str, int], list[half.Main]] = {}
         for rank, theirs in enumerate(everybody):
             for part in theirs:
                 known = found.setdefault(part.name, {}).setdefault(part.rank, part)
                 if not torch.equal(known.value, part.value):
                     raise Wrong(f"rank {rank} has other bits in {part.name} than its replica")
-        return {name: joined(list(shards.values())) for name, shards in found.items()}
+                if part.main is not None:
+                    shards.setdefault((part.name, part.rank), []).append(part.main)
+        if self.half:
+            for name, of_rank in found.items():
+                for rank, part in of_rank.items():
+                    main = half.joined(name, part.value, shards.get((name, rank), []))
+                    of_rank[rank] = dataclasses.replace(part, value=main)
+        return {name: joined(list(of_rank.values())) for name, of_rank in found.items()}
+
+    def _own_parts(self) -> list[Part]:
+        if self.layout.fsdp2:
+            return [
+                Part(name=name, dimension=0, rank=self.rank, size=self.ranks, value=shard)
+                for name, shard in fsdp2.shards(self.sharded).items()
+            ]
+        ensure_params_synced(self.model.chunks)
+        mains = half.mains_of(self.model.optimizer) if self.half else {}
+        return [
+            dataclasses.replace(
+                part, value=part.value.detach().cpu().clone(), main=mains.get(part.value)
+            )
+            for chunk in self.model.chunks
+            for part in parts(chunk, self.layout)
+        ]
 
     def told_by_all(self, told: Any) -> list[Any]:
         """Gather a value of each rank, by rank. All ranks take part."""
@@ -273,18 +344,30 @@ class Bench:
 
 def forward(chunk: Any, rows: Rows) -> Tensor:
     """Call a chunk; returns the negative log-probability of the next token [B, T] on the last."""
+    if packs.is_pack(rows):
+        return packs.forward(chunk, rows)
     tokens_BT = rows["input_ids"]
     length = tokens_BT.shape[1]
     positions_BT = torch.arange(length, device="cuda").expand_as(tokens_BT)
     hidden = torch.ones(1, 1, length, length, device="cuda").tril() < 0.5
-    more = {"loss_mask": counted(rows)} if getattr(chunk.config, "mtp_num_layers", None) else {}
-    output: Tensor = chunk(tokens_BT, positions_BT, hidden, labels=tokens_BT.roll(-1, 1), **more)
+    more = {}
+    if getattr(chunk.config, "mtp_num_layers", None):
+        more = {"loss_mask": own_positions(counted(rows))}
+    output: Tensor = chunk(
+        own_positions(tokens_BT),
+        own_positions(positions_BT),
+        own_positions(hidden, dim=2),
+        labels=own_positions(tokens_BT.roll(-1, 1)),
+        **more,
+    )
     return output
 
 
 def loss(output: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """Returns the sum over positions that count, each times its row's scale, and their number."""
-    mask_BT = counted(rows)
+    if packs.is_pack(rows):
+        return packs.loss(output, rows)
+    mask_BT = own_positions(counted(rows))
     return (output * mask_BT * rows["scale"][:, None]).sum(), mask_BT.sum()
 
 

@@ -39,6 +39,8 @@ class Check:
     """True if it takes more than one data-parallel rank."""
     auxiliary: bool = False
     """True if it takes a model whose layers add losses of their own."""
+    packs: bool = False
+    """True if it takes a layout of packs."""
 
 
 _checks: dict[str, Check] = {}
@@ -53,6 +55,7 @@ def _check(
     hazards: tuple[str, ...] = (),
     replicas: bool = False,
     auxiliary: bool = False,
+    packs: bool = False,
 ) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
     """Put a function among the checks, under its own name."""
 
@@ -66,6 +69,7 @@ def _check(
             hazards=hazards,
             replicas=replicas,
             auxiliary=auxiliary,
+            packs=packs,
         )
         return run
 
@@ -101,6 +105,15 @@ def counts(bench: Bench) -> None:
 
     for _ in range(2):
         bench.take(masked)
+
+
+@_check(
+    "sequences of a pack have other lengths than each other, and see and count only themselves",
+    packs=True,
+)
+def packed_lengths(bench: Bench) -> None:
+    for _ in range(2):
+        bench.take(lambda replica: [bench.mixed(replica, 0, 2 * CALL)])
 
 
 @_check(
@@ -171,8 +184,8 @@ def logprobs_in_mid_step(bench: Bench) -> None:
         found = adapter.logprobs(rows)
         if found is None:  # not on the last stage
             return
-        right = bench.logprobs(rows)[:, :-1]
-        error = float((found.detach().double()[:, :-1] - right).norm() / right.norm())
+        right_N, found_N = (bench.predicted(rows, each) for each in (bench.logprobs(rows), found))
+        error = float((found_N - right_N).norm() / right_N.norm())
         if not error <= bench.roundings:
             raise Wrong(f"log-probs differ from the model's by {100 * error:.3g} % of their norm")
 

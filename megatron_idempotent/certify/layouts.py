@@ -6,10 +6,11 @@ A name is words joined by "-": `tp2-pp2`, `dp2-pp2-vpp2`, `dp2-tp2-distopt`, `ep
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 LAYERS, EXPERTS = 4, 4
 RANKS = 4
@@ -20,6 +21,7 @@ _SIZES = {
     "dp": "replicas, with overlapped reductions of gradients",
     "tp": "tensor-parallel ranks, with sequence parallelism",
     "pp": "pipeline stages",
+    "cp": "context-parallel ranks, each with two pieces of every sequence",
     "vpp": "chunks of each stage, interleaved (of pp2, if the name has no pp)",
     "ep": "expert-parallel ranks, among the replicas and tensor-parallel ranks; with moe. If the "
     "name has no dp, there are as many replicas as that takes",
@@ -34,8 +36,12 @@ _FLAGS = {
     "tied": "the output layer shares the embedding's weight",
     "nosp": "no sequence parallelism",
     "nooverlap": "reductions are not overlapped",
+    "packs": "sequences of less than a row, of which the adapter makes packs",
     "distopt": "distributed optimizer, gathers of parameters overlapped too, in float32, because "
     "Megatron's takes no float64",
+    "fp32": "float32 in the place of float64, with Adam",
+    "fsdp2": "torch's `fully_shard` over dpN ranks, of a model without Megatron",
+    "bf16": "bfloat16 with main parameters in float32, with Adam",
 }
 
 WORDS: Mapping[str, str] = MappingProxyType(
@@ -66,7 +72,7 @@ class Layout:
     @property
     def ranks(self) -> int:
         """The number of ranks."""
-        return self.replicas * self.sizes["tp"] * self.sizes["pp"]
+        return math.prod(self.sizes[word] for word in ("dp", "tp", "pp", "cp"))
 
     @property
     def stages(self) -> int:
@@ -89,9 +95,21 @@ class Layout:
         return bool(self.flags & {"moe", "mtp"})
 
     @property
-    def double(self) -> bool:
-        """True for float64, with SGD; else float32, with Adam."""
-        return "distopt" not in self.flags
+    def packs(self) -> bool:
+        """True if rows have lengths, to be trained on as packs."""
+        return "packs" in self.flags
+
+    @property
+    def fsdp2(self) -> bool:
+        """True for a plain model on FSDP2."""
+        return "fsdp2" in self.flags
+
+    @property
+    def dtype(self) -> Literal["fp64", "fp32", "bf16"]:
+        """The type of the model's parameters. In float64 SGD trains it, else Adam."""
+        if "bf16" in self.flags:
+            return "bf16"
+        return "fp32" if self.flags & {"distopt", "fp32"} else "fp64"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -100,6 +118,7 @@ class Layout:
         return {
             "tp": self.sizes["tp"],
             "pp": self.sizes["pp"],
+            "cp": self.sizes["cp"],
             "vpp": self.sizes["vpp"] if self.sizes["vpp"] > 1 else None,
             "sequence_parallel": self.sizes["tp"] > 1 and "nosp" not in self.flags,
             "overlap_grad_reduce": "nooverlap" not in self.flags,
@@ -110,6 +129,8 @@ class Layout:
             "etp": self.sizes["etp"] if self.experts else None,
             "experts": self.experts,
             "tied": "tied" in self.flags,
+            "dtype": "bf16" if self.dtype == "bf16" else "fp32",
+            "exact_attention": True if self.packs else None,
         }
 
 
@@ -120,7 +141,7 @@ def layout(name: str) -> Layout:
         ValueError: a word is unknown or stands twice, or the model does not fit.
     """
     sizes, flags = dict.fromkeys(_SIZES, 1), set[str]()
-    seen = set()
+    seen = set[str]()
     for word in name.split("-"):
         found = re.fullmatch(r"([a-z]+)([1-9][0-9]*)", word)
         kind = found[1] if found and found[1] in _SIZES else word
@@ -148,6 +169,18 @@ def layout(name: str) -> Layout:
     )
     if made.ranks > RANKS:
         raise ValueError(f"the layout {name!r} takes {made.ranks} ranks; at most {RANKS} run")
+    if flags >= {"fp32", "bf16"}:
+        raise ValueError(f"the layout {name!r} says 'fp32' and 'bf16': name one of the two")
+    if flags & {"moe", "mtp"} and (others := (flags | seen) & {"packs", "cp", "bf16"}):
+        raise ValueError(
+            f"the layout {name!r} says {', '.join(sorted(others))} of a model with experts or MTP: "
+            "what is right there is not defined yet, or not how close to it"
+        )
+    if "fsdp2" in flags and (others := seen - {"fsdp2", "dp"}):
+        raise ValueError(
+            f"the layout {name!r} says {', '.join(sorted(others))} of an FSDP2 model, which has "
+            "none of that: name it with dpN alone"
+        )
     if sizes["vpp"] > 1 and sizes["pp"] == 1:
         raise ValueError(f"the layout {name!r} interleaves chunks of one stage; that takes two")
     if LAYERS % made.stages:
@@ -180,7 +213,10 @@ def _share_experts(name: str, sizes: dict[str, int], flags: set[str], seen: set[
 
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
-    {name: layout(name) for name in ("dp2", "dp2-distopt", "tp2", "pp2", "vpp2", "dp2-pp2")}
+    {
+        name: layout(name)
+        for name in ("dp2", "dp2-distopt", "dp2-packs", "tp2", "pp2", "vpp2", "dp2-pp2")
+    }
 )
 """The layouts that are certified unless others are asked for, by name. All have one GPT of four
 layers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -67,14 +67,13 @@ def truth_of(
     total, count = torch.zeros((), dtype=torch.float64), 0.0
     added, terms = total, 0.0
     for each in rows:
-        if len(each["input_ids"]):
+        for tokens_BT, mask_BT in _alone(each):
             gpt = Gpt(own, layers, heads, epsilon)
-            x_BTH = gpt.hidden(each["input_ids"])
-            mask_BT = counted(each).double()
-            total = total + (gpt.negative_logprobs(x_BTH, each["input_ids"], 1) * mask_BT).sum()
+            x_BTH = gpt.hidden(tokens_BT)
+            total = total + (gpt.negative_logprobs(x_BTH, tokens_BT, 1) * mask_BT).sum()
             count += float(mask_BT.sum())
             if "mtp.layers.0.eh_proj.weight" in own:
-                added = added + _of_the_token_after(gpt, x_BTH, each["input_ids"], mask_BT)
+                added = added + _of_the_token_after(gpt, x_BTH, tokens_BT, mask_BT)
                 terms += float(mask_BT.sum())
             for logits_BTE in gpt.routed:
                 added = added + balance(logits_BTE, MICRO_BATCH)
@@ -93,6 +92,17 @@ def truth_of(
         count=count,
         terms=count + terms,
     )
+
+
+def _alone(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield tokens [B, T] and what counts of them; one by one, without padding, of lengths."""
+    tokens_BT, mask_BT = rows["input_ids"], counted(rows).double()
+    if "lengths" not in rows:
+        if len(tokens_BT):
+            yield tokens_BT, mask_BT
+        return
+    for row, length in enumerate(rows["lengths"].tolist()):
+        yield tokens_BT[row : row + 1, :length], mask_BT[row : row + 1, :length]
 
 
 def counted(rows: Rows) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import experts
+from .half import Main
 from .layouts import EXPERTS, Layout
 from .oracle import INNER
 from .protocol import Wrong
@@ -28,6 +29,8 @@ class Part:
     rank: int
     size: int
     value: Tensor
+    main: Main | None = None
+    """What the rank has of the float32 parameter that the optimizer updates; None without."""
 
 
 def parts(chunk: Any, layout: Layout) -> Iterator[Part]:
@@ -41,11 +44,14 @@ def parts(chunk: Any, layout: Layout) -> Iterator[Part]:
     routed = dense
     if layout.experts:
         routed = ps.get_expert_tensor_parallel_rank(), layout.sizes["etp"]
-    for name, parameter in chunk.module.named_parameters():
+    module = chunk.module
+    if not hasattr(module, "decoder"):
+        module = module.module  # in Float16Module
+    for name, parameter in module.named_parameters():
         words = name.split(".")
         rank, size = dense
         if words[:2] == ["decoder", "layers"]:
-            words[2] = str(chunk.module.decoder.layers[int(words[2])].layer_number - 1)
+            words[2] = str(module.decoder.layers[int(words[2])].layer_number - 1)
         if "local_experts" in words:
             rank, size = routed
             place = words.index("local_experts") + 1
@@ -54,7 +60,7 @@ def parts(chunk: Any, layout: Layout) -> Iterator[Part]:
         # As releases before 0.17 call it.
         whole = ".".join(words).replace("mtp_model_layer", INNER)
         if whole == "output_layer.weight" and "tied" in layout.flags:
-            if getattr(chunk.module, "mtp_process", False):
+            if getattr(module, "mtp_process", False):
                 continue  # nobody reads it: the stage has the embedding too, for the MTP layer
             whole = _EMBEDDING
         sharded = getattr(parameter, "tensor_model_parallel", False) and size > 1

@@ -28,7 +28,14 @@ Rows = Mapping[str, Any]
 """Sequences of one rank: `input_ids` [B, T], `token_mask` [B, T], `sample_mask` [B], `scale` [B].
 
 B may be 0. Position t >= 1 of a row counts if its token mask and the row's sample mask are 1. The
-loss multiplies the row by its scale, which is 1 but where a check wants a NaN."""
+loss multiplies the row by its scale, which is 1 but where a check wants a NaN. In layouts of packs
+rows have `lengths` [B] too, the tokens of each; after them comes padding."""
+
+Packed = Mapping[str, Any]
+"""A pack of n sequences, as `Subject.forward` and `Subject.loss` take it: S tokens, with padding.
+
+`input_ids`, `position_ids`, `labels` (the token that each position predicts), `loss_mask` and
+`scale` are [1, S], and `packed_seq_params` is Megatron's. All of it is the adapter's to make."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,22 +46,28 @@ class Subject:
     """
 
     chunks: list[Any]
-    """The pipeline stage's model chunks, in Megatron's `DistributedDataParallel`."""
+    """The pipeline stage's model chunks, in Megatron's `DistributedDataParallel`; or one plain
+    module on FSDP2."""
     optimizer: Any
-    """Megatron's optimizer, with a constant learning rate."""
+    """Megatron's optimizer, or torch's, with a constant learning rate."""
     config: Any
     """The chunks' `TransformerConfig`, with `calculate_per_token_loss` unless the adapter's
-    `config_overrides` say otherwise."""
-    forward: Callable[[Any, Rows], torch.Tensor]
+    `config_overrides` say otherwise; None on FSDP2."""
+    forward: Callable[[Any, Rows | Packed], torch.Tensor]
     """A function of a chunk and rows that returns what the chunk does: on the last stage the
-    negative log-probability [B, T] of the token after each position."""
-    loss: Callable[[torch.Tensor, Rows], tuple[torch.Tensor, torch.Tensor]]
-    """A function of the last stage's output and its rows that returns the sum over the positions
-    that count, and their number."""
+    negative log-probability [B, T] of the token after each position, or [1, S] of a pack. Rows and
+    packs come whole; under context parallelism it is that of the rank's own positions."""
+    loss: Callable[[torch.Tensor, Rows | Packed], tuple[torch.Tensor, torch.Tensor]]
+    """A function of the last stage's output and its rows, or the pack, that returns the sum over
+    the positions that count, and their number; of the rank's own positions, where ranks share."""
     micro_batch_size: int
     """Rows of one microbatch; the number of rows of every call is a multiple of it. An auxiliary
     loss is one of a microbatch: with `moe` or `mtp` in the layout's name, a call's rows are to be
     cut into microbatches in their order."""
+    packs: bool = False
+    """True if rows have `lengths`, and the adapter is to train on packs of them."""
+    max_tokens: int = 0
+    """The most tokens of a pack, padding included: a microbatch of whole rows fits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +97,11 @@ class Adapter(Protocol):
     position on ranks of the last stage, and None on others; `export()`, which returns or sets
     nothing that the step depends on; `save()`, a dictionary of all that a later process needs, and
     `load(state)`, called right after `build`. Checks that need what it lacks are not made. A class
-    attribute `config_overrides` has fields of `TransformerConfig` that the framework sets.
+    attribute `config_overrides` has fields of `TransformerConfig` that the framework sets. With a
+    class attribute `packs = True` it trains on packs of rows that have `lengths`: it makes packs
+    of them with the framework's own code, and gives those to the chunk or to `Subject.forward`.
+    Without, layouts of packs are not judged. With `fsdp2 = True` it trains FSDP2 models, and no
+    others.
     """
 
     cannot: Mapping[str, str]

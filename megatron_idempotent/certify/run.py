@@ -35,8 +35,8 @@ class Result:
     layout: str
     verdict: Verdict
     """`declared`: the adapter says that it may fail, and it does or was not run. `not offered`: the
-    adapter lacks a method, or the layout has one replica or no auxiliary losses. `not judged`:
-    `whole-step` fails there already."""
+    adapter lacks a method or does not train on packs, or the layout has one replica, no packs or no
+    auxiliary losses. `not judged`: `whole-step` fails there already."""
     seconds: float = 0.0
     of_bound: float = 0.0
     """The largest error of a step, as a part of the bound for it."""
@@ -53,6 +53,10 @@ class Facts:
     cannot: Mapping[str, str]
     """The checks that it does not promise to pass, with the reason; "check/word" for the layouts
     with that word alone."""
+    packs: bool = False
+    """True if it trains on packs."""
+    fsdp2: bool = False
+    """True if it trains FSDP2 models, and no others."""
 
 
 _DEMANDED = ("build", "begin", "microbatch", "finish", "abort")
@@ -112,10 +116,16 @@ class Certification:
         lacking = [name for name in check.needs if name not in told.offers]
         if lacking:
             return result("not offered", f"no {', '.join(lacking)}()")
+        if layout.fsdp2 != told.fsdp2:
+            return result("not offered", f"fsdp2 = {told.fsdp2}")
+        if layout.packs and not told.packs:
+            return result("not offered", "no packs = True")
         if check.replicas and layout.replicas == 1:
             return result("not offered", "one replica")
         if check.auxiliary and not layout.auxiliary:
             return result("not offered", "no auxiliary losses")
+        if check.packs and not layout.packs:
+            return result("not offered", "no packs")
         said = _why_not(told.cannot, check, layout)
         if said is not None and not self._declared:
             return result("declared", said)
@@ -220,6 +230,8 @@ def facts(adapter: str) -> Facts | str:
     return Facts(
         offers=frozenset(name for name in needed if callable(getattr(kind, name, None))),
         cannot=dict(getattr(kind, "cannot", {})),
+        packs=bool(getattr(kind, "packs", False)),
+        fsdp2=bool(getattr(kind, "fsdp2", False)),
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_idempotent.certify.adapters import SplitStep, _Loss
 from megatron_idempotent.certify.oracle import counted
+from megatron_idempotent.certify.packs import described
 
 
 class TwiceTheLoss(SplitStep):
@@ -41,6 +42,19 @@ class MeanOfMeans(SplitStep):
     def build(self, subject: Any) -> None:
         super().build(subject)
         self.loss = _MeansOfRows(subject)
+
+
+class EvenSequences(SplitStep):
+    """Takes the sequences of a pack for equally long ones."""
+
+    def forward(self, chunk: Any, microbatch: Any) -> Tensor:
+        if "pack" not in microbatch:
+            return super().forward(chunk, microbatch)
+        pack = described(microbatch)
+        borders = pack["packed_seq_params"].cu_seqlens_q
+        even = torch.linspace(0, int(borders[-1]), len(borders)).to(borders)
+        pack["packed_seq_params"].cu_seqlens_q = pack["packed_seq_params"].cu_seqlens_kv = even
+        return self.subject.forward(chunk, pack)
 
 
 class KeepsTheLastCall(SplitStep):
@@ -261,3 +275,9 @@ class ReportsAnotherLoss(SplitStep):
     def finish(self) -> Any:
         found = super().finish()
         return dataclasses.replace(found, loss=2 * found.loss)
+
+
+class NoPacks(SplitStep):
+    """Takes rows alone."""
+
+    packs = False

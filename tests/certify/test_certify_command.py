@@ -86,7 +86,11 @@ def test_what_is_not_there_is_named(megatron_rank_pool, adapter, asked, said):
         ("distopt-distopt", "says 'distopt' twice"),
         ("dp2-tp2-pp2", "takes 8 ranks; at most 4 run"),
         ("pp3", "has 3 stages, which do not share 4 layers"),
+        ("fp32-bf16", "says 'fp32' and 'bf16': name one of the two"),
+        ("dp2-tp2-fsdp2-bf16", "says bf16, tp of an FSDP2 model"),
         ("pp1-vpp2", "interleaves chunks of one stage"),
+        ("dp2-moe-packs", "says packs of a model with experts or MTP"),
+        ("mtp-cp2-bf16", "says bf16, cp of a model"),
         ("dp1-ep2", r"over 2 ranks .* of the 1 of a stage"),
         ("dp3-ep3", "has 3 ranks for 4 experts"),
         ("tp2-moe-nosp", "experts without sequence parallelism"),
@@ -100,10 +104,11 @@ def test_a_layout_that_there_is_not_is_refused(name, said):
 
 def test_the_words_of_a_layout_are_what_its_model_is_built_of():
     found = layout("dp2-vpp2-distopt-nooverlap")
-    assert (found.ranks, found.replicas, found.stages, found.double) == (4, 2, 4, False)
+    assert (found.ranks, found.replicas, found.stages, found.dtype) == (4, 2, 4, "fp32")
     assert found.options == {
         "tp": 1,
         "pp": 2,
+        "cp": 1,
         "vpp": 2,
         "sequence_parallel": False,
         "overlap_grad_reduce": False,
@@ -114,6 +119,8 @@ def test_the_words_of_a_layout_are_what_its_model_is_built_of():
         "etp": None,
         "experts": 0,
         "tied": False,
+        "dtype": "fp32",
+        "exact_attention": None,
     }
     found = layout("tp2-ep2-tied")
     assert (found.ranks, found.replicas, found.experts, found.auxiliary) == (4, 2, 4, True)
@@ -160,12 +167,13 @@ def test_pytest_runs_the_checks_of_an_adapter(tmp_path, request):
 def test_the_grid_has_every_two_words_that_fit_together_and_each_without_the_other():
     chosen = [set(name.split("-")) for name in grid()]
     assert len(chosen) == len(grid()) < 40
-    for one, other in (("tp2", "distopt"), ("vpp2", "nooverlap"), ("dp2", "pp2")):
+    for one, other in (("tp2", "distopt"), ("vpp2", "nooverlap"), ("dp2", "pp2"), ("cp2", "packs")):
         assert any({one, other} <= words for words in chosen)
         assert any(one in words and other not in words for words in chosen)
         assert any(other in words and one not in words for words in chosen)
-    used = {word.rstrip("0123456789") for words in chosen for word in words}
-    assert used == {word.removesuffix("N") for word in WORDS}
+    every = {word for words in chosen for word in words}
+    used = {word if word in WORDS else word.rstrip("0123456789") + "N" for word in every}
+    assert used == {*WORDS} - {"fsdp2"}  # which no adapter takes that takes others
     for name in grid():
         assert layout(name).ranks <= 4
 

@@ -11,6 +11,7 @@ OWN = "megatron_idempotent.certify.adapters:SplitStep"
 BUGS = [
     ("TwiceTheLoss", "whole-step", "the gradient is 2 times the right one", set()),
     ("MeanOfMeans", "counts", "the gradient is off by ", set()),
+    ("EvenSequences", "packed-lengths", "the gradient is off by ", set()),
     ("KeepsTheLastCall", "split-step", "the gradient is off by ", set()),
     (
         "FirstStepsDivisor",
@@ -34,8 +35,13 @@ BUGS = [
     ("WarmsUpTwice", "second-run", "the gradient is off by ", set()),
     ("ForgetsMoments", "resume", "the gradient is off by ", set()),
 ]
-#: The layout that a bug is for, if it is not dp2.
-PLACE = {"CallsCountAlike": "dp2-moe"}
+
+
+def place_of(check):
+    """The layout in which a bug was planted for a check."""
+    if CHECKS[check].auxiliary:
+        return "dp2-moe"
+    return "dp2-packs" if CHECKS[check].packs else "dp2"
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +55,8 @@ def test_every_check_has_a_bug_that_it_catches():
 
 @pytest.mark.parametrize(("bug", "check", "said", "also"), BUGS)
 def test_a_check_catches_its_bug(megatron_rank_pool, bug, check, said, also):
-    place = layout(PLACE.get(bug, "dp2"))
-    fault = run.fault_of(megatron_rank_pool, f"planted:{bug}", CHECKS[check], place)
+    where = layout(place_of(check))
+    fault = run.fault_of(megatron_rank_pool, f"planted:{bug}", CHECKS[check], where)
     assert said in fault
 
 
@@ -102,18 +108,21 @@ def test_a_layout_whose_whole_step_fails_is_judged_no_further(megatron_rank_pool
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("bug", "check", "said", "also"), BUGS)
 def test_no_other_check_catches_it(megatron_rank_pool, bug, check, said, also):
-    place = PLACE.get(bug, "dp2")
-    found = certify(f"planted:{bug}", layouts=[place], pool=megatron_rank_pool)
+    found = certify(f"planted:{bug}", layouts=[place_of(check)], pool=megatron_rank_pool)
     assert {each.check for each in found if each.verdict == "failed"} == {check} | also
 
 
 #: Where there is the most to go wrong; the others with -m exhaustive.
 USUAL = ("dp2-distopt",)
-#: The other models, each way of sharing them, and all of them together.
-MODELS = (
+#: The other models, each way of sharing them, and all of them together; batches; precisions.
+NAMED = (
     *("moe", "dp2-moe", "ep2", "ep2-pp2", "ep2-distopt", "tp2-ep2", "tp2-ep2-etp1", "etp2"),
     *("dp4-ep2", "dp2-tied-pp2", "tied-vpp2", "tp2-tied", "tp2-mtp", "mtp", "mtp-pp2"),
     *("moe-vpp2", "ep2-mtp-tied-pp2", "tp2-ep2-mtp-tied-distopt"),
+    *("pp2-packs", "vpp2-packs", "tp2-packs"),
+    *("cp2", "cp2-packs", "dp2-cp2", "cp2-pp2", "cp2-tp2-packs"),
+    *("dp2-fp32", "dp2-bf16", "dp2-bf16-distopt", "pp2-bf16", "tp2-bf16", "dp2-bf16-packs"),
+    *("dp2-fsdp2", "dp3-fsdp2"),
 )
 
 
@@ -121,11 +130,12 @@ MODELS = (
     "name",
     [
         each if each in USUAL else pytest.param(each, marks=pytest.mark.exhaustive)
-        for each in dict.fromkeys((*LAYOUTS, *MODELS))
+        for each in dict.fromkeys((*LAYOUTS, *NAMED))
     ],
 )
 def test_our_own_step_passes(megatron_rank_pool, name):
-    found = list(certify(OWN, layouts=[name], pool=megatron_rank_pool))
+    adapter = OWN.replace("SplitStep", "FSDPSplitStep") if layout(name).fsdp2 else OWN
+    found = list(certify(adapter, layouts=[name], pool=megatron_rank_pool))
     made = {each.check for each in found if each.verdict == "passed"}
     faults = {each.fault for each in found if each.verdict == "failed"}
     assert not faults
@@ -133,12 +143,14 @@ def test_our_own_step_passes(megatron_rank_pool, name):
     assert made == {
         name
         for name, check in CHECKS.items()
-        if (place.replicas > 1 or not check.replicas) and (place.auxiliary or not check.auxiliary)
+        if (place.replicas > 1 or not check.replicas)
+        and (place.auxiliary or not check.auxiliary)
+        and (place.packs or not check.packs)
     }
 
 
 PROMPT = ("tp2-ep2-etp1", "mtp-pp2")
-OTHERS = tuple(name for name in MODELS if name not in PROMPT)
+OTHERS = tuple(name for name in NAMED if layout(name).auxiliary and name not in PROMPT)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,113 @@
+"""Makes packs of rows for adapters, and runs an adapter's packs through a chunk and the loss.
+
+Legend: B rows, T positions of a row, n sequences of a pack, S its tokens with padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_idempotent import Pack, TokenAlignment, own_positions, shift_targets
+
+from .protocol import Rows
+
+_BORDERS = "packed_seq_params"
+#: What a pack has for each token, of which each context-parallel rank computes its own.
+_EACH_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "scale")
+
+
+def described(microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe a microbatch that `TrainStep` or `pack_batches` has packed as `Subject` takes it.
+
+    Example: `subject.loss(subject.forward(chunk, described(microbatch)), described(microbatch))`.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    pack: Pack = microbatch["pack"]
+    targets_1S = shift_targets(
+        microbatch["input_ids"], mask=pack.mask[None], cu_seqlens=pack.cu_seqlens
+    )
+    mask_1S = microbatch["token_mask"] * pack.expand(microbatch["sample_mask"])[None]
+    return {
+        "input_ids": microbatch["input_ids"],
+        "position_ids": microbatch["position_ids"],
+        "labels": targets_1S.clamp(min=0),
+        "loss_mask": functional.pad(mask_1S[:, 1:], (0, 1)) * (targets_1S >= 0),
+        "scale": pack.expand(microbatch["scale"])[None],
+        _BORDERS: PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=pack.cu_seqlens,
+            cu_seqlens_kv=pack.cu_seqlens,
+            max_seqlen_q=pack.max_seqlen,
+            max_seqlen_kv=pack.max_seqlen,
+        ),
+    }
+
+
+def one_pack(rows: Rows, config: Any, tokens: int) -> dict[str, Any]:
+    """Pack rows in their order, padded to so many tokens, with the multiples that a config needs.
+
+    Example: `subject.forward(chunk, one_pack(rows, subject.config, subject.max_tokens))`.
+    """
+    device = rows["input_ids"].device
+    lengths = rows["lengths"].tolist()
+    pack = Pack.of(lengths, TokenAlignment.of_config(config), tokens=tokens, device=device)
+
+    def joined(name: str) -> Tensor:
+        together = zip(rows[name], lengths, strict=True)
+        return pack.join([row_T[:length] for row_T, length in together])[None]
+
+    return described(
+        {
+            **rows,
+            "pack": pack,
+            "input_ids": joined("input_ids"),
+            "token_mask": joined("token_mask"),
+            # The model has positions for a row, and padding may be longer.
+            "position_ids": (pack.position_ids * pack.mask)[None],
+        }
+    )
+
+
+def is_pack(rows: Mapping[str, Any]) -> bool:
+    """Returns whether a microbatch is a pack, and not rows."""
+    return _BORDERS in rows
+
+
+def forward(chunk: Any, pack: Mapping[str, Any]) -> Tensor:
+    """Call a chunk with a pack; returns the negative log-probability of each label on the last."""
+    own = _own(pack)
+    output: Tensor = chunk(
+        own["input_ids"],
+        own["position_ids"],
+        None,
+        labels=own["labels"],
+        packed_seq_params=pack[_BORDERS],
+    )
+    return output
+
+
+def loss(output: Tensor, pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns the sum over positions that count, each times its scale, and their number."""
+    own = _own(pack)
+    return (output * own["loss_mask"] * own["scale"]).sum(), own["loss_mask"].sum()
+
+
+def _own(pack: Mapping[str, Any]) -> dict[str, Tensor]:
+    borders = pack[_BORDERS]
+    padded = borders.cu_seqlens_q_padded
+    padded = borders.cu_seqlens_q if padded is None else padded
+    return {name: own_positions(pack[name], cu_seqlens=padded) for name in _EACH_TOKEN}
+
+
+def shorten(rows: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
+    """Give rows these lengths, and take what is padding then out of the token mask."""
+    lengths_B = torch.tensor(lengths, dtype=torch.int64, device=rows["input_ids"].device)
+    place_T = torch.arange(rows["input_ids"].shape[1], device=lengths_B.device)
+    rows["token_mask"] *= place_T < lengths_B[:, None]
+    return {**rows, "lengths": lengths_B}

@@ -1,0 +1,75 @@
+"""The bounds of bfloat16 are what independent roundings come to, and bugs are far beyond them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_idempotent.certify import CHECKS, layout, run
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch, request):
+    monkeypatch.syspath_prepend(str(request.path.parent))
+
+
+def measured() -> dict[str, float]:
+    """Runs on a rank: by how much three roundings of each result move gradient and log-probs."""
+    import torch
+    from independent import off
+    from torch import Tensor
+
+    from megatron_idempotent.certify.adapters import Megatron
+    from megatron_idempotent.certify.bench import HEADS, LAYERS, Bench
+    from megatron_idempotent.certify.oracle import negative_logprobs, truth_of
+
+    bench = Bench(Megatron(), layout("bf16"))
+    known = {name: value.double() for name, value in bench.known.items()}
+
+    def gradient() -> Tensor:
+        truth = truth_of(known, [rows], layers=LAYERS, heads=HEADS)
+        return torch.cat([each.flatten() for each in truth.gradient.values()])
+
+    def logprobs() -> Tensor:
+        return negative_logprobs(known, rows["input_ids"], LAYERS, HEADS)
+
+    # The product, the bias and the sum over ranks of a linear layer; others have fewer.
+    size = 3**0.5 * 2.0**-8
+    found = {"gradient": 0.0, "logprobs": 0.0}
+    for number in (2, 4):
+        rows = bench.rows(0, number, number)
+        found["gradient"] = max(found["gradient"], off(gradient, size, samples=3))
+        found["logprobs"] = max(found["logprobs"], off(logprobs, size, samples=3))
+    return found
+
+
+def bounds() -> tuple[float, float]:
+    """Runs on a rank."""
+    from megatron_idempotent.certify.bench import _HALF, _HALF_LOGPROBS
+
+    return _HALF, _HALF_LOGPROBS
+
+
+def test_the_bounds_of_bfloat16_are_twice_what_independent_roundings_come_to(megatron_ranks):
+    (found,) = megatron_ranks(1, measured)
+    ((gradient, logprobs),) = megatron_ranks(1, bounds)
+    assert gradient / 2 < 2 * found["gradient"] <= gradient, found
+    assert logprobs / 2 < 2 * found["logprobs"] <= logprobs, found
+
+
+@pytest.mark.parametrize(
+    ("bug", "check", "said"),
+    [
+        ("planted:TwiceTheLoss", "whole-step", "times the right one"),
+        ("planted:MeanOfMeans", "counts", "the gradient is off by "),
+        ("planted_batches:ForgetsMainParameters", "resume", "save() and load() has changed"),
+        (
+            "planted_batches:UpdatesTheModelAlone",
+            "whole-step",
+            "its main parameter, rounded",
+        ),
+    ],
+)
+def test_a_bug_is_found_in_bfloat16_too(megatron_rank_pool, bug, check, said):
+    where = layout("dp2-bf16-distopt")
+    fault = run.fault_of(megatron_rank_pool, bug, CHECKS[check], where)
+    assert said in fault

@@ -1,0 +1,65 @@
+"""Layouts of packs and of context parallelism show what an adapter can get wrong in them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_idempotent.certify import CHECKS, certify, layout, run
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch, request):
+    monkeypatch.syspath_prepend(str(request.path.parent))
+
+
+@pytest.mark.parametrize(
+    ("bug", "check"),
+    [
+        ("SeesTheWholePack", "whole-step"),
+        ("PositionsGoOn", "whole-step"),
+        ("PredictsTheNextSequence", "whole-step"),
+        ("CountsPadding", "whole-step"),
+        ("MeanOfPacks", "packed-lengths"),
+    ],
+)
+def test_a_pack_that_is_made_wrongly_is_found(megatron_rank_pool, bug, check):
+    where = layout("dp2-packs")
+    fault = run.fault_of(megatron_rank_pool, f"planted_batches:{bug}", CHECKS[check], where)
+    assert fault.startswith("the gradient is "), fault
+
+
+@pytest.mark.parametrize("bug", ["CutsInHalves", "CountsOnEachRank"])
+def test_a_row_that_is_shared_wrongly_is_found(megatron_rank_pool, bug):
+    whole = CHECKS["whole-step"]
+    fault = run.fault_of(megatron_rank_pool, f"planted_batches:{bug}", whole, layout("cp2"))
+    said = {"CutsInHalves": "off by ", "CountsOnEachRank": "0.5 times the right one"}[bug]
+    assert fault.startswith(f"the gradient is {said}"), fault
+
+
+def test_a_bug_on_fsdp2_is_found_by_the_same_checks(megatron_rank_pool):
+    where, adapter = layout("dp2-fsdp2"), "planted_batches:ReducesTheLastCallAlone"
+    fault = run.fault_of(megatron_rank_pool, adapter, CHECKS["split-step"], where)
+    assert fault.startswith("the gradient is off by "), fault
+    assert not run.fault_of(megatron_rank_pool, adapter, CHECKS["whole-step"], where)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "where"),
+    [("FSDPSplitStep", "dp2"), ("SplitStep", "dp2-fsdp2"), ("Megatron", "dp2-fsdp2")],
+)
+def test_an_adapter_is_judged_on_the_models_that_it_trains(megatron_rank_pool, adapter, where):
+    name = f"megatron_idempotent.certify.adapters:{adapter}"
+    found = list(certify(name, checks=["nan"], layouts=[where], pool=megatron_rank_pool))
+    assert {each.verdict for each in found} == {"not offered"}
+
+
+def test_an_adapter_without_packs_is_not_judged_on_them(megatron_rank_pool):
+    results = certify("planted:NoPacks", layouts=["dp2-packs"], pool=megatron_rank_pool)
+    assert {(each.verdict, each.fault) for each in results} == {("not offered", "no packs = True")}
+
+
+def test_packs_are_checked_where_there_are_some(megatron_rank_pool):
+    *_, found = certify(
+        "planted:NoPacks", checks=["packed-lengths"], layouts=["dp2"], pool=megatron_rank_pool
+    )
+    assert (found.verdict, found.fault) == ("not offered", "no packs")
