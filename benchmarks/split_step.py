@@ -5,8 +5,8 @@
                                     [--device cuda]
 
 On CPU ranks, in one run per layout, by programs that take turns on one model and the same data:
-a step of Megatron's alone, split ones with and without `last=True`, and ones that are given a list of
-their microbatches. Medians of each round's ratios, of wall time and of the rank's CPU time,
+a step of Megatron's alone, split ones with and without `last=True`, and ones that are given a list
+of their microbatches. Medians of each round's ratios, of wall time and of the rank's CPU time,
 which a busy machine leaves more repeatable; and of the wall time of the call alone, `microbatch`
 with the list ÷ Megatron's schedule.
 
