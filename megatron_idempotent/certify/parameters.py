@@ -30,7 +30,7 @@ class Part:
     size: int
     value: Tensor
     main: Main | None = None
-    """What the rank has of the float32 parameter that the optimizer updates; None without."""
+    """The part that the rank has of what the optimizer updates in float32; None without."""
 
 
 def parts(chunk: Any, layout: Layout) -> Iterator[Part]:

@@ -1,4 +1,4 @@
-"""With `order_stable` a step has the same bits on any number of replicas, in any order or calls."""
+"""A step with `order_stable` has the same bits on any number of replicas, in any order or calls."""
 
 from __future__ import annotations
 
