@@ -110,7 +110,11 @@ def _faults(runs: Mapping[str, Verdicts]) -> dict[str, list[str]]:
 
 def _others(found: Found) -> list[str]:
     """Return a table of `TrainStep`'s checks: in how many layouts each was made, and passed."""
-    runs = {name: adapters["SplitStep"] for name, adapters in found.items()}
+    runs = {
+        name: adapters["SplitStep"] for name, adapters in found.items() if "SplitStep" in adapters
+    }
+    if not runs:
+        return []
     lines = [
         "## Faults, resumes and the rest",
         "",

@@ -59,3 +59,9 @@ def test_findings_that_cannot_be_read_are_refused(tmp_path, write, said):
     write(tmp_path)
     with pytest.raises(ValueError, match=said):
         page.read(tmp_path)
+
+
+def test_a_page_without_our_own_step_has_no_table_of_its_checks(tmp_path):
+    (tmp_path / "docs").mkdir()
+    page.main([str(left(tmp_path / "of", "0.1", "Window", result("dp2")))], tmp_path)
+    assert "Faults, resumes" not in (tmp_path / page.PAGE).read_text("utf-8")
