@@ -8,7 +8,9 @@ and between ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,10 +56,11 @@ class ExactSums:
             # DDP's own hook is there already, and adds to main_grad before.
             node: Any = parameter.expand_as(parameter).grad_fn
             node = node.next_functions[0][0]
-            node.register_hook(lambda *_, parameter=parameter: self._take(parameter))
+            node.register_hook(functools.partial(_take, weakref.ref(self), parameter))
             self._nodes.append(node)  # a node, and its hooks, live as long as somebody holds it
 
-    def _take(self, parameter: Any) -> None:
+    def take(self, parameter: Any) -> None:
+        """Move a parameter's gradient to its sum, after the backward of a microbatch."""
         if not self.active:
             return
         gradient = parameter.main_grad
@@ -110,3 +113,10 @@ class ExactSums:
                     gradient.copy_(self._sums[parameter].double().div_(_QUANTA))
                 else:
                     gradient.zero_()
+
+
+def _take(sums: Callable[[], ExactSums | None], parameter: Any, *_: Any) -> None:
+    # DDP keeps the hook for as long as the model lives, and not the step that has made it.
+    found = sums()
+    if found is not None:
+        found.take(parameter)
