@@ -68,7 +68,7 @@ class SplitStep:
             max_tokens_per_microbatch=subject.max_tokens if subject.packs else None,
         )
 
-    def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
+    def microbatch(self, rows: Rows | None, *, fail: bool = False) -> None:
         self.loss.fail = fail
         try:
             self.step.microbatch(self.open, rows)
@@ -118,13 +118,10 @@ class FSDPSplitStep(SplitStep):
             self.model, subject.optimizer, forward=subject.forward, clip_grad=None, deadline_s=20.0
         )
 
-    def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
-        self.loss.fail = fail
-        try:
-            # Ranks meet in the model: one without rows takes part with none.
-            self.step.microbatch(self.open, rows if len(rows["input_ids"]) else None)
-        finally:
-            self.loss.fail = False
+    def microbatch(self, rows: Rows | None, *, fail: bool = False) -> None:
+        # Ranks meet in the model: one without rows takes part with none.
+        some = rows is not None and len(rows["input_ids"]) > 0
+        super().microbatch(rows if some else None, fail=fail)
 
     def logprobs(self, rows: Rows) -> Tensor:
         with self.step.reading() as (model,):
@@ -167,12 +164,15 @@ class Megatron:
 
     def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
         self.fail = self.fail or fail
-        self.rows += [self._given(each) for each in _microbatches(self.subject, rows)]
+        self.rows += self._pieces(rows)
 
-    def _given(self, rows: Rows) -> Rows | Packed:
+    def _pieces(self, rows: Rows) -> list[Rows | Packed]:
         subject = self.subject
+        pieces: list[Rows | Packed] = [*microbatches(subject, rows)]
+        if not subject.packs:
+            return pieces
         # All of one size, as a pipeline takes them.
-        return packs.one_pack(rows, subject.config, subject.max_tokens) if subject.packs else rows
+        return [packs.one_pack(each, subject.config, subject.max_tokens) for each in pieces]
 
     def finish(self) -> Finished:
         self._zero()
@@ -214,10 +214,8 @@ class Window(Megatron):
 
     cannot: Mapping[str, str] = MappingProxyType(
         {
-            "failure-on-one-rank": "nothing tells the other ranks of a failure",
+            **Megatron.cannot,
             "replica-without-rows": "a window in which a rank has no call raises, and others wait",
-            "nan": "Megatron checks losses for NaN only if asked, and updates with them",
-            "uneven-replicas/ep": "replicas that share experts have as many microbatches each",
         }
     )
 
@@ -228,7 +226,7 @@ class Window(Megatron):
 
     def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
         self.fail = fail
-        pieces = [self._given(each) for each in _microbatches(self.subject, rows)]
+        pieces = self._pieces(rows)
         if pieces:
             _schedule(self.subject, pieces, self._forward_step, forward_only=False)
 
@@ -244,7 +242,11 @@ class Window(Megatron):
         megatron_idempotent.abort_window(self.subject.chunks, self.subject.optimizer)
 
 
-def _microbatches(subject: Subject, rows: Rows) -> list[Rows]:
+def microbatches(subject: Subject, rows: Rows) -> list[Rows]:
+    """Cut a call's rows into microbatches of `subject.micro_batch_size` rows, in their order.
+
+    Example: `self.rows += microbatches(subject, rows)`.
+    """
     size = subject.micro_batch_size
     return [
         {name: each[start : start + size] for name, each in rows.items()}
@@ -278,7 +280,7 @@ def _logprobs(subject: Subject, rows: Rows) -> Tensor | None:
         microbatch = next(data)
         return subject.forward(chunk, microbatch), lambda output, non_loss_data: -output
 
-    pieces = _microbatches(subject, rows)
+    pieces = microbatches(subject, rows)
     with torch.no_grad():
         found = _schedule(
             subject, pieces, forward_step, forward_only=True, collect_non_loss_data=True

@@ -154,7 +154,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     for folder in argv:
         for megatron, adapters in read(Path(folder)).items():
             known[megatron] = {**known.get(megatron, {}), **adapters}
-    (root / FOUND).write_text(f"{json.dumps(known, indent=None)}\n", encoding="utf-8")
+    (root / FOUND).write_text(f"{json.dumps(known)}\n", encoding="utf-8")
     (root / PAGE).write_text(page(known), encoding="utf-8")
     return 0
 

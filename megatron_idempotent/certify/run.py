@@ -243,17 +243,14 @@ def _chosen(checks: Iterable[str] | None) -> list[str]:
     return [name for name in CHECKS if name in names]
 
 
-def fault_of(
-    pool: RankPool, adapter: str, check: Check, layout: Layout, *, stock: bool = False
-) -> str:
-    """Make one check on fresh ranks; returns what is wrong, in one line, or an empty string."""
-    return outcome_of(pool, adapter, check, layout, stock=stock)[0]
-
-
 def outcome_of(
     pool: RankPool, adapter: str, check: Check, layout: Layout, *, stock: bool = False
 ) -> tuple[str, float]:
-    """Return `fault_of`, and the largest error of a step as a part of its bound."""
+    """Make one check on fresh ranks.
+
+    Returns what is wrong, in one line, or an empty string; and the largest error of a step, as a
+    part of the bound for it.
+    """
     try:
         told: list[tuple[int, str, float]] = pool.run(
             layout.ranks, examine, adapter, check.name, layout.name, stock, timeout_s=DEADLINE_S

@@ -76,14 +76,8 @@ class _Divided(_Loss):
     kind = "none"
 
 
-class FirstStepsDivisor(SplitStep):
-    """Goes on dividing by the number of positions of the first step."""
-
-    known = None
-
-    def build(self, subject: Any) -> None:
-        super().build(subject)
-        self.loss = _Divided(subject)
+class Counting(SplitStep):
+    """Knows how many positions of a step count on this rank; no bug yet."""
 
     def begin(self) -> None:
         super().begin()
@@ -92,6 +86,16 @@ class FirstStepsDivisor(SplitStep):
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         super().microbatch(rows, fail=fail)
         self.counted += float(counted(rows).sum())
+
+
+class FirstStepsDivisor(Counting):
+    """Goes on dividing by the number of positions of the first step."""
+
+    known = None
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.loss = _Divided(subject)
 
     def finish(self) -> Any:
         if self.known is None:

@@ -6,12 +6,12 @@ import dataclasses
 from typing import Any
 
 import torch
+from planted import Counting, KeepsTheLastCall
 from torch import Tensor
 
 from megatron_idempotent import TokenAlignment, TrainStep, own_positions
 from megatron_idempotent.certify import Finished
 from megatron_idempotent.certify.adapters import FSDPSplitStep, SplitStep, _given, _Loss
-from megatron_idempotent.certify.oracle import counted
 from megatron_idempotent.step.context_parallel import context_parallel_ranks
 
 
@@ -122,16 +122,8 @@ class CutsInHalves(SplitStep):
         )
 
 
-class CountsOnEachRank(SplitStep):
+class CountsOnEachRank(Counting):
     """Adds up counts of whole rows over ranks that share these."""
-
-    def begin(self) -> None:
-        super().begin()
-        self.counted = 0.0
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        super().microbatch(rows, fail=fail)
-        self.counted += float(counted(rows).sum())
 
     def finish(self) -> Finished:
         found = self.step.finish(
@@ -162,16 +154,5 @@ class UpdatesTheModelAlone(SplitStep):
         return found
 
 
-class ReducesTheLastCallAlone(FSDPSplitStep):
-    """Zeroes the gradients in each call."""
-
-    def begin(self) -> None:
-        super().begin()
-        self.calls = 0
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        if self.calls:
-            self.step.abort()
-            super().begin()
-        self.calls += 1
-        super().microbatch(rows, fail=fail)
+class ReducesTheLastCallAlone(KeepsTheLastCall, FSDPSplitStep):
+    """Zeroes the gradients in each call, on FSDP2."""

@@ -71,5 +71,5 @@ def test_the_bounds_of_bfloat16_are_twice_what_independent_roundings_come_to(meg
 )
 def test_a_bug_is_found_in_bfloat16_too(megatron_rank_pool, bug, check, said):
     where = layout("dp2-bf16-distopt")
-    fault = run.fault_of(megatron_rank_pool, bug, CHECKS[check], where)
+    fault, _ = run.outcome_of(megatron_rank_pool, bug, CHECKS[check], where)
     assert said in fault

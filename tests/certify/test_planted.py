@@ -56,7 +56,7 @@ def test_every_check_has_a_bug_that_it_catches():
 @pytest.mark.parametrize(("bug", "check", "said", "also"), BUGS)
 def test_a_check_catches_its_bug(megatron_rank_pool, bug, check, said, also):
     where = layout(place_of(check))
-    fault = run.fault_of(megatron_rank_pool, f"planted:{bug}", CHECKS[check], where)
+    fault, _ = run.outcome_of(megatron_rank_pool, f"planted:{bug}", CHECKS[check], where)
     assert said in fault
 
 
@@ -70,7 +70,7 @@ def test_a_check_catches_its_bug(megatron_rank_pool, bug, check, said, also):
 )
 def test_what_a_step_reports_is_held_to_its_definition(megatron_rank_pool, bug, said):
     whole = CHECKS["whole-step"]
-    fault = run.fault_of(megatron_rank_pool, f"planted:{bug}", whole, LAYOUTS["dp2"])
+    fault, _ = run.outcome_of(megatron_rank_pool, f"planted:{bug}", whole, LAYOUTS["dp2"])
     assert fault.startswith(said)
 
 

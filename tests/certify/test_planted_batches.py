@@ -24,23 +24,24 @@ def importable(monkeypatch, request):
 )
 def test_a_pack_that_is_made_wrongly_is_found(megatron_rank_pool, bug, check):
     where = layout("dp2-packs")
-    fault = run.fault_of(megatron_rank_pool, f"planted_batches:{bug}", CHECKS[check], where)
+    fault, _ = run.outcome_of(megatron_rank_pool, f"planted_batches:{bug}", CHECKS[check], where)
     assert fault.startswith("the gradient is "), fault
 
 
 @pytest.mark.parametrize("bug", ["CutsInHalves", "CountsOnEachRank"])
 def test_a_row_that_is_shared_wrongly_is_found(megatron_rank_pool, bug):
     whole = CHECKS["whole-step"]
-    fault = run.fault_of(megatron_rank_pool, f"planted_batches:{bug}", whole, layout("cp2"))
+    fault, _ = run.outcome_of(megatron_rank_pool, f"planted_batches:{bug}", whole, layout("cp2"))
     said = {"CutsInHalves": "off by ", "CountsOnEachRank": "0.5 times the right one"}[bug]
     assert fault.startswith(f"the gradient is {said}"), fault
 
 
 def test_a_bug_on_fsdp2_is_found_by_the_same_checks(megatron_rank_pool):
     where, adapter = layout("dp2-fsdp2"), "planted_batches:ReducesTheLastCallAlone"
-    fault = run.fault_of(megatron_rank_pool, adapter, CHECKS["split-step"], where)
+    fault, _ = run.outcome_of(megatron_rank_pool, adapter, CHECKS["split-step"], where)
     assert fault.startswith("the gradient is off by "), fault
-    assert not run.fault_of(megatron_rank_pool, adapter, CHECKS["whole-step"], where)
+    fault, _ = run.outcome_of(megatron_rank_pool, adapter, CHECKS["whole-step"], where)
+    assert not fault
 
 
 @pytest.mark.parametrize(

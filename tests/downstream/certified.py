@@ -15,6 +15,7 @@ import torch
 
 from megatron_idempotent import wire_train_config
 from megatron_idempotent.certify import Finished, Planted, Subject
+from megatron_idempotent.certify.adapters import microbatches
 
 _EQUAL_SHARES = MappingProxyType(
     {
@@ -22,15 +23,6 @@ _EQUAL_SHARES = MappingProxyType(
         "uneven-replicas": "the driver gives all replicas as many rows of a batch",
     }
 )
-
-
-def cut(rows: Any, size: int) -> list[Any]:
-    """Cut rows into microbatches of `size` rows."""
-    number = len(next(iter(rows.values())))
-    return [
-        {name: each[start : start + size] for name, each in rows.items()}
-        for start in range(0, number, size)
-    ]
 
 
 class NemoRL:
@@ -276,7 +268,7 @@ class Slime:
     def build(self, subject: Subject) -> None:
         from slime_worker import SlimeWorker
 
-        self.size, self.fail = subject.micro_batch_size, False
+        self.subject, self.fail = subject, False
         subject.chunks[0].ddp_config.check_for_nan_in_grad = True  # as Megatron's arguments have it
         self.slime = SlimeWorker(os.environ["SLIME_SOURCE"], subject, self.loss)
 
@@ -284,7 +276,7 @@ class Slime:
         self.rows: list[Any] = []
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        self.rows += cut(rows, self.size)
+        self.rows += microbatches(self.subject, rows)
         self.fail = fail
 
     def loss(self, sft: Any, args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> Any:
@@ -300,7 +292,8 @@ class Slime:
 
         replicas = parallel_state.get_data_parallel_world_size()
         found = self.slime.train(
-            [batch(each) for each in self.rows], replicas * self.size * len(self.rows)
+            [batch(each) for each in self.rows],
+            replicas * self.subject.micro_batch_size * len(self.rows),
         )
         return Finished(grad_norm=found.get("train/grad_norm"), loss=found.get("train/loss"))
 
@@ -324,7 +317,7 @@ class Bridge:
         self.rows: list[Any] = []
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        self.rows += cut(rows, self.subject.micro_batch_size)
+        self.rows += microbatches(self.subject, rows)
         self.fail = fail
 
     def forward_step(self, data: Any, chunk: Any) -> Any:
