@@ -185,3 +185,18 @@ def test_a_table_of_many_layouts_has_a_line_for_each():
     assert [line.split() for line in as_table(results).splitlines()[1:-1]] == [
         [name, "ok", "0.25"] for name in LAYOUTS
     ]
+
+
+def test_the_grid_is_certified_if_asked_for(monkeypatch, capsys):
+    asked = []
+
+    def certified(adapter, *, layouts, **_):
+        asked.extend(layouts)
+        yield Result(check="whole-step", layout=layouts[0], verdict="passed")
+
+    monkeypatch.setattr(command, "certify", certified)
+    assert command.main(["mine:Adapter", "--grid"]) == 0
+    assert asked == grid()
+    with pytest.raises(SystemExit):
+        command.main(["mine:Adapter", "--grid", "--layout", "dp2"])
+    assert "not allowed with argument --grid" in capsys.readouterr().err

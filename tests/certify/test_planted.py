@@ -139,6 +139,7 @@ def test_our_own_step_passes(megatron_rank_pool, name):
     made = {each.check for each in found if each.verdict == "passed"}
     faults = {each.fault for each in found if each.verdict == "failed"}
     assert not faults
+    assert all(0 < each.of_bound < 1 for each in found if each.check == "whole-step")
     place = layout(name)
     assert made == {
         name

@@ -132,13 +132,65 @@ def test_a_gradient_that_cannot_be_added_exactly_stops_all_ranks(megatron_ranks,
         assert said in text.lower()
 
 
-def refused(options: dict[str, Any]) -> str:
+def differently() -> str:
+    """Runs on a rank: what finish() says where one rank adds exactly and the other does not."""
+    from split_bench import ROWS, TokenLoss, build, data, forward
+
+    from megatron_idempotent import TrainStep
+
+    model, scheduler, replica = build()
+    step = TrainStep(
+        model.chunks,
+        model.optimizer,
+        scheduler,
+        forward=forward,
+        deadline_s=20,
+        order_stable=replica == 1,
+    )
+    step_id = step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
+    step.microbatch(step_id, data(0, ROWS, replica))
+    try:
+        step.finish(step_id)
+    except Exception as error:  # noqa: BLE001
+        return str(error)
+    return ""
+
+
+def test_ranks_that_add_differently_are_told_so(megatron_ranks):
+    for text in megatron_ranks(2, differently):
+        assert "order_stable" in text, text
+
+
+def let_go() -> bool:
+    """Runs on a rank: whether a step is gone once nobody holds it, though its model is there."""
+    import gc
+    import weakref
+
+    from split_bench import build, forward
+
+    from megatron_idempotent import TrainStep
+
+    model, scheduler, _ = build()
+    step = TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, order_stable=True)
+    sums = weakref.ref(step._backend._sums)
+    del step
+    gc.collect()
+    return sums() is None
+
+
+def test_a_step_that_nobody_holds_keeps_no_sums(megatron_ranks):
+    assert megatron_ranks(1, let_go) == [True]
+
+
+def refused(options: dict[str, Any], **later: Any) -> str:
     """Runs on a rank: what is said of a model that cannot have exact sums."""
     from split_bench import build, forward
 
     from megatron_idempotent import TrainStep
 
     model, scheduler, _ = build(**options)
+    for name, value in later.items():  # it takes a GPU to be built with some
+        setattr(model.config, name, value)
     try:
         TrainStep(model.chunks, model.optimizer, scheduler, forward=forward, order_stable=True)
     except ValueError as error:
@@ -155,3 +207,9 @@ def refused(options: dict[str, Any]) -> str:
 )
 def test_what_cannot_be_added_exactly_is_refused(megatron_ranks, ranks, options, said):
     assert all(said in text for text in megatron_ranks(ranks, refused, options))
+
+
+@pytest.mark.parametrize("name", ["defer_embedding_wgrad_compute", "delay_wgrad_compute"])
+def test_gradients_that_come_after_their_backward_are_refused(megatron_ranks, name):
+    (text,) = megatron_ranks(1, refused, {}, **{name: True})
+    assert f"got {name}=True" in text
