@@ -91,13 +91,13 @@ def test_without_it_the_bits_are_others(megatron_ranks):
     assert bits(megatron_ranks(2, trained, FORWARD, 1, options, stable=False)) != one
 
 
-def left_out(options: dict[str, Any], scale: float) -> list[str]:
-    """Runs on a rank: a step whose loss is too large, aborted and taken again in its right size."""
+def left_out(scale: float, of_gradient: float) -> list[str]:
+    """Runs on a rank: a step that one rank spoils, aborted and taken again as it should be."""
     from split_bench import ROWS, TokenLoss, build, data, forward, parameters
 
     from megatron_idempotent import TrainStep
 
-    model, scheduler, replica = build(**options)
+    model, scheduler, replica = build()
     step = TrainStep(
         model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=20, order_stable=True
     )
@@ -106,7 +106,10 @@ def left_out(options: dict[str, Any], scale: float) -> list[str]:
     class Loss(TokenLoss):
         def __call__(self, output: Any, microbatch: Any) -> Any:
             total, _ = plain(output, microbatch)
-            return total * (scale if replica == 1 else 1.0), {}
+            if replica == 1:
+                total = total * scale
+                total.register_hook(lambda gradient: gradient * of_gradient)
+            return total, {}
 
     before = parameters(model)
     step_id = step.begin(Loss(), global_batch_size=8, micro_batch_size=ROWS)
@@ -125,10 +128,16 @@ def left_out(options: dict[str, Any], scale: float) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("scale", "said"), [(1e9, "adds up to 4096 exactly"), (float("nan"), "nan")]
+    ("scale", "of_gradient", "said"),
+    [
+        (1e9, 1.0, "adds up to 4096 exactly"),
+        (float("nan"), 1.0, "nan"),
+        (1.0, float("inf"), "norm of the gradients is nan"),
+    ],
+    ids=["large", "loss", "gradient"],
 )
-def test_a_gradient_that_cannot_be_added_exactly_stops_all_ranks(megatron_ranks, scale, said):
-    for (text,) in megatron_ranks(2, left_out, {}, scale):
+def test_a_gradient_that_cannot_be_added_stops_all_ranks(megatron_ranks, scale, of_gradient, said):
+    for (text,) in megatron_ranks(2, left_out, scale, of_gradient):
         assert said in text.lower()
 
 
