@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -172,8 +173,14 @@ def test_the_grid_has_every_two_words_that_fit_together_and_each_without_the_oth
         assert any(one in words and other not in words for words in chosen)
         assert any(other in words and one not in words for words in chosen)
     every = {word for words in chosen for word in words}
-    used = {word if word in WORDS else word.rstrip("0123456789") + "N" for word in every}
+    kinds = {each: each if each in WORDS else each.rstrip("0123456789") + "N" for each in every}
+    used = set(kinds.values())
     assert used == {*WORDS} - {"fsdp2"}  # which no adapter takes that takes others
+    for one, kind in itertools.product(every, used):
+        # Without tp these two say nothing.
+        if kind not in (kinds[one], {"nosp": "tpN", "etp1": "tpN"}.get(one)):
+            without = [words for words in chosen if kind not in map(kinds.get, words)]
+            assert any(one in words for words in without), f"{one} is never without {kind}"
     for name in grid():
         assert layout(name).ranks <= 4
 
