@@ -150,8 +150,8 @@ def test_our_own_step_passes(megatron_rank_pool, name):
     }
 
 
-PROMPT = ("tp2-ep2-etp1", "mtp-pp2")
-OTHERS = tuple(name for name in NAMED if layout(name).auxiliary and name not in PROMPT)
+PROMPT = ("tp2-ep2-etp1", "mtp-pp2", "cp2-packs", "dp2-bf16-distopt")
+OTHERS = tuple(name for name in NAMED if name not in PROMPT and not layout(name).fsdp2)
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,11 @@ OTHERS = tuple(name for name in NAMED if layout(name).auxiliary and name not in 
         *(pytest.param(each, marks=pytest.mark.exhaustive) for each in OTHERS),
     ],
 )
-@pytest.mark.parametrize("adapter", ["Megatron", "Window"])
-def test_steps_of_other_models_are_those_of_their_definition(megatron_rank_pool, name, adapter):
+@pytest.mark.parametrize("adapter", ["Megatron", "Window", "SplitStep"])
+def test_steps_of_other_layouts_are_those_of_their_definition(megatron_rank_pool, name, adapter):
     found = certify(
         f"megatron_idempotent.certify.adapters:{adapter}",
-        checks=["counts", "auxiliary-losses"],
+        checks=["counts", "auxiliary-losses", "packed-lengths"],
         layouts=[name],
         pool=megatron_rank_pool,
     )
