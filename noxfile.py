@@ -149,7 +149,8 @@ def _release(
         if wants["training"]
         else ("megatron-core", "[controller]")
     )
-    packages = [f"torch=={torch}", f"{core}=={megatron}", *wants["requires"]]
+    more = TORCHES.get(torch, {}).get("requires", ())
+    packages = [f"torch=={torch}", f"{core}=={megatron}", *wants["requires"], *more]
     groups = nox.project.dependency_groups(PROJECT, "test")
     _install(session, python, *packages, "-e", f".{extra}", *groups)
     return python

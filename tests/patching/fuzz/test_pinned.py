@@ -53,7 +53,7 @@ def _refused(address: str, count: int | None) -> int:
     return refused
 
 
-def test_a_body_pinned_by_its_hash_is_refused_whatever_is_changed_in_it():
+def test_a_body_pinned_by_its_hash_is_refused_whatever_is_changed_in_it(megatron):
     assert sum(_refused(address, COUNT) for address in PINNED) >= 150
 
 
