@@ -23,8 +23,8 @@ _SIZES = {
     "pp": "pipeline stages",
     "cp": "context-parallel ranks, each with two pieces of every sequence",
     "vpp": "chunks of each stage, interleaved (of pp2, if the name has no pp)",
-    "ep": "expert-parallel ranks, among the replicas and tensor-parallel ranks; with moe. If the "
-    "name has no dp, there are as many replicas as that takes",
+    "ep": "expert-parallel ranks, among the replicas and the ranks that share a sequence; with "
+    "moe. If the name has no dp, there are as many replicas as that takes",
     "etp": "tensor-parallel ranks of each expert, with moe; as many as tp, if the name has no etp",
 }
 #: A word without a number.
@@ -171,10 +171,15 @@ def layout(name: str) -> Layout:
         raise ValueError(f"the layout {name!r} takes {made.ranks} ranks; at most {RANKS} run")
     if flags >= {"fp32", "bf16"}:
         raise ValueError(f"the layout {name!r} says 'fp32' and 'bf16': name one of the two")
-    if flags & {"moe", "mtp"} and (others := (flags | seen) & {"packs", "cp", "bf16"}):
+    if flags & {"moe", "mtp"} and (others := flags & {"packs", "bf16"}):
         raise ValueError(
             f"the layout {name!r} says {', '.join(sorted(others))} of a model with experts or MTP: "
             "what is right there is not defined yet, or not how close to it"
+        )
+    if "mtp" in flags and sizes["cp"] > 1:
+        raise ValueError(
+            f"the layout {name!r} says cp of a model with MTP, whose loss Megatron weighs by the "
+            "tokens of each context-parallel rank by itself: it is another loss then"
         )
     if "fsdp2" in flags and (others := seen - {"fsdp2", "dp"}):
         raise ValueError(
@@ -195,13 +200,14 @@ def _share_experts(name: str, sizes: dict[str, int], flags: set[str], seen: set[
     if "etp" not in seen:
         sizes["etp"] = sizes["tp"]
     shared = sizes["ep"] * sizes["etp"]
+    sharing = sizes["tp"] * sizes["cp"]
     if "dp" not in seen and "moe" in flags:
-        sizes["dp"] = max(1, shared // sizes["tp"])
-    ranks = sizes["dp"] * sizes["tp"]
+        sizes["dp"] = max(1, shared // sharing)
+    ranks = sizes["dp"] * sharing
     if "moe" in flags and ranks % shared:
         raise ValueError(
             f"the layout {name!r} spreads experts over {shared} ranks (ep x etp) of the {ranks} of "
-            "a stage (dp x tp): their number must divide that"
+            "a stage (dp x tp x cp): their number must divide that"
         )
     if EXPERTS % sizes["ep"]:
         raise ValueError(f"the layout {name!r} has {sizes['ep']} ranks for {EXPERTS} experts")

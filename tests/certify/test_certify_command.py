@@ -91,7 +91,8 @@ def test_what_is_not_there_is_named(megatron_rank_pool, adapter, asked, said):
         ("dp2-tp2-fsdp2-bf16", "says bf16, tp of an FSDP2 model"),
         ("pp1-vpp2", "interleaves chunks of one stage"),
         ("dp2-moe-packs", "says packs of a model with experts or MTP"),
-        ("mtp-cp2-bf16", "says bf16, cp of a model"),
+        ("mtp-packs-bf16", "says bf16, packs of a model"),
+        ("mtp-cp2", "says cp of a model with MTP, whose loss Megatron weighs by"),
         ("dp1-ep2", r"over 2 ranks .* of the 1 of a stage"),
         ("dp3-ep3", "has 3 ranks for 4 experts"),
         ("tp2-moe-nosp", "experts without sequence parallelism"),
@@ -128,6 +129,8 @@ def test_the_words_of_a_layout_are_what_its_model_is_built_of():
     wanted = {"ep": 2, "etp": 2, "experts": 4, "tied": True}
     assert {name: found.options[name] for name in wanted} == wanted
     assert (layout("tp2-ep2-etp1").ranks, layout("mtp").auxiliary) == (2, True)
+    found = layout("cp2-ep4")  # experts are shared by the ranks of a sequence, too
+    assert (found.ranks, found.replicas, found.options["cp"]) == (4, 2, 2)
     assert layout("tp2").options["sequence_parallel"]
     assert not layout("tp2-nosp").options["sequence_parallel"]
 

@@ -161,6 +161,12 @@ class Verl:
         self.rows, self.fail = [], False
 
 
+class VerlPerToken(Verl):
+    """The same engine where Megatron sums, as Megatron-Bridge has it under context parallelism."""
+
+    config_overrides = {**Verl.config_overrides, "calculate_per_token_loss": True}  # noqa: RUF012
+
+
 class VerlOnTrainStep(Verl):
     """The same engine with the adapter of `examples/verl.py`."""
 

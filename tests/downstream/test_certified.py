@@ -112,6 +112,7 @@ SET_UP_TWICE = "config.no_sync_func must be None"
         ("SkyRL", "SKYRL_SOURCE", "dp2", "sizes-change", True, "has not been issued"),
         ("Slime", "SLIME_SOURCE", "dp2", "whole-step", True, SET_UP_TWICE),
         ("Verl", "VERL_SOURCE", "vpp2", "whole-step", True, SET_UP_TWICE),
+        ("VerlPerToken", "VERL_6835_SOURCE", "cp2-moe", "whole-step", True, "e+04 % of its norm"),
     ],
     ids=[
         "nemo-rl-3660",
@@ -120,6 +121,7 @@ SET_UP_TWICE = "config.no_sync_func must be None"
         "skyrl-2146",
         "slime-2066",
         "verl-7380",
+        "verl-6836",
     ],
 )
 def test_what_is_public_is_found(

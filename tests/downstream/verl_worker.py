@@ -17,6 +17,7 @@ from adapters import PACKED
 from megatron_idempotent.patches import _standins, _verl
 from megatron_idempotent.patches._workers import methods
 
+from megatron_idempotent import own_positions
 from megatron_idempotent.cpu import tiny
 
 _ABSENT = (*_verl._ABSENT, "codetiming")
@@ -118,7 +119,7 @@ class VerlWorker:
                 tokenizer=SimpleNamespace(pad_token_id=0),
             ),
             engine_config=SimpleNamespace(
-                context_parallel_size=layout.get("cp", 1),
+                context_parallel_size=bench.config.context_parallel_size,
                 dynamic_context_parallel=False,
                 pad_bshd_to_minibatch_max=False,
                 pad_to_length=False,
@@ -133,9 +134,11 @@ class VerlWorker:
             setattr(plain, name, getattr(lm_head, name))
         plain._get_context_parallel_layout = staticmethod(lambda _: "zigzag")
         plain.initialize = lambda self: None
-        counted = plain._routed_num_tokens
-        # A batch on the host is copied to a GPU; here the all-reduce would be of its own offsets.
-        plain._routed_num_tokens = lambda self, data: counted(self, data).clone()
+        counted = getattr(plain, "_routed_num_tokens", None)  # since #6836
+        if counted is not None:
+            # A batch on the host is copied to a GPU; here the all-reduce would be of its own
+            # offsets.
+            plain._routed_num_tokens = lambda self, data: counted(self, data).clone()
         if adapter is not None:
             self.engine.__class__ = type("Engine", (adapter.StepEngine, plain), {})
         self.engine.initialize()
@@ -173,7 +176,7 @@ class VerlWorker:
             return found
         loss = self.losses.agg_loss(
             loss_mat=-model_output["log_probs"],
-            loss_mask=data["loss_mask"],
+            loss_mask=own_positions(data["loss_mask"]),
             loss_agg_mode="token-mean",
             dp_size=data["dp_size"],
             batch_num_tokens=data["batch_num_tokens"],
@@ -209,12 +212,14 @@ def _forward_step(
     tokens_BT = batch["input_ids"]
     positions_BT = torch.arange(tiny.SEQUENCE).expand_as(tokens_BT)
     hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
-    output = model(tokens_BT, positions_BT, hidden)
+    output = model(
+        own_positions(tokens_BT), own_positions(positions_BT), own_positions(hidden, dim=2)
+    )
     return output, partial(postprocess_micro_batch_func, data=batch)
 
 
 def _log_probs(logits_BTV: Any, data: Data) -> dict[str, Any]:
-    targets_BT = data["input_ids"].roll(-1, 1)
+    targets_BT = own_positions(data["input_ids"].roll(-1, 1))
     shards = sys.modules["verl.utils.megatron.tensor_parallel"]
     return {"log_probs": shards.vocab_parallel_log_probs_from_logits(logits_BTV, targets_BT)}
 
