@@ -39,7 +39,9 @@ _ROUTER = (EXPERTS + 32) * _FLOAT32
 _ROUNDINGS = 4e5 * _FLOAT32
 #: Of a gradient and of log-probs in bfloat16: twice what three roundings of each operation's result
 #: come to, if they are independent of each other, as tests/certify/independent.py measures it.
+#: Roundings of float16 are an eighth of them.
 _HALF, _HALF_LOGPROBS = 0.06, 0.014
+_FINER = {"bf16": 1.0, "fp16": 8.0}
 #: Adam divides by sqrt(v) + epsilon. So much more than any gradient makes its step proportional to
 #: the gradient, where with a usual epsilon it would be the same for a gradient twice as large.
 _EPSILON = 2.0**20
@@ -56,7 +58,7 @@ class Bench:
     def __init__(self, adapter: Adapter, layout: Layout) -> None:
         self.adapter = adapter
         self.layout = layout
-        self.double, self.half = layout.dtype == "fp64", layout.dtype == "bf16"
+        self.double, self.half = layout.dtype == "fp64", layout.dtype in _FINER
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.make_model()
         # Its own: an adapter may have left collectives of the others half-way.
@@ -107,6 +109,8 @@ class Bench:
                 "adam_beta2": _ADAM["beta2"],
                 "adam_eps": _EPSILON,
             }
+        if self.layout.dtype == "fp16":
+            optimizer["loss_scale"] = half.LOSS_SCALE
         rates = {"lr": self._rate, "min_lr": self._rate, "weight_decay": 0.0, "clip_grad": 0.0}
         model = tiny.build(
             **{
@@ -227,19 +231,19 @@ class Bench:
     def roundings(self) -> float:
         """The part of its size by which a log-probability may differ from its definition."""
         if not self.double:
-            return _ROUNDINGS if self.layout.dtype == "fp32" else _HALF_LOGPROBS
+            return _HALF_LOGPROBS / _FINER[self.layout.dtype] if self.half else _ROUNDINGS
         routers = LAYERS + ("mtp" in self.layout.flags) if self.layout.experts else 0
         return _SOFTMAX + routers * _ROUTER
 
     @property
     def _computing(self) -> dict[str, Tensor]:
         """The parameters that the model computes with."""
-        return half.rounded(self.known) if self.half else self.known
+        return half.rounded(self.known, self.layout.dtype) if self.half else self.known
 
     def tolerance(self, truth: Truth) -> float:
         """Returns by what part of its norm a gradient may differ from the definition."""
         if self.half:
-            return _HALF
+            return _HALF / _FINER[self.layout.dtype]
         independent = math.sqrt(max(truth.terms, 1.0)) if self.double else 1.0
         return self.roundings * independent
 

@@ -14,7 +14,7 @@ _CHOICES = (
     ("pp2", "pp4", "vpp2"),
     ("cp2", "cp4"),
     ("packs",),
-    ("fp32", "bf16"),
+    ("fp32", "bf16", "fp16"),
     ("nosp",),
     ("distopt",),
     ("nooverlap",),

@@ -1,4 +1,4 @@
-"""Reads the float32 parameters that Megatron's optimizers keep of a model in bfloat16."""
+"""Reads the float32 parameters that Megatron's optimizers keep of a model in half precision."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import torch
 from torch import Tensor
 
 from .protocol import Wrong
+
+
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+LOSS_SCALE = 256.0
+"""What losses are multiplied by in float16, whose least number is 2^-24 and whose largest 65504.
+
+Sums over the tokens of a microbatch stay below that, and few gradients of one token are so small."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +73,6 @@ def joined(name: str, rounded: Tensor, parts: Sequence[Main]) -> Tensor:
     return whole
 
 
-def rounded(mains: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what a model in bfloat16 computes with, of whole main parameters."""
-    return {name: value.bfloat16() for name, value in mains.items()}
+def rounded(mains: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """Return what a model in "bf16" or "fp16" computes with, of whole main parameters."""
+    return {name: value.to(_TYPES[dtype]) for name, value in mains.items()}

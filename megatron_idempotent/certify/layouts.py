@@ -42,6 +42,7 @@ _FLAGS = {
     "fp32": "float32 in the place of float64, with Adam",
     "fsdp2": "torch's `fully_shard` over dpN ranks, of a model without Megatron",
     "bf16": "bfloat16 with main parameters in float32, with Adam",
+    "fp16": "float16 with main parameters in float32 and a constant loss scale, with Adam",
 }
 
 WORDS: Mapping[str, str] = MappingProxyType(
@@ -105,10 +106,12 @@ class Layout:
         return "fsdp2" in self.flags
 
     @property
-    def dtype(self) -> Literal["fp64", "fp32", "bf16"]:
+    def dtype(self) -> Literal["fp64", "fp32", "bf16", "fp16"]:
         """The type of the model's parameters. In float64 SGD trains it, else Adam."""
         if "bf16" in self.flags:
             return "bf16"
+        if "fp16" in self.flags:
+            return "fp16"
         return "fp32" if self.flags & {"distopt", "fp32"} else "fp64"
 
     @property
@@ -129,7 +132,7 @@ class Layout:
             "etp": self.sizes["etp"] if self.experts else None,
             "experts": self.experts,
             "tied": "tied" in self.flags,
-            "dtype": "bf16" if self.dtype == "bf16" else "fp32",
+            "dtype": "fp32" if self.dtype == "fp64" else self.dtype,
             "exact_attention": True if self.packs else None,
         }
 
@@ -169,9 +172,10 @@ def layout(name: str) -> Layout:
     )
     if made.ranks > RANKS:
         raise ValueError(f"the layout {name!r} takes {made.ranks} ranks; at most {RANKS} run")
-    if flags >= {"fp32", "bf16"}:
-        raise ValueError(f"the layout {name!r} says 'fp32' and 'bf16': name one of the two")
-    if flags & {"moe", "mtp"} and (others := flags & {"packs", "bf16"}):
+    types = sorted(flags & {"fp32", "bf16", "fp16"})
+    if len(types) > 1:
+        raise ValueError(f"the layout {name!r} says {' and '.join(types)}: name one type")
+    if flags & {"moe", "mtp"} and (others := flags & {"packs", "bf16", "fp16"}):
         raise ValueError(
             f"the layout {name!r} says {', '.join(sorted(others))} of a model with experts or MTP: "
             "what is right there is not defined yet, or not how close to it"

@@ -1,4 +1,4 @@
-"""The bounds of bfloat16 are what independent roundings come to, and bugs are far beyond them."""
+"""The bounds of half precision are what independent roundings come to; bugs are far beyond them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def importable(monkeypatch, request):
     monkeypatch.syspath_prepend(str(request.path.parent))
 
 
-def measured() -> dict[str, float]:
+def measured(rounding: float) -> dict[str, float]:
     """Runs on a rank: by how much three roundings of each result move gradient and log-probs."""
     import torch
     from independent import off
@@ -33,7 +33,7 @@ def measured() -> dict[str, float]:
         return negative_logprobs(known, rows["input_ids"], LAYERS, HEADS)
 
     # The product, the bias and the sum over ranks of a linear layer; others have fewer.
-    size = 3**0.5 * 2.0**-8
+    size = 3**0.5 * rounding
     found = {"gradient": 0.0, "logprobs": 0.0}
     for number in (2, 4):
         rows = bench.rows(0, number, number)
@@ -42,16 +42,17 @@ def measured() -> dict[str, float]:
     return found
 
 
-def bounds() -> tuple[float, float]:
+def bounds(dtype: str) -> tuple[float, float]:
     """Runs on a rank."""
-    from megatron_idempotent.certify.bench import _HALF, _HALF_LOGPROBS
+    from megatron_idempotent.certify.bench import _FINER, _HALF, _HALF_LOGPROBS
 
-    return _HALF, _HALF_LOGPROBS
+    return _HALF / _FINER[dtype], _HALF_LOGPROBS / _FINER[dtype]
 
 
-def test_the_bounds_of_bfloat16_are_twice_what_independent_roundings_come_to(megatron_ranks):
-    (found,) = megatron_ranks(1, measured)
-    ((gradient, logprobs),) = megatron_ranks(1, bounds)
+@pytest.mark.parametrize(("dtype", "rounding"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
+def test_the_bounds_are_twice_what_independent_roundings_come_to(megatron_ranks, dtype, rounding):
+    (found,) = megatron_ranks(1, measured, rounding)
+    ((gradient, logprobs),) = megatron_ranks(1, bounds, dtype)
     assert gradient / 2 < 2 * found["gradient"] <= gradient, found
     assert logprobs / 2 < 2 * found["logprobs"] <= logprobs, found
 
@@ -69,7 +70,8 @@ def test_the_bounds_of_bfloat16_are_twice_what_independent_roundings_come_to(meg
         ),
     ],
 )
-def test_a_bug_is_found_in_bfloat16_too(megatron_rank_pool, bug, check, said):
-    where = layout("dp2-bf16-distopt")
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.exhaustive)])
+def test_a_bug_is_found_in_half_precision_too(megatron_rank_pool, bug, check, said, dtype):
+    where = layout(f"dp2-{dtype}-distopt")
     fault, _ = run.outcome_of(megatron_rank_pool, bug, CHECKS[check], where)
     assert said in fault
