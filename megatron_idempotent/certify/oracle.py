@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .experts import balance, mixture
+from .layouts import LossKind
 from .protocol import MICRO_BATCH, Rows
 
 Parameters = Mapping[str, Tensor]
@@ -39,19 +40,29 @@ class Truth:
     The loss is the mean over all positions that count, plus the auxiliary losses of all
     microbatches: each is a mean over tokens, times the number of these in its microbatch, divided
     by the number of positions of the step that count. Experts' is a mean over all positions, and
-    that of MTP one over positions that count."""
+    that of MTP one over positions that count.
+
+    A loss of kind "sequence" is the mean over all sequences that count, of which each is the mean
+    over its positions that count. There a token of an auxiliary loss is a part of a sequence: of T
+    positions each is 1 / T."""
     grad_norm: float
     loss: float
-    """The mean over all positions that count, without auxiliary losses."""
+    """The mean over all positions, or sequences, that count, without auxiliary losses."""
     count: float
-    """The number of positions that count."""
+    """The number of positions that count, or of sequences with such positions."""
     terms: float
-    """The number of tokens' terms in the gradient: the same positions, once more those of MTP, and
-    all positions of each router."""
+    """The number of tokens' terms in the gradient: the positions that count, once more those of
+    MTP, and all positions of each router."""
 
 
 def truth_of(
-    parameters: Parameters, rows: Iterable[Rows], *, layers: int, heads: int, epsilon: float = 1e-5
+    parameters: Parameters,
+    rows: Iterable[Rows],
+    *,
+    layers: int,
+    heads: int,
+    epsilon: float = 1e-5,
+    kind: LossKind = "token",
 ) -> Truth:
     """Compute loss and gradient of all rows together.
 
@@ -62,6 +73,7 @@ def truth_of(
         layers: the number of transformer layers.
         heads: the number of attention heads.
         epsilon: that of layer norms.
+        kind: the unit of the loss's mean.
     """
     own = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
     total, count = torch.zeros((), dtype=torch.float64), 0.0
@@ -70,13 +82,19 @@ def truth_of(
         for tokens_BT, mask_BT in _alone(each):
             gpt = Gpt(own, layers, heads, epsilon)
             x_BTH = gpt.hidden(tokens_BT)
-            total = total + (gpt.negative_logprobs(x_BTH, tokens_BT, 1) * mask_BT).sum()
-            count += float(mask_BT.sum())
+            number_B = mask_BT.sum(1)
+            positions, weight_BT, unit = float(number_B.sum()), mask_BT, 1.0
+            if kind == "sequence":
+                weight_BT = mask_BT / number_B.clamp(min=1)[:, None]
+                unit = 1 / mask_BT.shape[1]
+            total = total + (gpt.negative_logprobs(x_BTH, tokens_BT, 1) * weight_BT).sum()
+            count += float((number_B > 0).sum()) if kind == "sequence" else positions
+            terms += positions
             if "mtp.layers.0.eh_proj.weight" in own:
-                added = added + _of_the_token_after(gpt, x_BTH, tokens_BT, mask_BT)
-                terms += float(mask_BT.sum())
+                added = added + unit * _of_the_token_after(gpt, x_BTH, tokens_BT, mask_BT)
+                terms += positions
             for logits_BTE in gpt.routed:
-                added = added + balance(logits_BTE, MICRO_BATCH)
+                added = added + unit * balance(logits_BTE, MICRO_BATCH)
             terms += len(gpt.routed) * mask_BT.numel()
     if count:
         torch.autograd.backward((total + added) / count)
@@ -90,7 +108,7 @@ def truth_of(
         grad_norm=norm,
         loss=float(total.detach()) / (count or 1.0),
         count=count,
-        terms=count + terms,
+        terms=terms,
     )
 
 

@@ -122,7 +122,10 @@ NAMED = (
     *("pp2-packs", "vpp2-packs", "tp2-packs"),
     *("cp2", "cp2-packs", "dp2-cp2", "cp2-pp2", "cp2-tp2-packs"),
     *("dp2-fp32", "dp2-bf16", "dp2-bf16-distopt", "pp2-bf16", "tp2-bf16", "dp2-bf16-packs"),
-    *("dp2-fsdp2", "dp3-fsdp2"),
+    *("dp2-fsdp2", "dp3-fsdp2", "dp2-fsdp2-sequences"),
+    *("dp2-sequences", "pp2-sequences", "dp2-moe-sequences", "ep2-sequences", "mtp-sequences"),
+    *("dp2-distopt-sequences", "dp2-packs-sequences", "cp2-sequences", "cp2-packs-sequences"),
+    "dp2-bf16-sequences",
 )
 
 
@@ -151,6 +154,7 @@ def test_our_own_step_passes(megatron_rank_pool, name):
 
 
 PROMPT = ("tp2-ep2-etp1", "mtp-pp2", "cp2-packs", "dp2-bf16-distopt")
+PROMPT += ("dp2-moe-sequences", "cp2-packs-sequences")
 OTHERS = tuple(name for name in NAMED if name not in PROMPT and not layout(name).fsdp2)
 
 
