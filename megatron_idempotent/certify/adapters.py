@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +18,22 @@ import megatron_idempotent
 from megatron_idempotent import FSDPTrainStep, TrainStep, all_positions, wire_train_config
 
 from . import packs
+from .layouts import LossKind
 from .protocol import Finished, Packed, Planted, Rows, Subject
 
 
 class _Loss:
-    """Sums over positions that count; the step divides by their number over all ranks."""
+    """Sums over positions, or sequences, that count; the step divides by their number."""
 
-    kind: Literal["token"] = "token"
     normalizers: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self.fail = False
+
+    @property
+    def kind(self) -> LossKind:
+        return self._subject.loss_kind
 
     def __call__(self, output: Any, microbatch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         if self.fail:
@@ -48,6 +52,7 @@ class SplitStep:
 
     cannot: Mapping[str, str] = MappingProxyType({})
     packs = True
+    sequences = True
 
     def build(self, subject: Subject) -> None:
         self.subject = subject
@@ -153,6 +158,7 @@ class Megatron:
         }
     )
     packs = True
+    sequences = True
 
     def build(self, subject: Subject) -> None:
         self.subject = subject
@@ -176,8 +182,12 @@ class Megatron:
 
     def finish(self) -> Finished:
         self._zero()
-        _schedule(self.subject, self.rows, self._forward_step, forward_only=False)
+        self._train(self.rows)
         return self._update()
+
+    def _train(self, pieces: Sequence[Rows | Packed]) -> None:
+        with _auxiliary_losses(self.subject, positions=pieces[0]["input_ids"].shape[1]):
+            _schedule(self.subject, pieces, self._forward_step, forward_only=False)
 
     def _zero(self) -> None:
         for chunk in self.subject.chunks:
@@ -228,7 +238,7 @@ class Window(Megatron):
         self.fail = fail
         pieces = self._pieces(rows)
         if pieces:
-            _schedule(self.subject, pieces, self._forward_step, forward_only=False)
+            self._train(pieces)
 
     def finish(self) -> Finished:
         self._window.__exit__(None, None, None)
@@ -252,6 +262,28 @@ def microbatches(subject: Subject, rows: Rows) -> list[Rows]:
         {name: each[start : start + size] for name, each in rows.items()}
         for start in range(0, len(rows["input_ids"]), size)
     ]
+
+
+@contextlib.contextmanager
+def _auxiliary_losses(subject: Subject, *, positions: int) -> Iterator[None]:
+    """Let auxiliary losses weigh as many sequences as they are about, if the loss is of sequences.
+
+    Megatron multiplies each by the positions of its microbatch, and divides by what the loss
+    functions count. Of sequences with so many positions that is so many times too much.
+    """
+    if subject.loss_kind == "token":
+        yield
+        return
+    config: Any = subject.config
+    names = "moe_aux_loss_coeff", "mtp_loss_scaling_factor"
+    kept = {name: found for name in names if (found := getattr(config, name, None))}
+    for name, value in kept.items():
+        setattr(config, name, value / positions)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(config, name, value)
 
 
 def _schedule(

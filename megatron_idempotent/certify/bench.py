@@ -6,6 +6,7 @@ Legend: B rows, T positions.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from megatron_idempotent.window.params import ensure_params_synced
 
 from . import experts, fsdp2, half, packs
 from .layouts import EXPERTS, LAYERS, Layout
+from .losses import LOSSES
 from .oracle import MTP_FACTOR, Truth, Update, counted, negative_logprobs, truth_of
 from .parameters import Part, joined, parts, spread
 from .protocol import MICRO_BATCH, Adapter, Calls, Finished, Rows, Subject, Wrong
@@ -90,7 +92,8 @@ class Bench:
             optimizer=optimizer,
             config=None,
             forward=fsdp2.forward,
-            loss=loss,
+            loss=LOSSES[self.layout.loss_kind],
+            loss_kind=self.layout.loss_kind,
             micro_batch_size=MICRO_BATCH,
         )
 
@@ -140,7 +143,8 @@ class Bench:
             optimizer=model.optimizer,
             config=model.config,
             forward=forward,
-            loss=loss,
+            loss=LOSSES[self.layout.loss_kind],
+            loss_kind=self.layout.loss_kind,
             micro_batch_size=MICRO_BATCH,
             packs=self.layout.packs,
             max_tokens=MICRO_BATCH * T,
@@ -164,10 +168,15 @@ class Bench:
         return packs.shorten(rows, [3 * T // 4] * number) if self.layout.packs else rows
 
     def mixed(self, replica: int, seed: int, number: int) -> dict[str, Any]:
-        """Return rows of lengths from 1 to T, of which one does not count, and one has a gap."""
+        """Return rows of lengths from 1 to T, of which one does not count, and one has a gap.
+
+        In a sequence of length 1 nothing counts: a mean over sequences has none.
+        """
         rows = self.rows(replica, seed, number)
         rows["token_mask"][:] = 1
-        lengths = [1 + (11 * (row + 3 * replica + seed) % T) for row in range(number)]
+        least = 2 if self.layout.loss_kind == "sequence" else 1
+        places = [11 * (row + 3 * replica + seed) % T for row in range(number)]
+        lengths = [max(least, 1 + place) for place in places]
         rows["sample_mask"][1] = 0
         rows["token_mask"][2, T // 4 : T // 2] = 0
         return packs.shorten(rows, lengths)
@@ -200,7 +209,16 @@ class Bench:
         Raises:
             Wrong: parameters, norm or loss differ by more than roundings can explain.
         """
-        truth = truth_of(self._computing, everybody, layers=LAYERS, heads=HEADS)
+        kind = self.layout.loss_kind
+        truth = truth_of(
+            self._computing,
+            everybody,
+            layers=LAYERS,
+            heads=HEADS,
+            kind=kind,
+            balance_mean=getattr(self.adapter, "balance_mean", False),
+            mtp_sum=self._mtp_sum,
+        )
         still = self.update.without(self.known)
         wanted = self.update.next(self.known, truth.gradient)
         if not finished.updated:
@@ -215,6 +233,15 @@ class Bench:
             if value is not None and not self._within(abs(value - right), allowed * abs(right)):
                 raise Wrong(f"finish() reports the {name} {value:.6g}; {right:.6g} is right")
         self.known = found
+
+    @property
+    def _mtp_sum(self) -> bool:
+        """True if this Megatron adds up an MTP layer's loss where DDP adds up gradients."""
+        if "mtp" not in self.layout.flags or not self.subject.config.calculate_per_token_loss:
+            return False
+        from megatron.core.transformer import multi_token_prediction
+
+        return "original_num_tokens" not in inspect.getsource(multi_token_prediction)
 
     def logprobs(self, rows: Rows) -> Tensor:
         """Compute the log-probability [B, T] of the token after each position, by definition."""
@@ -365,14 +392,6 @@ def forward(chunk: Any, rows: Rows) -> Tensor:
         **more,
     )
     return output
-
-
-def loss(output: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Returns the sum over positions that count, each times its row's scale, and their number."""
-    if packs.is_pack(rows):
-        return packs.loss(output, rows)
-    mask_BT = own_positions(counted(rows))
-    return (output * mask_BT * rows["scale"][:, None]).sum(), mask_BT.sum()
 
 
 def _auxiliary(layout: Layout) -> dict[str, Any]:

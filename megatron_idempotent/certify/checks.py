@@ -92,7 +92,7 @@ def whole_step(bench: Bench) -> None:
         bench.take(_of(bench, seed, 2 * CALL))
 
 
-@_check("the mean is over all positions that count, not a mean of means")
+@_check("the mean is over all positions, or sequences, that count, however microbatches share them")
 def counts(bench: Bench) -> None:
     def masked(replica: int) -> list[Rows]:
         # Each row counts more positions than the one before, and replicas as many as each other.
@@ -157,7 +157,7 @@ def replica_without_rows(bench: Bench) -> None:
 
 
 @_check(
-    "auxiliary losses count by the tokens of their microbatches, in calls of any size",
+    "auxiliary losses count by the tokens, or sequences, of their microbatches, in any calls",
     hazards=("chained-calls-weigh-losses", "aux-loss-scale-left-set"),
     auxiliary=True,
 )

@@ -9,20 +9,23 @@ from .layouts import layout
 
 #: The words of which a layout has one, or none.
 _CHOICES = (
-    ("dp2", "dp4"),
-    ("tp2", "tp4"),
-    ("pp2", "pp4", "vpp2"),
-    ("cp2", "cp4"),
+    ("dp2",),
+    ("tp2",),
+    ("pp2", "vpp2"),
+    ("cp2",),
     ("packs",),
     ("fp32", "bf16", "fp16"),
     ("nosp",),
     ("distopt",),
     ("nooverlap",),
-    ("moe", "ep2", "ep4"),
+    ("moe", "ep2"),
     ("etp1", "etp2"),
     ("mtp",),
     ("tied",),
+    ("sequences",),
 )
+#: More ranks of one kind leave no room for another.
+_FOUR = ("dp4", "tp4", "pp4", "cp4", "ep4")
 
 
 def grid() -> list[str]:
@@ -30,7 +33,8 @@ def grid() -> list[str]:
 
     For each two words that fit together there is a layout with both, with the one alone and with
     neither. A fault seldom needs more than two; all layouts that fit on four ranks are thousands.
-    FSDP2 is left out, because it is for adapters of its own.
+    Four ranks of one kind are a layout by themselves. FSDP2 is left out, because it is for adapters
+    of its own.
 
     Example: `certify("mine:Adapter", layouts=grid(), checks=["split-step"])`.
     """
@@ -45,13 +49,13 @@ def grid() -> list[str]:
         best = max(range(len(names)), key=lambda index: (masks[index] & missing).bit_count())
         chosen.append(names[best])
         missing &= ~masks[best]
-    return chosen
+    return [*chosen, *_FOUR]
 
 
 def _fitting() -> Iterator[tuple[str, ...]]:
     """Yield a word of each choice, or "" for none, where they make a layout."""
     for picked in itertools.product(*(("", *words) for words in _CHOICES)):
-        if "nosp" in picked and not {"tp2", "tp4"}.intersection(picked):
+        if "nosp" in picked and "tp2" not in picked:
             continue  # it would say nothing
         if {"fp32", "distopt"} <= set(picked):
             continue  # nor would this

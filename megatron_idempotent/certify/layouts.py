@@ -15,6 +15,8 @@ from typing import Any, Literal
 LAYERS, EXPERTS = 4, 4
 RANKS = 4
 """The most ranks of a layout."""
+LossKind = Literal["token", "sequence"]
+"""The unit of a loss's mean: positions, or sequences, of which each is a mean over its own."""
 
 #: A word with a number, and what the number counts.
 _SIZES = {
@@ -37,6 +39,8 @@ _FLAGS = {
     "nosp": "no sequence parallelism",
     "nooverlap": "reductions are not overlapped",
     "packs": "sequences of less than a row, of which the adapter makes packs",
+    "sequences": "the loss is a mean over sequences of the means over their positions, in the "
+    "place of one over positions",
     "distopt": "distributed optimizer, gathers of parameters overlapped too, in float32, because "
     "Megatron's takes no float64",
     "fp32": "float32 in the place of float64, with Adam",
@@ -99,6 +103,11 @@ class Layout:
     def packs(self) -> bool:
         """True if rows have lengths, to be trained on as packs."""
         return "packs" in self.flags
+
+    @property
+    def loss_kind(self) -> LossKind:
+        """The unit of the loss's mean."""
+        return "sequence" if "sequences" in self.flags else "token"
 
     @property
     def fsdp2(self) -> bool:
@@ -185,10 +194,10 @@ def layout(name: str) -> Layout:
             f"the layout {name!r} says cp of a model with MTP, whose loss Megatron weighs by the "
             "tokens of each context-parallel rank by itself: it is another loss then"
         )
-    if "fsdp2" in flags and (others := seen - {"fsdp2", "dp"}):
+    if "fsdp2" in flags and (others := seen - {"fsdp2", "dp", "sequences"}):
         raise ValueError(
             f"the layout {name!r} says {', '.join(sorted(others))} of an FSDP2 model, which has "
-            "none of that: name it with dpN alone"
+            "none of that: name it with dpN and sequences alone"
         )
     if sizes["vpp"] > 1 and sizes["pp"] == 1:
         raise ValueError(f"the layout {name!r} interleaves chunks of one stage; that takes two")

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .experts import balance, mixture
+from .layouts import LossKind
 from .protocol import MICRO_BATCH, Rows
 
 Parameters = Mapping[str, Tensor]
@@ -39,19 +40,33 @@ class Truth:
     The loss is the mean over all positions that count, plus the auxiliary losses of all
     microbatches: each is a mean over tokens, times the number of these in its microbatch, divided
     by the number of positions of the step that count. Experts' is a mean over all positions, and
-    that of MTP one over positions that count."""
+    that of MTP one over positions that count.
+
+    A loss of kind "sequence" is the mean over all sequences that count, of which each is the mean
+    over its positions that count. There a token of an auxiliary loss is a part of a sequence: of T
+    positions each is 1 / T.
+
+    With `balance_mean` experts' loss is divided by the number of all positions of the step."""
     grad_norm: float
     loss: float
-    """The mean over all positions that count, without auxiliary losses."""
+    """The mean over all positions, or sequences, that count, without auxiliary losses."""
     count: float
-    """The number of positions that count."""
+    """The number of positions that count, or of sequences with such positions."""
     terms: float
-    """The number of tokens' terms in the gradient: the same positions, once more those of MTP, and
-    all positions of each router."""
+    """The number of tokens' terms in the gradient: the positions that count, once more those of
+    MTP, and all positions of each router."""
 
 
 def truth_of(
-    parameters: Parameters, rows: Iterable[Rows], *, layers: int, heads: int, epsilon: float = 1e-5
+    parameters: Parameters,
+    rows: Iterable[Rows],
+    *,
+    layers: int,
+    heads: int,
+    epsilon: float = 1e-5,
+    kind: LossKind = "token",
+    balance_mean: bool = False,
+    mtp_sum: bool = False,
 ) -> Truth:
     """Compute loss and gradient of all rows together.
 
@@ -62,24 +77,41 @@ def truth_of(
         layers: the number of transformer layers.
         heads: the number of attention heads.
         epsilon: that of layer norms.
+        kind: the unit of the loss's mean.
+        balance_mean: True if experts' loss is a mean over all positions of the step.
+        mtp_sum: True if the loss of the MTP layer is the sum over the positions that it predicts,
+            in the place of their mean times the positions that count.
     """
     own = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
     total, count = torch.zeros((), dtype=torch.float64), 0.0
     added, terms = total, 0.0
+    balanced, routed = total, 0.0
     for each in rows:
         for tokens_BT, mask_BT in _alone(each):
             gpt = Gpt(own, layers, heads, epsilon)
             x_BTH = gpt.hidden(tokens_BT)
-            total = total + (gpt.negative_logprobs(x_BTH, tokens_BT, 1) * mask_BT).sum()
-            count += float(mask_BT.sum())
+            number_B = mask_BT.sum(1)
+            positions, weight_BT, unit = float(number_B.sum()), mask_BT, 1.0
+            if kind == "sequence":
+                weight_BT = mask_BT / number_B.clamp(min=1)[:, None]
+                unit = 1 / mask_BT.shape[1]
+            total = total + (gpt.negative_logprobs(x_BTH, tokens_BT, 1) * weight_BT).sum()
+            count += float((number_B > 0).sum()) if kind == "sequence" else positions
+            terms += positions
             if "mtp.layers.0.eh_proj.weight" in own:
-                added = added + _of_the_token_after(gpt, x_BTH, tokens_BT, mask_BT)
-                terms += float(mask_BT.sum())
+                added = added + unit * _of_the_token_after(
+                    gpt, x_BTH, tokens_BT, mask_BT, summed=mtp_sum
+                )
+                terms += positions
             for logits_BTE in gpt.routed:
-                added = added + balance(logits_BTE, MICRO_BATCH)
+                balanced = balanced + (1 if balance_mean else unit) * balance(
+                    logits_BTE, MICRO_BATCH
+                )
+            routed += mask_BT.numel()
             terms += len(gpt.routed) * mask_BT.numel()
     if count:
-        torch.autograd.backward((total + added) / count)
+        balanced = balanced / (routed if balance_mean else count)
+        torch.autograd.backward((total + added) / count + balanced)
     gradient = {
         name: torch.zeros_like(value) if value.grad is None else value.grad
         for name, value in own.items()
@@ -90,7 +122,7 @@ def truth_of(
         grad_norm=norm,
         loss=float(total.detach()) / (count or 1.0),
         count=count,
-        terms=count + terms,
+        terms=terms,
     )
 
 
@@ -185,11 +217,13 @@ class Gpt:
         return functional.layer_norm(x, weight.shape, weight, bias, eps=self._epsilon)
 
 
-def _of_the_token_after(gpt: Gpt, x_BTH: Tensor, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def _of_the_token_after(
+    gpt: Gpt, x_BTH: Tensor, tokens_BT: Tensor, mask_BT: Tensor, *, summed: bool
+) -> Tensor:
     """Returns the loss of the MTP layer, each microbatch times its positions that count.
 
     Position t sees its hidden state and the next token, and predicts the one after that. The loss
-    is MTP_FACTOR x the mean over positions t of which t + 1 counts.
+    is MTP_FACTOR x the mean over positions t of which t + 1 counts, or with `summed` their sum.
     """
     at = "mtp.layers.0"
     # The last position has no next token. What it sees, token 0, is seen by no other position.
@@ -203,7 +237,7 @@ def _of_the_token_after(gpt: Gpt, x_BTH: Tensor, tokens_BT: Tensor, mask_BT: Ten
     pieces = (torch.split(each, MICRO_BATCH) for each in (losses_BT, after_BT, mask_BT))
     for loss_BT, predicted_BT, own_BT in zip(*pieces, strict=True):
         mean = loss_BT.sum() / predicted_BT.sum().clamp(min=1)
-        total = total + MTP_FACTOR * own_BT.sum() * mean
+        total = total + MTP_FACTOR * (loss_BT.sum() if summed else own_BT.sum() * mean)
     return total
 
 

@@ -1,4 +1,4 @@
-"""Makes packs of rows for adapters, and runs an adapter's packs through a chunk and the loss.
+"""Makes packs of rows for adapters, and runs an adapter's packs through a chunk.
 
 Legend: B rows, T positions of a row, n sequences of a pack, S its tokens with padding.
 """
@@ -18,7 +18,7 @@ from .protocol import Rows
 
 _BORDERS = "packed_seq_params"
 #: What a pack has for each token, of which each context-parallel rank computes its own.
-_EACH_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "scale")
+_EACH_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "scale", "share", "first")
 
 
 def described(microbatch: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,28 +81,43 @@ def is_pack(rows: Mapping[str, Any]) -> bool:
 
 def forward(chunk: Any, pack: Mapping[str, Any]) -> Tensor:
     """Call a chunk with a pack; returns the negative log-probability of each label on the last."""
-    own = _own(pack)
+    mine = own(pack)
     output: Tensor = chunk(
-        own["input_ids"],
-        own["position_ids"],
+        mine["input_ids"],
+        mine["position_ids"],
         None,
-        labels=own["labels"],
+        labels=mine["labels"],
         packed_seq_params=pack[_BORDERS],
     )
     return output
 
 
-def loss(output: Tensor, pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Returns the sum over positions that count, each times its scale, and their number."""
-    own = _own(pack)
-    return (output * own["loss_mask"] * own["scale"]).sum(), own["loss_mask"].sum()
+def own(pack: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what a pack has for each token, of the positions that this rank computes."""
+    there = (name for name in _EACH_TOKEN if name in pack)
+    return {name: own_positions(pack[name], cu_seqlens=_padded(pack)) for name in there}
 
 
-def _own(pack: Mapping[str, Any]) -> dict[str, Tensor]:
+def shares(pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns each token's part of its sequence's mean, and 1 where a sequence begins, [1, S].
+
+    A sequence of which nothing counts has no part and no beginning.
+    """
+    mask_S, borders = pack["loss_mask"][0], _padded(pack).long()
+    place_S = torch.arange(len(mask_S), device=mask_S.device)
+    sequence_S = torch.bucketize(place_S, borders[1:], right=True)
+    number_n = mask_S.new_zeros(len(borders)).index_add(0, sequence_S, mask_S)
+    first_S = torch.zeros_like(mask_S)
+    first_S[borders[:-1][number_n[:-1] > 0]] = 1
+    return (mask_S / number_n.clamp(min=1)[sequence_S])[None], first_S[None]
+
+
+def _padded(pack: Mapping[str, Any]) -> Tensor:
+    """Returns where a pack's sequences begin and end, padding included."""
     borders = pack[_BORDERS]
     padded = borders.cu_seqlens_q_padded
-    padded = borders.cu_seqlens_q if padded is None else padded
-    return {name: own_positions(pack[name], cu_seqlens=padded) for name in _EACH_TOKEN}
+    found: Tensor = borders.cu_seqlens_q if padded is None else padded
+    return found
 
 
 def shorten(rows: dict[str, Any], lengths: list[int]) -> dict[str, Any]:

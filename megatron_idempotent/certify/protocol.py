@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .layouts import LossKind
+
 if TYPE_CHECKING:
     import torch
 
@@ -27,9 +29,11 @@ MICRO_BATCH = 2
 Rows = Mapping[str, Any]
 """Sequences of one rank: `input_ids` [B, T], `token_mask` [B, T], `sample_mask` [B], `scale` [B].
 
-B may be 0. Position t >= 1 of a row counts if its token mask and the row's sample mask are 1. The
-loss multiplies the row by its scale, which is 1 but where a check wants a NaN. In layouts of packs
-rows have `lengths` [B] too, the tokens of each; after them comes padding."""
+B may be 0. Position t >= 1 of a row counts if its token mask and the row's sample mask are 1. A row
+counts as a sequence if its sample mask is 1; in layouts with `sequences` one of its positions or
+more counts then, because frameworks count other rows differently. The loss multiplies the row by
+its scale, which is 1 but where a check wants a NaN. In layouts of packs rows have `lengths` [B]
+too, the tokens of each; after them comes padding."""
 
 Packed = Mapping[str, Any]
 """A pack of n sequences, as `Subject.forward` and `Subject.loss` take it: S tokens, with padding.
@@ -59,7 +63,9 @@ class Subject:
     packs come whole; under context parallelism it is that of the rank's own positions."""
     loss: Callable[[torch.Tensor, Rows | Packed], tuple[torch.Tensor, torch.Tensor]]
     """A function of the last stage's output and its rows, or the pack, that returns the sum over
-    the positions that count, and their number; of the rank's own positions, where ranks share."""
+    the positions that count, and their number; of the rank's own positions, where ranks share. With
+    `loss_kind` "sequence" it is the sum of the sequences' means, and the number of sequences, of
+    which the rank with the first position counts each."""
     micro_batch_size: int
     """Rows of one microbatch; the number of rows of every call is a multiple of it. An auxiliary
     loss is one of a microbatch: with `moe` or `mtp` in the layout's name, a call's rows are to be
@@ -68,6 +74,9 @@ class Subject:
     """True if rows have `lengths`, and the adapter is to train on packs of them."""
     max_tokens: int = 0
     """The most tokens of a pack, padding included: a microbatch of whole rows fits."""
+    loss_kind: LossKind = "token"
+    """The unit of the loss's mean: "token" for positions that count, "sequence" for sequences that
+    do, of which each is the mean over its positions that count."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +91,8 @@ class Finished:
     grad_norm: float | None = None
     """Norm of the gradient before clipping; None if the framework does not tell."""
     loss: float | None = None
-    """Mean over all positions of the step that count, on all replicas, without auxiliary losses;
-    None if it does not tell."""
+    """Mean over all positions, or sequences, of the step that count, on all replicas, without
+    auxiliary losses; None if it does not tell."""
 
 
 Calls = Callable[[int], list[Rows]]
@@ -100,8 +109,11 @@ class Adapter(Protocol):
     attribute `config_overrides` has fields of `TransformerConfig` that the framework sets. With a
     class attribute `packs = True` it trains on packs of rows that have `lengths`: it makes packs
     of them with the framework's own code, and gives those to the chunk or to `Subject.forward`.
-    Without, layouts of packs are not judged. With `fsdp2 = True` it trains FSDP2 models, and no
-    others.
+    Without, layouts of packs are not judged. With `sequences = True` it also trains on a loss that
+    is a mean over sequences, where `Subject.loss_kind` asks for it; without, layouts with
+    `sequences` are not judged. With `balance_mean = True` experts' loss is a mean over all
+    positions of the step, whether they count or not. With `fsdp2 = True` it trains FSDP2 models,
+    and no others.
     """
 
     cannot: Mapping[str, str]
@@ -123,7 +135,10 @@ class Adapter(Protocol):
         """
 
     def finish(self) -> Finished:
-        """Divide by the number of positions that count, on all replicas, and update once."""
+        """Divide by the number of positions, or sequences, that count in all replicas, and update.
+
+        One step updates once.
+        """
 
     def abort(self) -> None:
         """Drop the step, so that the next one begins as if it had never been."""

@@ -35,8 +35,8 @@ class Result:
     layout: str
     verdict: Verdict
     """`declared`: the adapter says that it may fail, and it does or was not run. `not offered`: the
-    adapter lacks a method or does not train on packs, or the layout has one replica, no packs or no
-    auxiliary losses. `not judged`: `whole-step` fails there already."""
+    adapter lacks a method, or does not train on packs or a mean over sequences, or the layout has
+    one replica, no packs or no auxiliary losses. `not judged`: `whole-step` fails there already."""
     seconds: float = 0.0
     of_bound: float = 0.0
     """The largest error of a step, as a part of the bound for it."""
@@ -55,6 +55,8 @@ class Facts:
     with that word alone."""
     packs: bool = False
     """True if it trains on packs."""
+    sequences: bool = False
+    """True if it trains on a loss that is a mean over sequences, too."""
     fsdp2: bool = False
     """True if it trains FSDP2 models, and no others."""
 
@@ -120,6 +122,8 @@ class Certification:
             return result("not offered", f"fsdp2 = {told.fsdp2}")
         if layout.packs and not told.packs:
             return result("not offered", "no packs = True")
+        if layout.loss_kind == "sequence" and not told.sequences:
+            return result("not offered", "no sequences = True")
         if check.replicas and layout.replicas == 1:
             return result("not offered", "one replica")
         if check.auxiliary and not layout.auxiliary:
@@ -231,6 +235,7 @@ def facts(adapter: str) -> Facts | str:
         offers=frozenset(name for name in needed if callable(getattr(kind, name, None))),
         cannot=dict(getattr(kind, "cannot", {})),
         packs=bool(getattr(kind, "packs", False)),
+        sequences=bool(getattr(kind, "sequences", False)),
         fsdp2=bool(getattr(kind, "fsdp2", False)),
     )
 

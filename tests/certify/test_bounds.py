@@ -29,15 +29,24 @@ def measured(rounding: float) -> dict[str, float]:
         truth = truth_of(known, [rows], layers=LAYERS, heads=HEADS)
         return torch.cat([each.flatten() for each in truth.gradient.values()])
 
+    def of_sequences() -> Tensor:
+        # Of other lengths than each other, so that positions weigh differently.
+        masked = {**rows, "token_mask": rows["token_mask"].clone()}
+        for row, mask_T in enumerate(masked["token_mask"]):
+            mask_T[2 + row * (len(mask_T) - 2) // number :] = 0
+        truth = truth_of(known, [masked], layers=LAYERS, heads=HEADS, kind="sequence")
+        return torch.cat([each.flatten() for each in truth.gradient.values()])
+
     def logprobs() -> Tensor:
         return negative_logprobs(known, rows["input_ids"], LAYERS, HEADS)
 
     # The product, the bias and the sum over ranks of a linear layer; others have fewer.
     size = 3**0.5 * rounding
-    found = {"gradient": 0.0, "logprobs": 0.0}
+    found = {"gradient": 0.0, "of sequences": 0.0, "logprobs": 0.0}
     for number in (2, 4):
         rows = bench.rows(0, number, number)
         found["gradient"] = max(found["gradient"], off(gradient, size, samples=3))
+        found["of sequences"] = max(found["of sequences"], off(of_sequences, size, samples=3))
         found["logprobs"] = max(found["logprobs"], off(logprobs, size, samples=3))
     return found
 
@@ -54,6 +63,7 @@ def test_the_bounds_are_twice_what_independent_roundings_come_to(megatron_ranks,
     (found,) = megatron_ranks(1, measured, rounding)
     ((gradient, logprobs),) = megatron_ranks(1, bounds, dtype)
     assert gradient / 2 < 2 * found["gradient"] <= gradient, found
+    assert gradient / 2 < 2 * found["of sequences"] <= gradient, found
     assert logprobs / 2 < 2 * found["logprobs"] <= logprobs, found
 
 

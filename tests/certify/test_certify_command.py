@@ -90,6 +90,7 @@ def test_what_is_not_there_is_named(megatron_rank_pool, adapter, asked, said):
         ("fp32-bf16", "says bf16 and fp32: name one type"),
         ("bf16-fp16-dp2", "says bf16 and fp16: name one type"),
         ("dp2-tp2-fsdp2-bf16", "says bf16, tp of an FSDP2 model"),
+        ("dp2-fsdp2-packs-sequences", "says packs of an FSDP2 model"),
         ("pp1-vpp2", "interleaves chunks of one stage"),
         ("dp2-moe-packs", "says packs of a model with experts or MTP"),
         ("mtp-packs-bf16", "says bf16, packs of a model"),
@@ -132,6 +133,8 @@ def test_the_words_of_a_layout_are_what_its_model_is_built_of():
     assert (layout("tp2-ep2-etp1").ranks, layout("mtp").auxiliary) == (2, True)
     found = layout("cp2-ep4")  # experts are shared by the ranks of a sequence, too
     assert (found.ranks, found.replicas, found.options["cp"]) == (4, 2, 2)
+    kinds = [layout(name).loss_kind for name in ("dp2", "dp2-sequences", "dp2-fsdp2-sequences")]
+    assert kinds == ["token", "sequence", "sequence"]
     assert layout("tp2").options["sequence_parallel"]
     assert not layout("tp2-nosp").options["sequence_parallel"]
 
@@ -171,7 +174,7 @@ def test_pytest_runs_the_checks_of_an_adapter(tmp_path, request):
 
 def test_the_grid_has_every_two_words_that_fit_together_and_each_without_the_other():
     chosen = [set(name.split("-")) for name in grid()]
-    assert len(chosen) == len(grid()) <= 40
+    assert len(chosen) == len(grid()) < 50
     for one, other in (("tp2", "distopt"), ("vpp2", "nooverlap"), ("dp2", "pp2"), ("cp2", "packs")):
         assert any({one, other} <= words for words in chosen)
         assert any(one in words and other not in words for words in chosen)

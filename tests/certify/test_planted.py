@@ -124,7 +124,10 @@ NAMED = (
     *("cp2-ep2", "cp2-moe-pp2", "dp2-cp2-ep4", "cp2-tp2-ep4-etp1", "cp2-moe-etp2"),
     *("fp16", "dp2-fp16-distopt", "pp2-fp16", "tp2-fp16", "dp2-fp16-packs"),
     *("dp2-fp32", "dp2-bf16", "dp2-bf16-distopt", "pp2-bf16", "tp2-bf16", "dp2-bf16-packs"),
-    *("dp2-fsdp2", "dp3-fsdp2"),
+    *("dp2-fsdp2", "dp3-fsdp2", "dp2-fsdp2-sequences"),
+    *("dp2-sequences", "pp2-sequences", "dp2-moe-sequences", "ep2-sequences", "mtp-sequences"),
+    *("dp2-distopt-sequences", "dp2-packs-sequences", "cp2-sequences", "cp2-packs-sequences"),
+    "dp2-bf16-sequences",
 )
 
 
@@ -153,6 +156,7 @@ def test_our_own_step_passes(megatron_rank_pool, name):
 
 
 PROMPT = ("tp2-ep2-etp1", "cp2-ep2", "mtp-pp2", "cp2-packs", "dp2-bf16-distopt", "fp16")
+PROMPT += ("dp2-moe-sequences", "cp2-packs-sequences")
 OTHERS = tuple(name for name in NAMED if name not in PROMPT and not layout(name).fsdp2)
 
 

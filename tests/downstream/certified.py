@@ -29,11 +29,13 @@ class NemoRL:
     """NeMo-RL's policy worker: `begin_train_step`, `train_microbatch`, `finish_train_step`."""
 
     cannot = _EQUAL_SHARES
+    sequences = True
     adapted = False
 
     def build(self, subject: Subject) -> None:
         from nemo_worker import NemoWorker, import_nemo_rl
 
+        self.subject = subject
         import_nemo_rl(os.environ["NEMO_RL_SOURCE"])
         adapter = None
         if self.adapted:
@@ -59,20 +61,12 @@ class NemoRL:
         worker.cfg["megatron_cfg"]["sequence_parallel"] = subject.config.sequence_parallel
 
     def begin(self) -> None:
-        from nemo_rl.algorithms.loss.loss_functions import NLLLossFn
-
-        class Loss(NLLLossFn):  # type: ignore[misc, valid-type]
-            fail = False
-
-            def __call__(self, *, data: Any, **others: Any) -> Any:
-                if Loss.fail:
-                    raise Planted("the loss fails, as the check asks")
-                scaled = dict(data)
-                scaled["token_mask"] = data["token_mask"] * data["scale"][:, None]
-                return super().__call__(data=scaled, **others)
-
-        self.loss = Loss
-        self.worker.begin_train_step(Loss())
+        if self.subject.loss_kind == "sequence":
+            self.loss = _of_sequences()
+        else:
+            self.loss = _of_tokens()
+        self.loss.fail = False
+        self.worker.begin_train_step(self.loss)
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         self.loss.fail = fail
@@ -101,6 +95,41 @@ class NemoRL:
         self.worker.abort_train_step()
 
 
+def _of_tokens() -> Any:
+    """Make NeMo-RL's loss of supervised learning, a mean over tokens."""
+    from nemo_rl.algorithms.loss.loss_functions import NLLLossFn
+
+    class Loss(NLLLossFn):  # type: ignore[misc, valid-type]
+        def __call__(self, *, data: Any, **others: Any) -> Any:
+            if self.fail:
+                raise Planted("the loss fails, as the check asks")
+            scaled = dict(data)
+            scaled["token_mask"] = data["token_mask"] * data["scale"][:, None]
+            return super().__call__(data=scaled, **others)
+
+    return Loss()
+
+
+def _of_sequences() -> Any:
+    """Make NeMo-RL's policy gradient loss of sequences; with advantages of 1 it is of -log p."""
+    from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
+
+    class Loss(ClippedPGLossFn):  # type: ignore[misc, valid-type]
+        def __call__(self, next_token_logprobs: Any, data: Any, **others: Any) -> Any:
+            if self.fail:
+                raise Planted("the loss fails, as the check asks")
+            known_BT = torch.zeros_like(data["token_mask"])
+            policy = {
+                "advantages": data["scale"][:, None].expand_as(known_BT),
+                "prev_logprobs": known_BT,
+                "generation_logprobs": known_BT,
+            }
+            return super().__call__(next_token_logprobs, data={**data, **policy}, **others)
+
+    config = {"disable_ppo_ratio": True, "reference_policy_kl_penalty": 0.0}
+    return Loss(ClippedPGLossConfig(token_level_loss=False, **config))
+
+
 class NemoRLOnTrainStep(NemoRL):
     """The same worker with the adapter of `examples/nemo_rl.py`."""
 
@@ -116,6 +145,7 @@ class Verl:
         "moe_token_dispatcher_type": "alltoall",
         "variable_seq_lengths": True,
     }
+    balance_mean = True
     adapted = False
 
     def build(self, subject: Subject) -> None:

@@ -86,6 +86,7 @@ def test_skyrl_without_overlap_as_its_configuration_has_it(monkeypatch, megatron
     assert found.keys() == THEIRS, found
 
 
+OFF = "the gradient is off by "
 SET_UP_TWICE = "config.no_sync_func must be None"
 
 
@@ -107,8 +108,11 @@ SET_UP_TWICE = "config.no_sync_func must be None"
             "dp2-nooverlap",
             "split-step",
             True,
-            "the gradient is off by ",
+            OFF,
         ),
+        ("NemoRL", "NEMO_RL_SOURCE", "dp2-moe-sequences", "whole-step", False, OFF),
+        ("NemoRL", "NEMO_RL_SOURCE", "dp2-mtp-sequences", "whole-step", False, OFF),
+        ("NemoRL", "NEMO_RL_SOURCE", "dp2-mtp", "counts", False, OFF),
         ("SkyRL", "SKYRL_SOURCE", "dp2", "sizes-change", True, "has not been issued"),
         ("Slime", "SLIME_SOURCE", "dp2", "whole-step", True, SET_UP_TWICE),
         ("Verl", "VERL_SOURCE", "vpp2", "whole-step", True, SET_UP_TWICE),
@@ -118,6 +122,9 @@ SET_UP_TWICE = "config.no_sync_func must be None"
         "nemo-rl-3660",
         "nemo-rl-3660-patched",
         "skyrl-2008",
+        "nemo-rl-3888",
+        "nemo-rl-3889",
+        "nemo-rl-3881",
         "skyrl-2146",
         "slime-2066",
         "verl-7380",
@@ -130,6 +137,17 @@ def test_what_is_public_is_found(
     options = {"layouts": [place], "checks": [check], "stock": stock}
     found = failed(adapter, variable, monkeypatch, megatron_rank_pool, **options)
     assert said in found[check]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "name"),
+    [("NemoRL", "dp2-sequences"), ("NemoRLOnTrainStep", "dp2-moe-sequences")],
+)
+def test_nemo_rls_loss_of_sequences_is_right_but_for_its_experts(
+    adapter, name, monkeypatch, megatron_rank_pool
+):
+    options = {"layouts": [name], "checks": ["counts", "split-step", "auxiliary-losses"]}
+    assert not failed(adapter, "NEMO_RL_SOURCE", monkeypatch, megatron_rank_pool, **options)
 
 
 def test_a_masked_sample_counts_as_a_token_in_slime(monkeypatch, megatron_rank_pool):
