@@ -156,3 +156,9 @@ class UpdatesTheModelAlone(SplitStep):
 
 class ReducesTheLastCallAlone(KeepsTheLastCall, FSDPSplitStep):
     """Zeroes the gradients in each call, on FSDP2."""
+
+
+class SaysThatItAverages(SplitStep):
+    """Says that experts' loss is a mean over all positions, and weighs it by those that count."""
+
+    balance_mean = True

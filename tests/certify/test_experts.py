@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_idempotent.certify import experts
+from megatron_idempotent.certify import CHECKS, experts, layout, run
 
 HIDDEN, ROWS, POSITIONS = 8, 4, 6
 
@@ -58,3 +58,18 @@ def test_the_loss_of_a_microbatch_is_a_mean_times_its_positions():
         torch.testing.assert_close(experts.balance(logits_BTE, rows), right)
     # Which rows share a microbatch makes a difference.
     assert experts.balance(logits_BTE, 2) != experts.balance(logits_BTE[[0, 2, 1, 3]], 2)
+
+
+def test_an_adapter_is_held_to_the_mean_that_it_says_it_takes(
+    megatron_rank_pool, monkeypatch, request
+):
+    monkeypatch.syspath_prepend(str(request.path.parent))
+    for where, said in (("moe", "the gradient is "), ("tied", "")):
+        fault, _ = run.outcome_of(
+            megatron_rank_pool,
+            "planted_batches:SaysThatItAverages",
+            CHECKS["whole-step"],
+            layout(where),
+        )
+        assert fault.startswith(said)
+        assert bool(fault) == bool(said)
