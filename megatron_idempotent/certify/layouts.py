@@ -184,10 +184,10 @@ def layout(name: str) -> Layout:
     types = sorted(flags & {"fp32", "bf16", "fp16"})
     if len(types) > 1:
         raise ValueError(f"the layout {name!r} says {' and '.join(types)}: name one type")
-    if flags & {"moe", "mtp"} and (others := flags & {"packs", "bf16", "fp16"}):
+    if flags & {"moe", "mtp"} and "packs" in flags:
         raise ValueError(
-            f"the layout {name!r} says {', '.join(sorted(others))} of a model with experts or MTP: "
-            "what is right there is not defined yet, or not how close to it"
+            f"the layout {name!r} says packs of a model with experts or MTP, whose losses depend "
+            "on which sequences share a pack: what is right there is not defined yet"
         )
     if "mtp" in flags and sizes["cp"] > 1:
         raise ValueError(

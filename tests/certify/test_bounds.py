@@ -12,7 +12,7 @@ def importable(monkeypatch, request):
     monkeypatch.syspath_prepend(str(request.path.parent))
 
 
-def measured(rounding: float) -> dict[str, float]:
+def measured(name: str, rounding: float) -> dict[str, float]:
     """Runs on a rank: by how much three roundings of each result move gradient and log-probs."""
     import torch
     from independent import off
@@ -22,7 +22,7 @@ def measured(rounding: float) -> dict[str, float]:
     from megatron_idempotent.certify.bench import HEADS, LAYERS, Bench
     from megatron_idempotent.certify.oracle import negative_logprobs, truth_of
 
-    bench = Bench(Megatron(), layout("bf16"))
+    bench = Bench(Megatron(), layout(name))
     known = {name: value.double() for name, value in bench.known.items()}
 
     def gradient() -> Tensor:
@@ -51,17 +51,29 @@ def measured(rounding: float) -> dict[str, float]:
     return found
 
 
-def bounds(dtype: str) -> tuple[float, float]:
+def bounds(name: str) -> tuple[float, float]:
     """Runs on a rank."""
-    from megatron_idempotent.certify.bench import _FINER, _HALF, _HALF_LOGPROBS
+    from megatron_idempotent.certify.adapters import Megatron
+    from megatron_idempotent.certify.bench import HEADS, LAYERS, Bench
+    from megatron_idempotent.certify.oracle import truth_of
 
-    return _HALF / _FINER[dtype], _HALF_LOGPROBS / _FINER[dtype]
+    bench = Bench(Megatron(), layout(name))
+    truth = truth_of(bench.known, [bench.rows(0, 2, 2)], layers=LAYERS, heads=HEADS)
+    return bench.tolerance(truth), bench.roundings
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
-def test_the_bounds_are_twice_what_independent_roundings_come_to(megatron_ranks, dtype, rounding):
-    (found,) = megatron_ranks(1, measured, rounding)
-    ((gradient, logprobs),) = megatron_ranks(1, bounds, dtype)
+@pytest.mark.parametrize(
+    ("name", "rounding"),
+    [
+        ("bf16", 2.0**-8),
+        ("fp16", 2.0**-11),
+        ("moe-bf16", 2.0**-8),
+        pytest.param("ep1-mtp-fp16", 2.0**-11, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_bounds_are_twice_what_independent_roundings_come_to(megatron_ranks, name, rounding):
+    (found,) = megatron_ranks(1, measured, name, rounding)
+    ((gradient, logprobs),) = megatron_ranks(1, bounds, name)
     assert gradient / 2 < 2 * found["gradient"] <= gradient, found
     assert gradient / 2 < 2 * found["of sequences"] <= gradient, found
     assert logprobs / 2 < 2 * found["logprobs"] <= logprobs, found

@@ -93,7 +93,7 @@ def test_what_is_not_there_is_named(megatron_rank_pool, adapter, asked, said):
         ("dp2-fsdp2-packs-sequences", "says packs of an FSDP2 model"),
         ("pp1-vpp2", "interleaves chunks of one stage"),
         ("dp2-moe-packs", "says packs of a model with experts or MTP"),
-        ("mtp-packs-bf16", "says bf16, packs of a model"),
+        ("mtp-packs-bf16", "says packs of a model with experts or MTP"),
         ("mtp-cp2", "says cp of a model with MTP, whose loss Megatron weighs by"),
         ("dp1-ep2", r"over 2 ranks .* of the 1 of a stage"),
         ("dp3-ep3", "has 3 ranks for 4 experts"),

@@ -122,6 +122,7 @@ NAMED = (
     *("pp2-packs", "vpp2-packs", "tp2-packs"),
     *("cp2", "cp2-packs", "dp2-cp2", "cp2-pp2", "cp2-tp2-packs"),
     *("cp2-ep2", "cp2-moe-pp2", "dp2-cp2-ep4", "cp2-tp2-ep4-etp1", "cp2-moe-etp2"),
+    *("moe-bf16", "ep2-mtp-bf16", "ep2-fp16-distopt", "cp2-moe-bf16", "pp2-mtp-fp16"),
     *("fp16", "dp2-fp16-distopt", "pp2-fp16", "tp2-fp16", "dp2-fp16-packs"),
     *("dp2-fp32", "dp2-bf16", "dp2-bf16-distopt", "pp2-bf16", "tp2-bf16", "dp2-bf16-packs"),
     *("dp2-fsdp2", "dp3-fsdp2", "dp2-fsdp2-sequences"),
