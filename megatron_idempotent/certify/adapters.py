@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 import megatron_idempotent
@@ -20,6 +21,15 @@ from megatron_idempotent import FSDPTrainStep, TrainStep, all_positions, wire_tr
 from . import packs
 from .layouts import LossKind
 from .protocol import Finished, Packed, Planted, Rows, Subject
+
+_NO_OFFLOAD: Mapping[str, str] = MappingProxyType(
+    {}
+    if hasattr(DistributedDataParallel, "offload_grad_buffers")
+    else dict.fromkeys(
+        ("offload-between-steps", "logprobs-while-offloaded", "offload-in-mid-step"),
+        "Megatron before 0.16 frees no gradient buffers",
+    )
+)
 
 
 class _Loss:
@@ -50,7 +60,7 @@ def _given(microbatch: Any) -> Rows | Packed:
 class SplitStep:
     """Trains with `TrainStep`. Certify it with `megatron_idempotent.certify.adapters:SplitStep`."""
 
-    cannot: Mapping[str, str] = MappingProxyType({})
+    cannot: Mapping[str, str] = _NO_OFFLOAD
     packs = True
     sequences = True
 
@@ -107,12 +117,19 @@ class SplitStep:
     def load(self, state: dict[str, Any]) -> None:
         _restore(self.subject, state)
 
+    def offload(self) -> None:
+        _offload(self.subject)
+
+    def onload(self, *, training: bool = True) -> None:
+        _onload(self.subject, training=training)
+
 
 class FSDPSplitStep(SplitStep):
     """Trains an FSDP2 model with `FSDPTrainStep`."""
 
     packs = False
     fsdp2 = True
+    offload = onload = None  # type: ignore[assignment]  # the emulated host takes no DTensor
 
     def build(self, subject: Subject) -> None:
         self.subject = subject
@@ -155,6 +172,7 @@ class Megatron:
             "replica-without-rows": "the schedule takes at least one microbatch",
             "nan": "Megatron checks losses for NaN only if asked, and updates with them",
             "uneven-replicas/ep": "replicas that share experts have as many microbatches each",
+            **_NO_OFFLOAD,
         }
     )
     packs = True
@@ -217,6 +235,12 @@ class Megatron:
 
     def load(self, state: dict[str, Any]) -> None:
         _restore(self.subject, state)
+
+    def offload(self) -> None:
+        _offload(self.subject)
+
+    def onload(self, *, training: bool = True) -> None:
+        _onload(self.subject, training=training)
 
 
 class Window(Megatron):
@@ -318,6 +342,31 @@ def _logprobs(subject: Subject, rows: Rows) -> Tensor | None:
             subject, pieces, forward_step, forward_only=True, collect_non_loss_data=True
         )
     return all_positions(torch.cat(found)) if found else None
+
+
+def _offload(subject: Subject) -> None:
+    """Move optimizer state and parameters to the host, and free the gradients, as Megatron does."""
+    # First, because the distributed optimizer's parameters in float32 are views of the model's.
+    subject.optimizer.offload_to_cpu()
+    for chunk in subject.chunks:
+        chunk.offload_grad_buffers()
+        for buffer in _buffers(chunk):
+            buffer.offload_to_cpu(move_grads=False)
+
+
+def _onload(subject: Subject, *, training: bool) -> None:
+    for chunk in subject.chunks:
+        for buffer in _buffers(chunk):
+            buffer.reload_from_cpu(move_grads=False)
+        chunk.module.cuda()  # the optimizer's own, where it updates the model's parameters in place
+        if training:
+            chunk.restore_grad_buffers()
+    if training:
+        subject.optimizer.restore_from_cpu()
+
+
+def _buffers(chunk: Any) -> list[Any]:
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 def _state_of(subject: Subject) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from megatron_idempotent.window.params import ensure_params_synced
 from . import experts, fsdp2, half, packs
 from .layouts import EXPERTS, LAYERS, Layout
 from .losses import LOSSES
+from .memories import Memories
 from .oracle import MTP_FACTOR, Truth, Update, counted, negative_logprobs, truth_of
 from .parameters import Part, joined, parts, spread
 from .protocol import MICRO_BATCH, Adapter, Calls, Finished, Rows, Subject, Wrong
@@ -68,6 +69,7 @@ class Bench:
         kind, options = ("sgd", _SGD) if self.double else ("adam", _ADAM)
         self.update = Update(kind, lr=self._rate, **options)
         self.adapter.build(self.subject)
+        self.memories = Memories(self.subject)
         self.known = self.whole()
         self.of_bound = 0.0
         """The largest part of its bound that an error had so far."""
@@ -274,6 +276,16 @@ class Bench:
             return bound / _FINER[self.layout.dtype]
         independent = math.sqrt(max(truth.terms, 1.0)) if self.double else 1.0
         return self.roundings * independent
+
+    def away_and_back(self, *, freeing: bool = True) -> None:
+        """Offload and onload, after which parameters are the same bits; gradients are not read.
+
+        Raises:
+            Wrong: nothing has left the device, with `freeing`, or something has not come back.
+        """
+        self.memories.offload(self.adapter, freeing=freeing)
+        self.memories.onload(self.adapter)
+        self.unchanged("offload() and onload()")
 
     def unchanged(self, what: str) -> None:
         """Raise `Wrong` unless the parameters are the same bits as before."""

@@ -175,22 +175,24 @@ def auxiliary_losses(bench: Bench) -> None:
 @_check(
     "log-probs before and after a microbatch are right, and change nothing",
     needs=("logprobs",),
+    hazards=("offload-plan-mislearned",),
 )
 def logprobs_in_mid_step(bench: Bench) -> None:
+    for seed in range(2):
+        bench.take(_of(bench, seed, CALL), between=lambda: _hold_logprobs(bench))
+
+
+def _hold_logprobs(bench: Bench) -> None:
+    """Raises `Wrong` unless the adapter's log-probs of some rows are right."""
     adapter: Any = bench.adapter
     rows = bench.rows(bench.replica, 70, CALL)
-
-    def compare() -> None:
-        found = adapter.logprobs(rows)
-        if found is None:  # not on the last stage
-            return
-        right_N, found_N = (bench.predicted(rows, each) for each in (bench.logprobs(rows), found))
-        error = float((found_N - right_N).norm() / right_N.norm())
-        if not error <= bench.roundings:
-            raise Wrong(f"log-probs differ from the model's by {100 * error:.3g} % of their norm")
-
-    for seed in range(2):
-        bench.take(_of(bench, seed, CALL), between=compare)
+    found = adapter.logprobs(rows)
+    if found is None:  # not on the last stage
+        return
+    right_N, found_N = (bench.predicted(rows, each) for each in (bench.logprobs(rows), found))
+    error = float((found_N - right_N).norm() / right_N.norm())
+    if not error <= bench.roundings:
+        raise Wrong(f"log-probs differ from the model's by {100 * error:.3g} % of their norm")
 
 
 @_check(
@@ -231,6 +233,9 @@ def _or_aborted(bench: Bench, step: Callable[[], Finished]) -> tuple[str | None,
 
     try:
         return None, step()
+    except Wrong:
+        bench.adapter.abort()
+        raise
     except Exception as error:  # noqa: BLE001  it is what is asked for
         bench.adapter.abort()
         return describe(error).splitlines()[0], None
@@ -306,3 +311,58 @@ def resume(bench: Bench) -> None:
     adapter.load(state)
     bench.unchanged("save() and load()")
     whole_step(bench)
+
+
+@_check(
+    "steps go on as before after offloads, which free memory or move what is in it",
+    needs=("offload", "onload"),
+    hazards=("optimizer-offload-breaks-views", "zero-grad-while-offloaded"),
+)
+def offload_between_steps(bench: Bench) -> None:
+    for seed in range(3):  # the first before there is any optimizer state
+        bench.away_and_back()
+        bench.take(_of(bench, seed, CALL))
+
+
+@_check(
+    "log-probs are right while only parameters are back from an offload, and change nothing",
+    needs=("offload", "onload", "logprobs"),
+    hazards=("zero-grad-while-offloaded", "offload-plan-mislearned"),
+)
+def logprobs_while_offloaded(bench: Bench) -> None:
+    def read() -> None:
+        bench.memories.offload(bench.adapter)
+        bench.memories.onload(bench.adapter, training=False)
+        _hold_logprobs(bench)
+        bench.away_and_back(freeing=False)
+
+    read()
+    bench.take(_of(bench, 0, CALL))
+    read()
+
+
+@_check(
+    "an offload in an open step keeps its gradients, or is refused and the next step is right",
+    needs=("offload", "onload"),
+    hazards=("offload-drops-gradients",),
+)
+def offload_in_mid_step(bench: Bench) -> None:
+    calls = _of(bench, 0, CALL)
+
+    def step() -> Finished:
+        bench.adapter.begin()
+        for rows in calls(bench.replica):
+            bench.away_and_back(freeing=False)
+            bench.adapter.microbatch(rows)
+        bench.away_and_back(freeing=False)
+        return bench.adapter.finish()
+
+    raised, finished = _or_aborted(bench, step)
+    told = bench.told_by_all(raised)
+    if finished is not None and not any(told):
+        bench.expect(finished, [row for one in range(bench.layout.replicas) for row in calls(one)])
+        return
+    if not all(told):
+        raise Wrong("an offload in an open step is refused on some ranks, and others went on")
+    bench.unchanged("a step that was refused")
+    bench.take(_of(bench, 1, CALL))

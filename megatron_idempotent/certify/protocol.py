@@ -105,9 +105,12 @@ class Adapter(Protocol):
     An adapter may also have `logprobs(rows)`, the log-probability [B, T] of the token after each
     position on ranks of the last stage, and None on others; `export()`, which returns or sets
     nothing that the step depends on; `save()`, a dictionary of all that a later process needs, and
-    `load(state)`, called right after `build`. Checks that need what it lacks are not made. A class
-    attribute `config_overrides` has fields of `TransformerConfig` that the framework sets. With a
-    class attribute `packs = True` it trains on packs of rows that have `lengths`: it makes packs
+    `load(state)`, called right after `build`; `offload()`, which moves parameters, gradient buffers
+    and optimizer state to the host or frees them, as colocated frameworks do while engines sample,
+    and `onload(training=True)`, which brings all of it back, or with `training=False` at least what
+    log-probs read; an open step may keep its gradients or refuse. Checks that need what it lacks
+    are not made. A class attribute `config_overrides` has fields of `TransformerConfig` that the
+    framework sets. With a class attribute `packs = True` it trains on packs of rows that have `lengths`: it makes packs
     of them with the framework's own code, and gives those to the chunk or to `Subject.forward`.
     Without, layouts of packs are not judged. With `sequences = True` it also trains on a loss that
     is a mean over sequences, where `Subject.loss_kind` asks for it; without, layouts with

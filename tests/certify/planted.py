@@ -285,3 +285,32 @@ class NoPacks(SplitStep):
     """Takes rows alone."""
 
     packs = False
+
+
+class LosesMomentsOnTheHost(SplitStep):
+    """Brings the optimizer's state back as zeros."""
+
+    def onload(self, *, training: bool = True) -> None:
+        super().onload(training=training)
+        if training:
+            for state in self.subject.optimizer.optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        value.zero_()
+
+
+class BringsNothingBackForLogprobs(SplitStep):
+    """Leaves parameters on the host unless it is to train."""
+
+    def onload(self, *, training: bool = True) -> None:
+        if training:
+            super().onload()
+
+
+class DropsGradientsOffloaded(SplitStep):
+    """Zeroes what an open step has added up."""
+
+    def offload(self) -> None:
+        for chunk in self.subject.chunks:
+            chunk.zero_grad_buffer()
+        super().offload()

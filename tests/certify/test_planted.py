@@ -34,6 +34,9 @@ BUGS = [
     ("UpdatesWithNaN", "nan", "the step updated all the same", set()),
     ("WarmsUpTwice", "second-run", "the gradient is off by ", set()),
     ("ForgetsMoments", "resume", "the gradient is off by ", set()),
+    ("LosesMomentsOnTheHost", "offload-between-steps", "the gradient is off by ", set()),
+    ("BringsNothingBackForLogprobs", "logprobs-while-offloaded", "after onload(training=", set()),
+    ("DropsGradientsOffloaded", "offload-in-mid-step", "the step has moved no parameter", set()),
 ]
 
 
