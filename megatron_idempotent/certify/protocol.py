@@ -110,13 +110,13 @@ class Adapter(Protocol):
     and `onload(training=True)`, which brings all of it back, or with `training=False` at least what
     log-probs read; an open step may keep its gradients or refuse. Checks that need what it lacks
     are not made. A class attribute `config_overrides` has fields of `TransformerConfig` that the
-    framework sets. With a class attribute `packs = True` it trains on packs of rows that have `lengths`: it makes packs
-    of them with the framework's own code, and gives those to the chunk or to `Subject.forward`.
-    Without, layouts of packs are not judged. With `sequences = True` it also trains on a loss that
-    is a mean over sequences, where `Subject.loss_kind` asks for it; without, layouts with
-    `sequences` are not judged. With `balance_mean = True` experts' loss is a mean over all
-    positions of the step, whether they count or not. With `fsdp2 = True` it trains FSDP2 models,
-    and no others.
+    framework sets. With a class attribute `packs = True` it trains on packs of rows that have
+    `lengths`: it makes packs of them with the framework's own code, and gives those to the chunk or
+    to `Subject.forward`. Without, layouts of packs are not judged. With `sequences = True` it also
+    trains on a loss that is a mean over sequences, where `Subject.loss_kind` asks for it; without,
+    layouts with `sequences` are not judged. With `balance_mean = True` experts' loss is a mean over
+    all positions of the step, whether they count or not. With `fsdp2 = True` it trains FSDP2
+    models, and no others.
     """
 
     cannot: Mapping[str, str]
