@@ -14,7 +14,7 @@ from .protocol import Wrong
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 LOSS_SCALE = 256.0
-"""What losses are multiplied by in float16, whose least number is 2^-24 and whose largest 65504.
+"""Multiplies losses in float16, whose least number is 2^-24 and whose largest is 65504.
 
 Sums over the tokens of a microbatch stay below that, and few gradients of a token are so small."""
 
