@@ -66,7 +66,7 @@ def bounds(name: str) -> tuple[float, float]:
     ("name", "rounding"),
     [
         ("bf16", 2.0**-8),
-        ("fp16", 2.0**-11),
+        pytest.param("fp16", 2.0**-11, marks=pytest.mark.exhaustive),
         ("moe-bf16", 2.0**-8),
         pytest.param("ep1-mtp-fp16", 2.0**-11, marks=pytest.mark.exhaustive),
     ],

@@ -159,8 +159,7 @@ def test_our_own_step_passes(megatron_rank_pool, name):
     }
 
 
-PROMPT = ("tp2-ep2-etp1", "cp2-ep2", "mtp-pp2", "cp2-packs", "dp2-bf16-distopt", "fp16")
-PROMPT += ("dp2-moe-sequences", "cp2-packs-sequences")
+PROMPT = ("tp2-ep2-etp1", "cp2-ep2", "mtp-pp2", "dp2-bf16-distopt", "fp16", "cp2-packs-sequences")
 OTHERS = tuple(name for name in NAMED if name not in PROMPT and not layout(name).fsdp2)
 
 

@@ -138,6 +138,7 @@ def test_a_bug_in_a_mean_over_sequences_is_found(megatron_rank_pool, bug, where,
     assert fault.startswith(said), fault
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bug", ["MeanOverPositions", "CountsMaskedSequences"])
 def test_sequences_of_one_length_that_all_count_do_not_tell_it(megatron_rank_pool, bug):
     for check in ("whole-step", "split-step"):
@@ -147,6 +148,7 @@ def test_sequences_of_one_length_that_all_count_do_not_tell_it(megatron_rank_poo
         assert not fault
 
 
+@pytest.mark.exhaustive
 def test_a_weight_of_experts_is_not_told_without_experts(megatron_rank_pool):
     fault, _ = run.outcome_of(
         megatron_rank_pool,
