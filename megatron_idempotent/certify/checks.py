@@ -349,12 +349,16 @@ def logprobs_while_offloaded(bench: Bench) -> None:
 def offload_in_mid_step(bench: Bench) -> None:
     calls = _of(bench, 0, CALL)
 
+    def exchange() -> None:
+        bench.memories.offload(bench.adapter, freeing=False)
+        bench.memories.onload(bench.adapter)
+
     def step() -> Finished:
         bench.adapter.begin()
         for rows in calls(bench.replica):
-            bench.away_and_back(freeing=False)
+            exchange()
             bench.adapter.microbatch(rows)
-        bench.away_and_back(freeing=False)
+        exchange()
         return bench.adapter.finish()
 
     raised, finished = _or_aborted(bench, step)
