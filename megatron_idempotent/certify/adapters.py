@@ -17,6 +17,7 @@ from torch import Tensor
 
 import megatron_idempotent
 from megatron_idempotent import FSDPTrainStep, TrainStep, all_positions, wire_train_config
+from megatron_idempotent.window.accumulation import set_for
 
 from . import packs
 from .layouts import LossKind
@@ -295,19 +296,12 @@ def _auxiliary_losses(subject: Subject, *, positions: int) -> Iterator[None]:
     Megatron multiplies each by the positions of its microbatch, and divides by what the loss
     functions count. Of sequences with so many positions that is so many times too much.
     """
-    if subject.loss_kind == "token":
+    with contextlib.ExitStack() as stack:
+        if subject.loss_kind == "sequence":
+            for name in ("moe_aux_loss_coeff", "mtp_loss_scaling_factor"):
+                if value := getattr(subject.config, name, None):
+                    set_for(stack, subject.config, name, value / positions)
         yield
-        return
-    config: Any = subject.config
-    names = "moe_aux_loss_coeff", "mtp_loss_scaling_factor"
-    kept = {name: found for name in names if (found := getattr(config, name, None))}
-    for name, value in kept.items():
-        setattr(config, name, value / positions)
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(config, name, value)
 
 
 def _schedule(

@@ -6,7 +6,6 @@ Legend: B rows, T positions.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from megatron_idempotent import own_positions
 from megatron_idempotent.cpu import tiny
+from megatron_idempotent.megatron import moe
 from megatron_idempotent.window.params import ensure_params_synced
 
 from . import experts, fsdp2, half, packs
@@ -211,15 +211,14 @@ class Bench:
         Raises:
             Wrong: parameters, norm or loss differ by more than roundings can explain.
         """
-        kind = self.layout.loss_kind
         truth = truth_of(
             self._computing,
             everybody,
             layers=LAYERS,
             heads=HEADS,
-            kind=kind,
+            kind=self.layout.loss_kind,
             balance_mean=getattr(self.adapter, "balance_mean", False),
-            mtp_sum=self._mtp_sum,
+            mtp_sum="mtp" in self.layout.flags and moe.adds_up_mtp_losses(self.subject.config),
         )
         still = self.update.without(self.known)
         wanted = self.update.next(self.known, truth.gradient)
@@ -235,15 +234,6 @@ class Bench:
             if value is not None and not self._within(abs(value - right), allowed * abs(right)):
                 raise Wrong(f"finish() reports the {name} {value:.6g}; {right:.6g} is right")
         self.known = found
-
-    @property
-    def _mtp_sum(self) -> bool:
-        """True if this Megatron adds up an MTP layer's loss where DDP adds up gradients."""
-        if "mtp" not in self.layout.flags or not self.subject.config.calculate_per_token_loss:
-            return False
-        from megatron.core.transformer import multi_token_prediction
-
-        return "original_num_tokens" not in inspect.getsource(multi_token_prediction)
 
     def logprobs(self, rows: Rows) -> Tensor:
         """Compute the log-probability [B, T] of the token after each position, by definition."""
@@ -278,7 +268,7 @@ class Bench:
         return self.roundings * independent
 
     def away_and_back(self, *, freeing: bool = True) -> None:
-        """Offload and onload, after which parameters are the same bits; gradients are not read.
+        """Offload and onload between two steps, after which parameters are the same bits.
 
         Raises:
             Wrong: nothing has left the device, with `freeing`, or something has not come back.

@@ -94,8 +94,9 @@ def forward(chunk: Any, pack: Mapping[str, Any]) -> Tensor:
 
 def own(pack: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return what a pack has for each token, of the positions that this rank computes."""
+    borders = _padded(pack)
     there = (name for name in _EACH_TOKEN if name in pack)
-    return {name: own_positions(pack[name], cu_seqlens=_padded(pack)) for name in there}
+    return {name: own_positions(pack[name], cu_seqlens=borders) for name in there}
 
 
 def shares(pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

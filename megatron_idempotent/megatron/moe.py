@@ -59,6 +59,20 @@ def auxiliary_losses(config: Any) -> list[str]:
     return found
 
 
+def adds_up_mtp_losses(config: Any) -> bool:
+    """Returns whether MTP losses are sums over what is predicted, and not means, in this Megatron.
+
+    So they are before 0.17 where DDP adds up gradients (`calculate_per_token_loss`).
+    """
+    if not config.calculate_per_token_loss:
+        return False
+    import inspect
+
+    from megatron.core.transformer import multi_token_prediction
+
+    return "original_num_tokens" not in inspect.getsource(multi_token_prediction)
+
+
 _TRANSFORMER = "megatron.core.transformer"
 _SCALERS = (
     (f"{_TRANSFORMER}.moe.moe_utils", "MoEAuxLossAutoScaler"),
