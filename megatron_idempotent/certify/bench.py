@@ -42,8 +42,15 @@ _ROUTER = (EXPERTS + 32) * _FLOAT32
 _ROUNDINGS = 4e5 * _FLOAT32
 #: Of a gradient and of log-probs in bfloat16: twice what three roundings of each operation's result
 #: come to, if they are independent of each other, as tests/certify/independent.py measures it.
-#: Layers with a loss of their own round more. Roundings of float16 are an eighth of them.
-_HALF, _HALF_AUXILIARY, _HALF_LOGPROBS = 0.065, 0.085, 0.014
+#: By the kind of loss, and whether layers have losses of their own: both round more. Roundings of
+#: float16 are an eighth of them.
+_HALF = {
+    ("token", False): 0.06,
+    ("sequence", False): 0.065,
+    ("token", True): 0.075,
+    ("sequence", True): 0.085,
+}
+_HALF_LOGPROBS = 0.014
 _FINER = {"bf16": 1.0, "fp16": 8.0}
 #: Adam divides by sqrt(v) + epsilon. So much more than any gradient makes its step proportional to
 #: the gradient, where with a usual epsilon it would be the same for a gradient twice as large.
@@ -262,7 +269,7 @@ class Bench:
     def tolerance(self, truth: Truth) -> float:
         """Returns by what part of its norm a gradient may differ from the definition."""
         if self.half:
-            bound = _HALF_AUXILIARY if self.layout.auxiliary else _HALF
+            bound = _HALF[self.layout.loss_kind, self.layout.auxiliary]
             return bound / _FINER[self.layout.dtype]
         independent = math.sqrt(max(truth.terms, 1.0)) if self.double else 1.0
         return self.roundings * independent

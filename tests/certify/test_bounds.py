@@ -74,8 +74,9 @@ def bounds(name: str) -> tuple[float, float]:
 def test_the_bounds_are_twice_what_independent_roundings_come_to(megatron_ranks, name, rounding):
     (found,) = megatron_ranks(1, measured, name, rounding)
     ((gradient, logprobs),) = megatron_ranks(1, bounds, name)
+    ((of_sequences, _),) = megatron_ranks(1, bounds, f"{name}-sequences")
     assert gradient / 2 < 2 * found["gradient"] <= gradient, found
-    assert gradient / 2 < 2 * found["of sequences"] <= gradient, found
+    assert of_sequences / 2 < 2 * found["of sequences"] <= of_sequences, found
     assert logprobs / 2 < 2 * found["logprobs"] <= logprobs, found
 
 
