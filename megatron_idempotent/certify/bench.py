@@ -264,7 +264,9 @@ class Bench:
     @property
     def _computing(self) -> dict[str, Tensor]:
         """The parameters that the model computes with."""
-        return half.rounded(self.known, self.layout.dtype) if self.half else self.known
+        if not self.half:
+            return self.known
+        return half.rounded(self.known, self.subject.config.params_dtype)
 
     def tolerance(self, truth: Truth) -> float:
         """Returns by what part of its norm a gradient may differ from the definition."""

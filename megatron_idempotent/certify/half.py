@@ -11,8 +11,6 @@ from torch import Tensor
 
 from .protocol import Wrong
 
-_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 LOSS_SCALE = 256.0
 """Multiplies losses in float16, whose least number is 2^-24 and whose largest is 65504.
 
@@ -72,6 +70,6 @@ def joined(name: str, rounded: Tensor, parts: Sequence[Main]) -> Tensor:
     return whole
 
 
-def rounded(mains: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Return what a model in "bf16" or "fp16" computes with, of whole main parameters."""
-    return {name: value.to(_TYPES[dtype]) for name, value in mains.items()}
+def rounded(mains: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return what a model of a type computes with, of whole main parameters."""
+    return {name: value.to(dtype) for name, value in mains.items()}
