@@ -130,7 +130,7 @@ class FSDPSplitStep(SplitStep):
 
     packs = False
     fsdp2 = True
-    offload = onload = None  # type: ignore[assignment]  # the emulated host takes no DTensor
+    cannot = MappingProxyType({})
 
     def build(self, subject: Subject) -> None:
         self.subject = subject
@@ -162,6 +162,21 @@ class FSDPSplitStep(SplitStep):
     def load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.subject.optimizer.load_state_dict(state["optimizer"])
+
+    def offload(self) -> None:
+        self.model.cpu()
+        self._move_state("cpu")
+
+    def onload(self, *, training: bool = True) -> None:
+        self.model.cuda()
+        if training:
+            self._move_state("cuda")
+
+    def _move_state(self, device: str) -> None:
+        for state in self.subject.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.to(device)
 
 
 class Megatron:

@@ -82,8 +82,8 @@ class Memories:
             "cpu": lambda tensor, *_, **__: self._moved(tensor, _HOST),
             "cuda": lambda tensor, *_, **__: self._moved(tensor, _DEVICE),
             "to": self._to(to),
-            "is_cuda": property(lambda tensor: not self._is_host(tensor)),
-            "device": property(lambda tensor: _HOST if self._is_host(tensor) else _DEVICE),
+            "is_cuda": property(lambda tensor: self._device(tensor) == _DEVICE),
+            "device": property(self._device),
         }
         for name in names:
             setattr(tensor, name, own[name])
@@ -118,6 +118,12 @@ class Memories:
             storage = _storage(copy)
             self._host[storage._cdata] = storage
         return copy
+
+    def _device(self, tensor: Any) -> torch.device:
+        own: torch.device = torch._C.TensorBase.device.__get__(tensor)
+        if own != _HOST:  # torch's own tensors without memory, of which it learns shapes
+            return own
+        return _HOST if self._is_host(tensor) else _DEVICE
 
     def _is_host(self, tensor: Any) -> bool:
         return _storage(tensor)._cdata in self._host

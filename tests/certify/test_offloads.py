@@ -63,9 +63,18 @@ def test_an_offload_that_is_wrong_is_found(megatron_rank_pool, bug, check, said)
     assert said in fault_of(megatron_rank_pool, bug, check)
 
 
-@pytest.mark.parametrize("adapter", ["KeepsGradients", "OneRankRefuses"])
-def test_an_offload_in_an_open_step_may_keep_gradients_or_be_refused(megatron_rank_pool, adapter):
-    assert not fault_of(megatron_rank_pool, adapter, "offload-in-mid-step")
+@pytest.mark.parametrize(
+    ("adapter", "where"),
+    [
+        ("planted_offloads:KeepsGradients", "dp2"),
+        ("planted_offloads:OneRankRefuses", "dp2"),
+        (f"{OWN}:FSDPSplitStep", "dp2-fsdp2"),
+    ],
+)
+def test_an_offload_in_an_open_step_may_keep_gradients_or_be_refused(
+    megatron_rank_pool, adapter, where
+):
+    assert not fault_of(megatron_rank_pool, adapter, "offload-in-mid-step", where)
 
 
 def tell_apart() -> list[object]:
@@ -86,14 +95,16 @@ def tell_apart() -> list[object]:
         said = [(each.is_cuda, each.device.type) for each in (one, *copies, *back)]
         shared = [each.data_ptr() in (one.data_ptr(), copies[0].data_ptr()) for each in same]
         apart = len({each.data_ptr() for each in (one, *copies, *back)}) == 10
+        meta = torch.empty(2, device="meta").device.type
     after = {name: vars(torch.Tensor).get(name) for name in names}
-    return [said, shared, apart, before == after]
+    return [said, shared, apart, meta, before == after]
 
 
 def test_host_and_device_are_told_apart_as_on_a_gpu(megatron_rank_pool):
     (found,) = megatron_rank_pool.run(1, tell_apart, distributed=False)
-    said, shared, apart, restored = found
+    said, shared, apart, meta, restored = found
     assert said == [(True, "cuda"), *[(False, "cpu")] * 5, *[(True, "cuda")] * 4]
     assert all(shared)
     assert apart
+    assert meta == "meta"
     assert restored

@@ -59,6 +59,7 @@ class NemoRL:
         worker.cfg["train_micro_batch_size"] = subject.micro_batch_size
         worker.cfg["logprob_batch_size"] = subject.micro_batch_size
         worker.cfg["megatron_cfg"]["sequence_parallel"] = subject.config.sequence_parallel
+        worker.offload_optimizer_for_refit = worker.offload_optimizer_for_logprob = True
 
     def begin(self) -> None:
         if self.subject.loss_kind == "sequence":
@@ -93,6 +94,20 @@ class NemoRL:
 
     def abort(self) -> None:
         self.worker.abort_train_step()
+
+    def logprobs(self, rows: Any) -> Any:
+        found = self.worker.get_logprobs(data=self.data(rows))
+        return found["logprobs"].roll(-1, 1)  # those of each token itself
+
+    def offload(self) -> None:
+        self.worker.offload_before_refit()
+        self.worker.offload_after_refit()
+
+    def onload(self, *, training: bool = True) -> None:
+        if training:
+            self.worker.prepare_for_training()
+        else:
+            self.worker.prepare_for_lp_inference()
 
 
 def _of_tokens() -> Any:
@@ -189,6 +204,15 @@ class Verl:
 
     def abort(self) -> None:
         self.rows, self.fail = [], False
+
+    def offload(self) -> None:
+        self.verl.wiring.offload_megatron_model_to_cpu(self.verl.engine.module)
+        self.verl.wiring.offload_megatron_optimizer(self.verl.engine.optimizer)
+
+    def onload(self, *, training: bool = True) -> None:
+        self.verl.wiring.load_megatron_model_to_gpu(self.verl.engine.module, load_grad=training)
+        if training:
+            self.verl.wiring.load_megatron_optimizer(self.verl.engine.optimizer)
 
 
 class VerlPerToken(Verl):

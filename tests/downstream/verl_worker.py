@@ -64,6 +64,7 @@ def modules(source: str) -> tuple[Any, Any, Any]:
     base.maybe_fix_3d_position_ids = lambda _: None
     base.get_device_name = module.get_device_name = lambda: "cuda"
     module.get_device_id = lambda: "cpu"
+    wiring.get_device_id = lambda: "cuda"
     module.tu.get_non_tensor_data = lambda data, key, default=None: data.get(key, default)
     module.tu.assign_non_tensor = lambda data, **values: data.update(values)
     module.prepare_micro_batches = lambda data, **_: (
@@ -98,7 +99,8 @@ class VerlWorker:
         """Take the chunks and the optimizer of `subject`, or build a small model of a layout."""
         from megatron.core import parallel_state
 
-        base, module, (self.losses, wiring, self.sft) = modules(source)
+        base, module, (self.losses, self.wiring, self.sft) = modules(source)
+        wiring = self.wiring
         self.packed = packed
         if packed:
             options = {**PACKED["config_overrides"], **layout.get("config_overrides", {})}
