@@ -64,14 +64,24 @@ class SplitStep:
     cannot: Mapping[str, str] = _NO_OFFLOAD
     packs = True
     sequences = True
+    name: str | None = None  # of one of several tenants
 
     def build(self, subject: Subject) -> None:
         self.subject = subject
         self.loss = _Loss(subject)
         wire_train_config(subject.chunks, subject.optimizer)
         self.step: Any = TrainStep(
-            subject.chunks, subject.optimizer, forward=self.forward, deadline_s=20.0
+            subject.chunks,
+            subject.optimizer,
+            forward=self.forward,
+            deadline_s=20.0,
+            tenant=self.name,
         )
+
+    def tenant(self, name: str) -> SplitStep:
+        made = type(self)()
+        made.name = name
+        return made
 
     def forward(self, chunk: Any, microbatch: Any) -> Tensor:
         return self.subject.forward(chunk, _given(microbatch))
@@ -198,6 +208,9 @@ class Megatron:
         self.subject = subject
         wire_train_config(subject.chunks, subject.optimizer)
 
+    def tenant(self, name: str) -> Megatron:
+        return type(self)()
+
     def begin(self) -> None:
         self.rows: list[Rows | Packed] = []
         self.fail = False
@@ -266,6 +279,7 @@ class Window(Megatron):
         {
             **Megatron.cannot,
             "replica-without-rows": "a window in which a rank has no call raises, and others wait",
+            "swapped-adapters/tp": "finalizing adds up all adapters' gradients over these ranks",
         }
     )
 

@@ -109,6 +109,15 @@ class Bench:
     def _make_megatron(self) -> None:
         from megatron.core import parallel_state
 
+        self.model = self.built()
+        for chunk in self.model.chunks:
+            spread(chunk, self.layout)
+        self.model.optimizer.reload_model_params()
+        self.replica = int(parallel_state.get_data_parallel_rank())
+        self.subject = self.subject_of(self.model, forward)
+
+    def built(self, **more: Any) -> tiny.Tiny:
+        """Build a model of the layout, with `more` arguments of `tiny.build`."""
         if self.double:
             torch.set_default_dtype(torch.float64)  # the norms' too
             typed = {"params_dtype": torch.float64, "pipeline_dtype": torch.float64}
@@ -124,7 +133,7 @@ class Bench:
         if self.layout.dtype == "fp16":
             optimizer["loss_scale"] = half.LOSS_SCALE
         rates = {"lr": self._rate, "min_lr": self._rate, "weight_decay": 0.0, "clip_grad": 0.0}
-        model = tiny.build(
+        return tiny.build(
             **{
                 "sequence": T,
                 "batch": MICRO_BATCH,
@@ -140,14 +149,13 @@ class Bench:
                 "model_overrides": _positions(self.layout),
                 **precise,
                 **self.layout.options,
+                **more,
             }
         )
-        for chunk in model.chunks:
-            spread(chunk, self.layout)
-        model.optimizer.reload_model_params()
-        self.model = model
-        self.replica = int(parallel_state.get_data_parallel_rank())
-        self.subject = Subject(
+
+    def subject_of(self, model: tiny.Tiny, forward: Callable[[Any, Any], Tensor]) -> Subject:
+        """Return what an adapter gets of a model that was built."""
+        return Subject(
             chunks=model.chunks,
             optimizer=model.optimizer,
             config=model.config,
@@ -218,15 +226,7 @@ class Bench:
         Raises:
             Wrong: parameters, norm or loss differ by more than roundings can explain.
         """
-        truth = truth_of(
-            self._computing,
-            everybody,
-            layers=LAYERS,
-            heads=HEADS,
-            kind=self.layout.loss_kind,
-            balance_mean=getattr(self.adapter, "balance_mean", False),
-            mtp_sum="mtp" in self.layout.flags and moe.adds_up_mtp_losses(self.subject.config),
-        )
+        truth = self._truth(everybody)
         still = self.update.without(self.known)
         wanted = self.update.next(self.known, truth.gradient)
         if not finished.updated:
@@ -241,6 +241,17 @@ class Bench:
             if value is not None and not self._within(abs(value - right), allowed * abs(right)):
                 raise Wrong(f"finish() reports the {name} {value:.6g}; {right:.6g} is right")
         self.known = found
+
+    def _truth(self, everybody: Sequence[Rows]) -> Truth:
+        return truth_of(
+            self._computing,
+            everybody,
+            layers=LAYERS,
+            heads=HEADS,
+            kind=self.layout.loss_kind,
+            balance_mean=getattr(self.adapter, "balance_mean", False),
+            mtp_sum="mtp" in self.layout.flags and moe.adds_up_mtp_losses(self.subject.config),
+        )
 
     def logprobs(self, rows: Rows) -> Tensor:
         """Compute the log-probability [B, T] of the token after each position, by definition."""

@@ -41,6 +41,8 @@ class Check:
     """True if it takes a model whose layers add losses of their own."""
     packs: bool = False
     """True if it takes a layout of packs."""
+    adapters: bool = False
+    """True if it takes a layout in which several adapters can be judged over one base."""
 
 
 _checks: dict[str, Check] = {}
@@ -56,6 +58,7 @@ def _check(
     replicas: bool = False,
     auxiliary: bool = False,
     packs: bool = False,
+    adapters: bool = False,
 ) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
     """Put a function among the checks, under its own name."""
 
@@ -70,6 +73,7 @@ def _check(
             replicas=replicas,
             auxiliary=auxiliary,
             packs=packs,
+            adapters=adapters,
         )
         return run
 
@@ -370,3 +374,39 @@ def offload_in_mid_step(bench: Bench) -> None:
         raise Wrong("an offload in an open step is refused on some ranks, and others went on")
     bench.unchanged("a step that was refused")
     bench.take(_of(bench, 1, CALL))
+
+
+@_check(
+    "two adapters over one base are trained in turn, and by steps that are open together",
+    needs=("tenant",),
+    adapters=True,
+)
+def swapped_adapters(bench: Bench) -> None:
+    from .tenants import Base, Tenant
+
+    names = "alice", "bob"
+    base = Base(bench, names)
+    alice, bob = pair = [Tenant(bench, base, name) for name in names]
+    calls = {each: _of(bench, seed, CALL, CALL) for seed, each in enumerate(pair)}
+    for each in (alice, bob, alice):  # one after the other
+        each.take(calls[each])
+    bob.unchanged("a step of alice")
+    try:
+        for each in pair:
+            each.begin(calls[each])
+        for each in pair * 2:
+            each.microbatch()
+        for each in pair:
+            each.finish()
+        for each in reversed(pair):  # of which one is dropped
+            each.begin(calls[each])
+            each.microbatch()
+        bob.abort()
+        alice.microbatch()
+        alice.finish()
+        bob.unchanged("abort()")
+        bob.take(calls[bob])
+    except Exception:
+        for each in pair:
+            each.abort()
+        raise

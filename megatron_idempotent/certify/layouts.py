@@ -110,6 +110,14 @@ class Layout:
         return "sequence" if "sequences" in self.flags else "token"
 
     @property
+    def adapters(self) -> bool:
+        """True if several adapters can be judged over one base.
+
+        In 16 bits a frozen base has no main parameters, with which the oracle would compute.
+        """
+        return not self.flags & {"fsdp2", "bf16", "fp16"}
+
+    @property
     def fsdp2(self) -> bool:
         """True for a plain model on FSDP2."""
         return "fsdp2" in self.flags

@@ -36,7 +36,8 @@ class Result:
     verdict: Verdict
     """`declared`: the adapter says that it may fail, and it does or was not run. `not offered`: the
     adapter lacks a method, or does not train on packs or a mean over sequences, or the layout has
-    one replica, no packs or no auxiliary losses. `not judged`: `whole-step` fails there already."""
+    one replica, no packs, no auxiliary losses or no adapters. `not judged`: `whole-step` fails
+    there already."""
     seconds: float = 0.0
     of_bound: float = 0.0
     """The largest error of a step, as a part of the bound for it."""
@@ -130,6 +131,8 @@ class Certification:
             return result("not offered", "no auxiliary losses")
         if check.packs and not layout.packs:
             return result("not offered", "no packs")
+        if check.adapters and not layout.adapters:
+            return result("not offered", "no adapters in 16 bits and on FSDP2")
         said = _why_not(told.cannot, check, layout)
         if said is not None and not self._declared:
             return result("declared", said)

@@ -314,3 +314,20 @@ class DropsGradientsOffloaded(SplitStep):
         for chunk in self.subject.chunks:
             chunk.zero_grad_buffer()
         super().offload()
+
+
+class FinishZeroesAll(SplitStep):
+    """Zeroes the gradients of all that it has built when one of them has updated."""
+
+    built: list[Any] = []  # noqa: RUF012
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.built.append(subject)
+
+    def finish(self) -> Any:
+        found = super().finish()
+        for subject in self.built:
+            for chunk in subject.chunks:
+                chunk.zero_grad_buffer()
+        return found
