@@ -12,11 +12,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 import megatron_idempotent
 from megatron_idempotent import FSDPTrainStep, TrainStep, all_positions, wire_train_config
+from megatron_idempotent.megatron.schedules import sums_tokens_of_context_ranks
 from megatron_idempotent.window.accumulation import set_for
 
 from . import packs
@@ -252,7 +254,11 @@ class Megatron:
             if self.fail:
                 raise Planted("the loss fails, as the check asks")
             total, count = self.subject.loss(output, rows)
-            return total, count.to(torch.int), {"nll": total.detach().clone()}
+            count = count.to(torch.int)
+            if not sums_tokens_of_context_ranks():
+                group = parallel_state.get_context_parallel_group()
+                torch.distributed.all_reduce(count, group=group)
+            return total, count, {"nll": total.detach().clone()}
 
         return self.subject.forward(chunk, rows), loss
 

@@ -265,7 +265,10 @@ def outcome_of(
         )
     except RankTimeout as error:
         waiting = sorted(set(range(layout.ranks)) - set(error.finished))
-        return f"rank {', '.join(map(str, waiting))} did not end within {DEADLINE_S:g} s", 0.0
+        text = f"rank {', '.join(map(str, waiting))} did not end within {DEADLINE_S:g} s"
+        # What the others wait for is most often a rank that has raised.
+        causes = sorted((*each[:2], rank) for rank, each in error.results.items() if each[1])
+        return (f"{text}; on rank {causes[0][2]}: {causes[0][1]}" if causes else text), 0.0
     except RankError as error:
         first = error.failures[0]
         text = f"rank {first.rank} ended: {first.exception_type}: {first.message}"

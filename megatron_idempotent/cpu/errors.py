@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
+from typing import Any
 
 
 class NotEmulatedError(RuntimeError):
@@ -79,12 +80,16 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(TimeoutError):
-    """The ranks missed their deadline and were ended; `stacks` has the Python stacks of each."""
+    """The ranks missed their deadline and were ended.
 
-    def __init__(self, timeout_s: float, stacks: dict[int, str], finished: list[int]) -> None:
+    `stacks` has the Python stacks of each, and `results` what those returned that had finished.
+    """
+
+    def __init__(self, timeout_s: float, stacks: dict[int, str], results: dict[int, Any]) -> None:
         self.timeout_s = timeout_s
         self.stacks = stacks
-        self.finished = finished
+        self.results = results
+        self.finished = finished = sorted(results)
         parts = [f"the ranks did not finish within {timeout_s:g} s and have been ended"]
         for rank, text in sorted(stacks.items()):
             state = "had finished and waited for the others" if rank in finished else "was in"

@@ -179,11 +179,12 @@ def run_ranks(
 
 
 def _results(outcome: Outcome, timeout_s: float) -> list[Any]:
-    if outcome.timed_out:
-        raise RankTimeout(timeout_s, outcome.stacks, sorted(outcome.results))
-    if outcome.failures:
+    if outcome.failures and not outcome.timed_out:
         raise RankError(outcome.failures, outcome.stacks)
-    return [pickle.loads(outcome.results[rank]) for rank in sorted(outcome.results)]
+    results = {rank: pickle.loads(outcome.results[rank]) for rank in sorted(outcome.results)}
+    if outcome.timed_out:
+        raise RankTimeout(timeout_s, outcome.stacks, results)
+    return list(results.values())
 
 
 class _Launcher:
@@ -236,7 +237,7 @@ class _Launcher:
 
     def _receive(self, timeout_s: float, doing: str) -> Any:
         if not self._connection.poll(timeout_s):
-            raise RankTimeout(timeout_s, {-1: f"the launcher was {doing} and gave no answer"}, [])
+            raise RankTimeout(timeout_s, {-1: f"the launcher was {doing} and gave no answer"}, {})
         try:
             return self._connection.recv()
         except (EOFError, ConnectionResetError) as gone:

@@ -10,8 +10,10 @@ fused CUDA kernel for it.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from megatron_idempotent.patching import Target
@@ -82,6 +84,18 @@ def around(schedule: Callable[..., Any], model: Any, patch_id: str) -> Callable[
 
 #: The schedules that defer the embedding's gradient.
 SCHEDULES = _ALL[1:]
+
+
+@lru_cache(maxsize=1)
+def sums_tokens_of_context_ranks() -> bool:
+    """Returns whether the tokens that loss functions return are added up over context ranks too.
+
+    0.12 adds them up over the data-parallel ranks of one context rank: there a loss function
+    returns the tokens of all parts of its microbatch.
+    """
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    alone = "all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())"
+    return alone not in inspect.getsource(module)
 
 
 def drain_target(wrapper: Callable[..., Any]) -> Target:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -14,7 +11,11 @@ from megatron.core import parallel_state
 
 from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.megatron.ddp import bucket_groups, start_held
-from megatron_idempotent.megatron.schedules import are_held, open_windows
+from megatron_idempotent.megatron.schedules import (
+    are_held,
+    open_windows,
+    sums_tokens_of_context_ranks,
+)
 from megatron_idempotent.ranks.agreement import (
     DEADLINE_S,
     collective_timeout,
@@ -304,19 +305,11 @@ class MegatronBackend:
         Context-parallel ranks are given the same rows, so that only the first of them counts, where
         finalizing sums over them too.
         """
-        counts = context_parallel_ranks()[0] == 0 or not _tokens_of_all_parts_are_summed()
+        counts = context_parallel_ranks()[0] == 0 or not sums_tokens_of_context_ranks()
         counted = local if counts else 0.0
         # As the schedules count; a sum of masks that are no zeros and ones needs more.
         kind = torch.int if counted == int(counted) else torch.float64
         return torch.tensor(counted, device=self.device).to(kind)
-
-
-@functools.lru_cache(maxsize=1)
-def _tokens_of_all_parts_are_summed() -> bool:
-    # 0.12 sums tokens over the data-parallel ranks of one context-parallel rank.
-    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-    alone = "all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())"
-    return alone not in inspect.getsource(module)
 
 
 def _check_positions(lists: Sequence[Sequence[Piece]], config: Any) -> None:

@@ -331,3 +331,16 @@ class FinishZeroesAll(SplitStep):
             for chunk in subject.chunks:
                 chunk.zero_grad_buffer()
         return found
+
+
+class OneRankRaises(SplitStep):
+    """Raises on the first rank before it agrees with the others, which wait for it."""
+
+    def begin(self) -> None:
+        if torch.distributed.get_rank() == 0:
+            raise RuntimeError("the first rank cannot begin")
+        super().begin()
+        torch.distributed.barrier()
+
+    def abort(self) -> None:
+        return

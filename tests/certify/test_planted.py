@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron_idempotent.certify import CHECKS, LAYOUTS, certify, layout, run
@@ -76,6 +78,16 @@ def test_what_a_step_reports_is_held_to_its_definition(megatron_rank_pool, bug, 
     whole = CHECKS["whole-step"]
     fault, _ = run.outcome_of(megatron_rank_pool, f"planted:{bug}", whole, LAYOUTS["dp2"])
     assert fault.startswith(said)
+
+
+def test_a_rank_that_raises_is_named_where_the_others_wait(megatron_rank_pool, monkeypatch):
+    monkeypatch.setattr(run, "DEADLINE_S", 5.0)
+    whole = CHECKS["whole-step"]
+    fault, _ = run.outcome_of(megatron_rank_pool, "planted:OneRankRaises", whole, LAYOUTS["dp2"])
+    assert re.fullmatch(
+        r"rank 1 did not end within 5 s; on rank 0: RuntimeError in .*: the first rank .* begin",
+        fault,
+    )
 
 
 def nan_of(adapter, pool, **options):

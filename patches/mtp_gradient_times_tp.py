@@ -1,0 +1,108 @@
+"""Under tensor parallelism an MTP layer's gradient is as many times too large as there are ranks.
+
+Symptom:
+    With multi-token prediction (MTP) and tensor parallelism, all that is in front of an MTP layer
+    is trained on TP times the MTP loss: its projection and norms, the embedding and the decoder.
+    With TP 2 the whole gradient of a small model is off by 41 % of its norm. No error, and the
+    logged losses are right.
+
+Cause:
+    The layer gathers the output of its projection over tensor-parallel ranks with a function whose
+    backward adds up the ranks' gradients. They all have the same one, because what follows is
+    computed on each rank, or gathered from all with sequence parallelism.
+
+Affects:
+    0.12. What the patch does: the layer gathers with the function that 0.13 takes, whose backward
+    gives each rank its part of the gradient.
+
+Upstream:
+    0.13 has `gather_from_tensor_model_parallel_region` in `MultiTokenPredictionLayer.forward`, and
+    says there why.
+
+Remove when:
+    0.12 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Reproduction, Target
+
+_LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
+_GATHER = "all_gather_last_dim_from_tensor_parallel_region"
+
+
+def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs the layer with a gather whose backward gives each rank its part, and adds none up.
+
+    Takes part: all tensor-parallel ranks.
+    """
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+    from megatron.core.transformer import multi_token_prediction as module
+
+    theirs = getattr(module, _GATHER)
+    setattr(module, _GATHER, gather_from_tensor_model_parallel_region)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        setattr(module, _GATHER, theirs)
+
+
+def reproduce() -> None:
+    """Compare an MTP layer's gradient along itself to the difference that its output makes."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(
+        tp=2,
+        overlap_grad_reduce=False,
+        config_overrides={"mtp_num_layers": 1},
+        model_overrides={"position_embedding_type": "none"},
+    )
+    (chunk,) = model.chunks
+    (layer,) = chunk.module.mtp.layers
+    shape = tiny.SEQUENCE, tiny.BATCH, model.config.hidden_size
+    generator = torch.Generator().manual_seed(0)
+    embedded, hidden, weights = (
+        torch.randn(shape, generator=generator).cuda() for _ in ("embedded", "hidden", "weights")
+    )
+    masked = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE, device="cuda").tril() < 0.5
+
+    def loss(hidden: Any) -> Any:
+        return (layer(embedded, hidden, masked) * weights).sum()
+
+    (gradient,) = torch.autograd.grad(loss(hidden.requires_grad_()), hidden)
+    # A central difference in float32: far nearer to the derivative than to any multiple of it.
+    step = 1e-2 / float(gradient.norm())
+    with torch.no_grad():
+        ahead, back = (float(loss(hidden + sign * step * gradient)) for sign in (1, -1))
+    times = float(gradient.square().sum()) * 2 * step / (ahead - back)
+    if round(times) != 1:
+        raise RuntimeError(f"an MTP layer's gradient is {round(times)} times the right one")
+
+
+PATCH = Patch(
+    id="mtp-gradient-times-tp",
+    summary="an MTP layer's gradient is TP times the right one under tensor parallelism",
+    since="0.12",
+    before="0.13",
+    targets=(
+        Target(
+            address=f"{_LAYER}.forward",
+            wrapper=forward,
+            relies_on=(f"hidden_states = {_GATHER}(hidden_states)",),
+        ),
+    ),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.13.0/megatron/core/transformer/"
+        "multi_token_prediction.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error="RuntimeError: an MTP layer's gradient is 2 times the right one",
+    ),
+)
