@@ -1,0 +1,67 @@
+"""Without Transformer Engine, a model with MTP layers raises when it is built.
+
+Symptom:
+    `TypeError: isinstance() arg 2 must be a type, a tuple of types, or a union` with `when
+    instantiating MultiTokenPredictionLayer`, on a machine without Transformer Engine: a laptop, or
+    CI on CPUs.
+
+Cause:
+    Each MTP layer asks whether its projection is one of two classes for inference. They derive from
+    classes of Transformer Engine; without it Megatron has mocks in their place, and a class that
+    derives from a mock is a mock, which `isinstance` does not take.
+
+Affects:
+    Megatron main from 11 August 2026 on, and the commits of NeMo-RL and Megatron-Bridge that have
+    it; no release yet. What the patch does: where the two are no classes, no layer is one of them.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/pull/5748 has brought the question.
+
+Remove when:
+    `is_inference_column_parallel_linear` returns False without Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import OPEN, Patch, Reproduction, Target
+
+_LAYERS = "megatron.core.tensor_parallel.inference_layers"
+
+
+def is_inference_linear(original: Callable[..., bool], module: Any) -> bool:
+    """Returns whether a layer is of a class for inference; no layer is of one that is a mock."""
+    from megatron.core.tensor_parallel import inference_layers
+
+    asked = inference_layers.InferenceColumnParallelLinear
+    return isinstance(asked, type) and original(module)
+
+
+def reproduce() -> None:
+    """Build a small model with an MTP layer."""
+    from megatron_idempotent.cpu import tiny
+
+    tiny.build(
+        config_overrides={"mtp_num_layers": 1},
+        model_overrides={"position_embedding_type": "none"},
+    )
+
+
+PATCH = Patch(
+    id="mtp-without-transformer-engine",
+    summary="a model with MTP layers cannot be built without Transformer Engine",
+    since="0.20",
+    before=OPEN,
+    targets=(
+        Target(
+            address=f"{_LAYERS}:is_inference_column_parallel_linear",
+            wrapper=is_inference_linear,
+        ),
+    ),
+    upstream="https://github.com/NVIDIA/Megatron-LM/pull/5748",
+    reproduction=Reproduction(
+        run=reproduce, ranks=1, stock_error=r"TypeError: isinstance\(\) arg 2 must be a type"
+    ),
+)
