@@ -45,6 +45,11 @@ SUITES_OF_COMMITS = (
 )
 #: FSDPTrainStep's own tests, and those that both engines are held to.
 FSDP = ("tests/step", "tests/hf/test_hf_fsdp.py")
+#: Arguments of `certify` for a plain model on 1 to 4 ranks, with both kinds of loss.
+FSDP2 = [
+    *("--layout", "fsdp2", "--layout", "dp2-fsdp2", "--layout", "dp3-fsdp2"),
+    *("--layout", "dp4-fsdp2", "--layout", "dp2-fsdp2-sequences"),
+]
 #: What the gate runs of them; it proves every hazard, too.
 GATE = ("tests/patching/test_case_files.py",)
 # 0.15 builds a CUDA extension while it is imported; without a device torch finds no architecture to
@@ -273,7 +278,7 @@ def _commit(session: nox.Session, wants: dict, folder: Path) -> tuple[Path, dict
 def layouts(session: nox.Session) -> None:
     """The layouts of docs/layouts.md: `nox -s layouts -- [release or commit]...`.
 
-    Steps in one call and in three; of `TrainStep` on the newest release all checks.
+    Steps in one call and in three; on the newest release all checks of `TrainStep`, and FSDP2.
     """
     for name in session.posargs or (*TABLE["gate"], NEWEST, "nemo-rl", "main"):
         if name in RELEASES:
@@ -282,10 +287,11 @@ def layouts(session: nox.Session) -> None:
         else:
             python, env, _ = _commit(session, COMMITS[name], WORK / "commits")
         (LAYOUTS / name).mkdir(parents=True, exist_ok=True)
-        for adapter in ("Megatron", "Window", "SplitStep"):
+        for adapter in ("Megatron", "Window", "SplitStep", *["FSDPSplitStep"][: name == NEWEST]):
             judged = f"megatron_idempotent.certify.adapters:{adapter}"
-            asked = ["certify", judged, "--grid", "--json"]
-            if (adapter, name) != ("SplitStep", NEWEST):
+            layouts = FSDP2 if adapter == "FSDPSplitStep" else ["--grid"]
+            asked = ["certify", judged, *layouts, "--json"]
+            if name != NEWEST or adapter in ("Megatron", "Window"):
                 asked += ["--check", "split-step"]
             with open(LAYOUTS / name / f"{adapter}.json", "w") as file:
                 command = [str(python), "-m", "megatron_idempotent", *asked]

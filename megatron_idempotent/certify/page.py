@@ -22,6 +22,7 @@ ADAPTERS = {
     "Megatron": "Megatron alone: one call of its schedule",
     "Window": "`accumulation_window`: a call of the schedule for each part",
     "SplitStep": "`TrainStep`: a call of `microbatch` for each part",
+    "FSDPSplitStep": "`FSDPTrainStep` on FSDP2, which is torch's: Megatron has no part in it",
 }
 """The adapters of `certify.adapters`, and what each table of the page is about."""
 
