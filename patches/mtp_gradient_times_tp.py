@@ -16,8 +16,8 @@ Affects:
     gives each rank its part of the gradient.
 
 Upstream:
-    0.13 has `gather_from_tensor_model_parallel_region` in `MultiTokenPredictionLayer.forward`, and
-    says there why.
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.13.0/megatron/core/transformer/multi_token_prediction.py,
+    `MultiTokenPredictionLayer.forward` takes `gather_from_tensor_model_parallel_region`.
 
 Remove when:
     0.12 is no longer supported.
@@ -32,6 +32,7 @@ from megatron_idempotent.patching import Patch, Reproduction, Target
 
 _LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
 _GATHER = "all_gather_last_dim_from_tensor_parallel_region"
+_CALL = f"hidden_states = {_GATHER}(hidden_states)"
 
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,9 +94,10 @@ PATCH = Patch(
         Target(
             address=f"{_LAYER}.forward",
             wrapper=forward,
-            relies_on=(f"hidden_states = {_GATHER}(hidden_states)",),
+            relies_on=(_CALL,),
         ),
     ),
+    fixed_when=lambda bodies: not any(body.contains(_CALL) for body in bodies.values()),
     upstream=(
         "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.13.0/megatron/core/transformer/"
         "multi_token_prediction.py"

@@ -333,9 +333,12 @@ def _auxiliary_losses(subject: Subject, *, positions: int) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         if subject.loss_kind == "sequence":
+            modules = [module for chunk in subject.chunks for module in chunk.modules()]
             for name in ("moe_aux_loss_coeff", "mtp_loss_scaling_factor"):
-                if value := getattr(subject.config, name, None):
-                    set_for(stack, subject.config, name, value / positions)
+                # 0.12 keeps a copy of the second in the block of MTP layers.
+                for owner in (subject.config, *(each for each in modules if name in vars(each))):
+                    if value := getattr(owner, name, None):
+                        set_for(stack, owner, name, value / positions)
         yield
 
 

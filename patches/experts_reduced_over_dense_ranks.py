@@ -1,0 +1,101 @@
+"""Experts that are split otherwise than the other layers get other ranks' gradients.
+
+Symptom:
+    With `expert_model_parallel_size=1` and an `expert_tensor_parallel_size` that is not the
+    `tensor_model_parallel_size`, experts are trained on wrong gradients. With 2 over 1 each half of
+    an expert gets the mean of both halves' gradients, and the gradient of a small model is off by
+    62 % of its norm; with 1 over 2 the copies of an expert drift apart. No error.
+
+Cause:
+    Experts' weights are marked as such, for DDP and for the optimizer, only with more than one
+    expert-parallel rank. Others are reduced with the dense weights, over the data-parallel ranks of
+    those. With another split these are not the ranks that hold the same part of an expert.
+
+Affects:
+    0.12 to 0.18; 0.19 looks at both sizes. What the patch does: DDP finds the weights of experts
+    marked where the two sizes differ and expert parallelism is off. Nothing else changes. On 0.12
+    experts of 1 over 2 raise in the forward, `First dimension of the tensor should be divisible by
+    tensor parallel size`, and no patch repairs that.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/core/tensor_parallel/layers.py,
+    `expert_parallel = config.expert_model_parallel_size > 1`.
+
+Remove when:
+    no supported release marks experts' weights by the expert-parallel size alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Reproduction, Target, arguments
+
+_DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
+
+
+def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wraps a module in which experts' weights are marked, where they are split otherwise."""
+    given = arguments(original, (self, *args), kwargs)
+    config = given["config"]
+    split = getattr(config, "expert_tensor_parallel_size", None)
+    if (
+        split not in (None, config.tensor_model_parallel_size)
+        and config.expert_model_parallel_size == 1
+    ):
+        _mark_experts(given["module"])
+    original(self, *args, **kwargs)
+
+
+def _mark_experts(model: Any) -> None:
+    """Set on experts' weights what Megatron sets with more than one expert-parallel rank."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            for parameter in layer.experts.parameters():
+                parameter.allreduce = False
+
+
+def reproduce() -> None:
+    """Compare the gradients of two ranks' halves of an expert; they must not be the same."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(
+        etp=2, experts=2, distributed_optimizer=False, overlap_grad_reduce=False, seed=5
+    )
+    model.forward_backward(1, data_seed=0)
+    (chunk,) = model.chunks
+    mine = chunk.module.decoder.layers[0].mlp.experts.local_experts[0].linear_fc1.weight.main_grad
+    halves = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(halves, mine)
+    if torch.equal(*halves):
+        raise RuntimeError("the two halves of an expert have one gradient, which is their mean")
+
+
+PATCH = Patch(
+    id="experts-reduced-over-dense-ranks",
+    summary="with EP 1 and another ETP than TP, experts get the gradients of other ranks' parts",
+    since="0.12",
+    before="0.19",
+    targets=(
+        Target(
+            address=f"{_DDP}.__init__",
+            wrapper=init,
+            relies_on=("getattr(param, 'allreduce', True)",),
+        ),
+    ),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/core/tensor_parallel/"
+        "layers.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error="RuntimeError: the two halves of an expert have one gradient",
+    ),
+)
