@@ -26,8 +26,8 @@ from .protocol import Calls, Finished, Rows, Wrong
 def in_adapter(name: str) -> bool:
     """Returns whether a parameter is in adapters: norms are, and biases.
 
-    That of linear_qkv is not. Megatron adds it in the product with the weight, and computes no
-    gradient of it where the weight is frozen (`LinearWithFrozenWeight`).
+    That of linear_qkv is not: stock Megatron computes no gradient of it where the weight is frozen
+    (the patch frozen-weight-bias-untrained does).
     """
     return "norm" in name or (name.endswith(".bias") and "linear_qkv" not in name)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from megatron_idempotent.certify import CHECKS, certify, layout, run
 
@@ -57,10 +60,13 @@ def test_adapters_are_judged_where_there_can_be_two(megatron_rank_pool, adapter,
     assert (found.verdict, found.fault) == ("not offered", said)
 
 
-def bias_beside_a_frozen_weight() -> list[float]:
-    """Runs on a rank: norms of the gradients of biases, beside trained weights and frozen ones."""
+def bias_beside_a_frozen_weight(patched: bool) -> list[Any]:
+    """Runs on a rank: gradients of biases, beside trained weights and frozen ones."""
+    import megatron_idempotent
     from megatron_idempotent.cpu import tiny
 
+    if patched:
+        megatron_idempotent.apply(["frozen-weight-bias-untrained"])
     found = []
     for trained in (("linear_qkv.bias", "linear_qkv.weight"), ("linear_qkv.bias",)):
 
@@ -70,19 +76,17 @@ def bias_beside_a_frozen_weight() -> list[float]:
 
         model = tiny.build(before_ddp=prepare, overlap_grad_reduce=False)
         model.forward_backward(1, data_seed=0)
-        found.append(
-            sum(
-                float(each.main_grad.norm())
-                for name, each in model.chunks[0].module.named_parameters()
-                if name.endswith("linear_qkv.bias")
-            )
-        )
+        named = model.chunks[0].module.named_parameters()
+        found.append([each.main_grad for name, each in named if name.endswith("linear_qkv.bias")])
     return found
 
 
-def test_megatron_computes_no_gradient_of_a_bias_beside_a_frozen_weight(megatron_rank_pool):
-    # So no adapter here has such a bias; once Megatron does compute it, take it in.
-    (found,) = megatron_rank_pool.run(1, bias_beside_a_frozen_weight)
-    trained, frozen = found
-    assert trained > 0
-    assert frozen == 0
+def test_a_bias_beside_a_frozen_weight_has_the_bits_of_one_beside_a_trained_weight(
+    megatron_rank_pool,
+):
+    # Stock Megatron computes none of it: so no adapter here has such a bias.
+    ((trained, stock),) = megatron_rank_pool.run(1, bias_beside_a_frozen_weight, False)
+    assert not any(each.any() for each in stock)
+    ((_, patched),) = megatron_rank_pool.run(1, bias_beside_a_frozen_weight, True)
+    assert all(each.any() for each in trained)
+    assert all(map(torch.equal, trained, patched))
