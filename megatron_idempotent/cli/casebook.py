@@ -125,9 +125,14 @@ def grid_markdown(proven: Proven) -> str:
         if hazard.distribution != MEGATRON:
             continue  # frameworks have releases of their own
         said = (found.get(hazard_id, "not run") for found in proven.values())
-        cells = " | ".join(_MARKS.get(word, _NOT_HERE.get(word, word)) for word in said)
+        cells = " | ".join(map(mark, said))
         rows.append(f"| [`{hazard_id}`](#{hazard_id}) | {cells} |")
     return "\n".join(rows)
+
+
+def mark(word: str) -> str:
+    """Return what the grid shows for a verdict of docs/proven.json: `mark("proven") == "✓"`."""
+    return _MARKS.get(word, _NOT_HERE.get(word, word))
 
 
 def read_findings(folder: Path) -> Proven:

@@ -1,0 +1,22 @@
+"""Lets MkDocs take the generated pages, and move links: `megatron_idempotent/cli/site.py`."""
+
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+from megatron_idempotent.cli import site
+
+ROOT = Path(__file__).parents[1]
+
+
+def on_files(files, config):
+    for path, markdown in site.pages(ROOT).items():
+        files.append(File.generated(config, path, content=markdown))
+    return files
+
+
+def on_page_markdown(markdown, *, page, config, files):
+    def known(path):
+        return files.get_file_from_path(path) is not None
+
+    return site.relinked(markdown, page.file.src_uri, known, config.repo_url.rstrip("/"))

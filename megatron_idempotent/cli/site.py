@@ -1,0 +1,234 @@
+"""Writes the pages of the documentation site that are no files of `docs/`, and moves links.
+
+`make docs` builds the site with MkDocs, which calls these functions through `.ci/mkdocs_hooks.py`:
+a page for each hazard, their list and the matrix come from the case files, and CHANGELOG.md and
+CONTRIBUTING.md are pages too. Links of the sources are right on GitHub; here they become links of
+the site.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import posixpath
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import megatron_idempotent
+from megatron_idempotent.patching.catalog import hazards
+from megatron_idempotent.patching.decide import MEGATRON
+from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
+
+from .casebook import PROVEN, Proven, mark
+
+#: Files of the root that are pages, and the pages.
+ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+_HAZARDS = "hazards/index.md"
+PACKAGE = "megatron_idempotent"
+_APPLY = """\
+```python
+import megatron_idempotent
+
+megatron_idempotent.apply()
+```
+"""
+#: A code span of a symptom that is a message, and no name: it has three words.
+_MESSAGE = re.compile(r"`([^`]+ [^`]+ [^`]+)`")
+_TITLES = {"Affects": "Releases, and what the patch does", "Upstream": "Upstream"}
+_LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+
+
+def pages(root: Path) -> dict[str, str]:
+    """Return the generated pages in Markdown, by their path in the site's sources.
+
+    `root` is a checkout of the project.
+
+    Raises:
+        OSError: the checkout lacks docs/proven.json or a page of the root.
+    """
+    proven: Proven = json.loads((root / PROVEN).read_text(encoding="utf-8"))
+    found = {f"hazards/{each.id}.md": hazard_page(each, proven) for each in hazards().values()}
+    found[_HAZARDS] = _list()
+    found["matrix.md"] = _matrix(proven)
+    found["api.md"] = _reference()
+    for name, page in ROOT_PAGES.items():
+        found[page] = (root / name).read_text(encoding="utf-8")
+    return found
+
+
+def hazard_page(hazard: Hazard, proven: Proven) -> str:
+    """Return the page of one hazard, with the message that users paste into a search as text."""
+    sections = hazard.case_file
+    found = messages(sections["Symptom"])
+    title = json.dumps(": ".join([hazard.id, *found[:1]]), ensure_ascii=False)
+    parts = ["---", f"title: {title}", "---", "", f"# {hazard.id}", ""]
+    parts += [f"**{_sentence(hazard.summary)}**", ""]
+    for message in found:  # as a heading, because the search weighs those most
+        parts += [f"## `{message}`", ""]
+    if isinstance(hazard, Patch):
+        parts += ["## The two lines that end it", "", _APPLY]
+        if not hazard.default:
+            parts += [f'It is off by default: name it, `apply(only=["{hazard.id}"])`.', ""]
+        parts += ["It wraps:", "", *(f"- `{each.address}`" for each in hazard.targets), ""]
+    else:
+        parts += ["## Answer", "", f"{_sentence(hazard.answer)}", ""]
+    for name in SECTIONS:
+        text = " ".join(sections[name].split())
+        parts += [f"## {_TITLES.get(name, name)}", "", _linked(text), ""]
+    parts += [
+        "## See it",
+        "",
+        "On CPU ranks with the Megatron that is installed, stock and patched:",
+        "",
+        "```console",
+        f"$ megatron-idempotent prove {hazard.id}",
+        "```",
+        "",
+    ]
+    if hazard.distribution == MEGATRON:
+        names = [name for name in proven if hazard.id in proven[name]]
+        parts += ["## Where it was seen", "", _table(names, {hazard.id: hazard}, proven), ""]
+    parts += [f"On {hazard.distribution} {hazard.versions}. [All hazards](index.md)", ""]
+    return "\n".join(parts)
+
+
+def messages(symptom: str) -> list[str]:
+    """Return the messages that a symptom quotes, each on one line, as a terminal shows them."""
+    return list(dict.fromkeys(_MESSAGE.findall(" ".join(symptom.split()))))
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _linked(text: str) -> str:
+    """Make links of bare addresses."""
+    return re.sub(r"(?<![<(])https://[^\s,]*[^\s,.;:)]", lambda found: f"<{found[0]}>", text)
+
+
+def _list() -> str:
+    rows = ["| hazard | on stock Megatron | answer | releases |", "|---|---|---|---|"]
+    rows += [
+        f"| [`{each.id}`]({each.id}.md) | {each.summary} | {each.answer} | {each.versions} |"
+        for each in hazards().values()
+    ]
+    head = (
+        "# Hazards\n\nEach is a thing that goes wrong on stock Megatron, or in a framework on it, "
+        "and has a program that shows it. Paste an error message into the search to find its page. "
+        "[The matrix](../matrix.md) says which release and which pinned commit has which.\n"
+    )
+    return "\n".join([head, *rows, ""])
+
+
+#: Heads of the reference, each with the first parts of its objects' modules.
+_GROUPS = {
+    "Patches": ("patching",),
+    "Training": ("step", "window", "ranks", "megatron"),
+    "Log-probs": ("logprobs",),
+    "FP8": ("fp8",),
+    "CPU ranks": ("cpu",),
+    "Certify": ("certify",),
+}
+
+
+def _reference() -> str:
+    """Return a page that mkdocstrings fills from docstrings, by `path.of.object` in the sources."""
+    paths = [f"{PACKAGE}.{path}" for path in _exported()]
+    paths += [f"{PACKAGE}.cpu.{name}" for name in ("run_ranks", "RankPool", "RankError")]
+    paths += [f"{PACKAGE}.certify.protocol.{name}" for name in ("Adapter", "Subject", "Finished")]
+    parts = [
+        "# Reference",
+        "",
+        f"What `{PACKAGE}` exports. Importing it pulls in neither torch nor Megatron.",
+    ]
+    for title, rooms in _GROUPS.items():
+        parts += ["", f"## {title}", ""]
+        parts += [f"::: {path}" for path in paths if path.split(".")[1] in rooms]
+    return "\n".join([*parts, ""])
+
+
+def _exported() -> list[str]:
+    """List what the package exports, functions first, as `module.name` without the package."""
+    found = []
+    for name in sorted(megatron_idempotent.__all__, key=lambda name: (name[0].isupper(), name)):
+        module = megatron_idempotent._LAZY.get(name)
+        if module is None:
+            its = getattr(megatron_idempotent, name).__module__
+            module = its.removeprefix(f"{PACKAGE}.")
+        found.append(f"{module}.{name}")
+    return found
+
+
+def _matrix(proven: Proven) -> str:
+    of_megatron = {each.id: each for each in hazards().values() if each.distribution == MEGATRON}
+    head = (
+        "---\nhide: [navigation, toc]\n---\n\n# Matrix\n\n"
+        "Rows are hazards of Megatron, columns are its releases and the commits that "
+        "frameworks pin. `make matrix` and `make pins` fill it.\n\n"
+        "- ✓: stock Megatron failed as the case file says, and the repair held\n"
+        "- limit: stock failed so, and nothing repairs it\n"
+        "- –, fixed, absent: this Megatron does not have the hazard\n"
+        "- off: needs hardware, and is applied only where named\n"
+        "- refused: a function there was read by nobody, and `apply()` leaves it alone\n"
+    )
+    choices = "".join(f"<option>{html.escape(name)}</option>" for name in proven)
+    chooser = (
+        '<p><label for="megatron">Show what applies to </label>'
+        f'<select id="megatron"><option value="">all</option>{choices}</select></p>'
+    )
+    return "\n".join([head, chooser, "", _table([*proven], of_megatron, proven), ""])
+
+
+def _table(names: list[str], shown: Mapping[str, Hazard], proven: Proven) -> str:
+    """Return a table in HTML: its cells have colours, and the matrix can hide rows."""
+    alone = len(shown) == 1
+    heads = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    rows = []
+    for hazard_id in shown:
+        words = [proven[name].get(hazard_id, "not run") for name in names]
+        cells = "".join(
+            f'<td class="{"here" if word in _HERE else "absent"} {word.replace(" ", "-")}" '
+            f'data-megatron="{html.escape(name)}">{mark(word)}</td>'
+            for name, word in zip(names, words, strict=True)
+        )
+        name = "" if alone else f'<th><a href="../hazards/{hazard_id}/">{hazard_id}</a></th>'
+        rows.append(f"<tr>{name}{cells}</tr>")
+    corner = "" if alone else "<th>hazard</th>"
+    return (
+        f'<div class="matrix"><table><thead><tr>{corner}{heads}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+_HERE = frozenset({"proven", "documented", "disabled", "drifted"})
+
+
+def relinked(markdown: str, source: str, known: Callable[[str], bool], repository: str) -> str:
+    """Return a page with links that are right on the site.
+
+    `source` is the page's path in the site's sources; `known` says whether there is a page or file
+    at such a path. A link to a hazard in HAZARDS.md goes to its page, and one to a file outside of
+    the site goes to `repository`.
+    """
+    page = {page: name for name, page in ROOT_PAGES.items()}.get(source)
+    here = "" if page else posixpath.dirname(f"docs/{source}")
+
+    def moved(found: re.Match[str]) -> str:
+        target, _, anchor = found[2].partition("#")
+        if not target or re.match(r"[a-z]+:", target):
+            return found[0]
+        path = posixpath.normpath(posixpath.join(here, target))
+        if path == "HAZARDS.md":
+            place, anchor = (f"hazards/{anchor}.md", "") if anchor in hazards() else (_HAZARDS, "")
+        elif path in ROOT_PAGES:
+            place = ROOT_PAGES[path]
+        elif path.startswith("docs/") and known(path[len("docs/") :]):
+            place = path[len("docs/") :]
+        else:
+            return f"{found[1]}{repository}/blob/main/{path}{found[3]}"
+        link = posixpath.relpath(place, posixpath.dirname(source) or ".")
+        return f"{found[1]}{link}{'#' if anchor else ''}{anchor}{found[3]}"
+
+    # Generated pages link each other as the site has them.
+    return markdown if source.startswith("hazards/") else _LINK.sub(moved, markdown)

@@ -1,0 +1,80 @@
+"""The generated pages of the site have what users look for, and links that are right there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_idempotent.cli import site
+from megatron_idempotent.patching.catalog import hazards
+
+ROOT = Path(__file__).parents[2]
+REPOSITORY = "https://example.org/us/it"
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return site.pages(ROOT)
+
+
+@pytest.mark.parametrize("hazard_id", [*hazards()])
+def test_a_hazard_has_a_page_with_its_message_as_a_heading(pages, hazard_id):
+    page = pages[f"hazards/{hazard_id}.md"]
+    case = hazards()[hazard_id].case_file
+    for message in site.messages(case["Symptom"]):
+        assert f"\n## `{message}`\n" in page
+    assert f"$ megatron-idempotent prove {hazard_id}" in page
+    assert " ".join(case["Cause"].split())[:60] in page
+
+
+def test_the_message_of_a_second_train_is_on_one_line(pages):
+    page = pages["hazards/no-sync-func-reentry.md"]
+    assert (
+        "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None; a "
+        "custom no_sync_func is not supported when overlapping grad-reduce`\n"
+    ) in page
+
+
+def test_the_matrix_has_every_hazard_of_megatron_and_every_megatron(pages):
+    matrix = pages["matrix.md"]
+    for each in hazards().values():
+        assert (f'href="../hazards/{each.id}/"' in matrix) == (each.distribution == "megatron-core")
+    assert "<option>0.12.3</option>" in matrix
+    assert "<option>nemo-rl</option>" in matrix
+
+
+def test_the_reference_has_all_that_the_package_exports(pages):
+    import megatron_idempotent
+
+    named = {line.rpartition(".")[2] for line in pages["api.md"].splitlines() if "::: " in line}
+    assert named >= {*megatron_idempotent.__all__}
+
+
+def test_every_page_is_in_the_navigation(pages):
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    shown = text[text.index("\nnav:") :]
+    names = {path.name for path in (ROOT / "docs").glob("*.md")}
+    names |= {page for page in pages if "/" not in page} | {"hazards/index.md"}
+    named = {line.split()[-1] for line in shown.splitlines() if line.endswith(".md")}
+    assert named == names
+
+
+@pytest.mark.parametrize(
+    ("source", "link", "right"),
+    [
+        ("trainer.md", "../HAZARDS.md#no-sync-func-reentry", "hazards/no-sync-func-reentry.md"),
+        ("trainer.md", "../HAZARDS.md", "hazards/index.md"),
+        ("trainer.md", "train-step.md#the-loss", "train-step.md#the-loss"),
+        ("trainer.md", "../CHANGELOG.md", "changelog.md"),
+        ("trainer.md", "../examples/verl.py", f"{REPOSITORY}/blob/main/examples/verl.py"),
+        ("trainer.md", "https://example.org/x", "https://example.org/x"),
+        ("trainer.md", "#seeing-it", "#seeing-it"),
+        ("contributing.md", "docs/gpu.md", "gpu.md"),
+        ("contributing.md", "patches/__init__.py", f"{REPOSITORY}/blob/main/patches/__init__.py"),
+        ("changelog.md", "HAZARDS.md#grad-scale-func", "hazards/grad-scale-func.md"),
+    ],
+)
+def test_a_link_that_is_right_on_github_is_right_on_the_site(source, link, right):
+    known = {path.name for path in (ROOT / "docs").iterdir()}.__contains__
+    assert site.relinked(f"See [x]({link}).", source, known, REPOSITORY) == f"See [x]({right})."
