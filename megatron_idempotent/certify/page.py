@@ -14,6 +14,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from megatron_idempotent.patching.versions import place
+
 from .checks import CHECKS
 
 FOUND = Path("docs", "layouts.json")
@@ -155,6 +157,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     for folder in argv:
         for megatron, adapters in read(Path(folder)).items():
             known[megatron] = {**known.get(megatron, {}), **adapters}
+    known = dict(sorted(known.items(), key=lambda item: place(item[0])))
     (root / FOUND).write_text(f"{json.dumps(known)}\n", encoding="utf-8")
     (root / PAGE).write_text(page(known), encoding="utf-8")
     return 0

@@ -72,6 +72,14 @@ def numbers(text: str) -> tuple[int, ...]:
     return _significant(tuple(map(int, parts))) if all(map(str.isdecimal, parts)) else ()
 
 
+def place(name: str) -> tuple[bool, tuple[int, ...], str]:
+    """Return a key that sorts releases by number, and commits after them by name.
+
+    Example: `sorted(["main", "0.9", "0.12.3"], key=place) == ["0.9", "0.12.3", "main"]`.
+    """
+    return not numbers(name), numbers(name), name
+
+
 def _significant(release: tuple[int, ...]) -> tuple[int, ...]:
     while release and release[-1] == 0:  # 0.12 and 0.12.0 are one release
         release = release[:-1]
