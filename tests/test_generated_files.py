@@ -1,4 +1,4 @@
-"""HAZARDS.md and the README's table are what the case files say."""
+"""HAZARDS.md is what the case files say."""
 
 from __future__ import annotations
 
@@ -104,17 +104,3 @@ def test_a_folder_without_findings_is_refused_by_name(content, tmp_path):
         (tmp_path / "0.9.0.json").write_text(content)
     with pytest.raises(ValueError, match=str(tmp_path)):
         casebook.read_findings(tmp_path)
-
-
-def test_the_readme_table_is_current():
-    text = (ROOT / "README.md").read_text()
-    assert casebook.updated_readme(text) == text, REMEDY
-
-
-def test_a_stale_table_is_renewed():
-    stale = f"before\n{casebook.BEGIN}\nstale row\n{casebook.END}\nafter\n"
-    renewed = casebook.updated_readme(stale)
-    assert renewed.startswith("before\n")
-    assert renewed.endswith("after\n")
-    assert "stale row" not in renewed
-    assert "`train-interval-timer`" in renewed

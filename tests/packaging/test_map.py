@@ -1,4 +1,4 @@
-"""CONTRIBUTING's map and README's layout show the tree that is there."""
+"""CONTRIBUTING's map and its tree show what is there."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ def test_the_map_has_the_layers_that_import_linter_holds():
     assert set().union(*held) | {"cpu"} == ROOMS
 
 
-def test_the_readme_lays_out_all_rooms():
-    readme = (ROOT / "README.md").read_text("utf-8")
-    drawn = readme.split("    megatron_idempotent/\n")[1].split("    patches/")[0]
+def test_the_tree_has_all_rooms():
+    drawn = CONTRIBUTING.split("    megatron_idempotent/\n")[1].split("    patches/")[0]
     assert {line.split("/")[0].strip() for line in drawn.splitlines()} == ROOMS
