@@ -21,7 +21,7 @@ VLLM_VENV := .nox/vllm
 RAY_VENV := .nox/ray
 DOCS_VENV := .nox/docs
 
-.PHONY: help train test test-gpu wheels test-ray test-vllm docs test-docs matrix gate pins drift lint bench setup clean
+.PHONY: help train test test-gpu wheels test-ray test-vllm docs test-docs dist matrix gate pins drift lint bench setup clean
 
 help:
 	@echo "make train    run the reference RL trainer on two CPU ranks (ARGS='--help' for its options)"
@@ -38,6 +38,7 @@ help:
 	@echo "make lint     ruff, spelling, mypy and the layers of imports"
 	@echo "make docs     build the documentation site into build/site"
 	@echo "make test-docs  ... and search it in a browser"
+	@echo "make dist     build wheel and sdist, check them, and install both on each Python"
 	@echo "make bench    run benchmarks/"
 
 setup: $(STAMP)
@@ -111,7 +112,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
-matrix gate pins: $(STAMP)
+matrix gate pins dist: $(STAMP)
 	$(BIN)/nox --session $@ -- $(ARGS)
 
 drift: $(STAMP)

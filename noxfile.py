@@ -4,6 +4,7 @@ The releases are a table in pyproject.toml. Environments are made with uv, becau
 fetches, the Python that each release has a wheel for.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -110,6 +111,33 @@ def patching(session: nox.Session, version: str) -> None:
     cache = f"cache_dir={folder / 'pytest'}"
     chosen = session.posargs or ["tests/patching"]
     session.run(str(python), "-m", "pytest", "-o", cache, *chosen, external=True)
+
+
+@nox.session(venv_backend="none")
+def dist(session: nox.Session) -> None:
+    """Build what a release uploads, check it, and install both on each Python of the classifiers.
+
+    They are left in dist/. `tests/packaging/test_wheel.py` holds their contents.
+    """
+    shutil.rmtree("dist", ignore_errors=True)
+    tools = _environment(session, RELEASES[NEWEST]["python"], WORK / "dist")
+    _install(session, tools, "build>=1.2", "twine>=6")
+    session.run(str(tools), "-m", "build", "--outdir", "dist", external=True)
+    built = sorted(map(str, Path("dist").iterdir()))
+    session.run(str(tools), "-m", "twine", "check", "--strict", *built, external=True)
+    prefix = "Programming Language :: Python :: 3."
+    minors = [each for each in PROJECT["project"]["classifiers"] if each.startswith(prefix)]
+    for number, package in itertools.product([each.rpartition(".")[2] for each in minors], built):
+        kind = "wheel" if package.endswith(".whl") else "sdist"
+        folder = (WORK / f"dist-3.{number}-{kind}").absolute()
+        shutil.rmtree(folder, ignore_errors=True)
+        python = _environment(session, f"3.{number}", folder)
+        _install(session, python, str(Path(package).absolute()))
+        command = [str(python.absolute()), "-I", "-m", "megatron_idempotent"]
+        for asked in (["doctor"], ["explain", "no-sync-func-reentry"]):
+            # Not here, where the checkout would be imported.
+            with session.chdir(folder):
+                session.run(*command, *asked, external=True, silent=True)
 
 
 def _environment(session: nox.Session, version: str, folder: Path) -> Path:

@@ -223,6 +223,7 @@ class UpdatesWithNaN(SplitStep):
             forward=subject.forward,
             deadline_s=20.0,
             non_finite="update",
+            tenant=self.name,
         )
 
 

@@ -69,6 +69,8 @@ def test_two_replicas(adapter, monkeypatch, megatron_rank_pool):
 def test_other_layouts(adapter, name, monkeypatch, megatron_rank_pool):
     if name == "vpp2" and adapter.startswith(ONE_CHUNK):
         pytest.skip("it trains one chunk in each stage")
+    if layout(name).packs:
+        pytest.skip("no adapter here trains on packs")
     variable, expected = FAILED[adapter]
     if layout(name).replicas == 1:
         expected = expected - {"uneven-replicas", "replica-without-rows"}

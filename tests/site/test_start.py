@@ -1,0 +1,55 @@
+"""The commands of the pages for beginners print what the pages say that they print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_idempotent.patching.catalog import UNTRIED
+from megatron_idempotent.patching.versions import installed, supported
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("index.md", "use.md")
+found = installed("megatron-core")
+if found is None or not supported(found, "0.19", UNTRIED):
+    pytest.skip("the pages show the newest release", allow_module_level=True)
+
+
+def shown() -> list[tuple[str, str]]:
+    """List the commands of the pages with the lines below each."""
+    commands = []
+    for page in PAGES:
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        for block in re.findall(r"(?:^    .*\n)+", text, re.MULTILINE):
+            for part in re.split(r"^    \$ ", block, flags=re.MULTILINE)[1:]:
+                command, _, output = part.partition("\n")
+                commands.append((command, re.sub("(?m)^    ", "", output)))
+    return commands
+
+
+def words(text: str) -> list[str]:
+    """Return the words of an output; seconds are another number each time."""
+    return re.sub(r"\b\d+\.\d\b", "N", text).split()
+
+
+@pytest.mark.parametrize(("command", "output"), shown())
+def test_a_command_prints_what_the_page_says(command, output):
+    program, *arguments = shlex.split(command.partition("|")[0])
+    assert program == "megatron-idempotent"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "megatron_idempotent", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.splitlines()[:1] if command.endswith("head -1") else [done.stdout]
+    assert not output or words("\n".join(printed)) == words(output)
+    assert done.stdout
