@@ -1,0 +1,71 @@
+"""The programs of examples/ say what they promise, and are short."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_idempotent import cpu
+from megatron_idempotent.patching.versions import installed
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+found = installed("megatron-core")
+if found is None:
+    pytest.skip("the programs run Megatron", allow_module_level=True)
+#: By program: the lines that it prints. The ranks of this session serve, which costs no start.
+SAID = {
+    "train_twice": [
+        "stock:   AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be "
+        "None; a custom no_sync_func is not supported when overlapping grad-reduce",
+        "patched: three calls of train(2) have the same bits as one of train(6)",
+    ],
+    "packed_logprobs": ["both ranks have the same bits"],
+    "split_step": [],
+}
+
+
+def said_by(name, monkeypatch, pool, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(cpu, "run_ranks", pool.run)
+    importlib.import_module(name).main()
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_program_says_what_it_promises(name, monkeypatch, megatron_rank_pool, capsys):
+    if name == "train_twice" and found.release < (0, 17):
+        pytest.skip("wheels before 0.17 carry no megatron.training")
+    lines = said_by(name, monkeypatch, megatron_rank_pool, capsys)
+    assert [line for line in lines if line in SAID[name]] == SAID[name], lines
+
+
+def test_packed_logprobs_are_those_of_the_sequences_alone(monkeypatch, megatron_rank_pool, capsys):
+    *lines, _ = said_by("packed_logprobs", monkeypatch, megatron_rank_pool, capsys)
+    for line in lines:
+        shared, alone = (float(word) for word in line.split() if "." in word)
+        assert abs(shared - alone) < 2e-4  # four decimals are printed
+
+
+def test_a_split_step_has_one_norm(monkeypatch, megatron_rank_pool, capsys):
+    lines = said_by("split_step", monkeypatch, megatron_rank_pool, capsys)
+    assert len(lines) == 3
+    assert len({line.split()[-1] for line in lines}) == 1
+
+
+def test_the_test_of_a_train_of_ones_own_passes():
+    asked = ["-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "test_your_train.py"]
+    done = subprocess.run(
+        [sys.executable, *asked], cwd=EXAMPLES, capture_output=True, text=True, check=False
+    )
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*_*.py")), ids=lambda path: path.stem)
+def test_a_program_is_short(path):
+    if path.stem not in (*SAID, "test_your_train"):
+        pytest.skip("an adapter of a framework")
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 80
