@@ -1,0 +1,23 @@
+"""Ray's hook for worker processes applies the patches before a worker imports anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_a_worker_of_a_job_with_the_hook_has_the_patches():
+    # A cluster of its own: the hook belongs to the job.
+    program = Path(__file__).with_name("hooked_job.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said == {"before": "pending_import", "after": "applied"}
