@@ -1,4 +1,4 @@
-"""Adapters are to be read and pasted, so they stay short."""
+"""Adapters are to be read and pasted, so they stay short; programs to start from, too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import pytest
 from adapters import EXAMPLES
 
 
+ADAPTERS = ("nemo_rl", "skyrl", "verl")
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_an_adapter_has_at_most_sixty_lines(path):
-    assert len(path.read_text().splitlines()) <= 60
+def test_an_example_is_short(path):
+    assert len(path.read_text().splitlines()) <= (60 if path.stem in ADAPTERS else 80)
