@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from adapters import EXAMPLES
 
-
 ADAPTERS = ("nemo_rl", "skyrl", "verl")
 
 
