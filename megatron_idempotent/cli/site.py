@@ -33,9 +33,7 @@ import megatron_idempotent
 megatron_idempotent.apply()
 ```
 """
-#: A code span of a symptom that is a message, and no name: it has three words.
-_MESSAGE = re.compile(r"`([^`]+ [^`]+ [^`]+)`")
-_TITLES = {"Affects": "Releases, and what the patch does", "Upstream": "Upstream"}
+_TITLES = {"Affects": "Releases, and what the patch does"}
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
@@ -58,7 +56,7 @@ def pages(root: Path) -> dict[str, str]:
 
 
 def hazard_page(hazard: Hazard, proven: Proven) -> str:
-    """Return the page of one hazard, with the message that users paste into a search as text."""
+    """Return the page of one hazard, with the messages that users paste as headings."""
     sections = hazard.case_file
     found = messages(sections["Symptom"])
     title = json.dumps(": ".join([hazard.id, *found[:1]]), ensure_ascii=False)
@@ -94,8 +92,12 @@ def hazard_page(hazard: Hazard, proven: Proven) -> str:
 
 
 def messages(symptom: str) -> list[str]:
-    """Return the messages that a symptom quotes, each on one line, as a terminal shows them."""
-    return list(dict.fromkeys(_MESSAGE.findall(" ".join(symptom.split()))))
+    """Return the messages that a symptom quotes, each on one line, as a terminal shows them.
+
+    A code span is a message, and no name, if it has three words.
+    """
+    spans = re.findall(r"`([^`]+)`", " ".join(symptom.split()))
+    return [span for span in dict.fromkeys(spans) if len(span.split()) > 2]
 
 
 def _sentence(text: str) -> str:

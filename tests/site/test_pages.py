@@ -28,6 +28,11 @@ def test_a_hazard_has_a_page_with_its_message_as_a_heading(pages, hazard_id):
     assert " ".join(case["Cause"].split())[:60] in page
 
 
+def test_only_code_spans_of_several_words_are_messages():
+    found = site.messages("`train` fails with the\n`AssertionError: no,\n  not so`, and `b` too")
+    assert found == ["AssertionError: no, not so"]
+
+
 def test_the_message_of_a_second_train_is_on_one_line(pages):
     page = pages["hazards/no-sync-func-reentry.md"]
     assert (
