@@ -91,13 +91,15 @@ def test_skyrl_without_overlap_as_its_configuration_has_it(monkeypatch, megatron
 
 
 OFF = "the gradient is off by "
+TWICE_OR_APART = "the gradient is |has other bits in "
 SET_UP_TWICE = "config.no_sync_func must be None"
 
 
 @pytest.mark.parametrize(
     ("adapter", "variable", "place", "check", "stock", "said"),
     [
-        ("NemoRL", "NEMO_RL_3659_SOURCE", "dp2", "whole-step", True, "the gradient is "),
+        # Reductions race there: ranks add each other's up, or drift apart.
+        ("NemoRL", "NEMO_RL_3659_SOURCE", "dp2", "whole-step", True, TWICE_OR_APART),
         (
             "NemoRL",
             "NEMO_RL_3659_SOURCE",
@@ -142,7 +144,7 @@ def test_what_is_public_is_found(
 ):
     options = {"layouts": [place], "checks": [check], "stock": stock}
     found = failed(adapter, variable, monkeypatch, megatron_rank_pool, **options)
-    assert said in found[check]
+    assert any(each in found[check] for each in said.split("|")), found
 
 
 @pytest.mark.parametrize(
