@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import host_gpu
 import pytest
@@ -212,10 +213,12 @@ def test_an_open_and_a_close_that_are_cancelled_leave_nothing_behind(
     kind: str, make: Make, tmp_path: pathlib.Path
 ) -> None:
     sender = make(kind)
+    threads: list[Any] = []
 
     async def cancelled(call: object) -> None:
         task = asyncio.ensure_future(call)
         await asyncio.sleep(0)  # so that it has begun
+        threads.append(sender._thread)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -224,9 +227,11 @@ def test_an_open_and_a_close_that_are_cancelled_leave_nothing_behind(
         await cancelled(sender.open(UPDATE))
         opened = await sender.open(UPDATE)
         await sender.announce(Bucket.of(0, {"w": torch.ones(3)}))
-        thread = sender._thread
+        threads.append(sender._thread)
         await cancelled(sender.close())
-        await asyncio.to_thread(thread.shutdown)
+        # What was begun is discarded on the sender's threads, each in its own time.
+        for thread in filter(None, threads):
+            await asyncio.to_thread(thread.shutdown)
         assert opened["update"] == UPDATE.id
 
     asyncio.run(scenario())
