@@ -1,0 +1,201 @@
+"""Under context parallelism each rank weighs its MTP loss by its own tokens, not by the sequence's.
+
+Symptom:
+    With multi-token prediction (MTP) and context parallelism the gradient of MTP layers depends on
+    which rank has which tokens. With two ranks and all tokens counting, a small model's gradient is
+    off by 2.3 % of its norm. Where few tokens count it is worse: a token that is the first one that
+    counts on its rank, and is predicted on another that counts none, trains nothing. No error.
+
+Cause:
+    Predictions of a rank's last positions are of tokens that the next rank has: the mask is shifted
+    across ranks. `process_mtp_loss` divides by the shifted mask's sum and multiplies by the mask's,
+    or divides alone if DDP averages, and takes both sums over the rank's own tokens.
+
+Affects:
+    0.17 and later. What the patch does: both sums are over all context-parallel ranks. It shifts
+    the mask once more, and adds up one number for each MTP layer and one more in one collective.
+    Logged MTP losses stay means over ranks of means. Before 0.17 Megatron adds up losses if
+    `calculate_per_token_loss` is set, which is right; if DDP averages it is as above, and there is
+    no patch.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/d98e8a64ddf34856e74b24714e3bedb2f5a39553/megatron/core/transformer/multi_token_prediction.py
+    says in `process_mtp_loss` that it uses local counts, and that exact parity would require
+    all-reduced ones.
+
+Remove when:
+    Upstream counts over context-parallel ranks, and no release before that is supported.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from megatron_idempotent.patching import Patch, Reproduction, Target
+from megatron_idempotent.patching.record import arguments
+
+_MODULE = "megatron.core.transformer.multi_token_prediction"
+_COUNTED = "original_num_tokens = loss_mask.sum()"
+_SHIFTED = (
+    "(loss_mask, num_tokens) = roll_tensor(loss_mask, shifts=-1, dims=-1, cp_group=cp_group, "
+    "packed_seq_params=packed_seq_params)"
+)
+
+
+def process(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let each MTP layer's loss weigh what all context-parallel ranks count.
+
+    Takes part: all context-parallel ranks.
+    """
+    call = arguments(original, args, kwargs)
+    group, config = call["cp_group"], call["config"]
+    if group is None or group.size() == 1:
+        return original(*args, **kwargs)
+    from megatron.core.transformer import multi_token_prediction as module
+
+    shift = partial(
+        module.roll_tensor,
+        shifts=-1,
+        dims=-1,
+        cp_group=group,
+        packed_seq_params=call["packed_seq_params"],
+    )
+    mask = _mask(shift, call["loss_mask"], call["labels"], _tokens(original, args, kwargs))
+    if mask is None:  # nor does upstream compute a loss then
+        return original(*args, **kwargs)
+    factors = _factors(shift, mask, config, group)
+    # So each loss is divided by the rank's own number and multiplied by none.
+    averaged = copy.copy(config)
+    averaged.calculate_per_token_loss = False
+    theirs = module.MTPLossAutoScaler
+    module.MTPLossAutoScaler = _Weighing(theirs, factors)
+    try:
+        return _called(original, args, kwargs, config=averaged)
+    finally:
+        module.MTPLossAutoScaler = theirs
+
+
+def _tokens(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return arguments(original, args, kwargs).get("input_ids")  # from 0.19 on
+
+
+def _called(original: Callable[..., Any], args: Any, kwargs: Any, **other: Any) -> Any:
+    return original(**{**arguments(original, args, kwargs), **other})
+
+
+def _mask(shift: Callable[[Any], Any], mask: Any, labels: Any, tokens: Any) -> Any:
+    """Returns the mask that upstream begins with; None where there is nothing to predict."""
+    import torch
+
+    if labels is None and tokens is None:
+        return None
+    if mask is None:
+        mask = torch.ones_like(tokens if labels is None else labels)
+    # Labels that are taken from the tokens are shifted once, and the mask with them.
+    return shift(mask)[0] if labels is None else mask
+
+
+def _factors(shift: Callable[[Any], Any], mask: Any, config: Any, group: Any) -> Iterator[Any]:
+    """Returns, for each MTP layer, what its loss is to be multiplied by on this rank."""
+    import torch
+
+    numbers = [mask.sum()]
+    for _ in range(config.mtp_num_layers):
+        mask, number = shift(mask)
+        numbers.append(number)
+    own = torch.stack(numbers).double()
+    everybody = own.clone()
+    torch.distributed.all_reduce(everybody, group=group)
+    times = everybody[0] if config.calculate_per_token_loss else group.size()
+    return iter(own[1:].clamp(min=1) * times / everybody[1:].clamp(min=1))
+
+
+class _Weighing:
+    """Stands for `MTPLossAutoScaler` during one call, and multiplies each layer's loss."""
+
+    def __init__(self, scaler: Any, factors: Iterator[Any]) -> None:
+        self._scaler = scaler
+        self._factors = factors
+
+    def apply(self, hidden_states: Any, loss: Any) -> Any:
+        return self._scaler.apply(hidden_states, loss * next(self._factors).to(loss.dtype))
+
+
+def reproduce() -> None:
+    """Let one token count, which is predicted on one rank and is another's."""
+    import torch
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_idempotent import own_positions
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(
+        cp=2,
+        overlap_grad_reduce=False,
+        distributed_optimizer=False,
+        exact_attention=True,
+        config_overrides={"mtp_num_layers": 1, "calculate_per_token_loss": True},
+        model_overrides={"position_embedding_type": "none"},
+    )
+    (chunk,) = model.chunks
+    length = tiny.SEQUENCE
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, tiny.VOCABULARY, (1, length), generator=generator).cuda()
+    counts = torch.zeros(1, length, device="cuda")
+    counts[0, length // 4] = 1  # the first position of the second rank
+    mask = own_positions(counts)
+
+    def forward_step(data: Any, chunk: Any) -> Any:
+        next(data)
+        output = chunk(
+            own_positions(tokens),
+            own_positions(torch.arange(length, device="cuda")[None]),
+            None,
+            labels=own_positions(tokens.roll(-1, 1)),
+            loss_mask=mask,
+        )
+        return output, lambda output: ((output * mask).sum(), mask.sum().int(), {})
+
+    chunk.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter([None]),
+        model=chunk,
+        num_microbatches=1,
+        seq_length=length,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    (layer,) = chunk.module.mtp.layers
+    if not layer.eh_proj.weight.main_grad.any():
+        raise RuntimeError("an MTP layer learns nothing of a token that another rank counts")
+
+
+PATCH = Patch(
+    id="mtp-loss-per-context-rank",
+    summary="an MTP loss weighs each context-parallel rank's tokens by themselves",
+    since="0.17",
+    before="0.20",
+    targets=(
+        Target(
+            address=f"{_MODULE}:process_mtp_loss",
+            wrapper=process,
+            relies_on=(_COUNTED, _SHIFTED),
+        ),
+    ),
+    fixed_when=lambda bodies: not any(body.contains(_COUNTED) for body in bodies.values()),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/d98e8a64ddf34856e74b24714e3bedb2f5a39553/"
+        "megatron/core/transformer/multi_token_prediction.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error=(
+            "RuntimeError: an MTP layer learns nothing of a token that another rank counts"
+        ),
+    ),
+)
