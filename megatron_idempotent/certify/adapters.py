@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_idempotent import FSDPTrainStep, TrainStep, all_positions, wire_tr
 from megatron_idempotent.megatron.schedules import sums_tokens_of_context_ranks
 from megatron_idempotent.window.accumulation import set_for
 
-from . import packs
+from . import packs, states
 from .layouts import LossKind
 from .protocol import Finished, Packed, Planted, Rows, Subject
 
@@ -66,6 +66,7 @@ class SplitStep:
     cannot: Mapping[str, str] = _NO_OFFLOAD
     packs = True
     sequences = True
+    order_stable = False
     name: str | None = None  # of one of several tenants
 
     def build(self, subject: Subject) -> None:
@@ -78,6 +79,7 @@ class SplitStep:
             forward=self.forward,
             deadline_s=20.0,
             tenant=self.name,
+            order_stable=self.order_stable,
         )
 
     def tenant(self, name: str) -> SplitStep:
@@ -125,16 +127,22 @@ class SplitStep:
         ]
 
     def save(self) -> dict[str, Any]:
-        return _state_of(self.subject)
+        return states.state_of(self.subject)
 
     def load(self, state: dict[str, Any]) -> None:
-        _restore(self.subject, state)
+        states.restore(self.subject, state)
 
     def offload(self) -> None:
-        _offload(self.subject)
+        states.offload(self.subject)
 
     def onload(self, *, training: bool = True) -> None:
-        _onload(self.subject, training=training)
+        states.onload(self.subject, training=training)
+
+
+class OrderStable(SplitStep):
+    """Trains with `TrainStep(order_stable=True)`."""
+
+    order_stable = True
 
 
 class FSDPSplitStep(SplitStep):
@@ -235,7 +243,7 @@ class Megatron:
         return self._update()
 
     def _train(self, pieces: Sequence[Rows | Packed]) -> None:
-        with _auxiliary_losses(self.subject, positions=pieces[0]["input_ids"].shape[1]):
+        with _auxiliary_losses(self.subject) as self._weigh:
             _schedule(self.subject, pieces, self._forward_step, forward_only=False)
 
     def _zero(self) -> None:
@@ -249,6 +257,7 @@ class Megatron:
 
     def _forward_step(self, data: Any, chunk: Any) -> Any:
         rows = next(data)
+        self._weigh(rows)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             if self.fail:
@@ -266,16 +275,16 @@ class Megatron:
         self.rows = []
 
     def save(self) -> dict[str, Any]:
-        return _state_of(self.subject)
+        return states.state_of(self.subject)
 
     def load(self, state: dict[str, Any]) -> None:
-        _restore(self.subject, state)
+        states.restore(self.subject, state)
 
     def offload(self) -> None:
-        _offload(self.subject)
+        states.offload(self.subject)
 
     def onload(self, *, training: bool = True) -> None:
-        _onload(self.subject, training=training)
+        states.onload(self.subject, training=training)
 
 
 class Window(Megatron):
@@ -325,21 +334,30 @@ def microbatches(subject: Subject, rows: Rows) -> list[Rows]:
 
 
 @contextlib.contextmanager
-def _auxiliary_losses(subject: Subject, *, positions: int) -> Iterator[None]:
-    """Let auxiliary losses weigh as many sequences as they are about, if the loss is of sequences.
+def _auxiliary_losses(subject: Subject) -> Iterator[Callable[[Any], None]]:
+    """Yield a function that lets the next forward's auxiliary losses weigh as its sequences do.
 
     Megatron multiplies each by the positions of its microbatch, and divides by what the loss
-    functions count. Of sequences with so many positions that is so many times too much.
+    functions count. If the loss is of sequences, that is positions / sequences times too much.
     """
+    modules = [module for chunk in subject.chunks for module in chunk.modules()]
     with contextlib.ExitStack() as stack:
-        if subject.loss_kind == "sequence":
-            modules = [module for chunk in subject.chunks for module in chunk.modules()]
-            for name in ("moe_aux_loss_coeff", "mtp_loss_scaling_factor"):
-                # 0.12 keeps a copy of the second in the block of MTP layers.
-                for owner in (subject.config, *(each for each in modules if name in vars(each))):
-                    if value := getattr(owner, name, None):
-                        set_for(stack, owner, name, value / positions)
-        yield
+        factors = []
+        for name in ("moe_aux_loss_coeff", "mtp_loss_scaling_factor"):
+            # 0.12 keeps a copy of the second in the block of MTP layers.
+            for owner in (subject.config, *(each for each in modules if name in vars(each))):
+                value = getattr(owner, name, None)
+                if value and subject.loss_kind == "sequence":
+                    set_for(stack, owner, name, value)  # back at the end
+                    factors.append((owner, name, value))
+
+        def weigh(microbatch: Any) -> None:
+            rows, positions = microbatch["input_ids"].shape
+            sequences = microbatch.get("sequences", rows)
+            for owner, name, value in factors:
+                setattr(owner, name, value * sequences / (rows * positions))
+
+        yield weigh
 
 
 def _schedule(
@@ -374,80 +392,3 @@ def _logprobs(subject: Subject, rows: Rows) -> Tensor | None:
             subject, pieces, forward_step, forward_only=True, collect_non_loss_data=True
         )
     return all_positions(torch.cat(found)) if found else None
-
-
-def _offload(subject: Subject) -> None:
-    """Move optimizer state and parameters to the host, and free the gradients, as Megatron does."""
-    # First, because the distributed optimizer's parameters in float32 are views of the model's.
-    subject.optimizer.offload_to_cpu()
-    for chunk in subject.chunks:
-        chunk.offload_grad_buffers()
-        for buffer in _buffers(chunk):
-            buffer.offload_to_cpu(move_grads=False)
-
-
-def _onload(subject: Subject, *, training: bool) -> None:
-    for chunk in subject.chunks:
-        for buffer in _buffers(chunk):
-            buffer.reload_from_cpu(move_grads=False)
-        chunk.module.cuda()  # the optimizer's own, where it updates the model's parameters in place
-        if training:
-            chunk.restore_grad_buffers()
-    if training:
-        subject.optimizer.restore_from_cpu()
-
-
-def _buffers(chunk: Any) -> list[Any]:
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]
-
-
-def _state_of(subject: Subject) -> dict[str, Any]:
-    """Copy parameters and optimizer state of this rank, as a checkpoint would.
-
-    What the optimizer updates are main parameters in float32, where the model is in bfloat16.
-    """
-    megatron_idempotent.ensure_params_synced(subject.chunks)
-    inner = _inner(subject.optimizer)
-    return {
-        "model": [
-            [each.detach().clone() for each in chunk.module.parameters()]
-            for chunk in subject.chunks
-        ],
-        "main": [[each.detach().clone() for each in _updated(one)] for one in inner],
-        "optimizer": [
-            [
-                {
-                    name: value.clone() if isinstance(value, Tensor) else value
-                    for name, value in one.state[p].items()
-                }
-                for p in _updated(one)
-                if p in one.state
-            ]
-            for one in inner
-        ],
-    }
-
-
-def _restore(subject: Subject, state: dict[str, Any]) -> None:
-    with torch.no_grad():
-        for chunk, values in zip(subject.chunks, state["model"], strict=True):
-            for parameter, value in zip(chunk.module.parameters(), values, strict=True):
-                parameter.copy_(value)
-    kept = zip(_inner(subject.optimizer), state["main"], state["optimizer"], strict=True)
-    for one, values, states in kept:
-        with torch.no_grad():
-            for parameter, value in zip(_updated(one), values, strict=True):
-                parameter.copy_(value)
-        if states:
-            for parameter, moments in zip(_updated(one), states, strict=True):
-                one.state[parameter] = moments
-
-
-def _updated(optimizer: Any) -> list[Any]:
-    """Returns the parameters that a torch optimizer updates."""
-    return [each for group in optimizer.param_groups for each in group["params"]]
-
-
-def _inner(optimizer: Any) -> list[Any]:
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [each.optimizer for each in chained if getattr(each, "optimizer", None) is not None]

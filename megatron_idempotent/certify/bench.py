@@ -6,6 +6,7 @@ Legend: B rows, T positions.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from .memories import Memories
 from .oracle import MTP_FACTOR, Truth, Update, counted, negative_logprobs, truth_of
 from .parameters import Part, joined, parts, spread
 from .protocol import MICRO_BATCH, Adapter, Calls, Finished, Rows, Subject, Wrong
+from .seen import PacksSeen
 
 HEADS, T = tiny.HEADS, tiny.SEQUENCE
 """Heads and positions of the model."""
@@ -68,6 +70,7 @@ class Bench:
     def __init__(self, adapter: Adapter, layout: Layout) -> None:
         self.adapter = adapter
         self.layout = layout
+        self.packs_seen: PacksSeen | None = None
         self.double, self.half = layout.dtype == "fp64", layout.dtype in _FINER
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.make_model()
@@ -80,6 +83,8 @@ class Bench:
         self.known = self.whole()
         self.of_bound = 0.0
         """The largest part of its bound that an error had so far."""
+        self.bits = ""
+        """A digest of the parameters after the steps of `same-bits`."""
 
     @property
     def _rate(self) -> float:
@@ -155,6 +160,9 @@ class Bench:
 
     def subject_of(self, model: tiny.Tiny, forward: Callable[[Any, Any], Tensor]) -> Subject:
         """Return what an adapter gets of a model that was built."""
+        # Of rows auxiliary losses are known without looking.
+        looks = self.layout.packs and self.layout.auxiliary
+        self.packs_seen = PacksSeen(model.chunks[0]) if looks else None
         return Subject(
             chunks=model.chunks,
             optimizer=model.optimizer,
@@ -243,9 +251,15 @@ class Bench:
         self.known = found
 
     def _truth(self, everybody: Sequence[Rows]) -> Truth:
+        found = None
+        if self.packs_seen is not None:
+            found = self.packs_seen.of_rows(
+                everybody, replica=self.replica, gather=self.told_by_all
+            )
         return truth_of(
             self._computing,
             everybody,
+            packs=found,
             layers=LAYERS,
             heads=HEADS,
             kind=self.layout.loss_kind,
@@ -296,6 +310,14 @@ class Bench:
         self.memories.offload(self.adapter, freeing=freeing)
         self.memories.onload(self.adapter)
         self.unchanged("offload() and onload()")
+
+    def digest(self) -> str:
+        """Return a digest of the whole model's parameters, the same on all ranks."""
+        found = hashlib.sha256()
+        for name in sorted(self.known):
+            found.update(name.encode())
+            found.update(self.known[name].contiguous().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()[:16]
 
     def unchanged(self, what: str) -> None:
         """Raise `Wrong` unless the parameters are the same bits as before."""

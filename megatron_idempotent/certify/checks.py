@@ -43,6 +43,8 @@ class Check:
     """True if it takes a layout of packs."""
     adapters: bool = False
     """True if it takes a layout in which several adapters can be judged over one base."""
+    bits: bool = False
+    """True if it takes an adapter that says `order_stable = True`, and compares bits of layouts."""
 
 
 _checks: dict[str, Check] = {}
@@ -59,6 +61,7 @@ def _check(
     auxiliary: bool = False,
     packs: bool = False,
     adapters: bool = False,
+    bits: bool = False,
 ) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
     """Put a function among the checks, under its own name."""
 
@@ -74,6 +77,7 @@ def _check(
             auxiliary=auxiliary,
             packs=packs,
             adapters=adapters,
+            bits=bits,
         )
         return run
 
@@ -410,3 +414,34 @@ def swapped_adapters(bench: Bench) -> None:
         for each in pair:
             each.abort()
         raise
+
+
+@_check(
+    "the same microbatches give the same bits on any number of replicas, in any order and calls",
+    bits=True,
+)
+def same_bits(bench: Bench) -> None:
+    # As many as one, two, three and four replicas share.
+    whole = bench.rows(0, 90, 12 * MICRO_BATCH)
+
+    def taken(on: Bench, order: Sequence[int], *, calls: int) -> str:
+        def calls_of(replica: int) -> list[Rows]:
+            each = len(order) // on.layout.replicas
+            mine = [
+                MICRO_BATCH * index + row
+                for index in order[replica * each :][:each]
+                for row in range(MICRO_BATCH)
+            ]
+            # An interleaved schedule takes calls of an even number of microbatches.
+            cut = MICRO_BATCH * (2 * each // 3 if calls == 2 else each)
+            parts = [mine[:cut], mine[cut:]][:calls]
+            return [{name: value[part] for name, value in whole.items()} for part in parts]
+
+        for _ in range(2):
+            on.take(calls_of)
+        return on.digest()
+
+    bench.bits = taken(bench, range(12), calls=1)
+    again = type(bench)(type(bench.adapter)(), bench.layout)
+    if taken(again, range(11, -1, -1), calls=2) != bench.bits:
+        raise Wrong("the same microbatches in another order and two calls give other bits")

@@ -60,22 +60,19 @@ def mixture(
     return mixed.view_as(x_BTH)
 
 
-def balance(logits_BTE: Tensor, rows: int) -> Tensor:
-    """Returns a router's auxiliary loss, each microbatch of so many rows times its positions.
+def balance(logits_BTE: Tensor) -> Tensor:
+    """Returns a router's auxiliary loss of one microbatch, times its positions.
 
-    Of one microbatch of M tokens it is COEFFICIENT x E x the sum over experts of f x p: f is the
+    Of a microbatch of M tokens it is COEFFICIENT x E x the sum over experts of f x p: f is the
     share of the M x TOPK choices that took the expert, and p the mean over tokens of the expert's
     softmax over all experts.
     """
-    total = logits_BTE.new_zeros(())
-    for piece in torch.split(logits_BTE, rows):
-        logits_ME = piece.flatten(0, 1)
-        tokens = len(logits_ME)
-        chosen = logits_ME.detach().topk(TOPK).indices
-        f_E = torch.bincount(chosen.flatten(), minlength=EXPERTS).to(logits_ME) / (tokens * TOPK)
-        p_E = logits_ME.softmax(-1).mean(0)
-        total = total + tokens * COEFFICIENT * EXPERTS * (f_E * p_E).sum()
-    return total
+    logits_ME = logits_BTE.flatten(0, 1)
+    tokens = len(logits_ME)
+    chosen = logits_ME.detach().topk(TOPK).indices
+    f_E = torch.bincount(chosen.flatten(), minlength=EXPERTS).to(logits_ME) / (tokens * TOPK)
+    p_E = logits_ME.softmax(-1).mean(0)
+    return tokens * COEFFICIENT * EXPERTS * (f_E * p_E).sum()
 
 
 def decided(name: str, value: Tensor) -> Tensor:

@@ -40,16 +40,30 @@ def grid() -> list[str]:
     """
     names, masks = [], []
     bits: dict[object, int] = {}
-    for picked in _fitting():
+    for picked in sorted(_fitting(), key=_is_late):
         pairs = itertools.combinations(enumerate(picked), 2)
         names.append("-".join(filter(None, picked)))
         masks.append(sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs))
-    missing, chosen = (1 << len(bits)) - 1, []
-    while missing:
-        best = max(range(len(names)), key=lambda index: (masks[index] & missing).bit_count())
-        chosen.append(names[best])
-        missing &= ~masks[best]
+        if not _is_late(picked):
+            early, first = len(names), (1 << len(bits)) - 1
+    chosen, covered = [], 0
+    for candidates, wanted in ((early, first), (len(names), (1 << len(bits)) - 1)):
+        while missing := wanted & ~covered:
+            best = max(range(candidates), key=lambda index: (masks[index] & missing).bit_count())
+            chosen.append(names[best])
+            covered |= masks[best]
     return [*chosen, *_FOUR]
+
+
+def _is_late(picked: tuple[str, ...]) -> bool:
+    """Returns whether the words are covered after all others.
+
+    Packs of auxiliary losses came later. So the other layouts are those that were run before.
+    """
+    words = {word.rstrip("0123456789") for word in picked}
+    return bool(
+        (words & {"moe", "ep", "etp", "mtp"} and "packs" in words) or {"mtp", "cp"} <= words
+    )
 
 
 def _fitting() -> Iterator[tuple[str, ...]]:

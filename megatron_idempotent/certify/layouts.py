@@ -192,16 +192,6 @@ def layout(name: str) -> Layout:
     types = sorted(flags & {"fp32", "bf16", "fp16"})
     if len(types) > 1:
         raise ValueError(f"the layout {name!r} says {' and '.join(types)}: name one type")
-    if flags & {"moe", "mtp"} and "packs" in flags:
-        raise ValueError(
-            f"the layout {name!r} says packs of a model with experts or MTP, whose losses depend "
-            "on which sequences share a pack: what is right there is not defined yet"
-        )
-    if "mtp" in flags and sizes["cp"] > 1:
-        raise ValueError(
-            f"the layout {name!r} says cp of a model with MTP, whose loss Megatron weighs by the "
-            "tokens of each context-parallel rank by itself: it is another loss then"
-        )
     if "fsdp2" in flags and (others := seen - {"fsdp2", "dp", "sequences"}):
         raise ValueError(
             f"the layout {name!r} says {', '.join(sorted(others))} of an FSDP2 model, which has "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -39,12 +39,12 @@ class Truth:
 
     The loss is the mean over all positions that count, plus the auxiliary losses of all
     microbatches: each is a mean over tokens, times the number of these in its microbatch, divided
-    by the number of positions of the step that count. Experts' is a mean over all positions, and
-    that of MTP one over positions that count.
+    by the number of positions of the step that count. Experts' is a mean over all positions,
+    padding of packs included, and that of MTP one over positions that count.
 
     A loss of kind "sequence" is the mean over all sequences that count, of which each is the mean
     over its positions that count. There a token of an auxiliary loss is a part of a sequence: of T
-    positions each is 1 / T.
+    positions each is 1 / T, and in a pack of S tokens each is as many sequences / S.
 
     With `balance_mean` experts' loss is divided by the number of all positions of the step."""
     grad_norm: float
@@ -57,10 +57,29 @@ class Truth:
     MTP, and all positions of each router."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PackSeen:
+    """Holds a pack that went through a model. S: its tokens, with padding."""
+
+    tokens_S: Tensor
+    positions_S: Tensor
+    counts_S: Tensor
+    """1 where a position predicts a token that counts."""
+    real_S: Tensor | None
+    """True for what is no padding, if the model was told: routers leave the rest out."""
+    starts: tuple[int, ...]
+    """Where its segments begin, and S: one for each sequence with its padding, and one where the
+    end is padding alone."""
+    lengths: tuple[int, ...]
+    """Tokens of each segment that attend to others; what is after them attends to nothing."""
+    sequences: int
+
+
 def truth_of(
     parameters: Parameters,
     rows: Iterable[Rows],
     *,
+    packs: Iterable[PackSeen] | None = None,
     layers: int,
     heads: int,
     epsilon: float = 1e-5,
@@ -74,6 +93,7 @@ def truth_of(
         parameters: all parameters of the whole model, by Megatron's names.
         rows: the rows of all replicas and calls, in any order; each call's are cut into
             microbatches of MICRO_BATCH rows in their order.
+        packs: the packs that all rows are in, if auxiliary losses are of packs.
         layers: the number of transformer layers.
         heads: the number of attention heads.
         epsilon: that of layer norms.
@@ -84,34 +104,25 @@ def truth_of(
     """
     own = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
     total, count = torch.zeros((), dtype=torch.float64), 0.0
-    added, terms = total, 0.0
-    balanced, routed = total, 0.0
+    auxiliary = _Auxiliary(own, kind=kind, balance_mean=balance_mean, mtp_sum=mtp_sum)
     for each in rows:
         for tokens_BT, mask_BT in _alone(each):
             gpt = Gpt(own, layers, heads, epsilon)
             x_BTH = gpt.hidden(tokens_BT)
             number_B = mask_BT.sum(1)
-            positions, weight_BT, unit = float(number_B.sum()), mask_BT, 1.0
+            positions, weight_BT = float(number_B.sum()), mask_BT
             if kind == "sequence":
                 weight_BT = mask_BT / number_B.clamp(min=1)[:, None]
-                unit = 1 / mask_BT.shape[1]
             total = total + (gpt.negative_logprobs(x_BTH, tokens_BT, 1) * weight_BT).sum()
             count += float((number_B > 0).sum()) if kind == "sequence" else positions
-            terms += positions
-            if "mtp.layers.0.eh_proj.weight" in own:
-                added = added + unit * _of_the_token_after(
-                    gpt, x_BTH, tokens_BT, mask_BT, summed=mtp_sum
-                )
-                terms += positions
-            for logits_BTE in gpt.routed:
-                balanced = balanced + (1 if balance_mean else unit) * balance(
-                    logits_BTE, MICRO_BATCH
-                )
-            routed += mask_BT.numel()
-            terms += len(gpt.routed) * mask_BT.numel()
+            auxiliary.terms += positions
+            if packs is None:
+                auxiliary.of_rows(gpt, x_BTH, tokens_BT, mask_BT)
+    for pack in packs or ():
+        auxiliary.of_pack(lambda: Gpt(own, layers, heads, epsilon), pack)
     if count:
-        balanced = balanced / (routed if balance_mean else count)
-        torch.autograd.backward((total + added) / count + balanced)
+        balanced = auxiliary.balanced / (auxiliary.routed if balance_mean else count)
+        torch.autograd.backward((total + auxiliary.predicted) / count + balanced)
     gradient = {
         name: torch.zeros_like(value) if value.grad is None else value.grad
         for name, value in own.items()
@@ -122,7 +133,7 @@ def truth_of(
         grad_norm=norm,
         loss=float(total.detach()) / (count or 1.0),
         count=count,
-        terms=terms,
+        terms=auxiliary.terms,
     )
 
 
@@ -163,11 +174,22 @@ class Gpt:
         """Take what `truth_of` does. `routed` gets the logits [B, T, E] of each router."""
         self._parameters = parameters
         self._layers, self._heads, self._epsilon = layers, heads, epsilon
+        self._attending: int | None = None
         self.routed: list[Tensor] = []
 
-    def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """Returns the hidden states [B, T, H] after the last norm."""
-        x_BTH = self.embedded(tokens_BT)
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        *,
+        positions_T: Tensor | None = None,
+        attending: int | None = None,
+    ) -> Tensor:
+        """Returns the hidden states [B, T, H] after the last norm.
+
+        Positions are counted from 0 unless given. Those from `attending` on attend to nothing.
+        """
+        self._attending = attending
+        x_BTH = self.embedded(tokens_BT, positions_T)
         for index in range(self._layers):
             x_BTH = self.layer(x_BTH, f"decoder.layers.{index}")
         return self.norm(x_BTH, "decoder.final_layernorm")
@@ -181,11 +203,13 @@ class Gpt:
         targets_BT1 = tokens_BT.roll(-after, 1)[..., None]
         return -logits_BTV.log_softmax(-1).gather(-1, targets_BT1)[..., 0]
 
-    def embedded(self, tokens_BT: Tensor) -> Tensor:
+    def embedded(self, tokens_BT: Tensor, positions_T: Tensor | None = None) -> Tensor:
         """Returns embeddings [B, T, H] of tokens and their positions."""
         x_BTH = self._parameters["embedding.word_embeddings.weight"][tokens_BT]
-        positions = self._parameters.get("embedding.position_embeddings.weight")
-        return x_BTH if positions is None else x_BTH + positions[: tokens_BT.shape[1]]
+        learned = self._parameters.get("embedding.position_embeddings.weight")
+        if learned is None:
+            return x_BTH
+        return x_BTH + (learned[: x_BTH.shape[1]] if positions_T is None else learned[positions_T])
 
     def layer(self, x_BTH: Tensor, at: str) -> Tensor:
         """Returns what the transformer layer of that name makes of x."""
@@ -197,6 +221,8 @@ class Gpt:
         q, k, v = mixed.view(batch, length, self._heads, 3, -1).permute(3, 0, 2, 1, 4)
         scores_BATT = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
         seen = scores_BATT.masked_fill(later, -math.inf).softmax(-1) @ v
+        if self._attending is not None:
+            seen = seen * (torch.arange(length) < self._attending)[:, None]
         x_BTH = x_BTH + self.linear(
             seen.transpose(1, 2).reshape(batch, length, -1), f"{at}.self_attention.linear_proj"
         )
@@ -217,13 +243,86 @@ class Gpt:
         return functional.layer_norm(x, weight.shape, weight, bias, eps=self._epsilon)
 
 
-def _of_the_token_after(
-    gpt: Gpt, x_BTH: Tensor, tokens_BT: Tensor, mask_BT: Tensor, *, summed: bool
-) -> Tensor:
-    """Returns the loss of the MTP layer, each microbatch times its positions that count.
+class _Auxiliary:
+    """Adds up the losses that layers add to a step's, microbatch by microbatch."""
 
-    Position t sees its hidden state and the next token, and predicts the one after that. The loss
-    is MTP_FACTOR x the mean over positions t of which t + 1 counts, or with `summed` their sum.
+    def __init__(
+        self, own: Parameters, *, kind: LossKind, balance_mean: bool, mtp_sum: bool
+    ) -> None:
+        self._kind, self._balance_mean, self._mtp_sum = kind, balance_mean, mtp_sum
+        self._mtp = "mtp.layers.0.eh_proj.weight" in own
+        self.predicted = torch.zeros((), dtype=torch.float64)
+        """That of MTP layers, to be divided as the loss is."""
+        self.balanced = torch.zeros((), dtype=torch.float64)
+        """That of experts, each microbatch's times its positions."""
+        self.routed = 0.0
+        """The positions that each router has seen."""
+        self.terms = 0.0
+
+    def of_rows(self, gpt: Gpt, x_BTH: Tensor, tokens_BT: Tensor, mask_BT: Tensor) -> None:
+        """Add those of a call, whose microbatches are MICRO_BATCH rows each."""
+        unit = 1 / mask_BT.shape[1] if self._kind == "sequence" else 1.0
+        if self._mtp:
+            found = after_the_next(gpt, x_BTH, tokens_BT, mask_BT)
+            pieces = (torch.split(each, MICRO_BATCH) for each in (*found, mask_BT))
+            for losses_BT, after_BT, own_BT in zip(*pieces, strict=True):
+                self._predict(losses_BT, after_BT, own_BT, unit)
+        for logits_BTE in gpt.routed:
+            for piece_BTE in torch.split(logits_BTE, MICRO_BATCH):
+                self._balance(piece_BTE, unit)
+            self.terms += mask_BT.numel()
+        self.routed += mask_BT.numel()
+
+    def of_pack(self, gpt_of: Callable[[], Gpt], pack: PackSeen) -> None:
+        """Add those of one pack: each segment by itself, the means over all of them."""
+        sides: list[tuple[Tensor, Tensor, Tensor]] = []
+        routed: list[list[Tensor]] = []
+        ends = pack.starts[1:]
+        for start, end, length in zip(pack.starts, ends, pack.lengths, strict=False):
+            if start == end:
+                continue
+            tokens_1L = pack.tokens_S[None, start:end]
+            gpt = gpt_of()
+            x_1LH = gpt.hidden(tokens_1L, positions_T=pack.positions_S[start:end], attending=length)
+            if self._mtp:
+                mask_1L = pack.counts_S[None, start:end]
+                sides.append((*after_the_next(gpt, x_1LH, tokens_1L, mask_1L), mask_1L))
+            routed.append(gpt.routed)
+        real_S = torch.ones_like(pack.tokens_S, dtype=torch.bool)
+        if pack.real_S is not None:
+            real_S = pack.real_S
+        number = int(real_S.sum())
+        unit = pack.sequences / number if self._kind == "sequence" else 1.0
+        if sides:
+            losses_1S, after_1S, own_1S = (torch.cat(each, 1) for each in zip(*sides, strict=True))
+            self._predict(losses_1S, after_1S, own_1S, unit)
+        for layer in zip(*routed, strict=True):
+            self._balance(torch.cat(layer, 1)[:, real_S], unit)
+            self.terms += number
+        self.routed += number
+
+    def _predict(
+        self, losses_BT: Tensor, predicted_BT: Tensor, mask_BT: Tensor, unit: float
+    ) -> None:
+        """Add MTP_FACTOR x the mean over positions, times those that count, or their sum."""
+        total, number = losses_BT.sum(), float(mask_BT.sum())
+        if not self._mtp_sum:
+            total = number * total / predicted_BT.sum().clamp(min=1)
+        self.predicted = self.predicted + unit * MTP_FACTOR * total
+        self.terms += number
+
+    def _balance(self, logits_BTE: Tensor, unit: float) -> None:
+        factor = 1.0 if self._balance_mean else unit
+        self.balanced = self.balanced + factor * balance(logits_BTE)
+
+
+def after_the_next(
+    gpt: Gpt, x_BTH: Tensor, tokens_BT: Tensor, mask_BT: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns -log p of the token after the next [B, T] by the MTP layer, and 1 where it counts.
+
+    Position t sees its hidden state and the next token, and predicts the one after that, where
+    t + 1 counts; elsewhere the loss is 0.
     """
     at = "mtp.layers.0"
     # The last position has no next token. What it sees, token 0, is seen by no other position.
@@ -232,13 +331,7 @@ def _of_the_token_after(
     x_BTH = gpt.linear(torch.cat(both, -1), f"{at}.eh_proj")
     x_BTH = gpt.norm(gpt.layer(x_BTH, f"{at}.{INNER}"), f"{at}.final_layernorm")
     after_BT = functional.pad(mask_BT[:, 1:], (0, 1))
-    losses_BT = gpt.negative_logprobs(x_BTH, tokens_BT, 2) * after_BT
-    total = losses_BT.new_zeros(())
-    pieces = (torch.split(each, MICRO_BATCH) for each in (losses_BT, after_BT, mask_BT))
-    for loss_BT, predicted_BT, own_BT in zip(*pieces, strict=True):
-        mean = loss_BT.sum() / predicted_BT.sum().clamp(min=1)
-        total = total + MTP_FACTOR * (loss_BT.sum() if summed else own_BT.sum() * mean)
-    return total
+    return gpt.negative_logprobs(x_BTH, tokens_BT, 2) * after_BT, after_BT
 
 
 class Update:

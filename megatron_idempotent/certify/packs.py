@@ -39,6 +39,7 @@ def described(microbatch: Mapping[str, Any]) -> dict[str, Any]:
         "labels": targets_1S.clamp(min=0),
         "loss_mask": functional.pad(mask_1S[:, 1:], (0, 1)) * (targets_1S >= 0),
         "scale": pack.expand(microbatch["scale"])[None],
+        "sequences": len(pack.lengths),
         _BORDERS: PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=pack.cu_seqlens,
@@ -82,12 +83,16 @@ def is_pack(rows: Mapping[str, Any]) -> bool:
 def forward(chunk: Any, pack: Mapping[str, Any]) -> Tensor:
     """Call a chunk with a pack; returns the negative log-probability of each label on the last."""
     mine = own(pack)
+    more = {}
+    if getattr(chunk.config, "mtp_num_layers", None):
+        more = {"loss_mask": mine["loss_mask"]}
     output: Tensor = chunk(
         mine["input_ids"],
         mine["position_ids"],
         None,
         labels=mine["labels"],
         packed_seq_params=pack[_BORDERS],
+        **more,
     )
     return output
 

@@ -118,8 +118,9 @@ class Adapter(Protocol):
     to `Subject.forward`. Without, layouts of packs are not judged. With `sequences = True` it also
     trains on a loss that is a mean over sequences, where `Subject.loss_kind` asks for it; without,
     layouts with `sequences` are not judged. With `balance_mean = True` experts' loss is a mean over
-    all positions of the step, whether they count or not. With `fsdp2 = True` it trains FSDP2
-    models, and no others.
+    all positions of the step, whether they count or not. With `order_stable = True` it promises
+    that the same rows, in the same microbatches, give the same bits. With `fsdp2 = True` it trains
+    FSDP2 models, and no others.
     """
 
     cannot: Mapping[str, str]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+import re
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_idempotent.cpu import RankError, RankPool, RankTimeout
 
@@ -35,12 +36,14 @@ class Result:
     layout: str
     verdict: Verdict
     """`declared`: the adapter says that it may fail, and it does or was not run. `not offered`: the
-    adapter lacks a method, or does not train on packs or a mean over sequences, or the layout has
-    one replica, no packs, no auxiliary losses or no adapters. `not judged`: `whole-step` fails
-    there already."""
+    adapter lacks a method, or does not train on packs or a mean over sequences, or promises no
+    bits, or the layout has one replica, no packs, no auxiliary losses or no adapters, or has packs
+    where microbatches are to be the same. `not judged`: `whole-step` fails there already."""
     seconds: float = 0.0
     of_bound: float = 0.0
     """The largest error of a step, as a part of the bound for it."""
+    bits: str = ""
+    """A digest of the parameters after the steps of `same-bits`."""
     fault: str = ""
     """The fault and the code that it is in, in one line; for `declared` what the adapter says."""
 
@@ -60,6 +63,8 @@ class Facts:
     """True if it trains on a loss that is a mean over sequences, too."""
     fsdp2: bool = False
     """True if it trains FSDP2 models, and no others."""
+    order_stable: bool = False
+    """True if it promises the same bits on any number of replicas."""
 
 
 _DEMANDED = ("build", "begin", "microbatch", "finish", "abort")
@@ -81,6 +86,7 @@ class Certification:
         self._declared = declared
         self._told: Facts | None = None
         self._whole: dict[str, Result] = {}
+        self._bits: dict[str, Result] = {}
 
     def judge(self, check: str, layout: str) -> Result:
         """Make a check on a layout, after `whole-step`, on which all others rest.
@@ -107,7 +113,7 @@ class Certification:
         return self._told
 
     def _judge(self, check: Check, layout: Layout, told: Facts) -> Result:
-        def result(verdict: Verdict, fault: str = "", **others: float) -> Result:
+        def result(verdict: Verdict, fault: str = "", **others: Any) -> Result:
             return Result(
                 check=check.name,
                 layout=layout.name,
@@ -133,15 +139,32 @@ class Certification:
             return result("not offered", "no packs")
         if check.adapters and not layout.adapters:
             return result("not offered", "no adapters in 16 bits and on FSDP2")
+        if check.bits and not told.order_stable:
+            return result("not offered", "no order_stable = True")
+        if check.bits and layout.packs:
+            return result("not offered", "which sequences share a pack is the adapter's to choose")
         said = _why_not(told.cannot, check, layout)
         if said is not None and not self._declared:
             return result("declared", said)
         start = time.perf_counter()
-        fault, of_bound = outcome_of(self._pool, self._adapter, check, layout, stock=self._stock)
-        found = {"seconds": time.perf_counter() - start, "of_bound": of_bound}
+        fault, of_bound, bits = _outcome(self._pool, self._adapter, check, layout, self._stock)
+        found: dict[str, Any] = {
+            "seconds": time.perf_counter() - start,
+            "of_bound": of_bound,
+            "bits": bits,
+        }
+        if bits and not fault:
+            fault = self._compared(result("passed", **found))
         if fault and said is not None:
             return result("declared", f"{said} ({fault})", **found)
         return result("failed" if fault else "passed", fault, **found)
+
+    def _compared(self, found: Result) -> str:
+        """Returns what is wrong if a layout with another number of replicas has other bits."""
+        first = self._bits.setdefault(alike(found.layout), found)
+        if first.bits == found.bits:
+            return ""
+        return f"the same microbatches give other bits than in {first.layout}"
 
 
 def certify(
@@ -240,6 +263,7 @@ def facts(adapter: str) -> Facts | str:
         packs=bool(getattr(kind, "packs", False)),
         sequences=bool(getattr(kind, "sequences", False)),
         fsdp2=bool(getattr(kind, "fsdp2", False)),
+        order_stable=bool(getattr(kind, "order_stable", False)),
     )
 
 
@@ -259,8 +283,22 @@ def outcome_of(
     Returns what is wrong, in one line, or an empty string; and the largest error of a step, as a
     part of the bound for it.
     """
+    return _outcome(pool, adapter, check, layout, stock)[:2]
+
+
+def alike(layout: str) -> str:
+    """Return a layout's name without its number of replicas; "dp" if it says nothing else."""
+    return (
+        "-".join(word for word in layout.split("-") if not re.fullmatch("dp[0-9]+", word)) or "dp"
+    )
+
+
+def _outcome(
+    pool: RankPool, adapter: str, check: Check, layout: Layout, stock: bool
+) -> tuple[str, float, str]:
+    """Returns what `outcome_of` does, and the digest of `same-bits`."""
     try:
-        told: list[tuple[int, str, float]] = pool.run(
+        told: list[tuple[int, str, float, str]] = pool.run(
             layout.ranks, examine, adapter, check.name, layout.name, stock, timeout_s=DEADLINE_S
         )
     except RankTimeout as error:
@@ -268,18 +306,18 @@ def outcome_of(
         text = f"rank {', '.join(map(str, waiting))} did not end within {DEADLINE_S:g} s"
         # What the others wait for is most often a rank that has raised.
         causes = sorted((*each[:2], rank) for rank, each in error.results.items() if each[1])
-        return (f"{text}; on rank {causes[0][2]}: {causes[0][1]}" if causes else text), 0.0
+        return (f"{text}; on rank {causes[0][2]}: {causes[0][1]}" if causes else text), 0.0, ""
     except RankError as error:
         first = error.failures[0]
         text = f"rank {first.rank} ended: {first.exception_type}: {first.message}"
-        return text.splitlines()[0], 0.0
-    return min(told)[1], max(of_bound for *_, of_bound in told)
+        return text.splitlines()[0], 0.0, ""
+    return min(told)[1], max(each[2] for each in told), told[0][3]
 
 
-def examine(adapter: str, check: str, layout: str, stock: bool) -> tuple[int, str, float]:
+def examine(adapter: str, check: str, layout: str, stock: bool) -> tuple[int, str, float, str]:
     """Runs on a rank: makes one check; returns what is wrong, the least number if it is the cause.
 
-    The last value is the largest error of a step, as a part of its bound.
+    After that come the largest error of a step, as a part of its bound, and the digest of bits.
 
     An error in which a rank only learns that another one has left, or stopped the step, says less.
     """
@@ -291,20 +329,20 @@ def examine(adapter: str, check: str, layout: str, stock: bool) -> tuple[int, st
     logging.disable(logging.WARNING)
     if not stock:
         megatron_idempotent.apply()
-    of_bound = 0.0
+    of_bound, bits = 0.0, ""
     try:
         bench = Bench(load(adapter)(), named(layout))
         try:
             CHECKS[check].run(bench)
         finally:
-            of_bound = bench.of_bound
+            of_bound, bits = bench.of_bound, bench.bits
     except Wrong as wrong:
-        return 0, str(wrong), of_bound
+        return 0, str(wrong), of_bound, bits
     except Exception as error:  # noqa: BLE001  it is what the framework has done
         told = f"{type(error).__name__} in {_where(error)}: {error}".splitlines()[0]
         late = isinstance(error, (SessionPoisoned, WindowAborted)) or "closed by peer" in told
-        return 2 if late else 1, told, of_bound
-    return 3, "", of_bound
+        return 2 if late else 1, told, of_bound, bits
+    return 3, "", of_bound, bits
 
 
 def _where(error: BaseException) -> str:

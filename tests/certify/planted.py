@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_idempotent.certify.adapters import SplitStep, _Loss
+from megatron_idempotent.certify.adapters import OrderStable, SplitStep, _Loss
 from megatron_idempotent.certify.oracle import counted
 from megatron_idempotent.certify.packs import described
 
@@ -280,6 +280,31 @@ class ReportsAnotherLoss(SplitStep):
     def finish(self) -> Any:
         found = super().finish()
         return dataclasses.replace(found, loss=2 * found.loss)
+
+
+class PromisesBits(SplitStep):
+    """Adds gradients up in the order in which they come."""
+
+    def build(self, subject: Any) -> None:
+        self.order_stable = False
+        super().build(subject)
+
+    order_stable = True
+
+
+class ScalesWithReplicas(OrderStable):
+    """Has a loss that grows a little with the number of replicas."""
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        loss, ranks = self.loss, torch.distributed.get_world_size()
+
+        class Scaled(_Loss):
+            def __call__(self, output: Any, microbatch: Any) -> Any:
+                total, metrics = loss(output, microbatch)
+                return total * (1 + ranks * 2.0**-24), metrics
+
+        self.loss = Scaled(subject)
 
 
 class NoPacks(SplitStep):

@@ -10,7 +10,7 @@ from planted import Counting, KeepsTheLastCall
 from torch import Tensor
 
 from megatron_idempotent import TokenAlignment, TrainStep, own_positions
-from megatron_idempotent.certify import Finished
+from megatron_idempotent.certify import Finished, packs
 from megatron_idempotent.certify.adapters import FSDPSplitStep, SplitStep, _given, _Loss
 from megatron_idempotent.step.context_parallel import context_parallel_ranks
 
@@ -55,6 +55,40 @@ class PositionsGoOn(_Spoiled):
     def spoiled(self, pack: Any) -> Any:
         place_S = torch.arange(pack["input_ids"].shape[1]) % 32  # the model has no more
         return {**pack, "position_ids": place_S[None].cuda()}
+
+
+class LosesASequence(SplitStep):
+    """Trains on the first sequence of each call twice, and not on the last one."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        chosen = torch.arange(len(rows["input_ids"]))
+        chosen[-1] = 0
+        super().microbatch({name: each[chosen] for name, each in rows.items()}, fail=fail)
+
+
+class OneSequenceEach(SplitStep):
+    """Makes a pack of each sequence, which is right too, if the losses of packs are then theirs."""
+
+    def begin(self) -> None:
+        size = self.subject.max_tokens // 2
+        self.open = self.step.begin(self.loss, max_tokens_per_microbatch=size)
+
+
+class TellsOfPadding(SplitStep):
+    """Tells the model where padding is, so that routers leave it out."""
+
+    def forward(self, chunk: Any, microbatch: Any) -> Tensor:
+        given = _given(microbatch)
+        mine = packs.own({**given, "loss_mask": given["loss_mask"].double()})
+        padding_1S = ~microbatch["pack"].mask[None]
+        return chunk(
+            mine["input_ids"],
+            mine["position_ids"],
+            None,
+            labels=mine["labels"],
+            packed_seq_params=given["packed_seq_params"],
+            padding_mask=padding_1S,
+        )
 
 
 class PredictsTheNextSequence(_Spoiled):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_idempotent.certify import Finished
-from megatron_idempotent.certify.adapters import Megatron, SplitStep, _buffers, _schedule
+from megatron_idempotent.certify.adapters import Megatron, SplitStep, _schedule
+from megatron_idempotent.certify.states import buffers
 
 
 class InParts(Megatron):
@@ -64,7 +65,7 @@ class LeavesMomentsOnTheHost(SplitStep):
     def onload(self, *, training: bool = True) -> None:
         super().onload(training=False)
         for chunk in self.subject.chunks:
-            chunk.restore_grad_buffers()
+            chunk.restore_gradbuffers()
 
 
 class LeavesGradientsFreed(SplitStep):
@@ -108,7 +109,7 @@ class KeepsGradients(SplitStep):
         self.kept = [
             (buffer, buffer.grad_data.cpu())
             for chunk in self.subject.chunks
-            for buffer in _buffers(chunk)
+            for buffer in buffers(chunk)
         ]
         super().offload()
 

@@ -92,9 +92,6 @@ def test_what_is_not_there_is_named(megatron_rank_pool, adapter, asked, said):
         ("dp2-tp2-fsdp2-bf16", "says bf16, tp of an FSDP2 model"),
         ("dp2-fsdp2-packs-sequences", "says packs of an FSDP2 model"),
         ("pp1-vpp2", "interleaves chunks of one stage"),
-        ("dp2-moe-packs", "says packs of a model with experts or MTP"),
-        ("mtp-packs-bf16", "says packs of a model with experts or MTP"),
-        ("mtp-cp2", "says cp of a model with MTP, whose loss Megatron weighs by"),
         ("dp1-ep2", r"over 2 ranks .* of the 1 of a stage"),
         ("dp3-ep3", "has 3 ranks for 4 experts"),
         ("tp2-moe-nosp", "experts without sequence parallelism"),
@@ -135,6 +132,7 @@ def test_the_words_of_a_layout_are_what_its_model_is_built_of():
     assert (found.ranks, found.replicas, found.options["cp"]) == (4, 2, 2)
     kinds = [layout(name).loss_kind for name in ("dp2", "dp2-sequences", "dp2-fsdp2-sequences")]
     assert kinds == ["token", "sequence", "sequence"]
+    assert layout("cp2-moe-mtp-packs").auxiliary
     assert layout("tp2").options["sequence_parallel"]
     assert not layout("tp2-nosp").options["sequence_parallel"]
 

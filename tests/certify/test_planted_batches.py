@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_idempotent.certify import CHECKS, certify, layout, run
+from megatron_idempotent.patching.versions import installed
+
+VERSION = found.release if (found := installed("megatron-core")) else ()
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +29,23 @@ def test_a_pack_that_is_made_wrongly_is_found(megatron_rank_pool, bug, check):
     where = layout("dp2-packs")
     fault, _ = run.outcome_of(megatron_rank_pool, f"planted_batches:{bug}", CHECKS[check], where)
     assert fault.startswith("the gradient is "), fault
+
+
+def test_a_sequence_that_is_in_no_pack_is_found(megatron_rank_pool):
+    where, adapter = layout("moe-packs"), "planted_batches:LosesASequence"
+    fault, _ = run.outcome_of(megatron_rank_pool, adapter, CHECKS["whole-step"], where)
+    assert "lack 1 of the step's sequences" in fault, fault
+
+
+@pytest.mark.parametrize("adapter", ["OneSequenceEach", "TellsOfPadding"])
+def test_losses_of_packs_are_those_of_the_packs_that_are_trained_on(megatron_rank_pool, adapter):
+    if adapter == "TellsOfPadding" and VERSION < (0, 16):
+        pytest.skip("before 0.16 models are not told of padding")
+    where, name = layout("moe-packs"), f"planted_batches:{adapter}"
+    for check in ("packed-lengths", "abort-and-retry"):
+        fault, of_bound = run.outcome_of(megatron_rank_pool, name, CHECKS[check], where)
+        assert not fault
+        assert of_bound < 1
 
 
 @pytest.mark.parametrize("bug", ["CutsInHalves", "CountsOnEachRank"])
