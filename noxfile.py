@@ -51,6 +51,18 @@ FSDP2 = [
     *("--layout", "fsdp2", "--layout", "dp2-fsdp2", "--layout", "dp3-fsdp2"),
     *("--layout", "dp4-fsdp2", "--layout", "dp2-fsdp2-sequences"),
 ]
+#: Layouts that differ in their number of replicas alone, on which steps have the same bits.
+BITS = [
+    argument
+    for kind in ("", "-moe", "-mtp", "-moe-mtp-tied", "-distopt", "-bf16", "-sequences")
+    for replicas in (1, 2, 4)
+    for argument in ("--layout", f"dp{replicas}{kind}")
+] + [
+    argument
+    for kind in ("tp2", "pp2", "vpp2", "cp2", "cp2-moe")
+    for replicas in (1, 2)
+    for argument in ("--layout", f"dp{replicas}-{kind}")
+]
 #: What the gate runs of them; it proves every hazard, too.
 GATE = ("tests/patching/test_case_files.py",)
 # 0.15 builds a CUDA extension while it is imported; without a device torch finds no architecture to
@@ -306,7 +318,8 @@ def _commit(session: nox.Session, wants: dict, folder: Path) -> tuple[Path, dict
 def layouts(session: nox.Session) -> None:
     """The layouts of docs/layouts.md: `nox -s layouts -- [release or commit]...`.
 
-    Steps in one call and in three; on the newest release all checks of `TrainStep`, and FSDP2.
+    Steps in one call and in three, all checks of `TrainStep`, and bits on any number of replicas;
+    on the newest release FSDP2 too.
     """
     for name in session.posargs or (*TABLE["gate"], NEWEST, "nemo-rl", "main"):
         if name in RELEASES:
@@ -315,12 +328,17 @@ def layouts(session: nox.Session) -> None:
         else:
             python, env, _ = _commit(session, COMMITS[name], WORK / "commits")
         (LAYOUTS / name).mkdir(parents=True, exist_ok=True)
-        for adapter in ("Megatron", "Window", "SplitStep", *["FSDPSplitStep"][: name == NEWEST]):
+        steps, bits = ["--check", "split-step"], ["--check", "same-bits"]
+        judgements = {
+            "Megatron": ["--grid", *steps],
+            "Window": ["--grid", *steps],
+            "SplitStep": ["--grid"],
+            "OrderStable": [*BITS, *bits],
+            **({"FSDPSplitStep": FSDP2} if name == NEWEST else {}),
+        }
+        for adapter, given in judgements.items():
             judged = f"megatron_idempotent.certify.adapters:{adapter}"
-            layouts = FSDP2 if adapter == "FSDPSplitStep" else ["--grid"]
-            asked = ["certify", judged, *layouts, "--json"]
-            if name != NEWEST or adapter in ("Megatron", "Window"):
-                asked += ["--check", "split-step"]
+            asked = ["certify", judged, *given, "--json"]
             with open(LAYOUTS / name / f"{adapter}.json", "w") as file:
                 command = [str(python), "-m", "megatron_idempotent", *asked]
                 codes = (0, 1)  # 1 where a check failed, which the page tells

@@ -36,7 +36,15 @@ class Sides:
     step.
     """
 
-    def __init__(self, hidden: int, microbatches: int, rows: int, **options: Any) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        microbatches: int,
+        rows: int,
+        *,
+        order_stable: bool = False,
+        **options: Any,
+    ) -> None:
         megatron_idempotent.apply()
         usual = {
             # A layer has 12 x hidden x hidden weights: four to five buckets, whatever the size.
@@ -75,7 +83,11 @@ class Sides:
         replica = parallel_state.get_data_parallel_rank()
         self._batch = _data(microbatches * rows, replica, self._length, self.model.vocabulary)
         self.step = TrainStep(
-            self.model.chunks, self.model.optimizer, self.scheduler, forward=self._forward
+            self.model.chunks,
+            self.model.optimizer,
+            self.scheduler,
+            forward=self._forward,
+            order_stable=order_stable,
         )
 
     def plain(self) -> None:

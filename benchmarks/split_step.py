@@ -5,10 +5,10 @@
                                     [--device cuda]
 
 On CPU ranks, in one run per layout, by programs that take turns on one model and the same data:
-a step of Megatron's alone, split ones with and without `last=True`, and ones that are given a list
-of their microbatches. Medians of each round's ratios, of wall time and of the rank's CPU time,
-which a busy machine leaves more repeatable; and of the wall time of the call alone, `microbatch`
-with the list ÷ Megatron's schedule.
+a step of Megatron's alone, split ones with and without `last=True`, ones that are given a list
+of their microbatches, and one with `order_stable=True`. Medians of each round's ratios, of wall
+time and of the rank's CPU time, which a busy machine leaves more repeatable; and of the wall time
+of the call alone, `microbatch` with the list ÷ Megatron's schedule.
 
 On two pipeline stages each chunk fills and drains the pipeline, so that eight chunks cost what
 those bubbles do: (microbatches + 8 x (stages - 1)) / (microbatches + stages - 1) slots of a forward
@@ -50,6 +50,7 @@ PAIRS = [
     ("eight, last", "one, last"),
     ("list", "plain"),
     ("list, last", "plain"),
+    ("order stable", "one"),
 ]
 #: On a GPU, by the wall: a step in one piece, and in eight, over a plain one.
 AIMS = {"(one, last)/(plain)": 1.02, "(eight, last)/(plain)": 1.05}
@@ -65,6 +66,8 @@ def _sides(hidden: int, microbatches: int, rows: int, **options: Any) -> Any:
 
     logging.disable(logging.WARNING)
     sides = Sides(hidden, microbatches, rows, **options)
+    # On a model of its own, whose gradients are taken out of DDP's hands.
+    stable = Sides(hidden, microbatches, rows, order_stable=True, **options)
     return sides, {
         "plain": sides.plain,
         "one": sides.split(1, last=False),
@@ -73,6 +76,7 @@ def _sides(hidden: int, microbatches: int, rows: int, **options: Any) -> Any:
         "eight, last": sides.split(CHUNKS, last=True),
         "list": sides.ready(last=False),
         "list, last": sides.ready(last=True),
+        "order stable": stable.split(1, last=False),
     }
 
 

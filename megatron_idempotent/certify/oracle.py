@@ -68,8 +68,8 @@ class PackSeen:
     real_S: Tensor | None
     """True for what is no padding, if the model was told: routers leave the rest out."""
     starts: tuple[int, ...]
-    """Where its segments begin, and S: one for each sequence with its padding, and one where the
-    end is padding alone."""
+    """Ends with S. Segments begin at these places: one for each sequence with its padding, and one
+    for an end that is padding alone."""
     lengths: tuple[int, ...]
     """Tokens of each segment that attend to others; what is after them attends to nothing."""
     sequences: int
@@ -252,9 +252,9 @@ class _Auxiliary:
         self._kind, self._balance_mean, self._mtp_sum = kind, balance_mean, mtp_sum
         self._mtp = "mtp.layers.0.eh_proj.weight" in own
         self.predicted = torch.zeros((), dtype=torch.float64)
-        """That of MTP layers, to be divided as the loss is."""
+        """Adds up the loss of MTP layers, to be divided as the step's loss is."""
         self.balanced = torch.zeros((), dtype=torch.float64)
-        """That of experts, each microbatch's times its positions."""
+        """Adds up the loss of experts, each microbatch's times its positions."""
         self.routed = 0.0
         """The positions that each router has seen."""
         self.terms = 0.0

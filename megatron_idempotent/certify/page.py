@@ -17,6 +17,8 @@ from typing import Any
 from megatron_idempotent.patching.versions import place
 
 from .checks import CHECKS
+from .layouts import layout as named
+from .run import alike as without_replicas
 
 FOUND = Path("docs", "layouts.json")
 PAGE = Path("docs", "layouts.md")
@@ -24,6 +26,7 @@ ADAPTERS = {
     "Megatron": "Megatron alone: one call of its schedule",
     "Window": "`accumulation_window`: a call of the schedule for each part",
     "SplitStep": "`TrainStep`: a call of `microbatch` for each part",
+    "OrderStable": "`TrainStep(order_stable=True)`: the same bits on any number of replicas",
     "FSDPSplitStep": "`FSDPTrainStep` on FSDP2, which is torch's: Megatron has no part in it",
 }
 """The adapters of `certify.adapters`, and what each table of the page is about."""
@@ -83,7 +86,8 @@ def page(found: Found) -> str:
             name: found[name][adapter]["layouts"] for name in found if adapter in found[name]
         }
         if runs:
-            parts += [f"## {title}", "", *_table(runs), ""]
+            table = _bits(runs) if adapter == "OrderStable" else _table(runs)
+            parts += [f"## {title}", "", *table, ""]
             faults = [f"- {'; '.join(places)}: {fault}" for fault, places in _faults(runs).items()]
             parts += [*faults, ""] if faults else []
     return "\n".join([*parts, *_others(found), ""])
@@ -99,6 +103,33 @@ def _table(runs: Mapping[str, Verdicts]) -> list[str]:
             for layout in layouts
         ),
     ]
+
+
+def _bits(runs: Mapping[str, Verdicts]) -> list[str]:
+    """Return a table of layouts that differ in their number of replicas alone."""
+    alike: dict[str, list[str]] = {}
+    for layout in dict.fromkeys(layout for run in runs.values() for layout in run):
+        alike.setdefault(without_replicas(layout), []).append(layout)
+    lines = [
+        "Two steps over the same twelve microbatches, in one call, and in two and backwards. A",
+        "cell has the numbers of replicas on which the parameters have the same bits after that.",
+        "",
+        _line("layout", *runs),
+        _line(*["---"] * (len(runs) + 1)),
+    ]
+    for name, layouts in alike.items():
+        cells = []
+        for run in runs.values():
+            verdicts = {
+                str(named(layout).replicas): run[layout]["same-bits"][0]
+                for layout in layouts
+                if "same-bits" in run.get(layout, {})
+            }
+            failed = "failed" in verdicts.values()
+            passed = [number for number, verdict in verdicts.items() if verdict == "passed"]
+            cells.append("**differ**" if failed else ", ".join(passed) or "–")
+        lines.append(_line(f"`{name}`", *cells))
+    return lines
 
 
 def _faults(runs: Mapping[str, Verdicts]) -> dict[str, list[str]]:
@@ -129,12 +160,14 @@ def _others(found: Found) -> list[str]:
         _line(*["---"] * (len(runs) + 2)),
     ]
     for name, check in CHECKS.items():
-        cells = []
+        cells, known = [], set()
         for run in runs.values():
             verdicts = [checks.get(name, [""])[0] for checks in run["layouts"].values()]
+            known |= set(verdicts) - {""}
             passed, failed = verdicts.count("passed"), verdicts.count("failed")
             cells.append(f"{passed} of {passed + failed}" if passed + failed else "–")
-        lines.append(_line(f"`{name}`", *cells, check.summary))
+        if known != {"not offered"}:  # or another adapter's table tells of it
+            lines.append(_line(f"`{name}`", *cells, check.summary))
     return lines
 
 
@@ -156,7 +189,12 @@ def main(argv: Sequence[str], root: Path) -> int:
     known = json.loads((root / FOUND).read_text("utf-8")) if (root / FOUND).exists() else {}
     for folder in argv:
         for megatron, adapters in read(Path(folder)).items():
-            known[megatron] = {**known.get(megatron, {}), **adapters}
+            for adapter, run in adapters.items():
+                # Check by check, so that a few layouts can be run again.
+                before = known.setdefault(megatron, {}).setdefault(adapter, {"layouts": {}})
+                before["date"] = run["date"]
+                for layout, checks in run["layouts"].items():
+                    before["layouts"].setdefault(layout, {}).update(checks)
     known = dict(sorted(known.items(), key=lambda item: place(item[0])))
     (root / FOUND).write_text(f"{json.dumps(known)}\n", encoding="utf-8")
     (root / PAGE).write_text(page(known), encoding="utf-8")

@@ -32,7 +32,7 @@ class Share:
     real_s: Tensor | None
     """True for what is no padding, if the model was told."""
     starts: tuple[int, ...]
-    """Where sequences begin, and S: padding between them included."""
+    """Ends with S. Sequences begin at these places; padding between them is included."""
     lengths: tuple[int, ...]
     """Tokens of each sequence that others attend to."""
 

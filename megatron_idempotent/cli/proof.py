@@ -237,8 +237,8 @@ def _ready() -> None:
 
 
 def _reproduce(hazard_id: str, applied: tuple[str, ...], repaired: bool) -> None:
-    _apply(hazard_id, applied)
     reproduction = hazards()[hazard_id].reproduction
+    _apply(hazard_id, (*applied, *reproduction.given))
     if repaired and reproduction.repaired is not None:
         reproduction.repaired()
     else:

@@ -208,6 +208,9 @@ class Reproduction(Record):
     stock_error: str
     """Regular expression that the error on stock Megatron must match, `Type: message`."""
 
+    given: tuple[str, ...] = ()
+    """Ids of patches that stock has here too: without them `run` raises before it comes to this."""
+
 
 class Hazard(Record):
     """Describes one thing that goes wrong. The declaring module's docstring is the case file."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_idempotent.certify import Finished
-from megatron_idempotent.certify.adapters import Megatron, SplitStep, _schedule
+from megatron_idempotent.certify.adapters import Megatron, SplitStep
 from megatron_idempotent.certify.states import buffers
 
 
@@ -32,8 +32,7 @@ class InParts(Megatron):
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         self.fail = fail
-        pieces = self._pieces(rows)
-        _schedule(self.subject, pieces, self._forward_step, forward_only=False)
+        self._train(self._pieces(rows))
 
     def finish(self) -> Finished:
         self._finalize(self.subject.chunks, self.tokens)
@@ -65,7 +64,7 @@ class LeavesMomentsOnTheHost(SplitStep):
     def onload(self, *, training: bool = True) -> None:
         super().onload(training=False)
         for chunk in self.subject.chunks:
-            chunk.restore_gradbuffers()
+            chunk.restore_grad_buffers()
 
 
 class LeavesGradientsFreed(SplitStep):

@@ -46,6 +46,35 @@ def test_findings_are_merged_by_megatron_and_adapter(tmp_path):
     assert "| `pp2` | **failed** | 0.5 |\n\n- 0.1, `pp2`, `whole-step`: it is off\n" in text
 
 
+def test_bits_are_told_by_the_numbers_of_replicas_that_have_the_same(tmp_path):
+    (tmp_path / "docs").mkdir()
+    rows = [
+        Result(check="same-bits", layout=name, verdict=verdict)
+        for name, verdict in {
+            "dp1": "passed",
+            "dp4": "passed",
+            "dp1-moe": "passed",
+            "dp2-moe": "failed",
+            "ep2": "not offered",
+        }.items()
+    ]
+    assert page.main([str(left(tmp_path, "0.1", "OrderStable", *rows))], tmp_path) == 0
+    text = (tmp_path / page.PAGE).read_text("utf-8")
+    assert "| `dp` | 1, 4 |\n| `moe` | **differ** |\n| `ep2` | – |\n" in text
+
+
+def test_some_layouts_that_are_run_again_leave_the_others_as_they_were(tmp_path):
+    (tmp_path / "docs").mkdir()
+    for folder, results in {
+        "a": [result("dp2", "failed", fault="it is off"), result("pp2", of_bound=0.5)],
+        "b": [result("dp2", of_bound=0.25)],
+    }.items():
+        assert page.main([str(left(tmp_path / folder, "0.1", "Window", *results))], tmp_path) == 0
+    text = (tmp_path / page.PAGE).read_text("utf-8")
+    assert "| `dp2` | 0.25 |\n| `pp2` | 0.5 |\n" in text
+    assert "it is off" not in text
+
+
 @pytest.mark.parametrize(
     ("write", "said"),
     [
