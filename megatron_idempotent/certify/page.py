@@ -166,7 +166,7 @@ def _others(found: Found) -> list[str]:
             known |= set(verdicts) - {""}
             passed, failed = verdicts.count("passed"), verdicts.count("failed")
             cells.append(f"{passed} of {passed + failed}" if passed + failed else "–")
-        if known != {"not offered"}:  # or another adapter's table tells of it
+        if known - {"not offered", "not judged"} or not known:  # or another adapter's table tells of it
             lines.append(_line(f"`{name}`", *cells, check.summary))
     return lines
 
