@@ -42,7 +42,7 @@ help:
 	@echo "make lint     ruff, spelling, mypy and the layers of imports"
 	@echo "make docs     build the documentation site into build/site"
 	@echo "make test-docs  ... and search it in a browser"
-	@echo "make dist     build wheel and sdist, check them, and install both on each Python"
+	@echo "make dist     build wheel, sdist and SBOM, check them, and install both on each Python"
 	@echo "make lock     write the versions that are installed into $(LOCK)"
 	@echo "make bench    run benchmarks/"
 
