@@ -16,7 +16,8 @@ import torch
 from policy_worker import MODEL, Policy
 from transformers import AutoModelForCausalLM
 
-from megatron_idempotent import controller, workers
+import megatron_idempotent.controller as mc
+from megatron_idempotent import workers
 from megatron_idempotent.engines import Request
 from megatron_idempotent.engines.transformers import TransformersEngine
 
@@ -43,11 +44,10 @@ class Recipe:
 
     def batch(self, groups: Any, inputs: None, logprobs: Any) -> dict[str, Any]:
         rows = [[*group.prompt, *each.tokens] for group in groups for each in group.samples]
-        drawn = [each.logprobs for group in groups for each in group.samples]
+        drawn = torch.tensor([each.logprobs for group in groups for each in group.samples])
         rewards = torch.tensor([group.rewards for group in groups]).T
         advantages = ((rewards - rewards.mean(0)) / (rewards.std(0) + 1e-6)).T.reshape(-1, 1)
-        columns = {"input_ids": rows, "logprobs": drawn, "advantages": advantages}
-        return {name: torch.as_tensor(values) for name, values in columns.items()}
+        return {"input_ids": torch.tensor(rows), "logprobs": drawn, "advantages": advantages}
 
     def metrics(self, groups: Any, version: int) -> dict[str, float]:
         return {"reward": sum(sum(group.rewards) for group in groups) / (SAMPLES * len(groups))}
@@ -63,10 +63,10 @@ async def main(pool: Any = None) -> None:
     await ranks.start()
     engine = TransformersEngine(AutoModelForCausalLM.from_config(MODEL))
     source = workers.RemoteWeights(ranks, asyncio.get_running_loop())
-    fleet = controller.Fleet([engine], source=source, requests=requests, score=score)
-    await controller.Controller(
-        settings=controller.ControllerSettings(target_groups=GROUPS, group_size=SAMPLES),
-        sampler=controller.WindowedSampler(max_staleness=1),
+    fleet = mc.Fleet([engine], source=source, requests=requests, score=score)
+    await mc.Controller(
+        settings=mc.ControllerSettings(target_groups=GROUPS, group_size=SAMPLES, groups_per_call=4),
+        sampler=mc.WindowedSampler(max_staleness=1),
         prompts=SimpleNamespace(prompt=lambda index: (index % 4,), epoch=lambda index: 0),
         generator=fleet,
         policy=Policy(ranks),

@@ -36,6 +36,14 @@ def said_by(name, monkeypatch, pool, capsys):
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_a_program_is_a_page_long_and_in_the_documentation(path):
+    assert len(path.read_text("utf-8").splitlines()) <= 80
+    pages = ("index.md", "frameworks.md", "train-step.md")
+    docs = "".join((EXAMPLES.parent / "docs" / page).read_text("utf-8") for page in pages)
+    assert f"(../examples/{path.name})" in docs
+
+
 @pytest.mark.parametrize("name", SAID)
 def test_a_program_says_what_it_promises(name, monkeypatch, megatron_rank_pool, capsys):
     if name == "train_twice" and found.release < (0, 17):
