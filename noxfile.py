@@ -129,11 +129,12 @@ def patching(session: nox.Session, version: str) -> None:
 def dist(session: nox.Session) -> None:
     """Build what a release uploads, check it, and install both on each Python of the classifiers.
 
-    They are left in dist/. `tests/packaging/test_wheel.py` holds their contents.
+    They are left in dist/, with an SBOM of what installing the wheel brings.
+    `tests/packaging/test_wheel.py` holds their contents.
     """
     shutil.rmtree("dist", ignore_errors=True)
     tools = _environment(session, RELEASES[NEWEST]["python"], WORK / "dist")
-    _install(session, tools, "build>=1.2", "twine>=6")
+    _install(session, tools, "build>=1.2", "twine>=6", "cyclonedx-bom>=7")
     session.run(str(tools), "-m", "build", "--outdir", "dist", external=True)
     built = sorted(map(str, Path("dist").iterdir()))
     session.run(str(tools), "-m", "twine", "check", "--strict", *built, external=True)
@@ -150,6 +151,14 @@ def dist(session: nox.Session) -> None:
             # Not here, where the checkout would be imported.
             with session.chdir(folder):
                 session.run(*command, *asked, external=True, silent=True)
+    version = PROJECT["project"]["version"]
+    session.run(
+        *(str(tools.with_name("cyclonedx-py")), "environment"),
+        *("--pyproject", "pyproject.toml", "--mc-type", "library", "--output-reproducible"),
+        *("--output-file", f"dist/megatron_idempotent-{version}.cdx.json"),
+        str(WORK / f"dist-{RELEASES[NEWEST]['python']}-wheel" / "bin" / "python"),
+        external=True,
+    )  # fmt: skip
 
 
 def _environment(session: nox.Session, version: str, folder: Path) -> Path:

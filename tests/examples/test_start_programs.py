@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,14 @@ def said_by(name, monkeypatch, pool, capsys):
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_a_program_is_a_page_long_and_in_the_documentation(path):
+    assert len(path.read_text("utf-8").splitlines()) <= 80
+    pages = ("index.md", "frameworks.md", "train-step.md")
+    docs = "".join((EXAMPLES.parent / "docs" / page).read_text("utf-8") for page in pages)
+    assert f"(../examples/{path.name})" in docs
+
+
 @pytest.mark.parametrize("name", SAID)
 def test_a_program_says_what_it_promises(name, monkeypatch, megatron_rank_pool, capsys):
     if name == "train_twice" and found.release < (0, 17):
@@ -54,6 +63,22 @@ def test_a_split_step_has_one_norm(monkeypatch, megatron_rank_pool, capsys):
     lines = said_by("split_step", monkeypatch, megatron_rank_pool, capsys)
     assert len(lines) == 3
     assert len({line.split()[-1] for line in lines}) == 1
+
+
+def test_staged_weights_draw_no_token_before_the_switch(monkeypatch, megatron_rank_pool, capsys):
+    _, *lines = said_by("weight_sync", monkeypatch, megatron_rank_pool, capsys)
+    found = [re.fullmatch(r"(.*?) +\d+ of version (\d), (\S+) off", line) for line in lines]
+    assert [each.group(1, 2) for each in found] == [
+        ("before", "0"),
+        ("staged", "0"),
+        ("under way", "0"),
+        ("under way", "1"),
+        ("after", "1"),
+    ]
+    # Some ten products of up to 128 terms, of magnitudes up to ten: each is off by at most n·eps.
+    bound = 10 * 128 * 2**-23 * 10
+    for each in found:
+        assert (float(each[3]) < bound) == (each[2] == "1"), each[0]
 
 
 def test_the_test_of_a_train_of_ones_own_passes():
