@@ -97,7 +97,11 @@ def test_the_matrix_shows_what_a_chosen_megatron_has(browser, address):
 
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize(
-    "path", ["", "concepts/", "hazards/", "hazards/no-sync-func-reentry/", "matrix/", "api/"]
+    "path",
+    [
+        *("", "concepts/", "supported-models/", "aborting/"),
+        *("hazards/", "hazards/no-sync-func-reentry/", "matrix/", "api/"),
+    ],
 )
 def test_no_page_is_wider_than_its_screen(browser, address, path, width):
     page = browser.new_page(viewport={"width": width, "height": 900})
