@@ -1,7 +1,9 @@
-"""Run benchmarks by name: `python -m benchmarks [NAME ...] [--device cuda]`.
+"""Run benchmarks by name: `python -m benchmarks [NAME ...] [--device cuda] [--json FOLDER]`.
 
 Each module here has a `main()` that prints its result. Other options are for
-`python -m benchmarks.NAME`. With a device, and without names, it is those that take one.
+`python -m benchmarks.NAME`. With a device, and without names, it is those that take one. With
+`--json` each result goes into FOLDER/NAME.json, with the machine and the time, for
+`python -m benchmarks.page FOLDER`; `--busy` marks those of a machine that does something else.
 """
 
 import argparse
@@ -10,18 +12,23 @@ import pkgutil
 import sys
 from pathlib import Path
 
+from benchmarks._record import captured, machine, record
 from megatron_idempotent.cpu.errors import NoDeviceError
 from megatron_idempotent.cpu.gpu import DEVICES
 
 HERE = Path(__file__).parent
 known = [
-    entry.name for entry in pkgutil.iter_modules([str(HERE)]) if not entry.name.startswith("_")
+    entry.name
+    for entry in pkgutil.iter_modules([str(HERE)])
+    if not entry.name.startswith("_") and entry.name != "page"
 ]
 #: Those that say so in their own documentation.
 on_device = [name for name in known if "[--device" in (HERE / f"{name}.py").read_text("utf-8")]
 parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n")[0])
 parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
 parser.add_argument("--device", choices=DEVICES, help=f"for {', '.join(on_device)}")
+parser.add_argument("--json", type=Path, metavar="FOLDER", help="for NAME.json of each")
+parser.add_argument("--busy", action="store_true", help="marks a run beside other work, for --json")
 asked = parser.parse_args()
 unknown = sorted(set(asked.names) - set(known))
 if unknown:
@@ -31,8 +38,16 @@ for name in names:
     if asked.device is not None and name not in on_device:
         sys.exit(f"{name} takes no --device; those that do are {', '.join(on_device)}")
     print(f"# {name}", flush=True)
-    sys.argv = [name, *(["--device", asked.device] if asked.device else [])]
+    arguments = ["--device", asked.device] if asked.device else []
+    if asked.json is not None:
+        arguments.append("--json")
+    sys.argv = [name, *arguments]
     try:
-        importlib.import_module(f"benchmarks.{name}").main()
-    except NoDeviceError as error:
+        module = importlib.import_module(f"benchmarks.{name}")
+        if asked.json is None:
+            module.main()
+        else:
+            before = machine(busy=asked.busy)
+            record(asked.json, name, before, arguments, captured(name, module.main))
+    except (NoDeviceError, ValueError) as error:
         sys.exit(str(error))

@@ -1,5 +1,7 @@
 """Measures what `import megatron_idempotent; apply()` costs a program before it imports Megatron.
 
+    python -m benchmarks.apply_cost [--json]
+
 Fresh interpreters, taken in turn with two yardsticks: an interpreter that does nothing, and one
 that imports asyncio from the standard library. CPU time, because that is what is repeatable. Once
 with compiled files, and once without, as in containers where none may be written.
@@ -7,6 +9,8 @@ with compiled files, and once without, as in containers where none may be writte
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -33,30 +37,44 @@ def _cpu_ms(program: str, environ: dict[str, str]) -> float:
     return 1000 * float(result.stdout)
 
 
-def _measure(heading: str, environ: dict[str, str]) -> None:
+def _measure(environ: dict[str, str]) -> dict[str, dict[str, float]]:
+    """Return median and least milliseconds of each program, and the ratio of medians."""
     times: dict[str, list[float]] = {name: [] for name in PROGRAMS}
     for _ in range(ROUNDS):
         for name, program in PROGRAMS.items():
             times[name].append(_cpu_ms(program, environ))
     yardstick = statistics.median(times["import asyncio"])
-    print(heading)
-    for name, values in times.items():
-        median = statistics.median(values)
-        print(
-            f"  {name:40} median {median:6.1f} ms, min {min(values):6.1f} ms, "
-            f"{median / yardstick:5.2f} x import asyncio"
-        )
+    return {
+        name: {
+            "median_ms": statistics.median(values),
+            "min_ms": min(values),
+            "of import asyncio": statistics.median(values) / yardstick,
+        }
+        for name, values in times.items()
+    }
 
 
 def main() -> None:
     """Print median and minimum per program, and the ratio to the yardstick."""
-    _measure("with compiled files", {"PYTHONDONTWRITEBYTECODE": ""})
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = {"with compiled files": _measure({"PYTHONDONTWRITEBYTECODE": ""})}
     with tempfile.TemporaryDirectory() as empty:
         # Looked for there, of this package and of the standard library alike.
-        _measure(
-            "without compiled files",
+        found["without compiled files"] = _measure(
             {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": empty},
         )
+    if options.json:
+        print(json.dumps(found))
+        return
+    for heading, programs in found.items():
+        print(heading)
+        for name, its in programs.items():
+            print(
+                f"  {name:40} median {its['median_ms']:6.1f} ms, min {its['min_ms']:6.1f} ms, "
+                f"{its['of import asyncio']:5.2f} x import asyncio"
+            )
 
 
 if __name__ == "__main__":

@@ -77,10 +77,14 @@ def main() -> None:
                 side: speed(arguments, tokens, options.steps, Path(name))
                 for side, arguments in SIDES.items()
             }
-    if options.json:
-        print(json.dumps(found, indent=1))
-        return
     first = next(iter(SIDES))
+    if options.json:
+        of_sync = {
+            tokens: row | {f"{side} ÷ sync": row[side] / row[first] for side in SIDES}
+            for tokens, row in found.items()
+        }
+        print(json.dumps(of_sync, indent=1))
+        return
     print(f"tokens  {first} (tokens/s)  " + "  ".join(f"{side} ÷ sync" for side in SIDES))
     for tokens, row in found.items():
         ratios = "  ".join(f"{row[side] / row[first]:6.2f}" for side in SIDES)

@@ -107,7 +107,8 @@ def main() -> None:
     options = parser.parse_args()
     found = asyncio.run(measure(options.calls, options.rounds, options.megabytes))
     if options.json:
-        print(json.dumps(found, indent=1))
+        per_call = {f"{name} ÷ empty call": ms / found["empty call"] for name, ms in found.items()}
+        print(json.dumps(found | per_call, indent=1))
         return
     for name, milliseconds in found.items():
         ratio = milliseconds / found["empty call"]

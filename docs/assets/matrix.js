@@ -1,20 +1,35 @@
-// Hides the hazards that the chosen Megatron does not have, and the other columns.
+// Hides the hazards that no chosen Megatron has, and the columns of the others. A framework chooses the
+// Megatrons that it pins, and leaves no others to choose from.
 document$.subscribe(() => {
-  const chooser = document.getElementById("megatron");
-  if (!chooser) return;
-  chooser.addEventListener("change", () => {
-    const chosen = chooser.value;
+  const framework = document.getElementById("framework");
+  const megatron = document.getElementById("megatron");
+  if (!framework || !megatron) return;
+  const show = () => {
+    const pinned = framework.selectedOptions[0].dataset.megatrons;
+    const offered = pinned ? JSON.parse(pinned) : null;
+    [...megatron.options].slice(1).forEach((option) => {
+      option.hidden = option.disabled = offered !== null && !offered.includes(option.value);
+    });
+    if (megatron.selectedOptions[0].disabled) megatron.value = "";
+    const chosen = megatron.value ? [megatron.value] : offered;
+    const isShown = (name) => chosen === null || chosen.includes(name);
     const table = document.querySelector(".matrix table");
-    const heads = [...table.querySelectorAll("thead th")];
-    heads.slice(1).forEach((head) => { head.hidden = chosen !== "" && head.textContent !== chosen; });
+    [...table.querySelectorAll("thead th")].slice(1).forEach((head) => {
+      head.hidden = !isShown(head.textContent);
+    });
     table.querySelectorAll("tbody tr").forEach((row) => {
-      let here = chosen === "";
+      let here = chosen === null;
       row.querySelectorAll("td").forEach((cell) => {
-        const its = cell.dataset.megatron === chosen;
-        cell.hidden = chosen !== "" && !its;
-        here = here || (its && cell.classList.contains("here"));
+        cell.hidden = !isShown(cell.dataset.megatron);
+        here = here || (!cell.hidden && cell.classList.contains("here"));
       });
       row.hidden = !here;
     });
-  });
+    document.querySelectorAll("[data-framework]").forEach((note) => {
+      note.hidden = note.dataset.framework !== framework.value;
+    });
+  };
+  framework.addEventListener("change", show);
+  megatron.addEventListener("change", show);
+  show(); // a browser may have kept what was chosen before
 });

@@ -14,13 +14,14 @@ import posixpath
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import megatron_idempotent
 from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.decide import MEGATRON
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
 
-from .casebook import PROVEN, Proven, mark
+from .casebook import PROJECT, PROVEN, Proven, mark
 
 #: Files of the root that are pages, and the pages.
 ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
@@ -43,12 +44,15 @@ def pages(root: Path) -> dict[str, str]:
     `root` is a checkout of the project.
 
     Raises:
-        OSError: the checkout lacks docs/proven.json or a page of the root.
+        OSError: the checkout lacks docs/proven.json, pyproject.toml or a page of the root.
     """
+    import tomllib  # not in Python 3.10, which reads case files too
+
     proven: Proven = json.loads((root / PROVEN).read_text(encoding="utf-8"))
     found = {f"hazards/{each.id}.md": hazard_page(each, proven) for each in hazards().values()}
     found[_HAZARDS] = _list()
-    found["matrix.md"] = _matrix(proven)
+    project = tomllib.loads((root / PROJECT).read_text(encoding="utf-8"))
+    found["matrix.md"] = _matrix(proven, project["tool"]["megatron-idempotent"])
     found["api.md"] = _reference()
     for name, page in ROOT_PAGES.items():
         found[page] = (root / name).read_text(encoding="utf-8")
@@ -162,7 +166,7 @@ def _exported() -> list[str]:
     return found
 
 
-def _matrix(proven: Proven) -> str:
+def _matrix(proven: Proven, project: Mapping[str, Any]) -> str:
     of_megatron = {each.id: each for each in hazards().values() if each.distribution == MEGATRON}
     head = (
         "---\nhide: [navigation, toc]\n---\n\n# Matrix\n\n"
@@ -174,12 +178,41 @@ def _matrix(proven: Proven) -> str:
         "- off: needs hardware, and is applied only where named\n"
         "- refused: a function there was read by nobody, and `apply()` leaves it alone\n"
     )
-    choices = "".join(f"<option>{html.escape(name)}</option>" for name in proven)
-    chooser = (
-        '<p><label for="megatron">Show what applies to </label>'
-        f'<select id="megatron"><option value="">all</option>{choices}</select></p>'
+    table = _table([*proven], of_megatron, proven)
+    return "\n".join([head, _filters(proven, project), "", table, ""])
+
+
+def _filters(proven: Proven, project: Mapping[str, Any]) -> str:
+    """Return the choosers of a framework and a Megatron, and what is shown of a framework alone.
+
+    `docs/assets/matrix.js` reads the Megatrons of a framework from `data-megatrons`.
+    """
+    commits = {each["name"]: each for each in project["commits"]}
+    frameworks, notes = [], []
+    for number, each in enumerate(project["frameworks"]):
+        name = f"{each['name']} {each['version']}"
+        pinned = html.escape(json.dumps(each["megatron"]))
+        frameworks.append(
+            f'<option value="{number}" data-megatrons="{pinned}">{html.escape(name)}</option>'
+        )
+        own = [
+            f'<a href="../hazards/{it}/"><code>{it}</code></a>' for it in each.get("patches", ())
+        ]
+        notes.append(
+            f'<p data-framework="{number}" hidden>{html.escape(name)}: patches for its own code: '
+            f"{', '.join(own) or 'none needed'}</p>"
+        )
+    megatrons = []
+    for name in proven:
+        commit = commits.get(name)
+        told = f"{name}: {commit['commit'][:10]}, {commit['date']}" if commit else name
+        megatrons.append(f'<option value="{html.escape(name)}">{html.escape(told)}</option>')
+    return (
+        '<p class="filters"><label>Show what applies to <select id="framework">'
+        f'<option value="">all frameworks</option>{"".join(frameworks)}</select></label> '
+        '<label>on <select id="megatron"><option value="">each Megatron</option>'
+        f"{''.join(megatrons)}</select></label></p>{''.join(notes)}"
     )
-    return "\n".join([head, chooser, "", _table([*proven], of_megatron, proven), ""])
 
 
 def _table(names: list[str], shown: Mapping[str, Hazard], proven: Proven) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from megatron_idempotent.cli import site
 from megatron_idempotent.patching.catalog import hazards
 
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://example.org/us/it"
 
@@ -44,9 +48,21 @@ def test_the_message_of_a_second_train_is_on_one_line(pages):
 def test_the_matrix_has_every_hazard_of_megatron_and_every_megatron(pages):
     matrix = pages["matrix.md"]
     for each in hazards().values():
-        assert (f'href="../hazards/{each.id}/"' in matrix) == (each.distribution == "megatron-core")
-    assert "<option>0.12.3</option>" in matrix
-    assert "<option>nemo-rl</option>" in matrix
+        row = f'<tr><th><a href="../hazards/{each.id}/">' in matrix
+        assert row == (each.distribution == "megatron-core")
+    assert '<option value="0.12.3">0.12.3</option>' in matrix
+    assert '<option value="nemo-rl">nemo-rl: 14346b65a2, 2026-08-12</option>' in matrix
+
+
+def test_the_matrix_offers_each_framework_with_the_megatrons_that_it_pins(pages):
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["megatron-idempotent"]
+    found = re.findall(
+        r'<option value="\d+" data-megatrons="([^"]+)">([^<]+)</option>', pages["matrix.md"]
+    )
+    offered = [(name, json.loads(html.unescape(megatrons))) for megatrons, name in found]
+    assert offered == [
+        (f"{each['name']} {each['version']}", each["megatron"]) for each in table["frameworks"]
+    ]
 
 
 def test_the_reference_has_all_that_the_package_exports(pages):

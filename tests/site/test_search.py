@@ -95,9 +95,55 @@ def test_the_matrix_shows_what_a_chosen_megatron_has(browser, address):
     page.close()
 
 
+def columns(page):
+    """The Megatrons whose columns are seen."""
+    return [head.inner_text() for head in page.locator(".matrix thead th:visible").all()][1:]
+
+
+def offered(page):
+    """The Megatrons that can be chosen."""
+    return page.eval_on_selector_all(
+        "#megatron option:not([disabled])", "found => found.slice(1).map(each => each.value)"
+    )
+
+
+def test_the_matrix_shows_what_the_megatrons_of_a_chosen_framework_have(browser, address):
+    page = browser.new_page()
+    page.goto(f"{address}/matrix/")
+    rows = page.locator(".matrix tbody tr:visible")
+    everything = rows.count()
+    megatrons = columns(page)
+    page.select_option("#framework", label="verl images, and the one with TensorRT-LLM")
+    assert columns(page) == offered(page) == ["0.18.2", "verl"]
+    of_both = [row.locator("th").inner_text() for row in rows.all()]
+    assert 10 < len(of_both) < everything
+    # A hazard of 0.12 alone, which verl does not pin.
+    assert "mtp-gradient-times-tp" not in of_both
+    note = page.locator("[data-framework]:visible")
+    assert note.locator("a").all_inner_texts() == ["verl-wiring-reentry"]
+
+    page.select_option("#megatron", "verl")
+    assert columns(page) == ["verl"]
+    here = page.locator(".matrix tbody tr:visible td.here:visible")
+    assert rows.count() == here.count() < len(of_both)
+
+    # Another framework pins another Megatron: the choice of verl's is gone.
+    page.select_option("#framework", label="slime main of 2026-08-21, image")
+    assert columns(page) == ["slime"]
+    assert page.input_value("#megatron") == ""
+    page.select_option("#framework", "")
+    assert (rows.count(), columns(page)) == (everything, megatrons)
+    assert page.locator("[data-framework]:visible").count() == 0
+    page.close()
+
+
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize(
-    "path", ["", "hazards/", "hazards/no-sync-func-reentry/", "matrix/", "api/"]
+    "path",
+    [
+        *("", "concepts/", "supported-models/", "benchmarks/", "train-step/"),
+        *("hazards/", "hazards/no-sync-func-reentry/", "matrix/", "api/"),
+    ],
 )
 def test_no_page_is_wider_than_its_screen(browser, address, path, width):
     page = browser.new_page(viewport={"width": width, "height": 900})

@@ -1,0 +1,101 @@
+"""docs/benchmarks.md is what docs/benchmarks.json says, and results are merged into it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import _record, page
+
+ROOT = Path(__file__).parents[2]
+REMEDY = "run `python -m benchmarks.page` in the repository"
+
+
+def test_the_page_is_current():
+    found = json.loads((ROOT / page.FOUND).read_text("utf-8"))
+    assert (ROOT / page.PAGE).read_text("utf-8") == page.page(found, page.summaries(ROOT)), REMEDY
+
+
+def test_every_benchmark_is_on_the_page_or_measures_no_ratio():
+    names = {path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")} - {"page"}
+    assert names - set(page.RATIOS) == {"compiled_kernels"}
+    assert set(page.RATIOS) <= names
+
+
+def left(folder, name, found, *, load=0.0, busy=False):
+    its = _record.machine(busy=busy) | {"load_per_core": load}
+    _record.record(folder, name, its, ["--json"], found)
+    return folder
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    return tmp_path
+
+
+def test_only_ratios_are_shown_and_a_new_run_replaces_the_old_one(checkout):
+    found = {"first_s": 3.0, "later_s": 0.75, "ratio": 0.25}
+    page.main([str(left(checkout / "a", "rank_calls", found))], checkout)
+    page.main([str(left(checkout / "b", "rank_calls", found | {"ratio": 0.125}))], checkout)
+    text = (checkout / page.PAGE).read_text("utf-8")
+    own = text.partition("## rank_calls")[2].partition("\n## ")[0]
+    assert [line for line in own.splitlines() if line.startswith("| ")] == [
+        "| | ratio |",
+        "| --- | --- |",
+        "| ratio | 0.125 |",
+    ]
+    its = _record.machine()
+    assert f"{its['cpu']}, {its['cores']} cores" in own
+    assert "- `patched_step`: " in text.partition("## Not run yet")[2]
+
+
+@pytest.mark.parametrize("how", [{"busy": True}, {"load": 0.5}])
+def test_a_run_on_a_busy_machine_is_marked(checkout, how):
+    page.main([str(left(checkout / "a", "rank_calls", {"ratio": 0.25}, **how))], checkout)
+    assert "**The machine was busy**" in (checkout / page.PAGE).read_text("utf-8")
+
+
+def test_rows_of_a_list_are_named_by_their_words():
+    rows = [{"what": "top-k", "dtype": "float32", "side": "ours", "seconds": 2.0, "time": 0.5}]
+    assert dict(page.ratios("distillation", rows)) == {"top-k, float32, ours, time": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        (None, "", "has no NAME.json"),
+        ("mine", "{}", "is of no benchmark"),
+        ("rank_calls", "[", "is not what `python -m benchmarks --json` writes"),
+        ("rank_calls", "{}", "is not what `python -m benchmarks --json` writes"),
+    ],
+)
+def test_results_that_cannot_be_read_are_refused(tmp_path, name, content, said):
+    if name is not None:
+        (tmp_path / f"{name}.json").write_text(content)
+    with pytest.raises(ValueError, match=said):
+        page.read(tmp_path)
+
+
+def test_a_result_without_a_ratio_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no ratio named like"):
+        page.read(left(tmp_path, "rank_calls", {"first_s": 3.0}))
+
+
+def test_what_a_benchmark_prints_beside_its_json_is_refused():
+    with pytest.raises(ValueError, match="rank_calls --json printed 'first call"):
+        _record.captured("rank_calls", lambda: print("first call 3 s"))
+
+
+def test_the_command_writes_what_the_page_reads(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "rank_calls", "--busy", "--json", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    run = page.read(tmp_path)["rank_calls"]
+    assert run["machine"]["busy"]
+    assert [name for name, _ in page.ratios("rank_calls", run["found"])] == ["ratio"]
