@@ -166,7 +166,8 @@ def _others(found: Found) -> list[str]:
             known |= set(verdicts) - {""}
             passed, failed = verdicts.count("passed"), verdicts.count("failed")
             cells.append(f"{passed} of {passed + failed}" if passed + failed else "–")
-        if known - {"not offered", "not judged"} or not known:  # or another adapter's table tells of it
+        # Otherwise another adapter's table tells of it.
+        if not known or known - {"not offered", "not judged"}:
             lines.append(_line(f"`{name}`", *cells, check.summary))
     return lines
 
