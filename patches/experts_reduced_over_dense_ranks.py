@@ -14,8 +14,7 @@ Cause:
 Affects:
     0.12 to 0.18; 0.19 looks at both sizes. What the patch does: DDP finds the weights of experts
     marked where the two sizes differ and expert parallelism is off. Nothing else changes. On 0.12
-    experts of 1 over 2 raise in the forward, `First dimension of the tensor should be divisible by
-    tensor parallel size`, and no patch repairs that.
+    experts of 1 over 2 raise in the forward: `expert-layers-in-dense-collectives` repairs that.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/core/tensor_parallel/layers.py,

@@ -9,10 +9,12 @@ import re
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_idempotent.cpu import RankError, RankPool, RankTimeout
+from megatron_idempotent.patching.source import locate
 
 from .checks import CHECKS, Check
 from .layouts import KINDS, LAYOUTS, Layout
@@ -129,6 +131,8 @@ class Certification:
             return result("not offered", f"fsdp2 = {told.fsdp2}")
         if layout.packs and not told.packs:
             return result("not offered", "no packs = True")
+        if layout.packs and "mtp" in layout.words and _refuses_packs_with_mtp():
+            return result("not offered", "this Megatron trains no MTP layer on packs")
         if layout.loss_kind == "sequence" and not told.sequences:
             return result("not offered", "no sequences = True")
         if check.replicas and layout.replicas == 1:
@@ -242,6 +246,14 @@ def load(adapter: str) -> type:
 def _is_check(name: str) -> bool:
     check, slash, word = name.partition("/")
     return check in CHECKS and (word in KINDS if slash else True)
+
+
+@lru_cache(maxsize=1)
+def _refuses_packs_with_mtp() -> bool:
+    """Returns whether the installed Megatron says that it has not written this; 0.12 to 0.15 do."""
+    path = locate("megatron.core.transformer.multi_token_prediction")
+    said = "multi token prediction + sequence packing is not yet supported"
+    return path is not None and said in path.read_text(encoding="utf-8")
 
 
 def _why_not(cannot: Mapping[str, str], check: Check, layout: Layout) -> str | None:

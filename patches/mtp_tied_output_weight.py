@@ -1,0 +1,92 @@
+"""The last stage of a tied model with MTP has an output weight that nothing uses.
+
+Symptom:
+    With multi-token prediction (MTP), `share_embeddings_and_output_weights` and several pipeline
+    stages, `sharded_state_dict()` raises an AssertionError that lists the keys of the model: no
+    checkpoint can be written. On 0.12 `finish_grad_sync` raises `Communication call has not been
+    issued for this bucket` with `overlap_grad_reduce`. The weight, of the vocabulary times the
+    hidden size, has a gradient buffer and states of the optimizer.
+
+Cause:
+    A stage with MTP layers has an embedding of its own, and its output layer is called with the
+    embedding's weight. The output layer has a weight all the same, as it is built without one in
+    the first stage alone. The state dict asserts that there is none.
+
+Affects:
+    All releases since 0.12, and main. What the patch does: it drops the output layer's weight where
+    the stage has an embedding that takes its place. Megatron's own checkpoints never have it. A
+    plain `state_dict()` that was saved before has it: leave `output_layer.weight` out.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/models/gpt/gpt_model.py,
+    `skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights`.
+
+Remove when:
+    the output layer is built without a weight in every stage that has an embedding, and no release
+    before that is supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+
+_MODULE = "megatron.core.models.common.language_module.language_module"
+
+
+def setup(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Sets up a model whose output layer has a weight only if it uses it."""
+    if self.share_embeddings_and_output_weights and getattr(self, "mtp_process", False):
+        layer = getattr(self, "output_layer", None)
+        if layer is not None and getattr(layer, "weight", None) is not None:
+            layer.weight = None
+    original(self, *args, **kwargs)
+
+
+def reproduce() -> None:
+    """Make the state dict of a tied model with an MTP layer on two stages."""
+    from megatron.core import parallel_state
+
+    from megatron_idempotent.cpu import tiny
+
+    model = tiny.build(
+        pp=2,
+        tied=True,
+        distributed_optimizer=False,
+        overlap_grad_reduce=False,
+        config_overrides={"mtp_num_layers": 1},
+        model_overrides={"position_embedding_type": "none"},
+    )
+    (chunk,) = model.chunks
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    try:
+        chunk.module.sharded_state_dict(metadata={"dp_cp_group": group})
+    except AssertionError as error:
+        raise RuntimeError("the state dict has an output weight that nothing uses") from error
+
+
+PATCH = Patch(
+    id="mtp-tied-output-weight",
+    summary="a tied model with MTP on several stages cannot be written to a checkpoint",
+    since="0.12",
+    before=UNTRIED,
+    targets=(
+        Target(
+            address=f"{_MODULE}:LanguageModule.setup_embeddings_and_output_layer",
+            wrapper=setup,
+            relies_on=("self.share_embeddings_and_output_weights", "self.output_layer.weight"),
+        ),
+    ),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/models/gpt/"
+        "gpt_model.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        ranks=2,
+        stock_error="RuntimeError: the state dict has an output weight that nothing uses",
+        given=("mtp-without-transformer-engine",),
+    ),
+)

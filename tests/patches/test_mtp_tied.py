@@ -1,0 +1,64 @@
+"""A tied model with MTP on two stages comes back from a checkpoint, and trains all that it has."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_idempotent.patching.versions import installed
+
+found = installed("megatron-core")
+if found is None:
+    pytest.skip("Megatron writes the checkpoints", allow_module_level=True)
+if found.release < (0, 13):
+    pytest.skip("0.12 writes no checkpoint with a torch of today", allow_module_level=True)
+STAGES = 2
+
+
+def built():
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    megatron_idempotent.apply()
+    return tiny.build(
+        pp=STAGES,
+        tied=True,
+        config_overrides={"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1},
+        model_overrides={"position_embedding_type": "none"},
+    )
+
+
+def values(module):
+    return {name: value.tolist() for name, value in module.named_parameters()}
+
+
+def saved_and_loaded(folder):
+    """Runs on a rank: parameters without a gradient, those that came back changed, and all."""
+    import torch
+    from megatron.core import dist_checkpointing, parallel_state
+
+    model = built()
+    model.forward_backward(1, data_seed=0)
+    (chunk,) = model.chunks
+    idle = [name for name, each in chunk.module.named_parameters() if not each.main_grad.any()]
+    before = values(chunk.module)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist_checkpointing.save(
+        chunk.module.sharded_state_dict(metadata={"dp_cp_group": group}), folder
+    )
+    with torch.no_grad():
+        for each in chunk.module.parameters():
+            each.zero_()
+    wanted = chunk.module.sharded_state_dict(metadata={"dp_cp_group": group})
+    loaded = dist_checkpointing.load(wanted, folder)
+    chunk.module.load_state_dict(loaded)
+    after = values(chunk.module)
+    return idle, [name for name in before if before[name] != after[name]], sorted(before)
+
+
+def test_a_checkpoint_has_all_parameters_and_each_of_them_is_trained(tmp_path, megatron_rank_pool):
+    first, last = megatron_rank_pool.run(STAGES, saved_and_loaded, str(tmp_path))
+    for idle, changed, _ in (first, last):
+        assert not idle
+        assert not changed
+    assert "embedding.word_embeddings.weight" in last[2]
+    assert "output_layer.weight" not in last[2]
