@@ -48,7 +48,7 @@ def roll(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _roll_whole(
     original: Callable[..., Any], tensor: Any, shifts: int = -1, dims: int = -1
 ) -> tuple[Any, Any]:
-    from megatron_idempotent.step.context_parallel import all_positions, own_positions
+    from megatron_idempotent import all_positions, own_positions
 
     rolled, _ = original(all_positions(tensor, dim=dims), shifts=shifts, dims=dims)
     own = own_positions(rolled, dim=dims)

@@ -75,7 +75,8 @@ def test_the_reference_has_all_that_the_package_exports(pages):
 def test_every_page_is_in_the_navigation(pages):
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     shown = text[text.index("\nnav:") :]
-    names = {path.name for path in (ROOT / "docs").glob("*.md")}
+    docs = ROOT / "docs"
+    names = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
     names |= {page for page in pages if "/" not in page} | {"hazards/index.md"}
     named = {line.split()[-1] for line in shown.splitlines() if line.endswith(".md")}
     assert named == names
