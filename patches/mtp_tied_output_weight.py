@@ -13,9 +13,11 @@ Cause:
     the first stage alone. The state dict asserts that there is none.
 
 Affects:
-    All releases since 0.12, and main. What the patch does: it drops the output layer's weight where
-    the stage has an embedding that takes its place. Megatron's own checkpoints never have it. A
-    plain `state_dict()` that was saved before has it: leave `output_layer.weight` out.
+    All releases since 0.12, and main. What the patch does: where the stage has an embedding, the
+    output layer owns no weight, and its attribute is the embedding's. Megatron's own checkpoints
+    never have it. A plain `state_dict()` that was saved before has it: leave `output_layer.weight`
+    out. With `gradient_accumulation_fusion` DDP also left out the gradient of the MTP layer's
+    lookup in that embedding, silently; the weight is marked as Megatron marks it on one stage.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/models/gpt/gpt_model.py,
@@ -37,11 +39,16 @@ _MODULE = "megatron.core.models.common.language_module.language_module"
 
 
 def setup(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Sets up a model whose output layer has a weight only if it uses it."""
+    """Sets up a model whose output layer owns a weight only if it uses it."""
     if self.share_embeddings_and_output_weights and getattr(self, "mtp_process", False):
         layer = getattr(self, "output_layer", None)
         if layer is not None and getattr(layer, "weight", None) is not None:
-            layer.weight = None
+            del layer.weight
+            # Not by setattr(), with which the layer would own it, and save it a second time.
+            vars(layer)["weight"] = self.shared_embedding_or_output_weight()
+            # As upstream does where one stage has both: or a fused gradient of the output layer
+            # makes DDP leave out that of the MTP layer's lookup.
+            self.shared_embedding_or_output_weight().zero_out_wgrad = True
     original(self, *args, **kwargs)
 
 

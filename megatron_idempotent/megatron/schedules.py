@@ -119,12 +119,18 @@ def weight(chunk: Any) -> Any:
     holder = _holder(chunk)
     if holder is None:
         return None
-    # As upstream's schedules find it.
-    if holder.share_embeddings_and_output_weights:
-        found = holder.output_layer.weight
-    else:
-        found = holder.shared_embedding_or_output_weight()
+    found = output_weight(holder)
     return found if found is not None and found.requires_grad else None
+
+
+def output_weight(holder: Any) -> Any:
+    """Returns the weight that the output layer of a GPTModel multiplies by.
+
+    Upstream's schedules take the other one where a stage has MTP layers, and so both.
+    """
+    if holder.share_embeddings_and_output_weights:
+        return holder.shared_embedding_or_output_weight()
+    return holder.output_layer.weight
 
 
 def _holder(chunk: Any) -> Any:

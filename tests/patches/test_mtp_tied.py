@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 
 from megatron_idempotent.patching.versions import installed
@@ -12,6 +13,13 @@ if found is None:
 if found.release < (0, 13):
     pytest.skip("0.12 writes no checkpoint with a torch of today", allow_module_level=True)
 STAGES = 2
+#: Of a step in float32, as a part of its norm: tests/step/roundings.py derives them.
+ROUNDINGS = 4e5 * 2.0**-24
+OPTIONS = {
+    "tied": True,
+    "config_overrides": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1},
+    "model_overrides": {"position_embedding_type": "none"},
+}
 
 
 def built():
@@ -19,12 +27,7 @@ def built():
     from megatron_idempotent.cpu import tiny
 
     megatron_idempotent.apply()
-    return tiny.build(
-        pp=STAGES,
-        tied=True,
-        config_overrides={"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1},
-        model_overrides={"position_embedding_type": "none"},
-    )
+    return tiny.build(pp=STAGES, **OPTIONS)
 
 
 def values(module):
@@ -62,3 +65,30 @@ def test_a_checkpoint_has_all_parameters_and_each_of_them_is_trained(tmp_path, m
         assert not changed
     assert "embedding.word_embeddings.weight" in last[2]
     assert "output_layer.weight" not in last[2]
+
+
+def embedding_gradient(deferred, applied):
+    """Runs on a rank: the embedding's gradient, which both stages share, after a window."""
+    from megatron_idempotent.patches import _deferred_embedding
+
+    import megatron_idempotent
+    from megatron_idempotent.cpu import tiny
+
+    megatron_idempotent.apply(exclude=() if applied else ("mtp-tied-output-weight",))
+    options = {**OPTIONS, "distributed_optimizer": False, "overlap_grad_reduce": False}
+    model = _deferred_embedding.build(**options) if deferred else tiny.build(pp=STAGES, **options)
+    model.forward_backward(2, data_seed=0)
+    return model.chunks[0].module.embedding.word_embeddings.weight.main_grad.flatten().tolist()
+
+
+def test_a_deferred_gradient_reaches_the_embedding(megatron_rank_pool):
+    def found(deferred, applied):
+        both = megatron_rank_pool.run(STAGES, embedding_gradient, deferred, applied)
+        assert both[0] == both[1]
+        return numpy.array(both[0])
+
+    right = found(False, True)
+    norm = numpy.linalg.norm(right)
+    assert numpy.linalg.norm(found(True, True) - right) <= ROUNDINGS * norm
+    # Stock Megatron adds it to a weight that nothing uses.
+    assert numpy.linalg.norm(found(True, False) - right) > 2 * ROUNDINGS * norm

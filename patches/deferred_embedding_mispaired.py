@@ -1,0 +1,146 @@
+"""With MTP layers the deferred gradient of the output layer is another one, in another weight.
+
+Symptom:
+    With `defer_embedding_wgrad_compute` and multi-token prediction (MTP) the output layer's weight
+    gets no gradient, and the embedding one that has nothing to do with it. No error.
+
+Cause:
+    The last stage keeps the inputs of the output layer, and the gradients of its outputs, to
+    multiply them after the window. With MTP a microbatch calls the output layer several times.
+    Inputs are kept in the order of these calls, and gradients in that of the backward, which is the
+    opposite one; both lists are read from their beginning. And `finish_embedding_wgrad_compute`
+    asks for the shared weight where nothing is shared, which is the embedding's in a stage with MTP
+    layers.
+
+Affects:
+    Every release, and main. What the patch does: before they are multiplied, the inputs of each
+    microbatch are turned round, and the result goes into the weight that the output layer used.
+    With a `wgrad_deferral_limit` that ends inside of a microbatch what is kept cannot be paired: a
+    RuntimeError names both numbers. In the Megatron of slime's image and in miles' fork MTP trains
+    no output weight; a deferred gradient does, also with the patch. Do not defer it there.
+
+Upstream:
+    https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py,
+    `finish_embedding_wgrad_compute`.
+
+Remove when:
+    Upstream pairs them and takes the right weight, or refuses the two options together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_idempotent.megatron import schedules
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
+
+from . import _deferred_embedding
+
+_ASKED = "embedding_module.shared_embedding_or_output_weight()"
+
+
+def finish(
+    original: Callable[..., None], config: Any, embedding_module: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Gives upstream the weight that the output layer used."""
+    if embedding_module is None or not getattr(config, "mtp_num_layers", None):
+        original(config, embedding_module, *args, **kwargs)
+        return
+    seen = SimpleNamespace(
+        embedding_activation_buffer=embedding_module.embedding_activation_buffer,
+        grad_output_buffer=embedding_module.grad_output_buffer,
+        share_embeddings_and_output_weights=True,  # so that upstream takes the next one
+        output_layer=SimpleNamespace(weight=schedules.output_weight(embedding_module)),
+    )
+    original(config, seen, *args, **kwargs)
+
+
+def drain(
+    original: Callable[..., None],
+    config: Any,
+    embedding_activation_buffer: list[Any],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Turns the inputs of each microbatch round, to the order of their gradients."""
+    inputs = embedding_activation_buffer
+    calls = 1 + (getattr(config, "mtp_num_layers", None) or 0)
+    if calls > 1:
+        if len(inputs) % calls:
+            raise RuntimeError(
+                f"the output layer is called {calls} times in a microbatch, and {len(inputs)} of "
+                f"its inputs are kept: set wgrad_deferral_limit={config.wgrad_deferral_limit} to 0 "
+                f"or a multiple of {calls}"
+            )
+        for first in range(0, len(inputs), calls):
+            inputs[first : first + calls] = inputs[first : first + calls][::-1]
+    original(config, inputs, *args, **kwargs)
+
+
+def reproduce() -> None:
+    """Run a window of two microbatches with an MTP layer, deferred and not."""
+    right, found = _gradients(mtp_layers=1)
+    if right is not None and (found - right).norm() > right.norm() / 10:
+        off = float((found - right).norm() / right.norm())
+        raise RuntimeError(f"the deferred gradient is off by {off:.0%} of its norm")
+
+
+def neighbour() -> object:
+    """Run the same without MTP layers."""
+    right, found = _gradients(mtp_layers=0)
+    if right is not None and not right.equal(found):
+        raise RuntimeError("the deferred gradient differs from the one computed at once")
+    return None if found is None else found.tolist()
+
+
+def _gradients(mtp_layers: int) -> tuple[Any, Any]:
+    """Returns the last stage's gradients, computed at once and deferred; None on other stages."""
+    import torch
+
+    from megatron_idempotent.cpu import tiny
+
+    found = []
+    # Without overlap, see deferred-embedding-reduced-early.
+    options: dict[str, Any] = {"overlap_grad_reduce": False, "distributed_optimizer": False}
+    if mtp_layers:
+        options["config_overrides"] = {
+            "mtp_num_layers": mtp_layers,
+            "mtp_loss_scaling_factor": 0.1,
+        }
+        options["model_overrides"] = {"position_embedding_type": "none"}
+    for model in (tiny.build(pp=2, **options), _deferred_embedding.build(**options)):
+        model.forward_backward(2, data_seed=0)
+        last = _deferred_embedding.output_weight(model) is not None
+        gradients = [each.main_grad.flatten() for each in model.chunks[0].parameters()]
+        found.append(torch.cat(gradients) if last else None)
+    return found[0], found[1]
+
+
+PATCH = Patch(
+    id="deferred-embedding-mispaired",
+    summary="with MTP the output layer's deferred gradient is another one, in another weight",
+    since="0.12",
+    before=UNTRIED,
+    groups=("deferred-embedding",),
+    targets=(
+        schedules.drain_target(drain),
+        Target(
+            address="megatron.core.pipeline_parallel.schedules:finish_embedding_wgrad_compute",
+            wrapper=finish,
+            relies_on=(_ASKED,),
+        ),
+    ),
+    upstream=(
+        "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/"
+        "schedules.py"
+    ),
+    reproduction=Reproduction(
+        run=reproduce,
+        neighbour=neighbour,
+        ranks=2,
+        stock_error=r"RuntimeError: the deferred gradient is off by \d+% of its norm",
+        given=("mtp-without-transformer-engine",),
+    ),
+)
