@@ -8,29 +8,53 @@ import io
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 _CPUS = Path("/proc/cpuinfo")
+_STAT = Path("/proc/stat")
 
 
 def machine(*, busy: bool = False) -> dict[str, Any]:
     """Describe this machine before a benchmark.
 
-    The load is that of what this system sees, which in a container may not be the whole machine:
-    `busy` is the word of the caller that it does something else.
+    `load_per_core` is the mean of the minute before, so that it has the benchmark that ran before
+    this one. `use_per_core` is the part of each core that was used in the last second. Both are of
+    what this system sees, which in a container may not be the whole machine: `busy` is the word of
+    the caller that it does something else.
     """
     cores = os.cpu_count() or 1
     return {
         "cpu": _cpu(),
         "cores": cores,
         "load_per_core": round(os.getloadavg()[0] / cores, 2),
+        "use_per_core": _use(),
         "busy": busy,
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "megatron-core")},
     }
+
+
+def _use(seconds: float = 1.0) -> float | None:
+    """Measure the part of each core that is used; None where the system does not tell."""
+    before = _times()
+    if before is None:
+        return None
+    time.sleep(seconds)
+    used, everything = (b - a for a, b in zip(before, _times() or before, strict=True))
+    return round(used / everything, 2) if everything else None
+
+
+def _times() -> tuple[int, int] | None:
+    """Return the ticks that all cores were used for, and all their ticks, since the start."""
+    if not _STAT.exists():
+        return None
+    ticks = [int(each) for each in _STAT.read_text("ascii").splitlines()[0].split()[1:9]]
+    idle = ticks[3] + ticks[4]  # idle, and waiting for a disk
+    return sum(ticks) - idle, sum(ticks)
 
 
 def _cpu() -> str:

@@ -5,9 +5,9 @@
 Both sides run the very same model in one process: one window of microbatches through upstream's
 schedule, without an optimizer step. On the "plain torch" side every function that can be given a
 device is torch's own again, so that nothing stands between Megatron and torch; only the calls
-into `torch.cuda`, which no CPU can run without an answer, stay answered, and torch.zeros and
-torch.empty, which upstream calls with a CUDA device, drop it. Rounds alternate
-between the sides and the medians are compared, so a busy machine slows both down.
+into `torch.cuda`, which no CPU can run without an answer, stay answered, and the functions that
+make tensors on the device drop it. Rounds alternate between the sides and the medians are compared,
+so a busy machine slows both down.
 
 As a third side, the alternative that was not chosen: a TorchFunctionMode around every call.
 """
@@ -39,8 +39,9 @@ def bare() -> Iterator[None]:
     before = [(owner, name, vars(owner)[name]) for owner, name in wrapped]
     for owner, name, wrapper in before:
         setattr(owner, name, wrapper.__wrapped__)
-    # What upstream's schedule and layers make on the device: one counter, and gather buffers.
-    torch.zeros, torch.empty = _without_device(torch.zeros), _without_device(torch.empty)
+    # What is made on the device: upstream's counter and gather buffers, the window's positions.
+    for name in ("zeros", "empty", "ones", "arange", "tensor"):
+        setattr(torch, name, _without_device(getattr(torch, name)))
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from typing import Any
 
 FOUND = Path("docs", "benchmarks.json")
 PAGE = Path("docs", "benchmarks.md")
-#: Load per core before a run from which on another process had a good part of a core.
+#: Use per core before a run from which on another process had a good part of a core.
 BUSY = 0.25
 #: Of each benchmark's numbers those that are ratios, by the end or the beginning of their names.
 RATIOS = {
@@ -137,7 +137,7 @@ def _told(run: Mapping[str, Any]) -> str:
     its = run["machine"]
     versions = ", ".join(f"{each} {its[each]}" for each in ("torch", "megatron-core") if its[each])
     told = f"{run['ran']}, {its['cpu']}, {its['cores']} cores, {versions}, Python {its['python']}."
-    busy = its["busy"] or its["load_per_core"] >= BUSY
+    busy = its["busy"] or (its.get("use_per_core") or 0) >= BUSY
     return told + (" **The machine was busy**, so that this has to be run again." if busy else "")
 
 

@@ -26,8 +26,8 @@ def test_every_benchmark_is_on_the_page_or_measures_no_ratio():
     assert set(page.RATIOS) <= names
 
 
-def left(folder, name, found, *, load=0.0, busy=False):
-    its = _record.machine(busy=busy) | {"load_per_core": load}
+def left(folder, name, found, *, use=0.0, busy=False):
+    its = _record.machine(busy=busy) | {"use_per_core": use}
     _record.record(folder, name, its, ["--json"], found)
     return folder
 
@@ -55,7 +55,15 @@ def test_only_ratios_are_shown_and_a_new_run_replaces_the_old_one(checkout):
     assert "- `patched_step`: " in text.partition("## Not run yet")[2]
 
 
-@pytest.mark.parametrize("how", [{"busy": True}, {"load": 0.5}])
+def test_the_use_of_a_core_is_measured():
+    script = "import time\nend = time.time() + 5\nwhile time.time() < end: pass"
+    with subprocess.Popen([sys.executable, "-c", script]) as other:
+        found = _record.machine()["use_per_core"]
+        other.kill()
+    assert found is None or found > 0.5 / _record.machine()["cores"]
+
+
+@pytest.mark.parametrize("how", [{"busy": True}, {"use": 0.5}])
 def test_a_run_on_a_busy_machine_is_marked(checkout, how):
     page.main([str(left(checkout / "a", "rank_calls", {"ratio": 0.25}, **how))], checkout)
     assert "**The machine was busy**" in (checkout / page.PAGE).read_text("utf-8")
