@@ -124,6 +124,7 @@ PATCH = Patch(
     since="0.12",
     before=UNTRIED,
     groups=("deferred-embedding",),
+    provides=("deferred-embedding-paired",),
     targets=(
         schedules.drain_target(drain),
         Target(

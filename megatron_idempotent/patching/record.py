@@ -102,6 +102,7 @@ PROVIDED: Mapping[str, str] = {
     "list-gathers-watched": "the same for gathers by lists of parameters",
     "deferred-embedding-drained": "a deferred embedding gradient takes one microbatch, too",
     "deferred-embedding-ordered": "it is computed before its bucket is reduced",
+    "deferred-embedding-paired": "with MTP it is made of inputs and gradients of the same calls",
     "forward-only-counts-nothing": "a forward-only schedule counts no tokens for expert biases",
     "aux-losses-count-all-tokens": "per token, auxiliary losses count all of a sequence's tokens",
     "output-processor": "a GPTModel takes an output_processor",

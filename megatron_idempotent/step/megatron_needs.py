@@ -69,6 +69,11 @@ def _gathers_layer_wise(chunk: Any) -> bool:
     )
 
 
+def _defers_with_mtp(chunk: Any) -> bool:
+    config = get_model_config(chunk)
+    return bool(config.defer_embedding_wgrad_compute and getattr(config, "mtp_num_layers", None))
+
+
 def _shares_sequences_per_token(chunk: Any) -> bool:
     config = get_model_config(chunk)
     ranks = config.tensor_model_parallel_size * config.context_parallel_size
@@ -98,6 +103,11 @@ _NEEDS = (
         "deferred-embedding-ordered",
         "with last=True the output layer's gradient is reduced before it is computed",
         _set("defer_embedding_wgrad_compute"),
+    ),
+    Need(
+        "deferred-embedding-paired",
+        "with MTP layers the output layer's gradient is another one, in another weight",
+        _defers_with_mtp,
     ),
     Need(
         "forward-only-counts-nothing",
