@@ -32,16 +32,43 @@ from megatron_idempotent.patching.per_process import PerProcess, PerProcessLock
 _MISSING = object()
 
 
+def dressed(original: Any, replacement: Any) -> Any:
+    """Return a copy of `replacement` that has the name, signature and attributes of `original`.
+
+    torch reads them: `torch._dynamo` asks for `torch.cuda.use_mem_pool.__wrapped__` while it is
+    imported. What is no plain function is returned as it is.
+    """
+    if type(replacement) is not FunctionType or isinstance(original, type):
+        return replacement
+    copy = FunctionType(
+        replacement.__code__,
+        replacement.__globals__,
+        argdefs=replacement.__defaults__,
+        closure=replacement.__closure__,
+    )
+    copy.__kwdefaults__ = replacement.__kwdefaults__
+    functools.update_wrapper(copy, original)
+    copy.__dict__.update(getattr(original, "__dict__", {}))  # its own __wrapped__, if it has one
+    return copy
+
+
 class _Ledger:
     """Keeps what was replaced, to put it back by identity, the last one first."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Any, str, Any]] = []
+        # One object for all names of an original: (its id, the replacement's) → what is installed.
+        self._dressed: dict[tuple[int, int], Any] = {}
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         # The raw entry: getattr would turn static methods and inherited ones into something else.
-        self._entries.append((owner, name, vars(owner).get(name, _MISSING)))
-        setattr(owner, name, value)
+        before = vars(owner).get(name, _MISSING)
+        self._entries.append((owner, name, before))
+        original = getattr(owner, name, None) if before is _MISSING else before
+        key = id(original), id(value)
+        if key not in self._dressed:
+            self._dressed[key] = dressed(original, value)
+        setattr(owner, name, self._dressed[key])
 
     def names(self) -> set[str]:
         return {
