@@ -2,7 +2,7 @@
 # package registry. Choose other releases with `make test MEGATRON=0.18.2 TORCH=2.13.0`.
 PYTHON ?= python3
 MEGATRON ?= 0.19.2
-TORCH ?= 2.13.0
+TORCH ?= 2.15.0
 VENV ?= .venv
 ARGS ?=
 # Tests run side by side in so many processes, each with ranks of its own that wait for each other.

@@ -35,6 +35,34 @@ REMEDIES = {
 """Says, for each module that may be missing, how to install it."""
 
 
+def untried_torch(version: str | None = None) -> str | None:
+    """Return a line about a torch that is newer than any that ranks were run on, else None.
+
+    The newest one is below the upper bound of the extra `trainer`.
+
+    Args:
+        version: the torch to judge; None for the installed one.
+    """
+    # Here, because they take longer than all that `apply()` does.
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    try:
+        found = version or metadata.version("torch")
+        wanted = map(Requirement, metadata.requires("megatron-idempotent") or ())
+    except metadata.PackageNotFoundError:
+        return None
+    bounds = (each for one in wanted if one.name == "torch" for each in one.specifier)
+    for bound in bounds:
+        if bound.operator == "<" and not bound.contains(found, prereleases=True):
+            return (
+                f"torch {found} is newer than any that ranks were run on: if they do not start, "
+                f"pip install 'torch{bound}'"
+            )
+    return None
+
+
 @contextmanager
 def naming_the_remedy(what: str) -> Iterator[None]:
     """Say in the error, if a package of `REMEDIES` is missing within the block, how to install it.

@@ -73,5 +73,5 @@ PATCH = Patch(
     groups=("abort",),
     targets=(fsdp.zero_target(zero_grad_buffer),),
     upstream=fsdp.UPSTREAM,
-    reproduction=Reproduction(run=reproduce, ranks=2, stock_error=_STOCK_ERROR),
+    reproduction=Reproduction(run=reproduce, ranks=2, stock_error=_STOCK_ERROR, needs=("einops",)),
 )

@@ -82,5 +82,6 @@ PATCH = Patch(
         neighbour=neighbour,
         ranks=2,
         stock_error=r"RuntimeError: gradients are reduced inside of no_sync\(\)",
+        needs=("einops",),
     ),
 )

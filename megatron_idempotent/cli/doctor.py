@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
+from megatron_idempotent.lazy import untried_torch
 from megatron_idempotent.patching.api import apply
 from megatron_idempotent.patching.catalog import OPEN, UNTRIED, lost, patches, without_case_file
 from megatron_idempotent.patching.decide import MEGATRON, OFF_BY_DEFAULT
@@ -64,6 +65,7 @@ def overview(report: Report, width: int | None) -> str:
         lines.append("`megatron-idempotent drift --diff` shows what is new in a body that drifted.")
     lines += map(without_case_file, lost())
     lines += report.incomplete
+    lines += filter(None, [untried_torch()])
     parts = ["\n".join(line for text in lines for line in wrapped(text, width))]
     parts += [_group(heading, rows, width) for heading, rows in groups if rows]
     absent = Counter(patches()[row.id].distribution for row in _with(report, "not_installed"))

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from megatron_idempotent.cpu import PROGRAM_PRELOAD, RankError, RankPool, RankTimeout
@@ -55,8 +56,8 @@ class Finding:
     """The hazard."""
     verdict: Verdict
     """`proven`: stock fails as the case file says, and patched runs. `documented`: stock fails so,
-    and nothing repairs it. `not_applicable`: the installed packages do not have the hazard. Four
-    are failures. `stock_runs`: stock ran without error. `other_error`: stock failed in another way
+    and nothing repairs it. `not_applicable`: the installed packages do not have the hazard, or lack
+    a package that its reproduction needs. Four are failures. `stock_runs`: stock ran without error. `other_error`: stock failed in another way
     than the case file says. `not_repaired`: patched failed too. `false_alarm`: the patches break
     the neighbour, which is right on stock."""
     stock: str
@@ -127,16 +128,17 @@ def affected() -> list[str]:
 
 
 def _why_not(hazard: Hazard, decided: Report) -> str | None:
-    if isinstance(hazard, Patch):
-        row = decided[hazard.id]
-        if row.status in COVERED:
-            return None
-        if row.reason != OFF_BY_DEFAULT:
+    row = decided[hazard.id] if isinstance(hazard, Patch) else None
+    if row is None or row.status not in COVERED:
+        if row is not None and row.reason != OFF_BY_DEFAULT:
             return f"{row.status}: {row.reason}"
-    verdict = check_version(hazard, version_of(hazard))
-    if verdict.status is None and isinstance(hazard, Patch):
-        verdict = check_bodies(hazard, named=False)
-    return None if verdict.status is None else f"{verdict.status}: {verdict.reason}"
+        verdict = check_version(hazard, version_of(hazard))
+        if verdict.status is None and isinstance(hazard, Patch):
+            verdict = check_bodies(hazard, named=False)
+        if verdict.status is not None:
+            return f"{verdict.status}: {verdict.reason}"
+    missing = " ".join(name for name in hazard.reproduction.needs if find_spec(name) is None)
+    return f"not_installed: needs {missing} (pip install {missing})" if missing else None
 
 
 def outcome(

@@ -184,7 +184,7 @@ def return_empty_list() -> list[str]:
 _nvtx_depth = 0
 
 
-def range_push(_msg: str) -> int:
+def range_push(msg: str) -> int:
     """Opens a range, and returns its depth, from 0, as NVTX counts."""
     global _nvtx_depth
     _nvtx_depth += 1
@@ -198,7 +198,7 @@ def range_pop() -> int:
 
 
 @contextlib.contextmanager
-def nvtx_range(_msg: str, *_args: Any, **_kwargs: Any) -> Iterator[None]:
+def nvtx_range(msg: str, *_args: Any, **_kwargs: Any) -> Iterator[None]:
     range_push(_msg)
     try:
         yield

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from .calls import Call, Outcome
 from .errors import NoDeviceError, RankFailure
 from .gpu import Device, check_untouched, prepare
 from .rank import HEADER, RankSlot, describe, occupy
-from .runtime import enable
+from .runtime import enable, replaced_name_in
 
 #: Seconds that the peers of a failed rank may go on, so that they can fail for their own reasons.
 GRACE_S = 3.0
@@ -258,6 +259,8 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
             before, forks = forks, forks + call.world_size
             if before < _FORKS_OF_A_LONG_LIFE <= forks:
                 huge_pages.collapse()
+    # Triton lists what nobody has collected when the interpreter ends.
+    gc.unfreeze()
 
 
 def _import(name: str) -> None:
@@ -302,6 +305,9 @@ class _ReportTo:
 
     def __exit__(self, exc_type: object, exc: BaseException | None, tb: object) -> None:
         if exc is not None:
-            self._connection.send(describe(-1, type(exc), exc, exc.__traceback__))
+            failure = describe(-1, type(exc), exc, exc.__traceback__)
+            if (name := replaced_name_in(exc)) is not None:
+                failure = replace(failure, message=f"{exc}; the CPU runtime emulates {name}")
+            self._connection.send(failure)
         if isinstance(exc, NoDeviceError):
             raise SystemExit(1)  # the pool says it; a traceback would say no more

@@ -6,6 +6,7 @@ Importing this does not import torch: the ranks do, not the caller.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import subprocess
@@ -16,6 +17,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
+
+from megatron_idempotent.lazy import untried_torch
 
 from . import gpu
 from .calls import Call, Outcome, refer, refuse_if_importing
@@ -225,10 +228,11 @@ class _Launcher:
             if isinstance(word, RankFailure):
                 if word.exception_type.endswith(NoDeviceError.__name__):
                     raise NoDeviceError(word.message)
-                raise RuntimeError(
-                    f"the ranks could not be started: {word.exception_type}: {word.message}\n"
-                    f"{word.traceback}"
-                )
+                said = f"the ranks could not be started: {word.exception_type}: {word.message}"
+                lines = filter(None, (said, untried_torch(), word.traceback))
+                raise RuntimeError("\n".join(lines))
+            if (untried := untried_torch()) is not None:
+                logging.getLogger(__name__).warning(untried)
             self._ready = True
         self._connection.send_bytes(pickle.dumps(call))
         outcome = self._receive(call.timeout_s + _MARGIN_S, "running the ranks")

@@ -19,6 +19,7 @@ import importlib.util
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -62,9 +63,8 @@ class _Ledger:
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         # The raw entry: getattr would turn static methods and inherited ones into something else.
-        before = vars(owner).get(name, _MISSING)
-        self._entries.append((owner, name, before))
-        original = getattr(owner, name, None) if before is _MISSING else before
+        self._entries.append((owner, name, vars(owner).get(name, _MISSING)))
+        original = getattr(owner, name, None)
         key = id(original), id(value)
         if key not in self._dressed:
             self._dressed[key] = dressed(original, value)
@@ -182,6 +182,13 @@ def is_enabled() -> bool:
 def replaced_names() -> set[str]:
     """Return the names that are replaced now, e.g. "torch.cuda.synchronize"; empty when off."""
     return set() if _runtime.active is None else _runtime.active.ledger.names()
+
+
+def replaced_name_in(error: BaseException) -> str | None:
+    """Return the replaced name that stands in the line which raised `error`, or None."""
+    raised = traceback.extract_tb(error.__traceback__)[-1:]
+    found = [name for frame in raised for name in replaced_names() if name in (frame.line or "")]
+    return max(found, key=len, default=None)
 
 
 def _refuse_real_cuda() -> None:

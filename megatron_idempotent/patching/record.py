@@ -212,6 +212,9 @@ class Reproduction(Record):
     given: tuple[str, ...] = ()
     """Ids of patches that stock has here too: without them `run` raises before it comes to this."""
 
+    needs: tuple[str, ...] = ()
+    """Packages that `run` needs of upstream's code and that upstream does not declare."""
+
 
 class Hazard(Record):
     """Describes one thing that goes wrong. The declaring module's docstring is the case file."""

@@ -59,6 +59,16 @@ def test_a_finding_that_does_not_concern_the_release_is_no_failure():
     assert not finding.failed
 
 
+def test_a_hazard_whose_program_needs_a_package_says_so_without_it(mocker, capsys):
+    asked = ["prove", "fsdp-backward-aborted", "fsdp-no-sync-ends-early", "--json"]
+    found = proof.find_spec
+    mocker.patch.object(proof, "find_spec", lambda name: None if name == "einops" else found(name))
+    assert main(asked) == 0
+    for finding in json.loads(capsys.readouterr().out):
+        said = (finding["verdict"], finding["stock"])
+        assert said == ("not_applicable", "not_installed: needs einops (pip install einops)")
+
+
 FALSE_ALARMS = {
     # A first batch that has registered more than one gradient is refused.
     "gradient-after-reduction": (

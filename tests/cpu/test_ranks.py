@@ -5,11 +5,17 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from megatron_idempotent import cpu
+from megatron_idempotent.cpu import pool as pool_module
+from megatron_idempotent.lazy import untried_torch
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+NEWEST = PROJECT["tool"]["megatron-idempotent"]["torch"]
 
 
 def rank_and_sum(offset, scale=1):
@@ -212,6 +218,49 @@ def test_what_ranks_print_can_be_kept_out_of_standard_output(capfd):
     out, err = capfd.readouterr()
     assert "chatter" not in out
     assert "chatter" in err
+
+
+NEWER_TORCH = """
+import torch
+
+ASKED = {
+    torch.cuda.CUDAGraph: "is replaced, too",
+    torch.cuda.memory_usage.gone: "raises",
+}
+"""
+
+
+def test_a_start_that_fails_names_what_the_runtime_emulates_there(tmp_path, monkeypatch):
+    (tmp_path / "newer_torch.py").write_text(NEWER_TORCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    with cpu.RankPool(1, preload=("newer_torch",), device="cpu") as pool:
+        failed = (
+            r"could not be started: AttributeError: .*'gone'; .* emulates torch.cuda.memory_usage"
+        )
+        with pytest.raises(RuntimeError, match=failed):
+            pool.run(1, os.getpid)
+
+
+@pytest.mark.parametrize(
+    ("torch", "untried"),
+    [("2.6.0", False), (NEWEST, False), (f"{NEWEST}+cpu", False), ("99.0.1", True)],
+)
+def test_a_torch_that_no_rank_has_run_on_is_named_with_the_pin(torch, untried):
+    said = untried_torch(torch)
+    assert (said is not None) == untried
+    if said is not None:
+        major, minor, _ = NEWEST.split(".")
+        assert said.startswith("torch 99.0.1 is newer than any that ranks were run on")
+        assert said.endswith(f"pip install 'torch<{major}.{int(minor) + 1}'")
+
+
+def test_ranks_on_an_untried_torch_start_and_say_so_once(mocker, caplog):
+    mocker.patch.object(pool_module, "untried_torch", return_value="torch 99 is newer")
+    with cpu.RankPool(1, preload=(), device="cpu") as pool:
+        for _ in range(2):
+            pool.run(1, os.getpid, distributed=False)
+    assert caplog.messages == ["torch 99 is newer"]
 
 
 def test_lambdas_and_closures_are_refused_with_the_reason(megatron_ranks):

@@ -1,6 +1,7 @@
 """The emulation itself: on, off, without a trace, and refusing what it cannot answer."""
 
 import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -142,6 +143,67 @@ def test_the_table_lists_exactly_what_is_replaced():
     }
     assert unlisted == set()
     assert torch.cuda.is_available() is False
+
+
+def _functions():
+    """Each function that is replaced, with what it is off and on: {name: (original, now)}."""
+    with cpu.enabled():
+        places = [entry[:2] for entry in runtime._runtime.active.ledger._entries]
+        now = [getattr(*place) for place in places]
+    pairs = zip(places, now, strict=True)
+    found = {f"{o.__name__}.{name}": (getattr(o, name), new) for (o, name), new in pairs}
+    return {name: each for name, each in found.items() if inspect.isfunction(each[1])}
+
+
+def _signature(function, **options):
+    try:
+        return inspect.signature(function, **options)
+    except ValueError:  # one in C
+        return None
+
+
+def _refuses(signature, calls):
+    """The calls that a function of this signature does not take, among (args, names) of another."""
+    refused = []
+    for args, names in calls:
+        try:
+            signature.bind(*args, **dict.fromkeys(names))
+        except TypeError:
+            refused.append((args, names))
+    return refused
+
+
+def _calls(signature):
+    """A call with each parameter by its place, and one with each that can be by its name."""
+    plain = [
+        p
+        for p in signature.parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    named = [p.name for p in plain if p.kind is p.POSITIONAL_OR_KEYWORD]
+    only = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return [((None,) * len(plain), only), ((None,) * (len(plain) - len(named)), named + only)]
+
+
+def test_what_is_replaced_keeps_all_that_the_original_says_of_itself():
+    functions = _functions()
+    assert len(functions) > 200
+    for name, (original, now) in functions.items():
+        for said in ("__module__", "__name__", "__qualname__", "__doc__", "__wrapped__"):
+            if hasattr(original, said):
+                assert getattr(now, said) == getattr(original, said), f"{name}: {said}"
+        assert vars(now).items() >= getattr(original, "__dict__", {}).items(), name
+        assert _signature(now) == _signature(original), name
+
+
+def test_what_is_replaced_takes_each_argument_of_the_original():
+    refused = {}
+    for name, (original, now) in _functions().items():
+        signature = _signature(original)
+        own = _signature(now, follow_wrapped=False)
+        if signature is not None and _refuses(own, _calls(signature)):
+            refused[name] = (str(own), str(signature))
+    assert refused == {}
 
 
 def _owner(name):

@@ -90,6 +90,17 @@ def test_the_trainers_extra_takes_every_release_with_megatron_training():
         assert (release["megatron"] in wanted.specifier) == release["training"]
 
 
+def test_the_trainers_extra_takes_no_torch_that_nobody_has_run():
+    (wanted,) = (
+        Requirement(text)
+        for text in PROJECT["project"]["optional-dependencies"]["trainer"]
+        if text.startswith("torch")
+    )
+    newest = Version(TABLE["torch"])
+    assert wanted.specifier.contains(TABLE["torch"])
+    assert not wanted.specifier.contains(f"{newest.major}.{newest.minor + 1}.0")
+
+
 def test_the_readme_names_the_releases_and_what_they_run_with():
     readme = " ".join((ROOT / "README.md").read_text().split())
     *pythons, newest = sorted(PYTHONS, key=Version)
