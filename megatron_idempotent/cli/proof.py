@@ -56,10 +56,10 @@ class Finding:
     """The hazard."""
     verdict: Verdict
     """`proven`: stock fails as the case file says, and patched runs. `documented`: stock fails so,
-    and nothing repairs it. `not_applicable`: the installed packages do not have the hazard, or lack
-    a package that its reproduction needs. Four are failures. `stock_runs`: stock ran without error. `other_error`: stock failed in another way
-    than the case file says. `not_repaired`: patched failed too. `false_alarm`: the patches break
-    the neighbour, which is right on stock."""
+    and nothing repairs it. `not_applicable`: the installed packages do not have the hazard, or one
+    that its program needs is missing. Four are failures. `stock_runs`: stock ran without error.
+    `other_error`: stock failed in another way than the case file says. `not_repaired`: patched
+    failed too. `false_alarm`: the patches break the neighbour, which is right on stock."""
     stock: str
     """The outcome on stock: `ok`, `Type: message` of the first rank that failed, or the reason why
     it is not applicable."""

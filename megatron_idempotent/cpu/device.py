@@ -199,7 +199,7 @@ def range_pop() -> int:
 
 @contextlib.contextmanager
 def nvtx_range(msg: str, *_args: Any, **_kwargs: Any) -> Iterator[None]:
-    range_push(_msg)
+    range_push(msg)
     try:
         yield
     finally:

@@ -5,7 +5,7 @@ device, in the namespace where callers look them up. A `TorchFunctionMode` would
 made through early-bound names, at the price of a detour around *every* torch call
 (benchmarks/cpu_overhead.py has the numbers); Megatron binds none of these names early.
 
-gloo of torch 2.8 to 2.13 can do nearly all that Megatron calls: reduce_scatter_tensor,
+gloo of torch 2.8 to 2.15 can do nearly all that Megatron calls: reduce_scatter_tensor,
 all_gather_into_tensor, their coalesced forms, AVG, bf16 and fp16, unequal parts in reduce_scatter
 and all_to_all_single, and batch_isend_irecv. So the collectives are real ones, asynchronous handles
 included; only the backend and the form of some arguments change. An all_gather of unequal sizes,

@@ -108,7 +108,7 @@ def _source(path: str | None) -> str | None:
 
 
 #: The first Python whose import system nobody has read, see `_watch`.
-_UNREAD = (3, 14)
+_UNREAD = (3, 15)
 _lock = PerProcessLock(__name__, "_lock")
 # By top-level package that nobody has imported yet: the modules of it that are waited for.
 _waiting_packages: dict[str, dict[str, _Action]] = PerProcessDict(__name__, "_waiting_packages")

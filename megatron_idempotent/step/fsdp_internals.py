@@ -92,7 +92,7 @@ def check_internals() -> None:
     if lacking:
         raise RuntimeError(
             f"FSDPTrainStep() relies on parts of FSDP2 that torch {torch.__version__} does not "
-            f"have: {', '.join(lacking)}. Use a torch from 2.8 to 2.13, on which it is tested, or "
+            f"have: {', '.join(lacking)}. Use a torch from 2.8 to 2.15, on which it is tested, or "
             "a megatron-idempotent that knows this one"
         )
 

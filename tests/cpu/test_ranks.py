@@ -5,10 +5,10 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from megatron_idempotent import cpu
 from megatron_idempotent.cpu import pool as pool_module
