@@ -137,6 +137,7 @@ def dist(session: nox.Session) -> None:
     _install(session, tools, "build>=1.2", "twine>=6", "cyclonedx-bom>=7")
     session.run(str(tools), "-m", "build", "--outdir", "dist", external=True)
     built = sorted(map(str, Path("dist").iterdir()))
+    (version,) = (Path(each).name.split("-")[1] for each in built if each.endswith(".whl"))
     session.run(str(tools), "-m", "twine", "check", "--strict", *built, external=True)
     prefix = "Programming Language :: Python :: 3."
     minors = [each for each in PROJECT["project"]["classifiers"] if each.startswith(prefix)]
@@ -151,14 +152,21 @@ def dist(session: nox.Session) -> None:
             # Not here, where the checkout would be imported.
             with session.chdir(folder):
                 session.run(*command, *asked, external=True, silent=True)
-    version = PROJECT["project"]["version"]
+    # CycloneDX leaves a version out that the build finds, and finds the readme nowhere.
+    project = WORK / "dist" / "pyproject.toml"
+    dynamic, said = 'dynamic = ["version", "readme"]', Path("pyproject.toml").read_text()
+    project.write_text(said.replace(dynamic, f'version = "{version}"'))
+    sbom = Path("dist", f"megatron_idempotent-{version}.cdx.json")
     session.run(
         *(str(tools.with_name("cyclonedx-py")), "environment"),
-        *("--pyproject", "pyproject.toml", "--mc-type", "library", "--output-reproducible"),
-        *("--output-file", f"dist/megatron_idempotent-{version}.cdx.json"),
+        *("--pyproject", str(project), "--mc-type", "library", "--output-reproducible"),
+        *("--output-file", str(sbom)),
         str(WORK / f"dist-{RELEASES[NEWEST]['python']}-wheel" / "bin" / "python"),
         external=True,
     )  # fmt: skip
+    whose = json.loads(sbom.read_text())["metadata"]["component"]
+    if (whose["name"], whose.get("version")) != (PROJECT["project"]["name"], version):
+        session.error(f"the wheel is of {version}, and its SBOM of {whose}: see {project}")
 
 
 def _environment(session: nox.Session, version: str, folder: Path) -> Path:
