@@ -332,6 +332,23 @@ def _commit(session: nox.Session, wants: dict, folder: Path) -> tuple[Path, dict
 
 
 @nox.session(venv_backend="none")
+def downstream(session: nox.Session) -> None:
+    """tests/downstream on the frameworks' own sources: `nox -s downstream -- [pytest arguments]`.
+
+    They come out of the clones that MEGATRON_LM names, separated by colons, or over the network.
+    """
+    folder = WORK / "commits"
+    python = _with_newest(session, folder / "python")
+    env = {**ENVIRON, "OMP_NUM_THREADS": "1"}
+    for source in TABLE["sources"]:
+        tree = _unpacked(session, source, folder)
+        env |= {name: str(tree / inside) for name, inside in source["variables"].items()}
+    cache = f"cache_dir={folder / 'pytest'}"
+    command = [str(python), "-m", "pytest", "-o", cache, "-n", str(JOBS + 1), "--dist", "worksteal"]
+    session.run(*command, *(session.posargs or ["tests/downstream"]), env=env, external=True)
+
+
+@nox.session(venv_backend="none")
 def layouts(session: nox.Session) -> None:
     """The layouts of docs/layouts.md: `nox -s layouts -- [release or commit]...`.
 
