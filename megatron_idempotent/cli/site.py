@@ -243,8 +243,8 @@ def relinked(markdown: str, source: str, known: Callable[[str], bool], repositor
     """Return a page with links that are right on the site.
 
     `source` is the page's path in the site's sources; `known` says whether there is a page or file
-    at such a path. A link to a hazard in HAZARDS.md goes to its page, one to what was seen goes to the
-    matrix, and one to a file outside of the site goes to `repository`.
+    at such a path. A link to a hazard in HAZARDS.md goes to its page, one to what was seen to the
+    matrix, and one to a file outside of the site to `repository`.
     """
     page = {page: name for name, page in ROOT_PAGES.items()}.get(source)
     here = "" if page else posixpath.dirname(f"docs/{source}")
