@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -40,6 +41,32 @@ def test_actions_are_pinned_to_commits(path):
 def test_no_workflow_has_a_right_too_many_or_runs_what_others_write():
     command = [ZIZMOR, "--offline", "--quiet", "--min-severity", "medium", str(ROOT / ".github")]
     done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def hooks() -> dict[str, dict]:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
+    assert repository["repo"] == "local", "others are fetched over the network"
+    return {hook["id"]: hook for hook in repository["hooks"]}
+
+
+def test_pre_commit_has_the_commands_of_make_lint_and_fetches_nothing():
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    lint = re.search(r"(?m)^lint: .+\n((?:\t.+\n)+)", makefile)[1].replace("$(BIN)", ".venv/bin")
+    # ruff is given its files, and formats them.
+    commands = re.sub(r"( --check)? \.$", " --force-exclude", lint, flags=re.MULTILINE)
+    assert {hook["language"] for hook in hooks().values()} == {"system"}
+    entries = {hook["entry"] for hook in hooks().values()}
+    assert entries >= {line.strip() for line in commands.splitlines()}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="pre-commit asks git for its files")
+@pytest.mark.skipif(not (ROOT / ".venv" / "bin" / "codespell").exists(), reason="make setup")
+@pytest.mark.parametrize("hook", ["codespell", "zizmor"])
+def test_a_hook_passes_where_make_lint_does(hook, tmp_path):
+    command = [sys.executable, "-m", "pre_commit", "run", hook, "--all-files"]
+    environ = {**os.environ, "PRE_COMMIT_HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
