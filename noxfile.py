@@ -442,17 +442,18 @@ def _patched(session: nox.Session, tree: Path, patch: dict, folder: Path) -> Pat
 
 
 def _clone(session: nox.Session, revision: str, repository: str, folder: Path) -> Path:
-    """One of the clones that MEGATRON_LM names, if one has the commit; else one of ours."""
-    for given in filter(None, os.environ.get("MEGATRON_LM", "").split(os.pathsep)):
-        asked = ["git", "-C", given, "cat-file", "-e", f"{revision}^{{commit}}"]
+    """One of the clones that MEGATRON_LM names, if one has the commit; else one of that alone."""
+    ours = (folder / f"{revision}.git").absolute()
+    given = filter(None, os.environ.get("MEGATRON_LM", "").split(os.pathsep))
+    for clone in (*map(Path, given), ours):
+        asked = ["git", "-C", str(clone), "cat-file", "-e", f"{revision}^{{commit}}"]
         if subprocess.run(asked, stderr=subprocess.DEVNULL).returncode == 0:
-            return Path(given).absolute()
-    owner, name = repository.split("/")[-2:]
-    clone = (folder / f"{owner}-{name}").absolute()
-    if not clone.exists():
-        command = ["git", "clone", "--quiet", "--bare", "--filter=blob:none", repository]
-        session.run(*command, str(clone), external=True)
-    return clone
+            return clone.absolute()
+    # With its files: where a clone leaves them out, each is fetched by itself when it is read.
+    session.run("git", "init", "--quiet", "--bare", str(ours), external=True)
+    fetch = ["git", "-C", str(ours), "fetch", "--quiet", "--depth=1", repository, revision]
+    session.run(*fetch, external=True)
+    return ours
 
 
 @nox.session(venv_backend="none")
