@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -27,6 +29,13 @@ TABLE = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["meg
 
 def workflow(name: str) -> dict:
     return yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text("utf-8"))
+
+
+def loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -107,6 +116,60 @@ def test_the_sources_of_the_table_are_those_that_the_tests_ask_for():
     assert {name for each in TABLE["sources"] for name in each["variables"]} == asked
 
 
+@pytest.fixture(scope="module")
+def noxfile() -> Iterator[ModuleType]:
+    pytest.importorskip("nox", reason="nox is for development, not for the matrix")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        yield loaded(ROOT / "noxfile.py")
+
+
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_a_source_comes_out_of_a_clone_at_hand_or_over_the_network(
+    at_hand, noxfile, tmp_path, monkeypatch
+):
+    remote, folder = tmp_path / "remote", tmp_path / "unpacked"
+
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=us", "-c", "user.email=us@example.org")
+        command = ["git", "-C", str(remote), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    (remote / "package").mkdir(parents=True)
+    git("init", "--quiet")
+    for text in ("one", "two"):
+        (remote / "package" / "file.py").write_text(text)
+        (remote / "other.py").write_text(text)
+        git("add", ".")
+        git("commit", "--quiet", "--message", text)
+    commit = git("rev-parse", "HEAD~1")
+    folder.mkdir()
+    missing = tmp_path / "not a clone"
+    if at_hand:
+        monkeypatch.setenv("MEGATRON_LM", f"{missing}:{remote}")
+        repository = (tmp_path / "nowhere").as_uri()
+    else:
+        monkeypatch.setenv("MEGATRON_LM", str(missing))
+        repository = remote.as_uri()
+    wants = {"commit": commit, "repository": repository, "packages": ["package"]}
+
+    class Session:
+        def run(self, *command: str, external: bool) -> None:
+            subprocess.run(command, check=True)
+
+    tree = noxfile._unpacked(Session(), wants, folder)
+    assert (tree / "package" / "file.py").read_text() == "one"
+    assert not (tree / "other.py").exists()
+    assert (folder / f"{commit}.git").exists() != at_hand
+
+
+def test_the_weekly_run_of_the_sources_is_the_session_of_nox():
+    steps = workflow("weekly")["jobs"]["downstream"]["steps"]
+    asked = 'nox --session downstream -- tests/downstream -m "$MARKED"'
+    assert asked in [step.get("run") for step in steps]
+    assert "\ndef downstream(session: nox.Session)" in (ROOT / "noxfile.py").read_text("utf-8")
+
+
 def test_the_sources_are_at_the_commits_of_the_recipes():
     sources = {
         each["repository"].removeprefix("https://github.com/"): [] for each in TABLE["sources"]
@@ -139,9 +202,7 @@ def test_a_tag_is_tested_before_it_is_published():
 
 def test_the_notes_of_a_release_are_what_the_changelog_says_of_it():
     script = ROOT / ".ci" / "notes.py"
-    spec = importlib.util.spec_from_file_location("notes", script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = loaded(script)
     text = (
         "# Changelog\n\n## [Unreleased]\n\n- later\n\n## [1.2.30] - 2027-01-02\n\n"
         "### Added\n\n- that\n\n## [1.2.3] - 2026-12-01\n\n- this\n\n## [0.1.0] - 2026-11-25\n"
