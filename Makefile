@@ -39,7 +39,7 @@ help:
 	@echo "make gate     ... on the oldest one and one in between"
 	@echo "make pins     hazards and parity on the commits that frameworks pin (MEGATRON_LM=a clone)"
 	@echo "make drift    patches against all release wheels, read only (ARGS='a source tree')"
-	@echo "make lint     ruff, spelling, mypy and the layers of imports"
+	@echo "make lint     ruff, spelling, mypy, the layers of imports and the rights of workflows"
 	@echo "make docs     build the documentation site into build/site"
 	@echo "make test-docs  ... and search it in a browser"
 	@echo "make dist     build wheel, sdist and SBOM, check them, and install both on each Python"
@@ -116,6 +116,7 @@ lint: $(STAMP)
 	$(BIN)/codespell --dictionary=- --dictionary=.ci/words.txt
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/zizmor --offline --quiet --min-severity medium .github
 
 # What is installed is in the file before it is compiled, and uv prefers the versions that are there.
 lock: $(STAMP) $(DOCS_VENV)/.ready

@@ -137,6 +137,7 @@ def dist(session: nox.Session) -> None:
     _install(session, tools, "build>=1.2", "twine>=6", "cyclonedx-bom>=7")
     session.run(str(tools), "-m", "build", "--outdir", "dist", external=True)
     built = sorted(map(str, Path("dist").iterdir()))
+    (version,) = (Path(each).name.split("-")[1] for each in built if each.endswith(".whl"))
     session.run(str(tools), "-m", "twine", "check", "--strict", *built, external=True)
     prefix = "Programming Language :: Python :: 3."
     minors = [each for each in PROJECT["project"]["classifiers"] if each.startswith(prefix)]
@@ -151,14 +152,21 @@ def dist(session: nox.Session) -> None:
             # Not here, where the checkout would be imported.
             with session.chdir(folder):
                 session.run(*command, *asked, external=True, silent=True)
-    version = PROJECT["project"]["version"]
+    # CycloneDX leaves a version out that the build finds, and finds the readme nowhere.
+    project = WORK / "dist" / "pyproject.toml"
+    dynamic, said = 'dynamic = ["version", "readme"]', Path("pyproject.toml").read_text()
+    project.write_text(said.replace(dynamic, f'version = "{version}"'))
+    sbom = Path("dist", f"megatron_idempotent-{version}.cdx.json")
     session.run(
         *(str(tools.with_name("cyclonedx-py")), "environment"),
-        *("--pyproject", "pyproject.toml", "--mc-type", "library", "--output-reproducible"),
-        *("--output-file", f"dist/megatron_idempotent-{version}.cdx.json"),
+        *("--pyproject", str(project), "--mc-type", "library", "--output-reproducible"),
+        *("--output-file", str(sbom)),
         str(WORK / f"dist-{RELEASES[NEWEST]['python']}-wheel" / "bin" / "python"),
         external=True,
     )  # fmt: skip
+    whose = json.loads(sbom.read_text())["metadata"]["component"]
+    if (whose["name"], whose.get("version")) != (PROJECT["project"]["name"], version):
+        session.error(f"the wheel is of {version}, and its SBOM of {whose}: see {project}")
 
 
 def _environment(session: nox.Session, version: str, folder: Path) -> Path:
@@ -324,6 +332,23 @@ def _commit(session: nox.Session, wants: dict, folder: Path) -> tuple[Path, dict
 
 
 @nox.session(venv_backend="none")
+def downstream(session: nox.Session) -> None:
+    """tests/downstream on the frameworks' own sources: `nox -s downstream -- [pytest arguments]`.
+
+    They come out of the clones that MEGATRON_LM names, separated by colons, or over the network.
+    """
+    folder = WORK / "commits"
+    python = _with_newest(session, folder / "python")
+    env = {**ENVIRON, "OMP_NUM_THREADS": "1"}
+    for source in TABLE["sources"]:
+        tree = _unpacked(session, source, folder)
+        env |= {name: str(tree / inside) for name, inside in source["variables"].items()}
+    cache = f"cache_dir={folder / 'pytest'}"
+    command = [str(python), "-m", "pytest", "-o", cache, "-n", str(JOBS + 1), "--dist", "worksteal"]
+    session.run(*command, *(session.posargs or ["tests/downstream"]), env=env, external=True)
+
+
+@nox.session(venv_backend="none")
 def layouts(session: nox.Session) -> None:
     """The layouts of docs/layouts.md: `nox -s layouts -- [release or commit]...`.
 
@@ -417,17 +442,18 @@ def _patched(session: nox.Session, tree: Path, patch: dict, folder: Path) -> Pat
 
 
 def _clone(session: nox.Session, revision: str, repository: str, folder: Path) -> Path:
-    """One of the clones that MEGATRON_LM names, if one has the commit; else one of ours."""
-    for given in filter(None, os.environ.get("MEGATRON_LM", "").split(os.pathsep)):
-        asked = ["git", "-C", given, "cat-file", "-e", f"{revision}^{{commit}}"]
+    """One of the clones that MEGATRON_LM names, if one has the commit; else one of that alone."""
+    ours = (folder / f"{revision}.git").absolute()
+    given = filter(None, os.environ.get("MEGATRON_LM", "").split(os.pathsep))
+    for clone in (*map(Path, given), ours):
+        asked = ["git", "-C", str(clone), "cat-file", "-e", f"{revision}^{{commit}}"]
         if subprocess.run(asked, stderr=subprocess.DEVNULL).returncode == 0:
-            return Path(given).absolute()
-    owner, name = repository.split("/")[-2:]
-    clone = (folder / f"{owner}-{name}").absolute()
-    if not clone.exists():
-        command = ["git", "clone", "--quiet", "--bare", "--filter=blob:none", repository]
-        session.run(*command, str(clone), external=True)
-    return clone
+            return clone.absolute()
+    # With its files: where a clone leaves them out, each is fetched by itself when it is read.
+    session.run("git", "init", "--quiet", "--bare", str(ours), external=True)
+    fetch = ["git", "-C", str(ours), "fetch", "--quiet", "--depth=1", repository, revision]
+    session.run(*fetch, external=True)
+    return ours
 
 
 @nox.session(venv_backend="none")

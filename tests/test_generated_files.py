@@ -66,6 +66,19 @@ def test_a_text_that_names_releases_no_longer_is_refused():
         casebook.naming_releases({Path("Makefile"): "help:\n"}, TABLE["releases"])
 
 
+def test_a_citation_has_the_version_of_the_package():
+    citation, source = ((ROOT / path).read_text() for path in (casebook.CITATION, casebook.SOURCE))
+    assert casebook.citing(citation, source) == citation, REMEDY
+
+
+@pytest.mark.parametrize(
+    ("citation", "source"), [("version: 1\n", ""), ("", '__version__ = "1"\n')]
+)
+def test_a_citation_without_its_place_or_a_package_without_a_version_is_refused(citation, source):
+    with pytest.raises(ValueError, match="each is to have one"):
+        casebook.citing(citation, source)
+
+
 def test_every_hazard_was_run_on_every_release():
     for release, findings in json.loads((ROOT / casebook.PROVEN).read_text()).items():
         missing = set(hazards()) - set(findings) - set(COMMITS.get(release, {}).get("absent", ()))

@@ -2,7 +2,8 @@
 
 `python -m megatron_idempotent.cli.casebook` rewrites HAZARDS.md, docs/compatibility.md and the
 index that `apply()` reads, in the repository in which it is called. Releases, commits and
-frameworks are tables in pyproject.toml; what else names releases gets them from there.
+frameworks are tables in pyproject.toml; what else names releases gets them from there. CITATION.cff
+gets the version of the package.
 
 With `--proven FOLDER` it first merges the findings in that folder into docs/proven.json: `make
 matrix` leaves there what `prove --json` said on each release, and `make pins` on each commit that
@@ -30,6 +31,7 @@ COMPATIBILITY = Path("docs", "compatibility.md")
 INDEX = Path("megatron_idempotent", "patching", "index.txt")
 MAKEFILE, README, PROJECT = Path("Makefile"), Path("README.md"), Path("pyproject.toml")
 CATALOG = Path("megatron_idempotent", "patching", "catalog.py")
+CITATION, SOURCE = Path("CITATION.cff"), Path("megatron_idempotent", "__init__.py")
 #: Files that name the releases of the table.
 NAMING = (MAKEFILE, README, PROJECT, CATALOG)
 _LINE = 104
@@ -211,6 +213,24 @@ def naming_releases(
     return found
 
 
+def citing(citation: str, source: str) -> str:
+    """Return the text of `CITATION` with the version that the text of `SOURCE` has.
+
+    Raises:
+        ValueError: one of them has no place for a version, or several.
+    """
+    versions = re.findall(r'(?m)^__version__ = "(.+)"$', source)
+    text, number = re.subn(
+        r"(?m)^version: .+$", f"version: {versions[0]}" if versions else "", citation
+    )
+    if (len(versions), number) != (1, 1):
+        raise ValueError(
+            f"{SOURCE} has {len(versions)} lines `__version__ = ...`, and {CITATION} has {number} "
+            "lines `version: ...`; each is to have one"
+        )
+    return text
+
+
 def main(argv: Sequence[str], root: Path) -> int:
     """Rewrite the generated files in the repository at `root`; returns the exit code."""
     import tomllib  # not in Python 3.10, which reads case files too
@@ -229,6 +249,8 @@ def main(argv: Sequence[str], root: Path) -> int:
     renewed = naming_releases(texts, project["releases"])
     (root / "HAZARDS.md").write_text(hazards_markdown(proven), encoding="utf-8")
     (root / COMPATIBILITY).write_text(page(project, proven), encoding="utf-8")
+    cited, source = ((root / path).read_text(encoding="utf-8") for path in (CITATION, SOURCE))
+    (root / CITATION).write_text(citing(cited, source), encoding="utf-8")
     for path, text in renewed.items():
         (root / path).write_text(text, encoding="utf-8")
     (root / INDEX).write_text(index_of(hazards().values()), encoding="utf-8")

@@ -25,7 +25,7 @@ from .casebook import PROJECT, PROVEN, Proven, mark
 
 #: Files of the root that are pages, and the pages.
 ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-_HAZARDS = "hazards/index.md"
+_HAZARDS, _MATRIX = "hazards/index.md", "matrix.md"
 PACKAGE = "megatron_idempotent"
 _APPLY = """\
 ```python
@@ -52,7 +52,7 @@ def pages(root: Path) -> dict[str, str]:
     found = {f"hazards/{each.id}.md": hazard_page(each, proven) for each in hazards().values()}
     found[_HAZARDS] = _list()
     project = tomllib.loads((root / PROJECT).read_text(encoding="utf-8"))
-    found["matrix.md"] = _matrix(proven, project["tool"]["megatron-idempotent"])
+    found[_MATRIX] = _matrix(proven, project["tool"]["megatron-idempotent"])
     found["api.md"] = _reference()
     for name, page in ROOT_PAGES.items():
         found[page] = (root / name).read_text(encoding="utf-8")
@@ -243,8 +243,8 @@ def relinked(markdown: str, source: str, known: Callable[[str], bool], repositor
     """Return a page with links that are right on the site.
 
     `source` is the page's path in the site's sources; `known` says whether there is a page or file
-    at such a path. A link to a hazard in HAZARDS.md goes to its page, and one to a file outside of
-    the site goes to `repository`.
+    at such a path. A link to a hazard in HAZARDS.md goes to its page, one to what was seen to the
+    matrix, and one to a file outside of the site to `repository`.
     """
     page = {page: name for name, page in ROOT_PAGES.items()}.get(source)
     here = "" if page else posixpath.dirname(f"docs/{source}")
@@ -255,7 +255,9 @@ def relinked(markdown: str, source: str, known: Callable[[str], bool], repositor
             return found[0]
         path = posixpath.normpath(posixpath.join(here, target))
         if path == "HAZARDS.md":
-            place, anchor = (f"hazards/{anchor}.md", "") if anchor in hazards() else (_HAZARDS, "")
+            listed = _MATRIX if anchor.startswith("seen-on-") else _HAZARDS
+            place = f"hazards/{anchor}.md" if anchor in hazards() else listed
+            anchor = ""
         elif path in ROOT_PAGES:
             place = ROOT_PAGES[path]
         elif path.startswith("docs/") and known(path[len("docs/") :]):

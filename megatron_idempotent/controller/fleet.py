@@ -124,11 +124,28 @@ class Fleet:
         try:
             versions = tuple([self._versions[version] for version in sample.versions])
         except KeyError as error:
+            await self._leave_out_restarted()
             raise EngineError(
                 f"request {request.id!r} came back with version {error} of an engine, which this "
                 "run has not published: it was started again, and gets weights with the next sync"
             ) from error
         return dataclasses.replace(sample, versions=versions)
+
+    async def _leave_out_restarted(self) -> None:
+        """Send nothing to engines that serve weights of before this run, until they get ours.
+
+        Groups of which one takes a part would all be lost, and a sampler that waits for all groups
+        of a version would wait for ever.
+        """
+        healths = await asyncio.gather(
+            *(ask(each, self._settings) for each in self._engines.values())
+        )
+        restarted = {
+            name: f"it serves version {health.version}, which this run has not published"
+            for name, health in zip(self._engines, healths, strict=True)
+            if health.version is not None and health.version not in self._versions
+        }
+        self.quarantined = {**self.quarantined, **restarted}
 
     async def publish(self, version: int) -> Mapping[str, float]:
         """Bring the policy's weights to all engines; see `Generator.publish`.

@@ -186,3 +186,38 @@ def test_an_engine_that_did_not_take_the_weights_samples_no_more_until_it_does(o
     first, second = run(scenario())
     assert {group.oldest_version for group in first} == {1}
     assert {group.oldest_version for group in second} == {2}
+
+
+class Service:
+    """Passes all on to an engine; started again, it has one with the weights of before the run."""
+
+    def __init__(self, directory, name):
+        self._make = lambda: TransformersEngine(directory, name=name, version=7)
+        self.start()
+
+    def start(self):
+        self._engine = self._make()
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+
+def test_an_engine_that_was_started_again_samples_no_more_until_it_has_our_weights(old, new):
+    async def scenario():
+        first, second = Service(old, "first"), Service(old, "second")
+        one = fleet(first, second, directory=new)
+        await one.publish(0)
+        await first.close()
+        first.start()
+        drawn = [await one.generate(number, (5, 6, 7), attempt=0) for number in range(2)]
+        left_out = one.quarantined
+        await one.publish(1)
+        drawn.append(await one.generate(2, (5, 6, 7), attempt=0))
+        taken_back = one.quarantined
+        await one.close()
+        return drawn, left_out, taken_back
+
+    drawn, left_out, taken_back = run(scenario())
+    assert left_out == {"first": "it serves version 7, which this run has not published"}
+    assert [(group.failed, group.oldest_version) for group in drawn] == [(0, 0), (0, 0), (0, 1)]
+    assert taken_back == {}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -124,6 +127,55 @@ def test_the_wheel_has_every_module_and_data_file_under_one_name(wheel, tree, tm
     assert any(name.endswith("licenses/LICENSE") for name in metadata)
     assert any(name.endswith("entry_points.txt") for name in metadata)
     assert contents(build("wheel", tree, tmp_path)) == inside, "from the tree, not from the sdist"
+
+
+def metadata(wheel: Path) -> Message:
+    (name,) = (name for name in contents(wheel) if name.endswith(".dist-info/METADATA"))
+    return message_from_bytes(contents(wheel)[name])
+
+
+def test_a_bump_is_one_line_and_a_run_of_the_casebook(tree, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(tree, source, ignore=shutil.ignore_patterns("*.egg-info", "build"))
+    package = source / "megatron_idempotent" / "__init__.py"
+    text, places = re.subn(
+        r'(?m)^__version__ = ".+"$', '__version__ = "9.8.7"', package.read_text()
+    )
+    assert places == 1
+    package.write_text(text)
+    run(sys.executable, "-m", "megatron_idempotent.cli.casebook", cwd=source)
+    assert "\nversion: 9.8.7\n" in (source / "CITATION.cff").read_text()
+    wheel = build("wheel", source, tmp_path / "wheel")
+    assert wheel.name.startswith("megatron_idempotent-9.8.7-")
+    assert metadata(wheel)["Version"] == "9.8.7"
+    # From the archive itself, of which nothing is installed.
+    program = (
+        f"import sys; sys.path.insert(0, {str(wheel)!r})\n"
+        "import megatron_idempotent; print(megatron_idempotent.__version__)"
+    )
+    assert run(sys.executable, "-S", "-I", "-c", program, cwd=tmp_path) == "9.8.7\n"
+    assert run(sys.executable, "-m", "megatron_idempotent", "--version", cwd=source).endswith(
+        " 9.8.7\n"
+    )
+
+
+def test_each_link_of_the_readme_on_the_index_leads_to_a_file_of_the_tag(wheel):
+    said = metadata(wheel)
+    assert said["Description-Content-Type"] == "text/markdown"
+    readme = said.get_payload()
+    there = re.findall(r"!?\[[^\]]*\]\(([^)\s]+)\)", readme)
+    here = re.findall(r"!?\[[^\]]*\]\(([^)\s]+)\)", (ROOT / "README.md").read_text("utf-8"))
+    assert len(there) == len(here)
+    assert all(link.startswith("https://") for link in there), there
+    repository = PROJECT["project"]["urls"]["Repository"]
+    tag = f"v{said['Version']}/"
+    moved = [link for link in there if link not in here]
+    assert len(moved) == len([link for link in here if not link.startswith("https://")])
+    for link in moved:
+        kind, path = link.removeprefix(f"{repository}/").split("/", 1)
+        assert kind == ("raw" if path.endswith(".png") else "blob")
+        assert (ROOT / path.removeprefix(tag).partition("#")[0]).exists(), link
+        assert path.startswith(tag)
 
 
 def test_the_installed_wheel_finds_its_case_files(installed):

@@ -82,11 +82,29 @@ def test_every_page_is_in_the_navigation(pages):
     assert named == names
 
 
+def test_each_link_of_a_page_is_right_on_github():
+    dead = []
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        links = re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8"))
+        files = [link.partition("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)]
+        # What `pages` makes is there on the site alone.
+        dead += [f"{path.name}: {file}" for file in files if not (path.parent / file).exists()]
+    assert not dead
+
+
+def test_the_site_has_the_address_that_the_index_is_told():
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert f"\nsite_url: {urls['Documentation']}\n" in config
+    assert f"\nrepo_url: {urls['Repository']}\n" in config
+
+
 @pytest.mark.parametrize(
     ("source", "link", "right"),
     [
         ("trainer.md", "../HAZARDS.md#no-sync-func-reentry", "hazards/no-sync-func-reentry.md"),
         ("trainer.md", "../HAZARDS.md", "hazards/index.md"),
+        ("trainer.md", "../HAZARDS.md#seen-on-each-release", "matrix.md"),
         ("trainer.md", "train-step.md#the-loss", "train-step.md#the-loss"),
         ("trainer.md", "../CHANGELOG.md", "changelog.md"),
         ("trainer.md", "../examples/verl.py", f"{REPOSITORY}/blob/main/examples/verl.py"),

@@ -1,0 +1,30 @@
+"""Gives the package index a README whose links lead to the repository at the tag of the version.
+
+On the index no other file lies beside it. All else that a build takes is in pyproject.toml.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+HERE = Path(__file__).parent
+REPOSITORY = "https://github.com/megatron-idempotent/megatron-idempotent"
+SOURCE = (HERE / "megatron_idempotent" / "__init__.py").read_text("utf-8")
+(TAG,) = re.findall(r'(?m)^__version__ = "(.+)"$', SOURCE)
+
+
+def absolute(link: re.Match[str]) -> str:
+    """Return a link of Markdown with the address of its file; GitHub shows images as `raw`."""
+    text, path = link.groups()
+    return f"{text}({REPOSITORY}/{'raw' if text.startswith('!') else 'blob'}/v{TAG}/{path})"
+
+
+setup(
+    long_description=re.sub(
+        r"(!?\[[^\]]*\])\((?!https?:|#)([^)\s]+)\)",
+        absolute,
+        (HERE / "README.md").read_text("utf-8"),
+    ),
+    long_description_content_type="text/markdown",
+)
