@@ -39,7 +39,7 @@ from .loss import StepLoss
 from .microbatches import ghost, spec
 from .pieces import Piece
 from .records import Batch
-from .results import Reported, has_graph, reported
+from .results import Reported, called, has_graph, reported
 
 
 class Shards:
@@ -362,7 +362,7 @@ class FSDPCall:
         if loss is None or self._error is not None:
             return functools.partial(_send, zeros_for(output)), None
         try:
-            total, metrics = loss(output, microbatch)
+            total, metrics = called(loss, output, microbatch)
             found = reported(loss, total, metrics, piece)
             if not isinstance(total, torch.Tensor) or not has_graph(total):
                 return functools.partial(_send, zeros_for(output)), found

@@ -48,7 +48,7 @@ from .megatron_snapshot import MegatronSnapshot
 from .messages import LocalFailure
 from .pieces import Piece
 from .records import Batch
-from .results import Reported, has_graph, reported
+from .results import Reported, called, has_graph, reported
 
 
 def forget_inference(modules: list[Any]) -> None:
@@ -281,7 +281,7 @@ class Runner:
             def loss_func(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
                 if ghosts:
                     return no_gradient(output), one, {}
-                total, metrics = loss(output, microbatch)
+                total, metrics = called(loss, output, microbatch)
                 # Now, because the schedule works on it in place.
                 found.append(reported(loss, total, metrics, piece))
                 if not isinstance(total, Tensor) or not has_graph(total):

@@ -18,7 +18,7 @@ from torch.utils import _pytree
 from megatron_idempotent.fp8.packing import Pack
 
 from .messages import ListShape, RankStatus
-from .pieces import Piece
+from .pieces import Piece, check_zeros_and_ones
 from .records import SAMPLE_MASK, TOKEN_MASK, TOKENS, Batch
 
 # No rows can be taken out of these, so they are the same for all of them.
@@ -32,7 +32,7 @@ def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
 
     Raises:
         ValueError: the batch is no mapping or has no `input_ids` [B, T], or a value has another
-            number of rows, no rows, or is a `Pack`.
+            number of rows, no rows, or is a `Pack`; or a mask is not of zeros and ones.
     """
     tokens_BT = batch.get(TOKENS) if hasattr(batch, "get") else None
     if not isinstance(tokens_BT, Tensor) or tokens_BT.dim() < 2:
@@ -72,6 +72,10 @@ def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
             f"microbatch() got {TOKEN_MASK!r} of {tuple(mask_BT.shape)} for {TOKENS!r} of "
             f"{tuple(tokens_BT.shape)}: give one for each position"
         )
+    try:
+        check_zeros_and_ones(batch)
+    except ValueError as error:
+        raise ValueError(f"microbatch() got a batch {error}") from None
     return rows
 
 

@@ -18,7 +18,7 @@ from .backend import Backend
 from .bins import NO_ALIGNMENT, bin_sequences
 from .loss import needs_groups
 from .microbatches import rows_of
-from .pieces import Piece, packed_counts, segments_of_pack
+from .pieces import Piece, doubtful, packed_counts, segments_of_pack
 from .records import ATTENTION_MASK, LENGTHS, PACK, TOKEN_MASK, TOKENS, Batch, Options
 from .share import Share, groups_of_rows
 
@@ -199,7 +199,7 @@ class PackedRows:
             batch=found,
             shape=(1, pack.tokens),
             sequences=sum(length > 0 for length in lengths),
-            counts=packed_counts(found, segments),
+            counts=doubtful(packed_counts(found, segments), found),
             segments=segments,
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -88,10 +89,12 @@ def _piece(batch: Any, options: Options) -> Piece:
     elif (given := field_of(batch, COUNTS)) is not None:
         counts = _given(given)
     elif segments is not None:
-        counts = packed_counts(batch, segments)
+        check_zeros_and_ones(batch)
+        counts = doubtful(packed_counts(batch, segments), batch)
     elif isinstance(field_of(batch, TOKENS), Tensor):
         _check_masks(batch)
-        counts = valid_counts(batch)
+        check_zeros_and_ones(batch)
+        counts = doubtful(valid_counts(batch), batch)
     else:
         raise ValueError(
             f"a {type(batch).__name__} that does not say how many valid sequences and tokens it "
@@ -137,11 +140,76 @@ def _given(counts: Any) -> Tensor:
                 f"whose counts have shape {tuple(counts.shape)}: give [2], valid sequences and "
                 "tokens"
             )
-        return counts.detach().to(torch.float64)
+        if counts.dtype == torch.bool or counts.is_complex():
+            raise ValueError(f"whose counts are of {counts.dtype}: give two numbers")
+        found = counts.detach().to(torch.float64)
+        if not on_host(found):
+            return torch.where((found >= 0) & (found <= _MOST), found, math.nan)
+        counts = found.tolist()
     pair = isinstance(counts, (tuple, list)) and len(counts) == 2
-    if not pair or any(not isinstance(each, (int, float)) or each < 0 for each in counts):
-        raise ValueError(f"whose counts are {counts!r}: give (valid sequences, valid tokens)")
+    if not pair or not all(_is_count(each) for each in counts):
+        raise ValueError(
+            f"whose counts are {counts!r}: give (valid sequences, valid tokens), two numbers from "
+            f"0 to {_MOST:g}"
+        )
     return torch.tensor(counts, dtype=torch.float64)
+
+
+# Above it float64 leaves numbers out, so that it is no count.
+_MOST = 2.0**53
+
+
+def _is_count(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 <= value <= _MOST
+
+
+def on_host(values: Tensor) -> bool:
+    """Returns whether the host can look at the values without a wait for a device."""
+    return values.device.type == "cpu"
+
+
+def check_zeros_and_ones(batch: Any) -> None:
+    """Raise `ValueError` if a mask on the host has another value than 0 and 1.
+
+    A step counts what is valid, and a loss may multiply by a mask or ask what is above 0: with any
+    other value the two differ without a word.
+    """
+    for name, mask in _numeric_masks(batch):
+        if not on_host(mask):
+            continue
+        wrong = (mask != 0) & (mask != 1)
+        if wrong.any():
+            place = wrong.nonzero()[0].tolist()
+            where = f"row {place[0]}"
+            if len(place) > 1:
+                where += f", position {place[1]}"
+            raise ValueError(
+                f"whose {name!r} has {mask[tuple(place)].item()!r} in {where}: give 1 for what "
+                "counts and 0 for all else. Weights belong into a value of another name"
+            )
+
+
+def doubtful(counts: Tensor, batch: Any) -> Tensor:
+    """Returns the counts [2], NaN if a mask on a device has another value than 0 and 1.
+
+    The host reads counts at the end of a step, and waits for the device no more often.
+    """
+    for _, mask in _numeric_masks(batch):
+        if not on_host(mask):
+            wrong = ((mask != 0) & (mask != 1)).any()
+            counts = torch.where(wrong.to(counts.device), math.nan, counts)
+    return counts
+
+
+def _numeric_masks(batch: Any) -> list[tuple[str, Tensor]]:
+    found = []
+    for name in (SAMPLE_MASK, TOKEN_MASK):
+        mask = field_of(batch, name)
+        if isinstance(mask, Tensor) and mask.dtype != torch.bool:
+            # A nested mask is looked at as one row.
+            found.append((name, mask.values()[None] if mask.is_nested else mask))
+    return found
 
 
 def valid_counts(batch: Any) -> Tensor:

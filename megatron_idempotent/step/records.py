@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, get_args
 
 from megatron_idempotent.fp8.packing import TokenAlignment
+from megatron_idempotent.ranks.agreement import checked_deadline
 
 NonFinite = Literal["refuse", "skip", "update"]
 """The act of `finish` if a loss or the norm of the gradients is NaN or infinite: raise, drop the
@@ -87,7 +88,7 @@ def checked_options(
     """Check the options, and return them as one record.
 
     Raises:
-        ValueError: the deadline is no positive number, a choice is unknown, `shared` is no
+        ValueError: the deadline is no positive finite number, a choice is unknown, `shared` is no
             collection of names or names tokens or masks, `shape` or `counts` cannot be called,
             `alignment` is no `TokenAlignment`, or `tenant` is no name.
     """
@@ -114,7 +115,7 @@ def checked_options(
             f"shared names {sorted(counted)}, by whose rows a step counts: leave them out"
         )
     return Options(
-        deadline_s=_checked_deadline(deadline_s),
+        deadline_s=checked_deadline(deadline_s),
         non_finite=non_finite,
         shared=frozenset(shared),
         shape=shape,
@@ -125,12 +126,16 @@ def checked_options(
     )
 
 
-def _checked_deadline(deadline_s: Any) -> float:
-    if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)):
-        raise ValueError(f"deadline_s is a number of seconds, got {deadline_s!r}")
-    if not deadline_s > 0:
-        raise ValueError(f"deadline_s must be positive, got {deadline_s!r}")
-    return float(deadline_s)
+def check_made_with(what: str, forward: Any, **switches: Any) -> None:
+    """Raise `TypeError` unless `forward` can be called, and the other arguments are switches."""
+    if not callable(forward):
+        raise TypeError(
+            f"{what}() takes a function of (model, microbatch) as forward, got {forward!r}: leave "
+            "it out for the usual one"
+        )
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{what}() takes True or False as {name}, got {value!r}")
 
 
 def skipped_for(grad_norm: float, rule: NonFinite) -> str | None:
