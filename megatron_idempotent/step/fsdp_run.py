@@ -37,7 +37,7 @@ from megatron_idempotent.ranks.agreement import (
 from .fsdp_internals import groups_of, mark_sharded, reset
 from .loss import StepLoss
 from .microbatches import ghost, spec
-from .pieces import Piece
+from .pieces import Piece, Tables, outside
 from .records import Batch
 from .results import Reported, called, has_graph, reported
 
@@ -104,6 +104,11 @@ class Shards:
         self.reshard()
         return list(self.model.parameters())
 
+    def trained(self) -> list[torch.Tensor]:
+        """Returns this rank's shards of the parameters that need gradients; reshards nothing."""
+        sharded = (param.sharded_param for group in self._groups for param in group.fsdp_params)
+        return [each.detach().to_local() for each in sharded if each.requires_grad]
+
     def place(self) -> str:
         """Describes this rank's progress in the model's collectives, to be compared with others."""
         order = len(getattr(self._root._comm_ctx, "post_forward_order", ()))
@@ -157,6 +162,15 @@ class Shards:
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
                 param.sharded_param.grad = None
+
+
+def tables_of(model: nn.Module) -> Tables:
+    """Returns the size of the vocabulary: that of the input embeddings of models that name them."""
+    named = getattr(model, "get_input_embeddings", None)
+    found = [named()] if callable(named) else list(model.modules())
+    sizes = [each.num_embeddings for each in found if isinstance(each, nn.Embedding)]
+    # Without a name, no token can be looked up that is outside of the largest table.
+    return Tables(max(sizes, default=None), None)
 
 
 class AccumulatedSnapshot:
@@ -358,6 +372,12 @@ class FSDPCall:
         try:
             output = self._forward(self._shards.model, microbatch)
         except Exception as error:  # noqa: BLE001  told to all ranks, and raised on all
+            if isinstance(error, IndexError):  # an embedding's says neither the token nor where
+                told = outside(tables_of(self._shards.model), microbatch, read=True)
+                if told is not None:
+                    named = ValueError(f"the microbatch {told}")
+                    named.__cause__ = error
+                    error = named.with_traceback(error.__traceback__)
             return functools.partial(_send, self._zeros_after(error, microbatch)), None
         if loss is None or self._error is not None:
             return functools.partial(_send, zeros_for(output)), None

@@ -9,14 +9,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_idempotent.fp8.packing import Pack
 
-from .records import COUNTS, SAMPLE_MASK, TOKEN_MASK, TOKENS, Options
+from .records import COUNTS, POSITIONS, SAMPLE_MASK, TOKEN_MASK, TOKENS, Options
 
 Shape = tuple[int, int]
 """Rows and positions of a microbatch: what a schedule calls micro_batch_size and seq_length."""
@@ -178,15 +178,22 @@ def check_zeros_and_ones(batch: Any) -> None:
     for name, mask in _numeric_masks(batch):
         if not on_host(mask):
             continue
-        wrong = (mask != 0) & (mask != 1)
+        jagged: Any = mask
+        values = jagged.values() if mask.is_nested else mask
+        wrong = (values != 0) & (values != 1)
         if wrong.any():
             place = wrong.nonzero()[0].tolist()
-            where = f"row {place[0]}"
-            if len(place) > 1:
-                where += f", position {place[1]}"
+            value = values[tuple(place)].item()
+            if mask.is_nested:
+                starts = jagged.offsets().tolist()
+                row = max(index for index, start in enumerate(starts) if start <= place[0])
+                place = [row, place[0] - starts[row]]
+            where = ", ".join(
+                f"{of} {at}" for of, at in zip(("row", "position"), place, strict=False)
+            )
             raise ValueError(
-                f"whose {name!r} has {mask[tuple(place)].item()!r} in {where}: give 1 for what "
-                "counts and 0 for all else. Weights belong into a value of another name"
+                f"whose {name!r} has {value!r} in {where}: give 1 for what counts and 0 for all "
+                "else. Weights belong into a value of another name"
             )
 
 
@@ -197,19 +204,15 @@ def doubtful(counts: Tensor, batch: Any) -> Tensor:
     """
     for _, mask in _numeric_masks(batch):
         if not on_host(mask):
-            wrong = ((mask != 0) & (mask != 1)).any()
+            values = mask.values() if mask.is_nested else mask
+            wrong = ((values != 0) & (values != 1)).any()
             counts = torch.where(wrong.to(counts.device), math.nan, counts)
     return counts
 
 
 def _numeric_masks(batch: Any) -> list[tuple[str, Tensor]]:
-    found = []
-    for name in (SAMPLE_MASK, TOKEN_MASK):
-        mask = field_of(batch, name)
-        if isinstance(mask, Tensor) and mask.dtype != torch.bool:
-            # A nested mask is looked at as one row.
-            found.append((name, mask.values()[None] if mask.is_nested else mask))
-    return found
+    masks = ((name, field_of(batch, name)) for name in (SAMPLE_MASK, TOKEN_MASK))
+    return [(n, m) for n, m in masks if isinstance(m, Tensor) and m.dtype != torch.bool]
 
 
 def valid_counts(batch: Any) -> Tensor:
@@ -386,3 +389,56 @@ def _check_masks(batch: Any) -> None:
             raise ValueError(
                 f"whose {name!r} has shape {tuple(mask.shape)}: give it {shape}, as its tokens"
             )
+
+
+class Tables(NamedTuple):
+    """Says how many rows a model's tables of embeddings have, by what looks them up."""
+
+    tokens: int | None
+    positions: int | None
+    """None where positions are not looked up."""
+
+
+def check_ids(tables: Tables, lists: Sequence[Sequence[Piece]], *, read: bool) -> None:
+    """Raise `ValueError` for tokens or positions that the model's tables do not have.
+
+    The host looks at those that it holds, and with `read` waits for those on a device.
+    """
+    if tables == Tables(None, None):
+        return
+    for index, piece in enumerate(itertools.chain.from_iterable(lists)):
+        told = outside(tables, piece.batch, read=read)
+        if told is not None:
+            raise ValueError(f"microbatch() got a batch whose microbatch {index} {told}")
+
+
+def outside(tables: Tables, microbatch: Any, *, read: bool) -> str | None:
+    """Describe the first token or position that the tables do not have; None without one."""
+    tokens = field_of(microbatch, TOKENS)
+    positions = field_of(microbatch, POSITIONS)
+    if positions is None and isinstance(tokens, Tensor) and segments_of(microbatch) is None:
+        longest = int(tokens.shape[-1])
+        if tables.positions is not None and longest > tables.positions:
+            return (
+                f"has rows of {longest} positions, and the model has {tables.positions}: cut them, "
+                "or build it with a larger max_sequence_length"
+            )
+    for name, values, size in (
+        (TOKENS, tokens, tables.tokens),
+        (POSITIONS, positions, tables.positions),
+    ):
+        if size is None or not isinstance(values, Tensor) or not values.numel():
+            continue
+        if not read and not on_host(values):
+            continue
+        found = values.values() if values.is_nested else values
+        least, most = (int(each) for each in found.aminmax())
+        if least < 0 or most >= size:
+            place = ((found < 0) | (found >= size)).nonzero()[0].tolist()
+            *row, position = place
+            where = f"row {row[0] if row else 0}, position {position}"
+            return (
+                f"has {int(found[tuple(place)])} in {name!r} at {where}, and the model's table "
+                f"has {size} entries, 0 to {size - 1}"
+            )
+    return None

@@ -24,6 +24,9 @@ Batch = Mapping[str, Any]
 TOKENS, SAMPLE_MASK, TOKEN_MASK = "input_ids", "sample_mask", "token_mask"
 """Names in a batch of the rows' tokens [B, T], and of the masks of valid rows [B] and tokens."""
 
+POSITIONS = "position_ids"
+"""Name in a batch of each token's position [B, T], if the model is not to count them itself."""
+
 COUNTS = "counts"
 """Name in a ready microbatch of its valid sequences and tokens, if the caller has counted."""
 
@@ -64,6 +67,12 @@ def check_size(what: str, name: str, value: Any) -> None:
     """Raise `ValueError` unless the value is None or a positive integer."""
     if value is not None and (type(value) is not int or value < 1):
         raise ValueError(f"{what}() takes a positive int as {name}, got {value!r}")
+
+
+def check_id(microbatch_id: Any) -> None:
+    """Raise `ValueError` unless a batch can be known by this name."""
+    if not isinstance(microbatch_id, str):
+        raise ValueError(f"microbatch() takes a str as microbatch_id, got {microbatch_id!r}")
 
 
 def check_lr(lr: Any) -> None:
