@@ -10,6 +10,7 @@ lists all of them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import traceback
@@ -166,8 +167,10 @@ class Shards:
 
 def tables_of(model: nn.Module) -> Tables:
     """Returns the size of the vocabulary: that of the input embeddings of models that name them."""
-    named = getattr(model, "get_input_embeddings", None)
-    found = [named()] if callable(named) else list(model.modules())
+    found: list[Any] = list(model.modules())
+    if callable(named := getattr(model, "get_input_embeddings", None)):
+        with contextlib.suppress(NotImplementedError):  # of a model that names none after all
+            found = [named()]
     sizes = [each.num_embeddings for each in found if isinstance(each, nn.Embedding)]
     # Without a name, no token can be looked up that is outside of the largest table.
     return Tables(max(sizes, default=None), None)

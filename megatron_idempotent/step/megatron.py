@@ -289,7 +289,7 @@ class MegatronBackend:
                 start_held(chunk)  # else finalizing dispatches by itself
         finalize = self._runner.configs[0].finalize_model_grads_func
         counted = self._runner.per_token and totals.is_counted
-        tokens = self._num_tokens(local) if counted else None
+        tokens = self._num_tokens(local, totals.is_whole) if counted else None
         finalize(self.chunks, tokens, **self._runner.finalize_options)
         if not counted:
             # Unless it sums, DDP has divided by the number of ranks; the losses by 2 ** shift.
@@ -347,7 +347,7 @@ class MegatronBackend:
             self._step.undo.restore()
         snapshot.restore()
 
-    def _num_tokens(self, local: float) -> Any:
+    def _num_tokens(self, local: float, whole: bool) -> Any:
         """Return the scalar tensor that finalizing sums over ranks.
 
         Context-parallel ranks are given the same rows, so that only the first of them counts, where
@@ -355,8 +355,9 @@ class MegatronBackend:
         """
         counts = context_parallel_ranks()[0] == 0 or not sums_tokens_of_context_ranks()
         counted = local if counts else 0.0
-        # As the schedules count; a sum of masks that are no zeros and ones needs more.
-        kind = torch.int if counted == int(counted) else torch.float64
+        # As the schedules count; counts of the caller's may have fractions, on any of the ranks that
+        # are to sum numbers of one type.
+        kind = torch.int if whole else torch.float64
         return torch.tensor(counted, device=self.device).to(kind)
 
 

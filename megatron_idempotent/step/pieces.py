@@ -416,12 +416,13 @@ def outside(tables: Tables, microbatch: Any, *, read: bool) -> str | None:
     """Describe the first token or position that the tables do not have; None without one."""
     tokens = field_of(microbatch, TOKENS)
     positions = field_of(microbatch, POSITIONS)
-    if positions is None and isinstance(tokens, Tensor) and segments_of(microbatch) is None:
+    known = tables.positions
+    if known is not None and positions is None and isinstance(tokens, Tensor):
         longest = int(tokens.shape[-1])
-        if tables.positions is not None and longest > tables.positions:
+        if longest > known and segments_of(microbatch) is None:
             return (
-                f"has rows of {longest} positions, and the model has {tables.positions}: cut them, "
-                "or build it with a larger max_sequence_length"
+                f"has rows of {longest} positions, and the model has {known}: cut them, or build "
+                "it with a larger max_sequence_length"
             )
     for name, values, size in (
         (TOKENS, tokens, tables.tokens),

@@ -216,7 +216,10 @@ class Totals:
         self._told = rows
         self._rows = _of_replicas(rows, add=returned_by(loss) == "part")
         sequences = tokens = 0.0
+        self.is_whole = True
+        """True if no rank's counts have fractions."""
         for here in counts:
+            self.is_whole = self.is_whole and all(each == int(each) for each in here)
             sequences += here[0]
             tokens += here[1]
         self.counts = StepCounts(

@@ -28,10 +28,16 @@ def _ready(**also: Any) -> Change:
         from split_bench import cut
 
         first, second = cut(batch, [1, 1])
-        more = {name: each(second[name]) if callable(each) else each for name, each in also.items()}
+        more = {n: each(second.get(n)) if callable(each) else each for n, each in also.items()}
         return {"microbatches": [first, {**second, **more}]}
 
     return microbatches
+
+
+def _tensor(*values: Any) -> Any:
+    import torch
+
+    return torch.tensor(values)
 
 
 def _put(value: Any) -> Callable[[Any], Any]:
@@ -73,9 +79,14 @@ BATCHES: dict[str, tuple[Change, str]] = {
     "negative counts": (_ready(counts=(1, -3)), r"counts are \(1, -3\)"),
     "counts with NaN": (_ready(counts=(1.0, float("nan"))), r"counts are \(1.0, nan\)"),
     "counts without end": (_ready(counts=(1.0, 1e300)), r"counts are \(1.0, 1e\+300\)"),
-    "a tensor of bools as counts": (_ready(said=(True, True)), "counts are of torch.bool"),
-    "a negative tensor as counts": (_ready(said=(1.0, -3.0)), r"counts are \[1.0, -3.0\]"),
-    "counts= that raises": (_ready(said=()), "KeyError: 'missing'"),
+    "a tensor of bools as counts": (
+        _ready(counts=lambda _: _tensor(True, True)),
+        "counts are of torch.bool",
+    ),
+    "a negative tensor as counts": (
+        _ready(counts=lambda _: _tensor(1.0, -3.0)),
+        r"counts are \[1.0, -3.0\]",
+    ),
     "an id that has no hash": (
         lambda batch: {"batch": batch, "microbatch_id": [1]},
         r"a str as microbatch_id, got \[1\]",
@@ -95,6 +106,10 @@ POSITIONS: dict[str, tuple[Change, str]] = {
         lambda batch: {"batch": {**batch, "position_ids": batch["input_ids"] * 0 + 40}},
         "has 40 in 'position_ids' at row 0, position 0, .* has 32 entries, 0 to 31",
     ),
+}
+#: Of a step with `counts=`, which asks a microbatch for what it has not.
+COUNTED: dict[str, tuple[Change, str]] = {
+    "counts= that raises": (_ready(counts="missing"), "KeyError: 'missing'"),
 }
 #: What a loss returns instead of a sum and metrics, and what the error says.
 LOSSES: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -119,14 +134,10 @@ LOSSES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def _counted(microbatch: Any) -> Any:
-    """`counts=` of the step: what a microbatch says, or a count of its masks."""
-    import torch
-
+    """`counts=` of the step."""
     from megatron_idempotent import valid_counts
 
-    if "said" in microbatch:
-        return torch.tensor(microbatch["said"] or microbatch["missing"])
-    return microbatch.get("counts", valid_counts(microbatch))
+    return microbatch[microbatch["counts"]] if "counts" in microbatch else valid_counts(microbatch)
 
 
 def _loss(returns: Callable[[Any], Any] | None = None) -> Any:
@@ -187,7 +198,7 @@ def _steps(engine: str, layout: dict[str, Any], table: dict[str, Any], bad: bool
     import torch
     from split_bench import raised_by
 
-    bench = _Bench(engine, layout, counts=_counted)
+    bench = _Bench(engine, layout, counts=_counted if table is COUNTED else None)
     here = torch.distributed.get_rank() == 1
     states, told = [], []
     for change, _ in table.values():
@@ -224,6 +235,11 @@ def positions(engine: str, layout: dict[str, Any]) -> Any:
     return in_a_batch(engine, layout, POSITIONS)
 
 
+def counted(engine: str, layout: dict[str, Any]) -> Any:
+    """Runs on a rank."""
+    return in_a_batch(engine, layout, COUNTED)
+
+
 LEARNED = {"model_overrides": {"position_embedding_type": "learned_absolute"}}
 
 
@@ -234,8 +250,10 @@ LEARNED = {"model_overrides": {"position_embedding_type": "learned_absolute"}}
         ("megatron", {"pp": 2}, batches, BATCHES),
         ("fsdp", {}, batches, BATCHES),
         ("megatron", {"pp": 2, **LEARNED}, positions, POSITIONS),
+        ("megatron", {"pp": 2}, counted, COUNTED),
+        ("fsdp", {}, counted, COUNTED),
     ],
-    ids=["dp", "pp", "fsdp", "positions"],
+    ids=["dp", "pp", "fsdp", "positions", "counts-pp", "counts-fsdp"],
 )
 def test_a_bad_batch_is_refused_by_name_and_the_step_goes_on(
     megatron_ranks, engine, layout, function, table
@@ -250,7 +268,7 @@ def test_a_bad_batch_is_refused_by_name_and_the_step_goes_on(
             assert "the step is as it was" in message
             assert re.search(text, other[index][1]), name
         else:
-            assert kind == ("KeyError" if "raises" in name else "ValueError"), name
+            assert kind == "ValueError", name
             assert other[index] == ("NoneType", "None"), name
         assert right[index], f"the step after {name!r} is right"
 
@@ -605,5 +623,23 @@ def test_masks_on_a_device_are_judged_at_the_end(megatron_ranks):
 def test_the_page_has_a_row_for_each():
     page = (Path(__file__).parents[2] / "docs" / "train-step.md").read_text(encoding="utf-8")
     section = page.partition("### Bad input\n")[2].partition("\n### ")[0]
-    for name in (*BATCHES, *POSITIONS, *LOSSES, *ARGUMENTS):
+    for name in (*BATCHES, *POSITIONS, *COUNTED, *LOSSES, *ARGUMENTS):
         assert f"| {name} |" in section, name
+
+
+def fractions() -> None:
+    """Runs on a rank: counts with a fraction on one rank and without on the other are added up."""
+    import torch
+    from split_bench import cut
+
+    bench = _Bench("megatron", {})
+    step_id = bench.begin()
+    tokens = 7.5 if torch.distributed.get_rank() == 1 else 8
+    [first] = cut(bench.batch(), [1])
+    bench.step.microbatch(step_id, microbatches=[{**first, "counts": (2, tokens)}])
+    result = bench.step.finish(step_id)
+    assert (result.updated, result.global_valid_tokens) == (True, 15.5)
+
+
+def test_a_fraction_on_one_rank_is_summed_in_one_type(megatron_ranks):
+    megatron_ranks(2, fractions)
