@@ -355,7 +355,7 @@ class MegatronBackend:
         """
         counts = context_parallel_ranks()[0] == 0 or not sums_tokens_of_context_ranks()
         counted = local if counts else 0.0
-        # As the schedules count; counts of the caller's may have fractions, on any of the ranks that
+        # As the schedules count. Counts of a caller may have fractions, on some of the ranks that
         # are to sum numbers of one type.
         kind = torch.int if whole else torch.float64
         return torch.tensor(counted, device=self.device).to(kind)
