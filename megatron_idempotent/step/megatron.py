@@ -194,20 +194,18 @@ class MegatronBackend:
         self._runner.accept(lists)
 
     def _refuse_frozen(self) -> None:
-        """Raise `RuntimeError` if no parameter of a chunk is trained any more.
+        """Raise `RuntimeError` if nothing is trained any more of what DDP was built with.
 
-        DDP waits for gradients of all that it was built with. A tenant's parameters are trained in
-        its calls, whatever `requires_grad` says.
+        Upstream asserts then, as it waits for gradients. A tenant's parameters are trained in its
+        calls, whatever `requires_grad` says.
         """
-        for number, chunk in enumerate(self.chunks):
-            known = chunk.param_to_bucket_group
-            if known and self.tenant is None and not any(p.requires_grad for p in known):
-                raise RuntimeError(
-                    f"all {len(known)} parameters that chunk {number} was to train are frozen "
-                    "(requires_grad=False) since DDP was built, and it waits for their gradients: "
-                    "freeze parameters before you build DDP and the optimizer, or use reading() "
-                    "for a model that is not trained"
-                )
+        known = [param for chunk in self.chunks for param in chunk.param_to_bucket_group]
+        if known and self.tenant is None and not any(param.requires_grad for param in known):
+            raise RuntimeError(
+                f"all {len(known)} parameters that DDP was built with are frozen now "
+                "(requires_grad=False), and it waits for their gradients: freeze parameters before "
+                "you build DDP and the optimizer, and take reading() for a model that is not trained"
+            )
 
     def lockstep_group(self) -> tuple[bool, Any]:
         return self._runner.lockstep_group()
