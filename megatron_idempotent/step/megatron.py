@@ -199,12 +199,13 @@ class MegatronBackend:
         Upstream asserts then, as it waits for gradients. A tenant's parameters are trained in its
         calls, whatever `requires_grad` says.
         """
-        known = [param for chunk in self.chunks for param in chunk.param_to_bucket_group]
-        if known and self.tenant is None and not any(param.requires_grad for param in known):
+        held = [chunk.param_to_bucket_group for chunk in self.chunks]
+        frozen = not any(param.requires_grad for each in held for param in each)
+        if frozen and any(held) and self.tenant is None:
             raise RuntimeError(
-                f"all {len(known)} parameters that DDP was built with are frozen now "
+                f"all {sum(map(len, held))} parameters that DDP was built with are frozen now "
                 "(requires_grad=False), and it waits for their gradients: freeze parameters before "
-                "you build DDP and the optimizer, and take reading() for a model that is not trained"
+                "you build DDP and the optimizer, and read a model that is not trained in reading()"
             )
 
     def lockstep_group(self) -> tuple[bool, Any]:
