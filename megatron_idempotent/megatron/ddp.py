@@ -352,6 +352,16 @@ def gradients(chunk: Any) -> list[Any]:
     ]
 
 
+def trained(chunk: Any) -> list[Any]:
+    """Returns the tensors that hold the chunk's trained parameters: flat ones, where DDP has such.
+
+    Flat ones have padding too, of which nothing is known.
+    """
+    flat = [buffer.param_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    whole = all(each is not None and each.is_floating_point() for each in flat)
+    return flat if whole else list(chunk.param_to_bucket_group)
+
+
 def versions(chunk: Any) -> tuple[int, ...]:
     """Returns torch's counters of writes in place into the gradients, reductions included."""
     return tuple(tensor._version for tensor in gradients(chunk))

@@ -104,6 +104,34 @@ def _unwired() -> None:
     return None
 
 
+# Attributes that hold lists of a model's parameters, where the inner optimizer has copies: of
+# optimizers in half precision, and of the distributed one.
+_MODELS_OWN = (
+    "float16_groups",
+    "fp32_from_fp32_groups",
+    "model_float16_groups",
+    "model_fp32_groups",
+)
+
+
+def trained_by(optimizer: Any) -> list[Any]:
+    """Returns the model's parameters that an optimizer, or a chain of them, updates on this rank.
+
+    Those of a kind of optimizer that is not Megatron's own are not known, and left out.
+    """
+    found: list[Any] = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if hasattr(part, "chained_optimizers"):
+            found += trained_by(part)
+            continue
+        groups = [group for name in _MODELS_OWN for group in getattr(part, name, ())]
+        if not groups and type(part).__name__ == "FP32Optimizer":
+            inner = getattr(part, "optimizer", None)
+            groups = [group["params"] for group in getattr(inner, "param_groups", ())]
+        found += [param for group in groups for param in group if param is not None]
+    return found
+
+
 def parts(optimizer: Any) -> list[Any]:
     """Returns the optimizer and, if it is a chain, the optimizers in it."""
     return [optimizer, *getattr(optimizer, "chained_optimizers", ())]

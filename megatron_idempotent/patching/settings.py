@@ -81,6 +81,11 @@ def read(known: Iterable[str], environ: Mapping[str, str] | None = None) -> Sett
     )
 
 
+def looks(environ: Mapping[str, str] | None = None) -> bool:
+    """Returns whether `MEGATRON_IDEMPOTENT_CHECK` asks for what only looks, at a cost."""
+    return _switch(os.environ if environ is None else environ, f"{SWITCH}_CHECK", default=False)
+
+
 def check_ids(ids: Iterable[str], source: str, known: Iterable[str]) -> frozenset[str]:
     """Check ids that `source`, an argument or a variable, names; returns them as a set.
 

@@ -22,6 +22,9 @@ from megatron_idempotent.patching.per_process import PerProcess, PerProcessDict
 DEADLINE_S = 600.0
 """Seconds that a rank waits for the slowest one; ranks of one window differ by less."""
 
+LONGEST_S = 1e9
+"""Seconds of the longest deadline, 31 years: torch's timeouts are nanoseconds in 64 bits."""
+
 LOCKSTEP_S = 30.0
 """Seconds that a rank which failed in a layer waits for its tensor-parallel peers to fail too."""
 
@@ -85,6 +88,7 @@ def agree(error: BaseException | None = None, *, deadline_s: float = DEADLINE_S)
     Raises:
         WindowAborted: some rank failed. No rank has started the window, so all may go on.
         SessionPoisoned: the ranks cannot agree within the deadline, or could not before.
+        ValueError: the deadline is no positive number of seconds, or is infinite.
 
     Example:
         error = None
@@ -94,10 +98,29 @@ def agree(error: BaseException | None = None, *, deadline_s: float = DEADLINE_S)
             error = bad
         agree(error)
     """
+    deadline_s = checked_deadline(deadline_s)
     refuse_if_poisoned()
     failures = exchange(None if error is None else describe(error), deadline_s)
     if failures:
         raise WindowAborted(failures, "No rank has started the window.") from error
+
+
+def checked_deadline(deadline_s: Any) -> float:
+    """Return a deadline in seconds, after checking that a process group can keep it.
+
+    Raises:
+        ValueError: it is no number, not positive, or longer than `LONGEST_S`.
+    """
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)):
+        raise ValueError(f"deadline_s is a number of seconds, got {deadline_s!r}")
+    if not deadline_s > 0:
+        raise ValueError(f"deadline_s must be positive, got {deadline_s!r}")
+    if deadline_s > LONGEST_S:
+        raise ValueError(
+            f"deadline_s is {deadline_s!r}, and the longest timeout of a process group is "
+            f"{LONGEST_S:g} seconds: give it that to wait for ever"
+        )
+    return float(deadline_s)
 
 
 def exchange(failure: str | None, deadline_s: float, group: Any = None) -> dict[int, str]:

@@ -109,6 +109,18 @@ class Backend(Protocol):
         With `wait`, return when the gathers have ended.
         """
 
+    def size_of_parameters(self) -> Any:
+        """Return a scalar of all trained parameters of this rank, finite unless one is not.
+
+        It may be on the device. It costs one pass over them, and no wait.
+        """
+
+    def bad_parameter(self) -> str | None:
+        """Name the first trained parameter that is NaN or infinite, and where; None without one.
+
+        The host waits for the device, so it is called only if the size was not finite.
+        """
+
     def check_gradients(self) -> None:
         """Raise here for a gradient that the reduction would refuse while peers wait in it."""
 

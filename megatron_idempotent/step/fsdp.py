@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_idempotent.fp8.packing import TokenAlignment
+from megatron_idempotent.patching.settings import looks
 from megatron_idempotent.ranks.agreement import DEADLINE_S, collective_timeout
 
 from .bins import NO_ALIGNMENT
@@ -26,16 +27,18 @@ from .fsdp_run import (
     Shards,
     SyncSnapshot,
     Watch,
+    tables_of,
 )
 from .lifecycle import SplitStep
 from .loss import StepLoss
-from .pieces import Piece
+from .pieces import Piece, check_ids
 from .records import (
     TOKENS,
     Batch,
     NonFinite,
     NothingValid,
     Options,
+    check_made_with,
     checked_options,
     skipped_for,
 )
@@ -46,8 +49,10 @@ from .snapshot import (
     StateUndo,
     TorchSnapshot,
     evaluating,
+    first_not_finite,
     lr_and_weight_decay,
     set_learning_rate,
+    size_of,
 )
 
 
@@ -75,6 +80,9 @@ class FSDPBackend:
         self._scaler = grad_scaler
         self._keeps_undo = undo
         self._watch = Watch(self._model)
+        self._tables = tables_of(self._model)
+        # Those on a device end the process there; a look at them before would wait for it.
+        self._reads_ids = looks()
         self._snapshot: list[Any] = []
         self._undo: StateUndo | None = None
         self._updating = False
@@ -161,7 +169,7 @@ class FSDPBackend:
         """Accept any loss, because models here add none of their own that it had to weigh."""
 
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
-        """Accept any shapes, but packs only with a `forward` that keeps their sequences apart."""
+        """Accept any shapes, but known tokens alone, and packs if `forward` knows sequences."""
         packed = any(piece.segments is not None for pieces in lists for piece in pieces)
         if packed and self._forward is tokens_forward:
             raise ValueError(
@@ -169,6 +177,8 @@ class FSDPBackend:
                 "would take a pack for one sequence: give it a forward that hands the pack's "
                 "cu_seqlens and position_ids on to the model's attention"
             )
+        if self._forward is tokens_forward:
+            check_ids(self._tables, lists, read=self._reads_ids)
 
     def lockstep_group(self) -> tuple[bool, Any]:
         return True, None  # every layer's parameters are gathered from all ranks
@@ -215,6 +225,17 @@ class FSDPBackend:
 
     def join(self, *, wait: bool = True) -> None:
         """Do nothing: FSDP2 starts nothing in a forward that it does not end there."""
+
+    def size_of_parameters(self) -> Any:
+        return size_of(self.shards.trained())
+
+    def bad_parameter(self) -> str | None:
+        self.shards.reshard()
+        return first_not_finite(
+            (name, parameter.to_local())
+            for name, parameter in self._model.named_parameters()
+            if isinstance(parameter, DTensor) and parameter.requires_grad
+        )
 
     def check_gradients(self) -> None:
         """Do nothing: FSDP2 refuses no gradient, and `update` looks at the norm of all ranks'."""
@@ -374,6 +395,7 @@ class FSDPTrainStep(SplitStep):
     Raises:
         ValueError: a model that is not sharded, or not all of it; an optimizer of other parameters;
             a scheduler that cannot be put back.
+        TypeError: `forward` is no function, or `undo` is neither True nor False.
         RuntimeError: a torch whose FSDP2 lacks what a step relies on; the error names it.
 
     Example:
@@ -402,6 +424,7 @@ class FSDPTrainStep(SplitStep):
         deadline_s: float = DEADLINE_S,
         undo: bool = False,
     ) -> None:
+        check_made_with("FSDPTrainStep", forward, undo=undo)
         self._shards = _checked(model, optimizer)
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad must be positive or None, got {clip_grad!r}")

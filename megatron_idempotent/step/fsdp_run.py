@@ -10,6 +10,7 @@ lists all of them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import traceback
@@ -37,9 +38,9 @@ from megatron_idempotent.ranks.agreement import (
 from .fsdp_internals import groups_of, mark_sharded, reset
 from .loss import StepLoss
 from .microbatches import ghost, spec
-from .pieces import Piece
+from .pieces import Piece, Tables, outside
 from .records import Batch
-from .results import Reported, has_graph, reported
+from .results import Reported, called, has_graph, reported
 
 
 class Shards:
@@ -104,6 +105,11 @@ class Shards:
         self.reshard()
         return list(self.model.parameters())
 
+    def trained(self) -> list[torch.Tensor]:
+        """Returns this rank's shards of the parameters that need gradients; reshards nothing."""
+        sharded = (param.sharded_param for group in self._groups for param in group.fsdp_params)
+        return [each.detach().to_local() for each in sharded if each.requires_grad]
+
     def place(self) -> str:
         """Describes this rank's progress in the model's collectives, to be compared with others."""
         order = len(getattr(self._root._comm_ctx, "post_forward_order", ()))
@@ -157,6 +163,17 @@ class Shards:
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
                 param.sharded_param.grad = None
+
+
+def tables_of(model: nn.Module) -> Tables:
+    """Returns the size of the vocabulary: that of the input embeddings of models that name them."""
+    found: list[Any] = list(model.modules())
+    if callable(named := getattr(model, "get_input_embeddings", None)):
+        with contextlib.suppress(NotImplementedError):  # of a model that names none after all
+            found = [named()]
+    sizes = [each.num_embeddings for each in found if isinstance(each, nn.Embedding)]
+    # Without a name, no token can be looked up that is outside of the largest table.
+    return Tables(max(sizes, default=None), None)
 
 
 class AccumulatedSnapshot:
@@ -358,11 +375,17 @@ class FSDPCall:
         try:
             output = self._forward(self._shards.model, microbatch)
         except Exception as error:  # noqa: BLE001  told to all ranks, and raised on all
+            if isinstance(error, IndexError):  # an embedding's says neither the token nor where
+                told = outside(tables_of(self._shards.model), microbatch, read=True)
+                if told is not None:
+                    named = ValueError(f"the microbatch {told}")
+                    named.__cause__ = error
+                    error = named.with_traceback(error.__traceback__)
             return functools.partial(_send, self._zeros_after(error, microbatch)), None
         if loss is None or self._error is not None:
             return functools.partial(_send, zeros_for(output)), None
         try:
-            total, metrics = loss(output, microbatch)
+            total, metrics = called(loss, output, microbatch)
             found = reported(loss, total, metrics, piece)
             if not isinstance(total, torch.Tensor) or not has_graph(total):
                 return functools.partial(_send, zeros_for(output)), found

@@ -6,6 +6,7 @@ Legend: B rows, T positions of a row or of a pack, n sequences of a pack.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,8 @@ from torch import Tensor
 from megatron_idempotent.fp8.packing import Pack
 
 from .context_parallel import own_positions
-from .records import ATTENTION_MASK, TOKENS, Batch
-
-_POSITIONS = "position_ids"
+from .pieces import Tables
+from .records import ATTENTION_MASK, POSITIONS, TOKENS, Batch
 
 
 def gpt_forward(model: Any, microbatch: Batch) -> torch.Tensor:
@@ -58,7 +58,7 @@ def gpt_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
         stats = model_logprobs(model, **gpt_inputs(model, microbatch), targets=targets)
     """
     tokens = microbatch[TOKENS]
-    positions = microbatch.get(_POSITIONS)
+    positions = microbatch.get(POSITIONS)
     pack = next((each for each in microbatch.values() if isinstance(each, Pack)), None)
     packed = _packed_seq_params(microbatch, pack)
     if packed is None:
@@ -69,7 +69,7 @@ def gpt_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
             mask = own_positions(mask, dim=2)
         return {
             TOKENS: own_positions(tokens),
-            _POSITIONS: own_positions(positions),
+            POSITIONS: own_positions(positions),
             ATTENTION_MASK: mask,
         }
     tokens_1T = tokens[None] if tokens.dim() == 1 else tokens
@@ -80,13 +80,26 @@ def gpt_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
         )
     if positions is None:
         positions = _positions(packed, tokens_1T) if pack is None else pack.position_ids
-    found = {TOKENS: tokens_1T, _POSITIONS: positions[None] if positions.dim() == 1 else positions}
+    found = {TOKENS: tokens_1T, POSITIONS: positions[None] if positions.dim() == 1 else positions}
     if pack is not None and 0 < sum(pack.lengths) < pack.tokens:
         found |= _padding(get_model_config(model), pack)
     borders = packed.cu_seqlens_q_padded
     borders = packed.cu_seqlens_q if borders is None else borders
     parts = {name: own_positions(value, cu_seqlens=borders) for name, value in found.items()}
     return {**parts, ATTENTION_MASK: None, "packed_seq_params": packed}
+
+
+def tables_of(chunks: Sequence[Any]) -> Tables:
+    """Returns the sizes of a `GPTModel`'s vocabulary and of its learned positions, if it has them.
+
+    All stages of a pipeline know them.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, GPTModel):
+                learned = module.position_embedding_type == "learned_absolute"
+                return Tables(module.vocab_size, module.max_sequence_length if learned else None)
+    return Tables(None, None)
 
 
 def _packed_seq_params(microbatch: Batch, pack: Pack | None) -> Any:

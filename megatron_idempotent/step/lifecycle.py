@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -18,12 +20,39 @@ from .results import Receipt, StepResult
 
 _REMEMBERED = 8
 
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def _by_one_thread(call: _Call) -> _Call:
+    """Have a call refuse a thread that comes while another one is in any of the step's calls.
+
+    Two threads would be in one gather of gloo's, which ends the process.
+    """
+
+    @functools.wraps(call)
+    def alone(self: SplitStep, *args: Any, **kwargs: Any) -> Any:
+        mine = threading.get_ident(), call.__name__
+        try:
+            # One operation, so that of two threads one is the first.
+            thread, name = self._caller.setdefault("here", mine)
+            if thread != mine[0]:
+                raise RuntimeError(
+                    f"{call.__name__}(): another thread is in {name}() of this step: make the "
+                    "calls of a step from one thread, or one after the other"
+                )
+            return call(self, *args, **kwargs)
+        finally:
+            if self._caller.get("here", mine)[0] == mine[0]:
+                self._caller.pop("here", None)
+
+    return cast("_Call", alone)
+
 
 class SplitStep:
     """Has the calls of a step, which `TrainStep` and `FSDPTrainStep` share.
 
-    One thread of one process per rank calls it. Every rank makes the same `begin` and `finish` or
-    `abort` calls; ranks may get different numbers of batches, see `microbatch`.
+    One process per rank calls it, one thread at a time. Every rank makes the same `begin` and
+    `finish` or `abort` calls; ranks may get different numbers of batches, see `microbatch`.
     """
 
     def __init__(self, backend: Backend, options: Options) -> None:
@@ -34,12 +63,15 @@ class SplitStep:
         self._ended: dict[str, StepResult | str] = {}
         self._begun = self._updates = 0
         self._partially_updated = False
+        # The thread that is in a call now, and the call's name; empty between calls.
+        self._caller: dict[str, tuple[int, str]] = {}
 
     @property
     def open_step_id(self) -> str | None:
         """The id of the step that is open; None between two steps."""
         return None if self._open is None else self._open.step_id
 
+    @_by_one_thread
     def prepare(self) -> None:
         """Make the gloo groups in which ranks agree. All ranks call it, and wait for each other.
 
@@ -49,10 +81,9 @@ class SplitStep:
         Example:
             step.prepare()
         """
-        if dist.is_initialized():
-            control_group(self._options.deadline_s)
-            self._backend.lockstep_group()
+        self._make_groups()
 
+    @_by_one_thread
     def begin(
         self,
         loss: StepLoss,
@@ -135,7 +166,7 @@ class SplitStep:
             )
         step_id = f"step-{self._begun}" if step_id is None else step_id
         # Here, where all ranks come by: later one may be in a forward while another asks.
-        self.prepare()
+        self._make_groups()
         try:
             self._backend.open()
         except BaseException:
@@ -145,6 +176,7 @@ class SplitStep:
         self._open = OpenStep(self._backend, step_id, begun_with, self._options, self._updates)
         return step_id
 
+    @_by_one_thread
     def microbatch(
         self,
         step_id: str,
@@ -178,8 +210,8 @@ class SplitStep:
             last: True for this rank's last batch of the step. If all ranks say so, its backward
                 overlaps the reductions, as the last microbatch of a one-shot step does. All ranks
                 agree on it first, so a rank waits there for the slowest one.
-            microbatch_id: a name of the caller's; a batch that is sent again under it is not run
-                again.
+            microbatch_id: a name of the caller's; the batch that is sent again under it is not run
+                again, and another batch is refused.
 
         Returns:
             The receipt of the batch. On ranks that have the loss it holds the loss's `outputs` for
@@ -187,10 +219,13 @@ class SplitStep:
             `finish()`. For a batch that was sent again, the receipt of the first time.
 
         Raises:
-            RuntimeError: no such step is open, it has failed, or has had its last batch.
+            RuntimeError: no such step is open, it has failed, or has had its last batch; or
+                another thread is in a call of the step.
             ValueError: not a batch, or one with a `Pack`; rows of unknown lengths, or one that is
                 longer than the budget; a microbatch whose shape or counts are unknown, or whose
-                masks or `cu_seqlens` do not fit. The step is as it was.
+                masks or `cu_seqlens` do not fit; masks of other numbers than 0 and 1, tokens out of
+                the vocabulary, or another batch than the one of this `microbatch_id`. The step is
+                as it was.
             WindowAborted: a rank failed, and all that wait for it know. The step is as it was if
                 the message says so; else it has failed.
             SessionPoisoned: a rank failed where others may wait for it, or did not come within the
@@ -199,8 +234,8 @@ class SplitStep:
                 has failed then, and stays open until `abort()`.
         """
         step = self._current(step_id, "microbatch")
-        if microbatch_id is not None and microbatch_id in step.receipts:
-            return step.receipts[microbatch_id]
+        if isinstance(microbatch_id, str) and microbatch_id in step.receipts:
+            return step.repeated(microbatch_id, batch, microbatches)
         self._refuse_failed(step, "microbatch")
         if step.last:
             raise RuntimeError(
@@ -208,6 +243,7 @@ class SplitStep:
             )
         return step.add(batch, microbatches, last, microbatch_id)
 
+    @_by_one_thread
     def finish(
         self,
         step_id: str,
@@ -233,11 +269,11 @@ class SplitStep:
         Raises:
             ValueError: an argument is of the wrong kind or differs from what `begin()` was given,
                 or the batch size that the scheduler needs is missing. The step is as it was.
-            RuntimeError: no such step is open, it has failed, or gradients cannot be finalized;
-                the call has started no collective.
-            WindowAborted: a rank failed or aborted, ranks began the step differently, or a loss or
-                the gradients' norm is not finite and the step refuses that. All ranks know; nothing
-                was updated, and the step stays open until `abort()`.
+            RuntimeError: no such step is open, it has failed, gradients cannot be finalized, or
+                another thread is in a call of the step; the call has started no collective.
+            WindowAborted: a rank failed or aborted, ranks began the step differently, or a loss, a
+                parameter or the gradients' norm is not finite and the step refuses that. All ranks
+                know; nothing was updated, and the step stays open until `abort()`.
             SessionPoisoned: a rank did not come within the deadline.
         """
         if isinstance(ended := self._ended.get(step_id), StepResult):
@@ -260,6 +296,7 @@ class SplitStep:
         self._end(step_id, result)
         return result
 
+    @_by_one_thread
     def abort(self, step_id: str | None = None) -> None:
         """Drop the open step, as if it had never begun; without an open step nothing happens.
 
@@ -287,6 +324,11 @@ class SplitStep:
             self._partially_updated = self._partially_updated or step.partially_updated
             self._backend.restore()
             self._end(step.step_id, "it was aborted")
+
+    def _make_groups(self) -> None:
+        if dist.is_initialized():
+            control_group(self._options.deadline_s)
+            self._backend.lockstep_group()
 
     def _is_repeated(self, step_id: str, begun_with: dict[str, Any]) -> bool:
         if self._open is not None and self._open.step_id == step_id:

@@ -169,6 +169,11 @@ def returned_by(loss: StepLoss) -> Returned:
 def check_loss(loss: Any) -> None:
     """Raise `ValueError` unless a step can be begun with the loss."""
     kinds, normalizers = get_args(Kind), get_args(Normalizer)
+    if isinstance(loss, type):
+        raise ValueError(
+            f"begin() got the class {loss.__name__} as loss, of which a call makes an object and "
+            f"no loss: pass an object of it, {loss.__name__}(…)"
+        )
     if not callable(loss) or getattr(loss, "kind", None) not in kinds:
         raise ValueError(
             f"begin() got {loss!r} as loss, with kind {getattr(loss, 'kind', None)!r}: pass a "

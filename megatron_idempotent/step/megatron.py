@@ -10,12 +10,13 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_idempotent.fp8.packing import TokenAlignment
-from megatron_idempotent.megatron.ddp import bucket_groups, start_held
+from megatron_idempotent.megatron.ddp import bucket_groups, start_held, trained
 from megatron_idempotent.megatron.schedules import (
     are_held,
     open_windows,
     sums_tokens_of_context_ranks,
 )
+from megatron_idempotent.patching.settings import looks
 from megatron_idempotent.ranks.agreement import (
     DEADLINE_S,
     collective_timeout,
@@ -28,17 +29,29 @@ from megatron_idempotent.window.missed_collectives import gather_params
 
 from .context_parallel import context_parallel_ranks
 from .exact_sums import ExactSums
-from .gpt import gpt_forward
+from .gpt import gpt_forward, tables_of
 from .lifecycle import SplitStep
 from .loss import StepLoss
-from .megatron_needs import check_patches, refuse_chunks, refuse_inexact
+from .megatron_needs import (
+    check_patches,
+    refuse_chunks,
+    refuse_inexact,
+    refuse_scheduler,
+    refuse_strangers,
+)
 from .megatron_run import Forward, Runner, forget_inference
 from .megatron_snapshot import MegatronSnapshot
 from .megatron_update import CheckedUpdate
-from .pieces import Piece
-from .records import NonFinite, NothingValid, Options, checked_options
+from .pieces import Piece, check_ids
+from .records import NonFinite, NothingValid, Options, check_made_with, checked_options
 from .results import Reported, Totals, Update
-from .snapshot import evaluating, lr_and_weight_decay, set_learning_rate
+from .snapshot import (
+    evaluating,
+    first_not_finite,
+    lr_and_weight_decay,
+    set_learning_rate,
+    size_of,
+)
 from .tenants import TenantState, check_neighbours
 
 
@@ -58,6 +71,8 @@ class MegatronBackend:
     ) -> None:
         self.chunks = checked("TrainStep()", chunks, optimizer)
         refuse_chunks(self.chunks)
+        refuse_strangers(self.chunks, optimizer)
+        refuse_scheduler(scheduler)
         if order_stable:
             refuse_inexact(self.chunks)
         self._sums = ExactSums(self.chunks) if order_stable else None
@@ -66,6 +81,9 @@ class MegatronBackend:
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._cuts_positions = forward is gpt_forward
+        self._tables = tables_of(self.chunks)
+        # Those on a device end the process there; a look at them before would wait for it.
+        self._reads_ids = looks()
         self._runner = Runner(self.chunks, optimizer, forward, options.deadline_s)
         self._step = CheckedUpdate(self.chunks, optimizer, options.non_finite, keeps_undo=undo)
         self._shift: int | None = None
@@ -169,9 +187,26 @@ class MegatronBackend:
         self._runner.accept_loss(loss)
 
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
+        self._refuse_frozen()
         if self._cuts_positions:
             _check_positions(lists, self._runner.configs[0])
+            check_ids(self._tables, lists, read=self._reads_ids)
         self._runner.accept(lists)
+
+    def _refuse_frozen(self) -> None:
+        """Raise `RuntimeError` if nothing is trained any more of what DDP was built with.
+
+        Upstream asserts then, as it waits for gradients. A tenant's parameters are trained in its
+        calls, whatever `requires_grad` says.
+        """
+        held = [chunk.param_to_bucket_group for chunk in self.chunks]
+        frozen = not any(param.requires_grad for each in held for param in each)
+        if frozen and any(held) and self.tenant is None:
+            raise RuntimeError(
+                f"all {sum(map(len, held))} parameters that DDP was built with are frozen now "
+                "(requires_grad=False), and it waits for their gradients: freeze parameters before "
+                "you build DDP and the optimizer, and read a model that is not trained in reading()"
+            )
 
     def lockstep_group(self) -> tuple[bool, Any]:
         return self._runner.lockstep_group()
@@ -210,7 +245,19 @@ class MegatronBackend:
             for chunk in self.chunks:
                 gather_params(chunk, wait=wait)
 
+    def size_of_parameters(self) -> Any:
+        return size_of(each for chunk in self.chunks for each in trained(chunk))
+
+    def bad_parameter(self) -> str | None:
+        return first_not_finite(
+            (name, parameter)
+            for chunk in self.chunks
+            for name, parameter in chunk.module.named_parameters()
+            if parameter in chunk.param_to_bucket_group
+        )
+
     def check_gradients(self) -> None:
+        self._refuse_frozen()
         if self._sums is not None:
             self._sums.check()
         for chunk in self.chunks:
@@ -241,7 +288,7 @@ class MegatronBackend:
                 start_held(chunk)  # else finalizing dispatches by itself
         finalize = self._runner.configs[0].finalize_model_grads_func
         counted = self._runner.per_token and totals.is_counted
-        tokens = self._num_tokens(local) if counted else None
+        tokens = self._num_tokens(local, totals.is_whole) if counted else None
         finalize(self.chunks, tokens, **self._runner.finalize_options)
         if not counted:
             # Unless it sums, DDP has divided by the number of ranks; the losses by 2 ** shift.
@@ -299,7 +346,7 @@ class MegatronBackend:
             self._step.undo.restore()
         snapshot.restore()
 
-    def _num_tokens(self, local: float) -> Any:
+    def _num_tokens(self, local: float, whole: bool) -> Any:
         """Return the scalar tensor that finalizing sums over ranks.
 
         Context-parallel ranks are given the same rows, so that only the first of them counts, where
@@ -307,8 +354,9 @@ class MegatronBackend:
         """
         counts = context_parallel_ranks()[0] == 0 or not sums_tokens_of_context_ranks()
         counted = local if counts else 0.0
-        # As the schedules count; a sum of masks that are no zeros and ones needs more.
-        kind = torch.int if counted == int(counted) else torch.float64
+        # As the schedules count. Counts of a caller may have fractions, on some of the ranks that
+        # are to sum numbers of one type.
+        kind = torch.int if whole else torch.float64
         return torch.tensor(counted, device=self.device).to(kind)
 
 
@@ -409,7 +457,9 @@ class TrainStep(SplitStep):
             on any number of replicas" in docs/train-step.md. The same on all ranks.
 
     Raises:
-        ValueError: chunks or an optimizer that are not Megatron's.
+        ValueError: chunks or an optimizer that are not Megatron's, an optimizer of other
+            parameters, or a scheduler that cannot be put back.
+        TypeError: `forward` is no function, or a switch is neither True nor False.
         RuntimeError: patches that a step on these chunks needs are not applied; the error names
             each, and what is lost without it.
 
@@ -439,6 +489,7 @@ class TrainStep(SplitStep):
         tenant: str | None = None,
         order_stable: bool = False,
     ) -> None:
+        check_made_with("TrainStep", forward, undo=undo, order_stable=order_stable)
         options = checked_options(
             deadline_s, non_finite, shared, shape, counts, nothing_valid, alignment, tenant
         )

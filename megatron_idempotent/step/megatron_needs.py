@@ -10,6 +10,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_idempotent.megatron import gather, moe
 from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.megatron.optimizers import trained_by
 from megatron_idempotent.patching.needs import Need, check_applied
 
 
@@ -33,6 +34,45 @@ def refuse_chunks(chunks: Sequence[Any]) -> None:
                 "TrainStep() got reuse_grad_buf_for_mxfp8_param_ag=True, where a gather of "
                 "parameters would overwrite the gradients of an open step: set it to False"
             )
+
+
+def refuse_strangers(chunks: Sequence[Any], optimizer: Any) -> None:
+    """Raise `ValueError` if the optimizer steps on parameters that are not these chunks'.
+
+    Gradients come into the memory of the chunks' parameters, and others would never be updated.
+    """
+    known = {id(param) for chunk in chunks for param in chunk.parameters()}
+    held = {id(param) for chunk in chunks for param in chunk.param_to_bucket_group}
+    found = trained_by(optimizer)
+    strangers = [param for param in found if id(param) not in known]
+    if strangers:
+        raise ValueError(
+            f"TrainStep() got an optimizer of which {len(strangers)} of {len(found)} parameters "
+            f"are not the chunks', such as one of shape {tuple(strangers[0].shape)}: pass what "
+            "get_megatron_optimizer() returned for these chunks"
+        )
+    if found and not any(id(param) in held for param in found):
+        raise ValueError(
+            f"TrainStep() got an optimizer whose {len(found)} parameters none of the chunks' DDP "
+            "reduces: pass what get_megatron_optimizer() returned for these chunks, not that of "
+            "another DDP over the same modules"
+        )
+
+
+def refuse_scheduler(scheduler: Any) -> None:
+    """Raise `ValueError` for a scheduler that cannot be stepped, or put back after a failure."""
+    if scheduler is None:
+        return
+    lacking = [] if callable(getattr(scheduler, "step", None)) else ["step()"]
+    if not hasattr(scheduler, "__dict__"):
+        lacking.append("__dict__")
+    if lacking or isinstance(scheduler, type):
+        told = " and ".join(lacking) or "an object of it"
+        raise ValueError(
+            f"TrainStep() got {scheduler!r} as scheduler, without {told}: abort() puts back its "
+            "attributes. Pass an OptimizerParamScheduler, or an object with step(increment=…) and "
+            "without __slots__"
+        )
 
 
 def refuse_inexact(chunks: Sequence[Any]) -> None:

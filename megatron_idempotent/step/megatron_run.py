@@ -43,12 +43,13 @@ from megatron_idempotent.window.missed_collectives import (
     gathers_by_hooks,
 )
 
+from .gpt import tables_of
 from .loss import StepLoss, auxiliary_weight, needs_weight
 from .megatron_snapshot import MegatronSnapshot
 from .messages import LocalFailure
-from .pieces import Piece
+from .pieces import Piece, outside
 from .records import Batch
-from .results import Reported, has_graph, reported
+from .results import Reported, called, has_graph, reported
 
 
 def forget_inference(modules: list[Any]) -> None:
@@ -276,12 +277,19 @@ class Runner:
             piece = next(data_iterator)
             now.begin(piece)
             microbatch = piece.batch
-            output = self._forward(model, microbatch)
+            try:
+                output = self._forward(model, microbatch)
+            except IndexError as error:
+                # Of an embedding on the host; after the fact, as a forward may change what it gets.
+                told = outside(tables_of(self.chunks), microbatch, read=True)
+                if told is None:
+                    raise
+                raise ValueError(f"the microbatch {told}") from error
 
             def loss_func(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
                 if ghosts:
                     return no_gradient(output), one, {}
-                total, metrics = loss(output, microbatch)
+                total, metrics = called(loss, output, microbatch)
                 # Now, because the schedule works on it in place.
                 found.append(reported(loss, total, metrics, piece))
                 if not isinstance(total, Tensor) or not has_graph(total):

@@ -61,6 +61,8 @@ class RankStatus:
     """Ids of groups with valid sequences, on the reporting rank of each replica; else none."""
     rows: tuple[Mapping[str, float], ...] = ()
     """Metrics of each microbatch, not normalised, on ranks that have the loss."""
+    bad_parameter: str | None = None
+    """A trained parameter of this rank that is NaN or infinite, if there is one."""
     rates: tuple[float, float] | None = None
     """Learning rate and weight decay; None on a rank that trains no parameter."""
 

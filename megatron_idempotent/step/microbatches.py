@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from megatron_idempotent.fp8.packing import Pack
+from megatron_idempotent.megatron.replica_check import checksum
 
 from .messages import ListShape, RankStatus
-from .pieces import Piece
+from .pieces import Piece, check_zeros_and_ones
 from .records import SAMPLE_MASK, TOKEN_MASK, TOKENS, Batch
 
 # No rows can be taken out of these, so they are the same for all of them.
@@ -32,7 +33,7 @@ def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
 
     Raises:
         ValueError: the batch is no mapping or has no `input_ids` [B, T], or a value has another
-            number of rows, no rows, or is a `Pack`.
+            number of rows, no rows, or is a `Pack`; or a mask is not of zeros and ones.
     """
     tokens_BT = batch.get(TOKENS) if hasattr(batch, "get") else None
     if not isinstance(tokens_BT, Tensor) or tokens_BT.dim() < 2:
@@ -72,6 +73,10 @@ def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
             f"microbatch() got {TOKEN_MASK!r} of {tuple(mask_BT.shape)} for {TOKENS!r} of "
             f"{tuple(tokens_BT.shape)}: give one for each position"
         )
+    try:
+        check_zeros_and_ones(batch)
+    except ValueError as error:
+        raise ValueError(f"microbatch() got a batch {error}") from None
     return rows
 
 
@@ -178,6 +183,53 @@ def spec(microbatch: Any, name: str = "") -> Any:
         return found
     described: Any = _pytree.tree_map_only(Tensor, spec, microbatch)
     return described
+
+
+def fingerprint(batch: Any) -> dict[str, Any]:
+    """Describe what is in a batch or a list of microbatches, to tell another one by.
+
+    Returns an item for each tensor, number, string and None in it, by its place: of a tensor shape,
+    type and a checksum that stays on its device, so that nothing waits. Objects of other kinds
+    count by their type.
+    """
+    return dict(_leaves(batch, "batch"))
+
+
+def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Tensor):
+        if value.is_nested:
+            jagged: Any = value
+            yield f"{place}.offsets", _tensor_leaf(jagged.offsets())
+            value = jagged.values()
+        yield place, _tensor_leaf(value)
+    elif isinstance(value, _SCALARS):
+        yield place, repr(value)
+    elif hasattr(value, "keys") and hasattr(value, "items"):
+        for name, each in value.items():
+            yield from _leaves(each, f"{place}[{name!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            yield from _leaves(each, f"{place}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name, None), f"{place}.{field.name}")
+    else:
+        yield place, f"a {type(value).__name__}"
+
+
+def _tensor_leaf(value: Tensor) -> tuple[Any, ...]:
+    values = torch.view_as_real(value) if value.is_complex() else value
+    return tuple(value.shape), value.dtype, checksum(values)
+
+
+def told_leaf(leaf: Any) -> str:
+    """Describe an item of a `fingerprint`; this reads a checksum from its device."""
+    if leaf is None:
+        return "not there"
+    if isinstance(leaf, str):
+        return leaf
+    shape, dtype, sum_of_bits = leaf
+    return f"{dtype} of {shape} with checksum {int(sum_of_bits) % 2**64:016x}"
 
 
 def ghost(example: Any, device: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from megatron_idempotent.ranks.agreement import (
 
 from .loss import StepCounts, divided_by, returned_by
 from .messages import Doing, RankStatus, failures, stop
+from .microbatches import fingerprint, told_leaf
 from .packed import PackedRows, packed_rows
-from .records import Batch
+from .records import Batch, check_id
 from .results import Receipt, Reported, StepResult, Totals, Update, as_numbers, result_of
 from .rounds import Rounds, told_divisor
 from .share import Share, distinct, share_of
@@ -30,12 +32,15 @@ class OpenStep(Rounds):
     def __init__(self, *as_rounds: Any) -> None:
         super().__init__(*as_rounds)
         self.receipts: dict[str, Receipt] = {}
+        self._sent: dict[str, Mapping[str, Any]] = {}
         self.last = False
         # On the device until the end, so that counting never waits for it.
         self._counts: list[torch.Tensor] = []
         self._groups: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._batches = self._microbatches = 0
         self._updating = False
+        # What is not finite in parameters, by global rank, as all ranks know it.
+        self._bad_parameters: dict[int, str] = {}
         # Learning rate and weight decay of the step, on all ranks alike.
         self._rates = 0.0, 0.0
         # What this rank has done, and what all ranks have said of that.
@@ -55,8 +60,12 @@ class OpenStep(Rounds):
         """
         coupled, group = self._backend.lockstep_group()
         share, packed = Share(), None
-        bad: ValueError | None = None
+        sent: Mapping[str, Any] = {}
+        bad: Exception | None = None
         try:
+            if microbatch_id is not None:
+                check_id(microbatch_id)
+                sent = fingerprint(batch if ready is None else ready)
             packed = packed_rows(batch, ready, self.begun_with, self._options, self._backend)
             if packed is None:
                 share = share_of(batch, ready, self.begun_with, self._options)
@@ -64,7 +73,7 @@ class OpenStep(Rounds):
                 share = packed.share(packed.bins)
             last = self._is_last(share.sequences) or last
             self._backend.accept(share.lists)
-        except ValueError as error:
+        except Exception as error:  # told to all ranks that wait for this one
             if not coupled:
                 raise
             share, packed, bad = Share(), None, error
@@ -90,10 +99,30 @@ class OpenStep(Rounds):
             self._batch_rows += share.sequences
             self._microbatches += number
             self.last = last
-            return self._receipt(microbatch_id, share, number, found)
+            receipt = self._receipt(microbatch_id, share, number, found)
+            if microbatch_id is not None:  # else it cannot be sent again, and outputs may be large
+                self.receipts[microbatch_id], self._sent[microbatch_id] = receipt, sent
+            return receipt
+
+    def repeated(self, microbatch_id: str, batch: Batch | None, ready: Any) -> Receipt:
+        """Return the receipt of a batch that was sent before.
+
+        Raises:
+            ValueError: this batch is another one.
+        """
+        before, now = self._sent[microbatch_id], fingerprint(batch if ready is None else ready)
+        for name in (*before, *now):
+            there, here = told_leaf(before.get(name)), told_leaf(now.get(name))
+            if there != here:
+                raise ValueError(
+                    f"microbatch() got microbatch_id={microbatch_id!r} again, and another batch: "
+                    f"its {name} is {here}, and was {there}. Send the batch of the first time, or "
+                    "take another id"
+                )
+        return self.receipts[microbatch_id]
 
     def _as_many_bins(
-        self, doing: Doing, share: Share, packed: PackedRows | None, bad: ValueError | None
+        self, doing: Doing, share: Share, packed: PackedRows | None, bad: Exception | None
     ) -> Share:
         """Agree on a number of packs, so that ranks need no dummies in a model that all share.
 
@@ -117,8 +146,6 @@ class OpenStep(Rounds):
             reported=tuple(each.row for each in found),
         )
         self._batches += 1
-        if microbatch_id is not None:  # else it cannot be sent again, and outputs may be large
-            self.receipts[microbatch_id] = receipt
         return receipt
 
     def _is_last(self, rows: int) -> bool:
@@ -213,17 +240,23 @@ class OpenStep(Rounds):
         local = (0.0, 0.0)
         rows: tuple[dict[str, float], ...] = ()
         groups: tuple[int, ...] = ()
+        bad_parameter: str | None = None
         try:
             self._backend.join()
             self._backend.check_gradients()
-            if self._counts:
-                # What was given as numbers is on the host, all else on the device.
-                device = self._backend.device
-                valid = torch.zeros(2, dtype=torch.float64, device=device)
-                for each in self._counts:
-                    valid += each.to(device, non_blocking=True)
-                sequences, tokens = valid.tolist()
-                local = sequences, tokens
+            # What was given as numbers is on the host, all else on the device.
+            device = self._backend.device
+            facts = torch.zeros(3, dtype=torch.float64, device=device)
+            for each in self._counts:
+                facts[:2] += each.to(device, non_blocking=True)
+            if self._options.non_finite != "update":
+                facts[2] = self._backend.size_of_parameters()
+            sequences, tokens, size = facts.tolist()
+            local = sequences, tokens
+            if math.isnan(sequences + tokens):
+                raise self._doubt()
+            if not math.isfinite(size):
+                bad_parameter = self._backend.bad_parameter()
             groups = distinct(self._groups)
             rows = as_numbers(self._rows)
         except Exception as caught:  # noqa: BLE001  told to all ranks, and raised on all
@@ -247,6 +280,7 @@ class OpenStep(Rounds):
             groups=groups if reports else (),
             rows=rows if has_losses else (),
             rates=self._backend.rates(),
+            bad_parameter=bad_parameter,
         )
         while True:
             self.owes = coupled and group is None
@@ -263,6 +297,9 @@ class OpenStep(Rounds):
             if coupled and group is None:
                 # Others still have data, and meet this rank inside of the model.
                 self._run([], said, release=False)
+        self._bad_parameters = {
+            rank: each.bad_parameter for rank, each in enumerate(said) if each.bad_parameter
+        }
         told = [each.rates for each in (say, *said) if each.rates is not None]
         rates = told[0] if told else (0.0, 0.0)
         self._rates = rates if lr is None else (lr, rates[1])
@@ -277,6 +314,16 @@ class OpenStep(Rounds):
         )
         totals.divisor = self._agreed(divisor, totals.counts) if callable(divisor) else divisor
         return totals, local[self._loss.kind == "token"]
+
+    def _doubt(self) -> ValueError:
+        """Make the error for masks or counts on a device, which no call has looked at."""
+        first = next(i for i, each in enumerate(self._counts) if each.isnan().any())
+        return ValueError(
+            f"count {first} of {len(self._counts)} (one for each batch of rows, and for each ready "
+            "microbatch or pack) was taken of masks with another value than 0 and 1, or is no "
+            "number from 0 on: mend the batch. The call names row and value if the masks are on "
+            "the host"
+        )
 
     def _agreed(self, divisor: Callable[[StepCounts], float], counts: StepCounts) -> float:
         """Call the divisor's function, and raise on all ranks unless all got the same number.
@@ -302,14 +349,16 @@ class OpenStep(Rounds):
         """Return the reason to skip the update, the same on all ranks; None if there is none.
 
         Raises:
-            WindowAborted: a loss is not finite, and the step refuses that.
+            WindowAborted: a loss or a parameter is not finite, and the step refuses that.
         """
         if totals.is_empty and self._options.nothing_valid == "skip":
             kind = "" if self._loss.kind == "none" else f" {self._loss.kind}"
             return f"no valid{kind or ' microbatch'} on any rank"
-        if self._options.non_finite == "update" or self._backend.lowers_scale:
+        if self._options.non_finite == "update":
             return None
-        bad = totals.bad_losses()
+        # No lower scale mends a parameter, and it explains a loss.
+        bad = {} if self._backend.lowers_scale else totals.bad_losses()
+        bad |= self._bad_parameters
         if bad and self._options.non_finite == "refuse":
             self._fail("; ".join(bad.values()), known=True)
             stop(bad, _NOT_UPDATED, None)

@@ -18,11 +18,10 @@ from .backend import Backend
 from .bins import NO_ALIGNMENT, bin_sequences
 from .loss import needs_groups
 from .microbatches import rows_of
-from .pieces import Piece, packed_counts, segments_of_pack
-from .records import ATTENTION_MASK, LENGTHS, PACK, TOKEN_MASK, TOKENS, Batch, Options
+from .pieces import Piece, doubtful, packed_counts, segments_of_pack
+from .records import ATTENTION_MASK, LENGTHS, PACK, POSITIONS, TOKEN_MASK, TOKENS, Batch, Options
 from .share import Share, groups_of_rows
 
-_POSITIONS = "position_ids"
 #: The padding of values whose padding is not 0, by name: nothing is predicted there.
 _FILLS = {"labels": -100, "targets": -100}
 
@@ -192,14 +191,14 @@ class PackedRows:
             if name != ATTENTION_MASK or name in self._shared
         }
         found.setdefault(TOKEN_MASK, pack.mask.float()[None])
-        found.setdefault(_POSITIONS, pack.position_ids[None])
+        found.setdefault(POSITIONS, pack.position_ids[None])
         found[PACK] = pack
         segments = segments_of_pack(pack)
         return Piece(
             batch=found,
             shape=(1, pack.tokens),
             sequences=sum(length > 0 for length in lengths),
-            counts=packed_counts(found, segments),
+            counts=doubtful(packed_counts(found, segments), found),
             segments=segments,
         )
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_idempotent.fp8.packing import Pack
 
-from .records import COUNTS, SAMPLE_MASK, TOKEN_MASK, TOKENS, Options
+from .records import COUNTS, POSITIONS, SAMPLE_MASK, TOKEN_MASK, TOKENS, Options
 
 Shape = tuple[int, int]
 """Rows and positions of a microbatch: what a schedule calls micro_batch_size and seq_length."""
@@ -88,10 +89,12 @@ def _piece(batch: Any, options: Options) -> Piece:
     elif (given := field_of(batch, COUNTS)) is not None:
         counts = _given(given)
     elif segments is not None:
-        counts = packed_counts(batch, segments)
+        check_zeros_and_ones(batch)
+        counts = doubtful(packed_counts(batch, segments), batch)
     elif isinstance(field_of(batch, TOKENS), Tensor):
         _check_masks(batch)
-        counts = valid_counts(batch)
+        check_zeros_and_ones(batch)
+        counts = doubtful(valid_counts(batch), batch)
     else:
         raise ValueError(
             f"a {type(batch).__name__} that does not say how many valid sequences and tokens it "
@@ -137,11 +140,79 @@ def _given(counts: Any) -> Tensor:
                 f"whose counts have shape {tuple(counts.shape)}: give [2], valid sequences and "
                 "tokens"
             )
-        return counts.detach().to(torch.float64)
+        if counts.dtype == torch.bool or counts.is_complex():
+            raise ValueError(f"whose counts are of {counts.dtype}: give two numbers")
+        found = counts.detach().to(torch.float64)
+        if not on_host(found):
+            return torch.where((found >= 0) & (found <= _MOST), found, math.nan)
+        counts = found.tolist()
     pair = isinstance(counts, (tuple, list)) and len(counts) == 2
-    if not pair or any(not isinstance(each, (int, float)) or each < 0 for each in counts):
-        raise ValueError(f"whose counts are {counts!r}: give (valid sequences, valid tokens)")
+    if not pair or not all(_is_count(each) for each in counts):
+        raise ValueError(
+            f"whose counts are {counts!r}: give (valid sequences, valid tokens), two numbers from "
+            f"0 to {_MOST:g}"
+        )
     return torch.tensor(counts, dtype=torch.float64)
+
+
+# Above it float64 leaves numbers out, so that it is no count.
+_MOST = 2.0**53
+
+
+def _is_count(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 <= value <= _MOST
+
+
+def on_host(values: Tensor) -> bool:
+    """Returns whether the host can look at the values without a wait for a device."""
+    return values.device.type == "cpu"
+
+
+def check_zeros_and_ones(batch: Any) -> None:
+    """Raise `ValueError` if a mask on the host has another value than 0 and 1.
+
+    A step counts what is valid, and a loss may multiply by a mask or ask what is above 0: with any
+    other value the two differ without a word.
+    """
+    for name, mask in _numeric_masks(batch):
+        if not on_host(mask):
+            continue
+        jagged: Any = mask
+        values = jagged.values() if mask.is_nested else mask
+        wrong = (values != 0) & (values != 1)
+        if wrong.any():
+            place = wrong.nonzero()[0].tolist()
+            value = values[tuple(place)].item()
+            if mask.is_nested:
+                starts = jagged.offsets().tolist()
+                row = max(index for index, start in enumerate(starts) if start <= place[0])
+                place = [row, place[0] - starts[row]]
+            where = ", ".join(
+                f"{of} {at}" for of, at in zip(("row", "position"), place, strict=False)
+            )
+            raise ValueError(
+                f"whose {name!r} has {value!r} in {where}: give 1 for what counts and 0 for all "
+                "else. Weights belong into a value of another name"
+            )
+
+
+def doubtful(counts: Tensor, batch: Any) -> Tensor:
+    """Returns the counts [2], NaN if a mask on a device has another value than 0 and 1.
+
+    The host reads counts at the end of a step, and waits for the device no more often.
+    """
+    for _, mask in _numeric_masks(batch):
+        if not on_host(mask):
+            values = mask.values() if mask.is_nested else mask
+            wrong = ((values != 0) & (values != 1)).any()
+            counts = torch.where(wrong.to(counts.device), math.nan, counts)
+    return counts
+
+
+def _numeric_masks(batch: Any) -> list[tuple[str, Tensor]]:
+    masks = ((name, field_of(batch, name)) for name in (SAMPLE_MASK, TOKEN_MASK))
+    return [(n, m) for n, m in masks if isinstance(m, Tensor) and m.dtype != torch.bool]
 
 
 def valid_counts(batch: Any) -> Tensor:
@@ -318,3 +389,57 @@ def _check_masks(batch: Any) -> None:
             raise ValueError(
                 f"whose {name!r} has shape {tuple(mask.shape)}: give it {shape}, as its tokens"
             )
+
+
+class Tables(NamedTuple):
+    """Says how many rows a model's tables of embeddings have, by what looks them up."""
+
+    tokens: int | None
+    positions: int | None
+    """None where positions are not looked up."""
+
+
+def check_ids(tables: Tables, lists: Sequence[Sequence[Piece]], *, read: bool) -> None:
+    """Raise `ValueError` for tokens or positions that the model's tables do not have.
+
+    The host looks at those that it holds, and with `read` waits for those on a device.
+    """
+    if tables == Tables(None, None):
+        return
+    for index, piece in enumerate(itertools.chain.from_iterable(lists)):
+        told = outside(tables, piece.batch, read=read)
+        if told is not None:
+            raise ValueError(f"microbatch() got a batch whose microbatch {index} {told}")
+
+
+def outside(tables: Tables, microbatch: Any, *, read: bool) -> str | None:
+    """Describe the first token or position that the tables do not have; None without one."""
+    tokens = field_of(microbatch, TOKENS)
+    positions = field_of(microbatch, POSITIONS)
+    known = tables.positions
+    if known is not None and positions is None and isinstance(tokens, Tensor):
+        longest = int(tokens.shape[-1])
+        if longest > known and segments_of(microbatch) is None:
+            return (
+                f"has rows of {longest} positions, and the model has {known}: cut them, or build "
+                "it with a larger max_sequence_length"
+            )
+    for name, values, size in (
+        (TOKENS, tokens, tables.tokens),
+        (POSITIONS, positions, tables.positions),
+    ):
+        if size is None or not isinstance(values, Tensor) or not values.numel():
+            continue
+        if not read and not on_host(values):
+            continue
+        found = values.values() if values.is_nested else values
+        least, most = (int(each) for each in found.aminmax())
+        if least < 0 or most >= size:
+            place = ((found < 0) | (found >= size)).nonzero()[0].tolist()
+            *row, position = place
+            where = f"row {row[0] if row else 0}, position {position}"
+            return (
+                f"has {int(found[tuple(place)])} in {name!r} at {where}, and the model's table "
+                f"has {size} entries, 0 to {size - 1}"
+            )
+    return None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, get_args
 
 from megatron_idempotent.fp8.packing import TokenAlignment
+from megatron_idempotent.ranks.agreement import checked_deadline
 
 NonFinite = Literal["refuse", "skip", "update"]
 """The act of `finish` if a loss or the norm of the gradients is NaN or infinite: raise, drop the
@@ -22,6 +23,9 @@ Batch = Mapping[str, Any]
 
 TOKENS, SAMPLE_MASK, TOKEN_MASK = "input_ids", "sample_mask", "token_mask"
 """Names in a batch of the rows' tokens [B, T], and of the masks of valid rows [B] and tokens."""
+
+POSITIONS = "position_ids"
+"""Name in a batch of each token's position [B, T], if the model is not to count them itself."""
 
 COUNTS = "counts"
 """Name in a ready microbatch of its valid sequences and tokens, if the caller has counted."""
@@ -65,6 +69,12 @@ def check_size(what: str, name: str, value: Any) -> None:
         raise ValueError(f"{what}() takes a positive int as {name}, got {value!r}")
 
 
+def check_id(microbatch_id: Any) -> None:
+    """Raise `ValueError` unless a batch can be known by this name."""
+    if not isinstance(microbatch_id, str):
+        raise ValueError(f"microbatch() takes a str as microbatch_id, got {microbatch_id!r}")
+
+
 def check_lr(lr: Any) -> None:
     """Raise `ValueError` unless the learning rate is None or a finite number from 0 on."""
     if lr is None:
@@ -87,7 +97,7 @@ def checked_options(
     """Check the options, and return them as one record.
 
     Raises:
-        ValueError: the deadline is no positive number, a choice is unknown, `shared` is no
+        ValueError: the deadline is no positive finite number, a choice is unknown, `shared` is no
             collection of names or names tokens or masks, `shape` or `counts` cannot be called,
             `alignment` is no `TokenAlignment`, or `tenant` is no name.
     """
@@ -114,7 +124,7 @@ def checked_options(
             f"shared names {sorted(counted)}, by whose rows a step counts: leave them out"
         )
     return Options(
-        deadline_s=_checked_deadline(deadline_s),
+        deadline_s=checked_deadline(deadline_s),
         non_finite=non_finite,
         shared=frozenset(shared),
         shape=shape,
@@ -125,12 +135,16 @@ def checked_options(
     )
 
 
-def _checked_deadline(deadline_s: Any) -> float:
-    if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)):
-        raise ValueError(f"deadline_s is a number of seconds, got {deadline_s!r}")
-    if not deadline_s > 0:
-        raise ValueError(f"deadline_s must be positive, got {deadline_s!r}")
-    return float(deadline_s)
+def check_made_with(what: str, forward: Any, **switches: Any) -> None:
+    """Raise `TypeError` unless `forward` can be called, and the other arguments are switches."""
+    if not callable(forward):
+        raise TypeError(
+            f"{what}() takes a function of (model, microbatch) as forward, got {forward!r}: leave "
+            "it out for the usual one"
+        )
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{what}() takes True or False as {name}, got {value!r}")
 
 
 def skipped_for(grad_norm: float, rule: NonFinite) -> str | None:

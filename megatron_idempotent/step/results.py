@@ -42,10 +42,15 @@ def reported(loss: StepLoss, total: Any, metrics: Mapping[str, Any], piece: Piec
 
     Raises:
         ValueError: the total is neither a scalar with its graph nor the constant 0, a metric is no
-            scalar or has a name that the step uses itself, or an output is missing or has not one
-            entry for each sequence or token.
+            scalar or has no name or one that the step uses itself, or an output is missing or has
+            not one entry for each sequence or token.
     """
     names = tuple(getattr(loss, "outputs", ()))
+    nameless = [name for name in metrics if not isinstance(name, str)]
+    if nameless:
+        raise ValueError(
+            f"the loss reported metrics named {', '.join(map(repr, nameless))}: names are str"
+        )
     taken = [name for name in RESERVED if name in metrics]
     if taken:
         raise ValueError(
@@ -66,6 +71,27 @@ def reported(loss: StepLoss, total: Any, metrics: Mapping[str, Any], piece: Piec
             row[name] = _kept(value)
     outputs = {name: _by_sample(name, metrics[name], piece) for name in names}
     return Reported(row=row, outputs=outputs)
+
+
+def called(loss: StepLoss, output: Any, microbatch: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Call the loss; return the sum and the metrics that it has returned.
+
+    Raises:
+        ValueError: it returned something else than these two.
+    """
+    found: Any = loss(output, microbatch)
+    two = isinstance(found, (tuple, list)) and len(found) == 2
+    if not two or not hasattr(found[1], "items"):
+        told = f"({', '.join(map(_kind, found))})" if isinstance(found, (tuple, list)) else None
+        raise ValueError(
+            f"the loss returned {told or _kind(found)}: return two values, the sum over the "
+            "microbatch and a mapping from names of metrics to their sums, {} if there are none"
+        )
+    return found[0], found[1]
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def has_graph(total: Any) -> bool:
@@ -190,7 +216,10 @@ class Totals:
         self._told = rows
         self._rows = _of_replicas(rows, add=returned_by(loss) == "part")
         sequences = tokens = 0.0
+        self.is_whole = True
+        """True if no rank's counts have fractions."""
         for here in counts:
+            self.is_whole = self.is_whole and all(each == int(each) for each in here)
             sequences += here[0]
             tokens += here[1]
         self.counts = StepCounts(

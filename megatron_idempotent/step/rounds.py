@@ -84,7 +84,7 @@ class Rounds:
         self,
         doing: Doing,
         lists: Sequence[Sequence[Piece]],
-        bad: ValueError | None,
+        bad: Exception | None,
         group: Any,
         *,
         uneven: bool = False,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .loss import needs_groups
 from .microbatches import rows_of, split
-from .pieces import Piece, field_of, ready_pieces, valid_counts
+from .pieces import Piece, doubtful, field_of, ready_pieces, valid_counts
 from .records import GROUP_IDS, SAMPLE_MASK, Batch, Options
 
 
@@ -72,7 +72,7 @@ def share_of(
     return Share(
         sequences=rows,
         lists=split(batch, rows, size, options.shared),
-        counts=[valid_counts(batch)],
+        counts=[doubtful(valid_counts(batch), batch)],
         groups=groups_of_rows(batch, rows, options.shared) if grouped else (),
     )
 

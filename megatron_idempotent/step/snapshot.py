@@ -198,6 +198,32 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
         random.restore()
 
 
+def size_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Returns a float64 scalar that is finite unless an element is not, or the tensors are huge."""
+    by_kind: dict[Any, list[Tensor]] = {}
+    for each in tensors:
+        # Quantized parameters are no plain tensors, and have no NaN of their own.
+        if type(each) in (Tensor, nn.Parameter) and each.is_floating_point() and each.numel():
+            by_kind.setdefault((each.device, each.dtype), []).append(each.detach())
+    norms = [torch.nn.utils.get_total_norm(group).double() for group in by_kind.values()]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).sum()
+
+
+def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Names the first element that is NaN or infinite; None without one. Reads from the device."""
+    for name, value in named:
+        wrong = ~value.detach().isfinite()
+        if wrong.any():
+            place = wrong.nonzero()[0].tolist()
+            return (
+                f"its parameter {name!r} is {value.detach()[tuple(place)].item()} at {place}: load "
+                "a checkpoint on all ranks"
+            )
+    return None
+
+
 def set_learning_rate(optimizer: Any, lr: float) -> None:
     """Set the learning rate of all groups, times their multiplier, as Megatron's scheduler does."""
     for group in getattr(optimizer, "param_groups", ()):

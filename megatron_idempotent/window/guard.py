@@ -22,6 +22,7 @@ from megatron_idempotent.ranks.agreement import (
     DEADLINE_S,
     SessionPoisoned,
     WindowAborted,
+    checked_deadline,
     describe,
     exchange,
     is_poisoned,
@@ -334,12 +335,14 @@ def guarded_window(
             had not been; data iterators have advanced by different counts.
         SessionPoisoned: a rank failed where others may wait for it, or did not arrive within the
             deadline.
-        ValueError: the schedule is not Megatron's, or a chunk to train is not wrapped in DDP.
+        ValueError: the schedule is not Megatron's, a chunk to train is not wrapped in DDP, or the
+            deadline is infinite or not positive.
 
     Example:
         run = functools.partial(guarded_window, get_forward_backward_func(), optimizer=optimizer)
         losses = run(forward_step_func=forward_step, data_iterator=data, model=chunks, **window)
     """
+    deadline_s = checked_deadline(deadline_s)
     refuse_if_poisoned()
     if getattr(forward_backward_func, "__module__", None) != schedules.__name__:
         raise ValueError(
