@@ -102,6 +102,15 @@ def older(session: nox.Session, torch: str, version: str) -> None:
 
 
 @nox.session(venv_backend="none")
+def untried(session: nox.Session) -> None:
+    """The newest release with the newest torch on the index, whatever bound we have set."""
+    folder = WORK / "untried"
+    version = RELEASES[NEWEST]["python"]
+    if _run_release(session, NEWEST, version, folder, torch="", suites=("tests/cpu", *SUITES)):
+        _prove(session, folder, folder / "proven.json")
+
+
+@nox.session(venv_backend="none")
 @nox.parametrize("torch", [*TORCHES, TABLE["torch"]])
 def fsdp(session: nox.Session, torch: str) -> None:
     """FSDPTrainStep on one torch: `nox -s "fsdp(torch='2.9.1')" -- [pytest arguments]`."""
@@ -203,7 +212,7 @@ def _run_release(
 def _release(
     session: nox.Session, megatron: str, version: str, folder: Path, torch: str = TABLE["torch"]
 ) -> Path:
-    """The Python of an environment with one release."""
+    """The Python of an environment with one release; no `torch` takes the newest on the index."""
     wants = RELEASES[megatron]
     python = _environment(session, version, folder)
     core, extra = (
@@ -212,7 +221,12 @@ def _release(
         else ("megatron-core", "[controller]")
     )
     more = TORCHES.get(torch, {}).get("requires", ())
-    packages = [f"torch=={torch}", f"{core}=={megatron}", *wants["requires"], *more]
+    packages = [f"{core}=={megatron}", *wants["requires"], *more]
+    if torch:
+        packages.append(f"torch=={torch}")
+    else:
+        (unbound := folder / "unbound.txt").write_text("torch\n")
+        packages += ["--upgrade-package", "torch", "--overrides", str(unbound)]
     groups = nox.project.dependency_groups(PROJECT, "test")
     _install(session, python, *packages, "-e", f".{extra}", *groups)
     return python

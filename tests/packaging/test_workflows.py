@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -161,6 +162,14 @@ def test_a_source_comes_out_of_a_clone_at_hand_or_over_the_network(
     assert (tree / "package" / "file.py").read_text() == "one"
     assert not (tree / "other.py").exists()
     assert (folder / f"{commit}.git").exists() != at_hand
+
+
+def test_each_week_the_newest_torch_is_run_whatever_the_bound():
+    asked = [step.get("run") for step in workflow("upstream")["jobs"]["torch"]["steps"]]
+    assert asked[-1] == "nox --session untried"
+    listed = [sys.executable, "-m", "nox", "--session", "untried", "--list", "--json"]
+    done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [each["session"] for each in json.loads(done.stdout)] == ["untried"]
 
 
 def test_the_weekly_run_of_the_sources_is_the_session_of_nox():
