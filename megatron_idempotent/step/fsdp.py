@@ -19,7 +19,7 @@ from megatron_idempotent.ranks.agreement import DEADLINE_S, collective_timeout
 from .bins import NO_ALIGNMENT
 from .fsdp_internals import check_internals
 from .fsdp_run import (
-    AccumulatedSnapshot,
+    GradientSnapshot,
     Forward,
     FSDPCall,
     ScalerSnapshot,
@@ -450,7 +450,7 @@ class FSDPTrainStep(SplitStep):
 
         It comes in a list, as `TrainStep` gives its chunks. Inside, parameters are DTensors with
         the values of the last update; modules are in eval mode and no gradient is recorded.
-        Afterwards modes, buffers, random states and accumulated gradients are what they were. All
+        Afterwards modes, buffers, random states and gradients are what they were. All
         ranks take part in a forward and in `full_tensor()`.
 
         Example:
@@ -458,7 +458,7 @@ class FSDPTrainStep(SplitStep):
                 weights = {n: p.full_tensor() for n, p in model.named_parameters()}
         """
         model = self._shards.model
-        accumulated = AccumulatedSnapshot(self._shards)
+        gradients = GradientSnapshot(self._shards)
         self._shards.reshard()
         try:
             with evaluating([model]):
@@ -466,7 +466,7 @@ class FSDPTrainStep(SplitStep):
         finally:
             # Forwards leave modules unsharded, which an update would make stale.
             self._shards.settle()
-            accumulated.restore()
+            gradients.restore()
 
 
 def _check_scheduler(scheduler: Any) -> None:

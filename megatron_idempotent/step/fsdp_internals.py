@@ -109,11 +109,26 @@ def mark_sharded(group: Any) -> None:
     group._sharded_state = _found("_fsdp_param.ShardedState").SHARDED
 
 
+def accumulate(param: Any, grad: Any) -> None:
+    """Set what an FSDPParam has accumulated; from torch 2.15 on its unsharded gradient is that."""
+    if not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
+        param.unsharded_accumulated_grad = grad
+
+
+def end_backward(root: Any) -> None:
+    """Run what FSDP2 runs at the end of a backward on the state of a root, outside of one."""
+    shared = root._state_ctx
+    # From torch 2.15 on: whether a caller reduces later. The beginning of a backward decides it.
+    if hasattr(shared, "manual_backward_finalization_active"):
+        shared.manual_backward_finalization_active = False
+    root._root_post_backward_final_callback()
+
+
 def reset(model: Any) -> None:
     """Clear the state that a forward or backward leaves in FSDP2 if it does not end.
 
-    The model is a root that has run before. From 2.13 on torch does it itself. Accumulated
-    gradients may be dropped or left.
+    The model is a root that has run before. From 2.13 on torch does it itself. Gradients may be
+    dropped or left.
     """
     if _resets_itself():
         model.reset_iter_state()

@@ -35,7 +35,7 @@ from megatron_idempotent.ranks.agreement import (
     poison,
 )
 
-from .fsdp_internals import groups_of, mark_sharded, reset
+from .fsdp_internals import accumulate, end_backward, groups_of, mark_sharded, reset
 from .loss import StepLoss
 from .microbatches import ghost, spec
 from .pieces import Piece, Tables, outside
@@ -127,7 +127,7 @@ class Shards:
         not fire there: it makes the same copy-in and collective per group, so the same bits.
         """
         self.model.set_requires_gradient_sync(True)
-        self._root._root_post_backward_final_callback()
+        end_backward(self._root)
 
     def multiply(self, factor: float) -> None:
         """Turn the gradients from FSDP2's means over ranks into sums over ranks x factor."""
@@ -159,7 +159,7 @@ class Shards:
         self.settle()
         for group in self._groups:
             for param in group.fsdp_params:
-                param.unsharded_accumulated_grad = None
+                accumulate(param, None)
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
                 param.sharded_param.grad = None
@@ -176,22 +176,23 @@ def tables_of(model: nn.Module) -> Tables:
     return Tables(max(sizes, default=None), None)
 
 
-class AccumulatedSnapshot:
-    """Keeps unsharded gradients, by reference: a reset of FSDP2 is documented to drop them."""
+class GradientSnapshot:
+    """Keeps gradients, by reference: a reset of FSDP2 may drop them, from torch 2.15 on all."""
 
     def __init__(self, shards: Shards) -> None:
-        self._held = [
-            (param, param.unsharded_accumulated_grad, unsharded, unsharded.grad)
-            for group in shards._groups
-            for param in group.fsdp_params
-            if (unsharded := getattr(param, "_unsharded_param", None)) is not None
-        ]
+        params = [param for group in shards._groups for param in group.fsdp_params]
+        self._accumulated = [(param, param.unsharded_accumulated_grad) for param in params]
+        held = (
+            (param.sharded_param, getattr(param, "_unsharded_param", None)) for param in params
+        )
+        self._held = [(each, each.grad) for pair in held for each in pair if each is not None]
 
     def restore(self) -> None:
         """Put the gradients back; those that have come since are dropped."""
-        for param, accumulated, unsharded, grad in self._held:
-            param.unsharded_accumulated_grad = accumulated
-            unsharded.grad = grad
+        for param, accumulated in self._accumulated:
+            accumulate(param, accumulated)
+        for parameter, grad in self._held:
+            parameter.grad = grad
 
 
 class SyncSnapshot:

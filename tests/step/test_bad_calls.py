@@ -482,7 +482,7 @@ def not_a_number(engine: str, layout: dict[str, Any], rule: str) -> Any:
         bench = _Bench(engine, layout, non_finite=rule)
         backend = bench.step._backend
         if engine == "fsdp":
-            table = backend._model.embedding.weight.to_local()
+            table = backend._model.embedding.weight.detach().to_local()
         else:
             table = backend.chunks[0].module.embedding.word_embeddings.weight.data
         told: Any = None

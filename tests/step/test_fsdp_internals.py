@@ -61,7 +61,7 @@ def test_all_that_is_used_of_fsdp2_is_looked_for():
 
     from megatron_idempotent.step import fsdp, fsdp_internals, fsdp_run
 
-    of_fsdp, asked = set(), {"reset_iter_state"}  # used where it is there
+    of_fsdp, asked = set(), {"reset_iter_state", "manual_backward_finalization_active"}  # if there
     common = {name for kind in (nn.Module, Tensor, tuple, type) for name in dir(kind)}
     for path, names, _ in table():
         of_fsdp |= fsdp_internals._names(fsdp_internals._found(path)) - common

@@ -112,7 +112,7 @@ def accumulated():
     import torch
     from fsdp_bench import build
 
-    from megatron_idempotent.step.fsdp_run import AccumulatedSnapshot, Shards
+    from megatron_idempotent.step.fsdp_run import GradientSnapshot, Shards
 
     found = []
     for layout in ("shard", "half precision"):
@@ -120,7 +120,7 @@ def accumulated():
         model.set_requires_gradient_sync(False)
         model(torch.ones(2, 4, dtype=torch.long)).sum().backward()
         shards = Shards(model)
-        kept = AccumulatedSnapshot(shards)
+        kept = GradientSnapshot(shards)
         shards.drop()
         kept.restore()
         shards.reduce()
