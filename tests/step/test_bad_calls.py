@@ -557,6 +557,29 @@ def test_parameters_that_are_all_frozen_after_ddp_are_named(megatron_ranks, layo
     assert other.startswith("WindowAborted: rank 1: ")
 
 
+def in_autocast(layout: dict[str, Any]) -> str:
+    """Runs on a rank: rank 1 runs a batch of a float32 model under autocast, and then without."""
+    import torch
+    from split_bench import raised_by
+
+    bench = _Bench("megatron", layout)
+    here = torch.distributed.get_rank() == 1
+    step_id = bench.begin()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=here):
+        told = raised_by(bench.step.microbatch, step_id, bench.batch())
+    if told is not None:
+        bench.step.microbatch(step_id, bench.batch())
+    assert bench.step.finish(step_id).updated
+    return f"{type(told).__name__}: {told}"
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp": 2}], ids=str)
+def test_autocast_around_a_float32_model_is_refused(megatron_ranks, layout):
+    other, failing = megatron_ranks(2, in_autocast, layout)
+    assert "a model in float32 inside of torch.autocast('cpu')" in failing
+    assert other.startswith("WindowAborted: rank 1: RuntimeError" if layout else "NoneType")
+
+
 def two_threads(engine: str) -> None:
     """Runs on a rank: a second thread comes while the first one waits in `finish()`."""
     import torch
