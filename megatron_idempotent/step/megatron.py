@@ -210,7 +210,7 @@ class MegatronBackend:
             )
 
     def _refuse_autocast(self) -> None:
-        """Raise `RuntimeError` where Megatron's backward would multiply by weights of another type."""
+        """Raise `RuntimeError` where Megatron's backward would meet weights of another type."""
         of = self.device.type
         whole = self._runner.configs[0].params_dtype == torch.float32
         if whole and torch.is_autocast_enabled(of):
