@@ -188,6 +188,7 @@ class MegatronBackend:
 
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
         self._refuse_frozen()
+        self._refuse_autocast()
         if self._cuts_positions:
             _check_positions(lists, self._runner.configs[0])
             check_ids(self._tables, lists, read=self._reads_ids)
@@ -206,6 +207,17 @@ class MegatronBackend:
                 f"all {sum(map(len, held))} parameters that DDP was built with are frozen now "
                 "(requires_grad=False), and it waits for their gradients: freeze parameters before "
                 "you build DDP and the optimizer, and read a model that is not trained in reading()"
+            )
+
+    def _refuse_autocast(self) -> None:
+        """Raise `RuntimeError` where Megatron's backward would meet weights of another type."""
+        of = self.device.type
+        whole = self._runner.configs[0].params_dtype == torch.float32
+        if whole and torch.is_autocast_enabled(of):
+            raise RuntimeError(
+                f"microbatch() got a model in float32 inside of torch.autocast({of!r}), which "
+                f"computes in {torch.get_autocast_dtype(of)}, where Megatron's layers take the "
+                "type of their config: leave the context, or build the model with bf16=True"
             )
 
     def lockstep_group(self) -> tuple[bool, Any]:

@@ -72,7 +72,7 @@ BATCHES: dict[str, tuple[Change, str]] = {
         r"'sample_mask' has -1 in row \d",
     ),
     "a mask of a ready microbatch": (
-        _ready(token_mask=lambda mask: mask + 0.5),
+        _ready(token_mask=lambda mask: mask * 0 + 0.5),
         r"microbatches\[1\], whose 'token_mask' has 0.5 in row 0, position 0",
     ),
     "counts of bools": (_ready(counts=(True, True)), r"counts are \(True, True\)"),
@@ -470,6 +470,9 @@ def test_an_id_that_comes_again_with_another_batch_is_refused(megatron_ranks, en
     megatron_ranks(2, sent_again, engine)
 
 
+_TABLE = "embedding.weight"
+
+
 def not_a_number(engine: str, layout: dict[str, Any], rule: str) -> Any:
     """Runs on a rank: rank 1's embedding of a token that no batch has is NaN."""
     import torch
@@ -481,10 +484,11 @@ def not_a_number(engine: str, layout: dict[str, Any], rule: str) -> Any:
     def steps(bad: bool) -> Any:
         bench = _Bench(engine, layout, non_finite=rule)
         backend = bench.step._backend
-        if engine == "fsdp":
-            table = backend._model.embedding.weight.detach().to_local()
-        else:
-            table = backend.chunks[0].module.embedding.word_embeddings.weight.data
+        model = backend._model if engine == "fsdp" else backend.chunks[0]
+        [table] = [
+            p.detach() for n, p in model.named_parameters() if "word_emb" in n or n == _TABLE
+        ]
+        table = table.to_local() if engine == "fsdp" else table
         told: Any = None
         rows = {**bench.batch()}
         rows["input_ids"] = rows["input_ids"] % 8 + 8
@@ -551,6 +555,29 @@ def test_parameters_that_are_all_frozen_after_ddp_are_named(megatron_ranks, layo
     other, failing = megatron_ranks(2, frozen_after_ddp, layout)
     assert "parameters that DDP was built with are frozen now" in failing
     assert other.startswith("WindowAborted: rank 1: ")
+
+
+def in_autocast(layout: dict[str, Any]) -> str:
+    """Runs on a rank: rank 1 runs a batch of a float32 model under autocast, and then without."""
+    import torch
+    from split_bench import raised_by
+
+    bench = _Bench("megatron", layout)
+    here = torch.distributed.get_rank() == 1
+    step_id = bench.begin()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=here):
+        told = raised_by(bench.step.microbatch, step_id, bench.batch())
+    if told is not None:
+        bench.step.microbatch(step_id, bench.batch())
+    assert bench.step.finish(step_id).updated
+    return f"{type(told).__name__}: {told}"
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp": 2}], ids=str)
+def test_autocast_around_a_float32_model_is_refused(megatron_ranks, layout):
+    other, failing = megatron_ranks(2, in_autocast, layout)
+    assert "a model in float32 inside of torch.autocast('cpu')" in failing
+    assert other.startswith("WindowAborted: rank 1: RuntimeError" if layout else "NoneType")
 
 
 def two_threads(engine: str) -> None:
