@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
     from megatron_idempotent import cpu
     from megatron_idempotent.controller.protocol import ControllerError
     from megatron_idempotent.trainer.task.prompts import read_prompts
-    from megatron_idempotent.trainer.task.reward import load_reward
+    from megatron_idempotent.trainer.task.reward import FieldsOf, load_reward
     from megatron_idempotent.workers import under_torchrun
     from megatron_idempotent.workers.protocol import RankFailed, RanksLost
 
@@ -99,9 +99,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.controller:
         overrides += torchrun_overrides()
     config = load_config(config_file, overrides)
-    prompts = read_prompts(data_path(config))
+    prompts = read_prompts(data_path(config), words=not config.model.path)
     check(config, prompts)
-    load_reward(config.task.reward)  # the ranks load it again; a mistake is told here
+    # The ranks load it again; a mistake is told here.
+    FieldsOf(load_reward(config.task.reward)).check(prompts)
     job = prepare(
         config, resume=options.resume, quiet=options.quiet, started_anew=options.controller
     )
