@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-tokenizers = pytest.importorskip("tokenizers")  # comes with the extra `trainer`
+pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 
 from megatron_idempotent.cpu import RankError
 from megatron_idempotent.metrics.loggers import METRICS_FILE, read_metrics
@@ -213,7 +213,6 @@ def test_a_checkpoint_is_asked_what_the_file_says_and_the_verifier_has_the_rows_
 
     from megatron_idempotent.trainer.config import ModelConfig
     from megatron_idempotent.trainer.policy import write_checkpoint
-    from megatron_idempotent.trainer.rewards import RequestMaker
     from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 
     def start_ranks(job):
@@ -265,12 +264,14 @@ def test_a_checkpoint_is_asked_what_the_file_says_and_the_verifier_has_the_rows_
 
 def noting(job, file):
     """Runs on a rank: a whole run; writes down what the engines are asked."""
+    from tokenizers import Tokenizer
+
     from megatron_idempotent.trainer.engines import Engines
 
     generate = Engines.generate
 
     def noting_generate(self, requests):
-        tokenizer = tokenizers.Tokenizer.from_file(f"{job.config.model.path}/tokenizer.json")
+        tokenizer = Tokenizer.from_file(f"{job.config.model.path}/tokenizer.json")
         with open(file, "a") as asked:
             for each in requests:
                 print(json.dumps(tokenizer.decode(each.prompt)), file=asked)

@@ -101,7 +101,7 @@ def test_messages_go_through_the_checkpoints_chat_template(tmp_path):
     # The template's own special tokens, and not those that the tokenizer adds to a text.
     *text, _ = tokenizer.encode_prompt("copy a b <pad> successor c <pad> reverse")
     assert tokenizer.encode_prompt(CHAT) == tuple(text)
-    with pytest.raises(DataError, match="chat template of .* refuses .*: no tools"):
+    with pytest.raises(DataError, match=r"chat template of .* refuses .*: no tools"):
         tokenizer.encode_prompt(({"role": "tool", "content": "a"},))
 
 
