@@ -40,6 +40,8 @@ class SplitStepWorker:
         self.step.begin(Loss(loss_fn), global_batch_size=gbs or self.cfg["train_global_batch_size"])
 
     def train_microbatch(self, data):
+        if getattr(self._get_model_config(), "mtp_num_layers", None):  # as in `train`
+            data["mtp_loss_mask"] = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
         ready, *_ = get_microbatch_iterator(data, self.cfg, self.mbs, None)
         self.step.microbatch(self.step.open_step_id, microbatches=list(ready))
 
@@ -51,9 +53,11 @@ class SplitStepWorker:
 
     def finish_train_step(self):
         result = self.step.finish(self.step.open_step_id)
-        rows = {name: [row[name] for row in result.replica_rows] for name in result.rows[0]}
-        loss, norm = torch.tensor([[result.metrics["loss"]], [result.grad_norm]])
-        return {"all_mb_metrics": rows, "global_loss": loss, "grad_norm": norm}
+        rows = {k: [row[k] for row in result.replica_rows] for k in next(iter(result.rows), ())}
+        norm = float("nan") if result.grad_norm is None else result.grad_norm  # an overflow's
+        loss, norm = torch.tensor([[result.metrics.get("loss", 0.0)], [norm]])
+        made = {"gpu_name": torch.cuda.get_device_name(), "model_dtype": self.dtype}
+        return {"all_mb_metrics": rows, "global_loss": loss, "grad_norm": norm, **made}
 
     def abort_train_step(self):
         if hasattr(self, "step"):

@@ -35,6 +35,9 @@ class Verl(Windows):
         base.maybe_fix_3d_position_ids = lambda _: None
         base.get_device_name = module.get_device_name = lambda: "cuda"
         module.get_device_id = lambda: "cpu"
+        module.tu.get_non_tensor_data = lambda data, key, default=None: default
+        if hasattr(module, "RouterReplayHelper"):  # since 0.7; a stand-in, whose answers are true
+            module.RouterReplayHelper.is_r2_record_action = lambda *_: False
         module.prepare_micro_batches = lambda data, **_: (data.rows, None)
         module.make_batch_generator = lambda rows, vpp_size: self.reading(rows)
         module.postprocess_batch_func = lambda output_lst, **_: {"metrics": {}}
@@ -43,7 +46,16 @@ class Verl(Windows):
             module.MegatronEngine,
             module=bench.chunks,
             optimizer=bench.optimizer,
-            engine_config=SimpleNamespace(context_parallel_size=1),
+            tf_config=bench.config,
+            model_config=SimpleNamespace(mtp=SimpleNamespace(enable=False)),
+            engine_config=SimpleNamespace(
+                context_parallel_size=1,
+                dynamic_context_parallel=False,
+                pad_bshd_to_minibatch_max=False,
+            ),
+            _is_offload_param=False,
+            _is_offload_grad=False,
+            _is_offload_optimizer=False,
             forward_step=self._forward_step,
             to=lambda **_: None,
             is_mp_src_rank_with_outputs=lambda: True,
@@ -51,8 +63,6 @@ class Verl(Windows):
         self._modes = {"train": module.EngineTrainModeCtx, "eval": module.EngineEvalModeCtx}
         for mode in self._modes.values():
             mode.__enter__.__globals__["MegatronEngine"] = type(self.engine)
-        type(self.engine).is_param_offload_enabled = False
-        type(self.engine).is_optimizer_offload_enabled = False
         self._ones = torch.ones(1)
 
     def train(self, seed: int) -> None:
@@ -70,9 +80,7 @@ class Verl(Windows):
         data.rows = self.batches(seed, MICROBATCHES)
         return data
 
-    def _forward_step(
-        self, data: Any, model: Any, postprocess_micro_batch_func: Any
-    ) -> tuple[Any, Any]:
+    def _forward_step(self, data: Any, model: Any, **_: Any) -> tuple[Any, Any]:
         row = next(data)
         logits_BTV = model(row["tokens"], row["positions"], row["mask"])
         return logits_BTV, lambda output: (self.loss(output, row["tokens"]), {})

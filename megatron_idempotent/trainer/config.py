@@ -58,8 +58,8 @@ class TaskConfig:
     """Sets prompts and their verifier. Example: `TaskConfig(data="my_task.jsonl")`."""
 
     data: str = ""
-    """JSONL file of prompts, with `prompt`, `answer` and `split` in each row; empty for the shipped
-    file."""
+    """JSONL file of prompts, with `prompt` (or `messages`), `answer` and `split` in each row, and
+    fields for the verifier; empty for the shipped file."""
     reward: str = "megatron_idempotent.trainer.task.reward:position_reward"
     """Verifier, as `package.module:function`; it is imported on every rank."""
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from .config import TrainerError
+from .errors import TrainerError
 
 _NAMED = {
     "rollouts": "run.rollouts",
@@ -42,16 +42,13 @@ def main(argv: Sequence[str]) -> int:
     settings, the data, the output directory or the checkpoint, 130 after Ctrl-C, and 143 if SIGTERM
     stopped it with a checkpoint.
     """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if "pydantic" in missing:  # without which there are no settings, and no defaults to show
+        return _tell(missing)
     options = _parser().parse_args(list(argv))
     options.argv = list(argv)
-    needed = _NEEDED[:1] if options.schema else _NEEDED
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        print(
-            f"the trainer needs {', '.join(missing)}: pip install 'megatron-idempotent[trainer]'",
-            file=sys.stderr,
-        )
-        return 2
+    if missing and not options.schema:
+        return _tell(missing)
     if options.schema:
         from megatron_idempotent.settings import schema
 
@@ -66,12 +63,20 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
 
+def _tell(missing: Sequence[str]) -> int:
+    print(
+        f"the trainer needs {', '.join(missing)}: pip install 'megatron-idempotent[trainer]'",
+        file=sys.stderr,
+    )
+    return 2
+
+
 def _run(options: argparse.Namespace) -> int:
     # Here and not above: `--help` should not wait for the tokenizer and the progress bar.
     from megatron_idempotent import cpu
     from megatron_idempotent.controller.protocol import ControllerError
     from megatron_idempotent.trainer.task.prompts import read_prompts
-    from megatron_idempotent.trainer.task.reward import load_reward
+    from megatron_idempotent.trainer.task.reward import FieldsOf, load_reward
     from megatron_idempotent.workers import under_torchrun
     from megatron_idempotent.workers.protocol import RankFailed, RanksLost
 
@@ -99,9 +104,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.controller:
         overrides += torchrun_overrides()
     config = load_config(config_file, overrides)
-    prompts = read_prompts(data_path(config))
+    prompts = read_prompts(data_path(config), words=not config.model.path)
     check(config, prompts)
-    load_reward(config.task.reward)  # the ranks load it again; a mistake is told here
+    # The ranks load it again; a mistake is told here.
+    FieldsOf(load_reward(config.task.reward)).check(prompts)
     job = prepare(
         config, resume=options.resume, quiet=options.quiet, started_anew=options.controller
     )
@@ -149,11 +155,21 @@ def _restore_cursor() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from .config import SECTIONS
+    from .reference import default
+
     parser = argparse.ArgumentParser(
         prog="megatron-idempotent train",
         description="Train a decoder by GRPO on a verifiable task: real Megatron on CPU ranks, "
         "each optimizer step taken in chunks, and engines that are given the new weights.",
     )
+
+    def named(flag: str, metavar: str, text: str, empty: str = "") -> None:
+        """Add the option of a setting, with its default; `empty` says what the empty one means."""
+        section, _, key = _NAMED[flag[2:].replace("-", "_")].partition(".")
+        shown = empty or default(section, key, getattr(SECTIONS[section](), key)).replace("`", "")
+        parser.add_argument(flag, metavar=metavar, help=f"{text} (default: {shown})")
+
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="settings in TOML; others keep their defaults"
     )
@@ -171,23 +187,21 @@ def _parser() -> argparse.ArgumentParser:
         help="sample and train at the same time, whatever FILE says; other defaults where it is "
         "silent",
     )
-    parser.add_argument("--rollouts", metavar="N", help="rollouts in the whole run")
-    parser.add_argument("--seed", metavar="N", help="seed of everything random")
-    parser.add_argument("--ranks", metavar="N", help="processes, over all replicas")
-    parser.add_argument("--tp", metavar="N", help="tensor-parallel ranks of a replica")
-    parser.add_argument("--pp", metavar="N", help="pipeline stages of a replica")
-    parser.add_argument("--vpp", metavar="N", help="chunks of layers on each pipeline stage")
-    parser.add_argument("--cp", metavar="N", help="context-parallel ranks of a replica")
-    parser.add_argument("--ep", metavar="N", help="expert-parallel ranks")
-    parser.add_argument("--device", metavar="NAME", help="cpu, or cuda for this machine's GPUs")
-    parser.add_argument("--out", metavar="DIR", help="output directory, empty or new")
-    parser.add_argument("--data", metavar="FILE", help="prompts in JSONL")
-    parser.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint to start from")
-    parser.add_argument(
-        "--engine", metavar="NAME", help="transformers, vllm, or sglang (experimental)"
-    )
-    parser.add_argument("--engine-url", metavar="URL", help="servers of vllm or sglang: URL[,URL]")
-    parser.add_argument("--cluster", metavar="NAME", help="of --async: embedded or ray")
+    named("--rollouts", "N", "rollouts in the whole run")
+    named("--seed", "N", "seed of everything random")
+    named("--ranks", "N", "processes, over all replicas")
+    named("--tp", "N", "tensor-parallel ranks of a replica")
+    named("--pp", "N", "pipeline stages of a replica")
+    named("--vpp", "N", "chunks of layers on each pipeline stage")
+    named("--cp", "N", "context-parallel ranks of a replica")
+    named("--ep", "N", "expert-parallel ranks")
+    named("--device", "NAME", "cpu, or cuda for this machine's GPUs")
+    named("--out", "DIR", "output directory, empty or new", "the next free runs/train-NNN")
+    named("--data", "FILE", "prompts in JSONL", "those that ship")
+    named("--model", "DIR", "Hugging Face checkpoint to start from", "random weights")
+    named("--engine", "NAME", "transformers, vllm, or sglang (experimental)")
+    named("--engine-url", "URL", "servers of vllm or sglang: URL[,URL]", "none")
+    named("--cluster", "NAME", "of --async: embedded or ray")
     parser.add_argument(
         "--schema", action="store_true", help="print the JSON schema of FILE, for editors, and end"
     )

@@ -372,7 +372,7 @@ def start_policy(job: Job) -> Started:
     """
     megatron_idempotent.apply()
     config = job.config
-    prompts = read_prompts(data_path(config))
+    prompts = read_prompts(data_path(config), words=not config.model.path)
     tokenizer = make_tokenizer(config, prompts)
     positions = training_positions(config, prompts, tokenizer)
     if config.model.path:

@@ -27,13 +27,19 @@ def settings_table() -> str:
             "|---|---|---|---|",
         ]
         for key, field in schema(Config)["$defs"][section.__name__]["properties"].items():
-            shown = _shown(field["default"])
-            if key in ASYNC.get(name, {}):
-                shown += f"; with `--async` {_shown(ASYNC[name][key])}"
+            shown = default(name, key, field["default"])
             meaning = " ".join(field["description"].split())
             lines.append(f"| `{key}` | {shown} | {allowed(field)} | {meaning} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def default(section: str, key: str, value: object) -> str:
+    """Return how a default is written: the one of both modes, or of each."""
+    shown = _shown(value)
+    if key in ASYNC.get(section, {}):
+        shown += f"; with `--async` {_shown(ASYNC[section][key])}"
+    return shown
 
 
 def _shown(value: object) -> str:

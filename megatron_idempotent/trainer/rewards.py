@@ -15,7 +15,7 @@ from megatron_idempotent.controller import Fleet, LogprobsOf, RolloutGroup
 from megatron_idempotent.engines import Request, Sample
 from megatron_idempotent.metrics.names import HELD_OUT
 from megatron_idempotent.trainer.task.prompts import Prompt, prompt_at
-from megatron_idempotent.trainer.task.reward import Reward
+from megatron_idempotent.trainer.task.reward import FieldsOf, Reward
 from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 
 from .batch import Batch, Row, pack_rows
@@ -98,6 +98,7 @@ class Scorer:
 
     def __init__(self, reward: Reward, tokenizer: TextTokenizer) -> None:
         self._reward = reward
+        self._fields = FieldsOf(reward)
         self._tokenizer = tokenizer
 
     async def __call__(
@@ -114,6 +115,7 @@ class Scorer:
                     self._tokenizer.decode(sample.tokens),
                     prompt.answer,
                     finished=sample.finish_reason == "stop",
+                    **self._fields(prompt.fields),
                 )
             )
             for sample in samples

@@ -67,6 +67,7 @@ class NemoWorker(_nemo_rl.NemoRL):
         for name, value in vars(adapter).items() if adapter else ():
             if not name.startswith("__"):
                 setattr(type(self.worker), name, value)
+        self.worker.dtype = self.bench.config.params_dtype
         cfg, size = self.worker.cfg, parallel_state.get_data_parallel_world_size()
         self.worker.dp_size = size
         self.replica = parallel_state.get_data_parallel_rank()

@@ -152,6 +152,50 @@ def test_moes_loss_has_one_weight_in_any_number_of_chunks(megatron_ranks):
         assert all(found.values()), found
 
 
+def mtp() -> dict[str, bool]:
+    """Runs on a rank: MTP's loss, of the valid tokens alone, beside NeMo-RL's `train()`."""
+    overrides = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
+    layout = {"config_overrides": {**overrides, "calculate_per_token_loss": True}}
+    nemo = worker(False, **layout)
+    for seed in range(2):
+        nemo.worker.train(nemo.data(seed), nemo.loss_fn())
+    whole = nemo.parameters()
+    return {
+        "as train()": steps(True, layout=layout)[0] == whole,
+        "two chunks": steps(True, (2, 6), layout=layout)[0] == whole,
+    }
+
+
+def test_mtps_loss_is_of_the_valid_tokens_as_in_nemo_rls_train(megatron_ranks):
+    for found in megatron_ranks(2, mtp, timeout_s=400):
+        assert all(found.values()), found
+
+
+def ended() -> dict[str, bool]:
+    """Runs on a rank: what `finish_train_step` returns where there is little to return."""
+    theirs, ours = worker(False).step(0), worker(True).step(0)
+    same = ("gpu_name", "model_dtype")
+    nemo = worker(True)
+    nemo.worker.begin_train_step(nemo.loss_fn())
+    empty = nemo.worker.finish_train_step()
+    overflowing = worker(True, dtype="fp16", loss_scale=2.0**120)
+    before = overflowing.parameters()
+    overflow = overflowing.step(0)
+    return {
+        "device and type": [ours.get(each) for each in same] == [theirs[each] for each in same],
+        "no microbatches": (empty["all_mb_metrics"], empty["global_loss"].tolist()) == ({}, [0.0]),
+        "no microbatches, norm": empty["grad_norm"].tolist() == [0.0],
+        "overflow": overflow["grad_norm"].isnan().tolist() == [True],
+        "overflow, nothing updated": overflowing.parameters() == before,
+        "overflow, rows": len(overflow["all_mb_metrics"]["loss"]) == 4,
+    }
+
+
+def test_a_step_that_overflowed_or_was_empty_returns_what_drivers_read(megatron_ranks):
+    for found in megatron_ranks(2, ended, timeout_s=400):
+        assert all(found.values()), found
+
+
 def packed(layout: dict[str, Any]) -> dict[str, bool]:
     """Runs on a rank; returns what has the bits of NeMo-RL's own step on the same packs."""
     layout = {"packed": True, **layout}

@@ -6,6 +6,7 @@ the recipe's own lines have to.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import pytest
 
 from megatron_idempotent.cpu import RankError
 from megatron_idempotent.patching.catalog import hazards
+from megatron_idempotent.patching.decide import MEGATRON
 from megatron_idempotent.patching.source import locate
 
 FOLDER = Path(__file__).parents[2] / "docs" / "recipes"
@@ -48,7 +50,7 @@ RECIPES = {
     "verl": Recipe(
         "VERL_SOURCE",
         "verl",
-        ("verl.workers.engine.megatron",),
+        ("verl.workers.engine",),
         ("verl-wiring-reentry",),
     ),
     "nemo-rl": Recipe(
@@ -125,6 +127,27 @@ def test_a_page_names_the_commit_of_its_patch_and_all_that_it_changes(name):
         assert f"../../HAZARDS.md#{hazard}" in page
 
 
+def narrow(name: str) -> list[str]:
+    """Return the ids of a page's `only=`."""
+    page = (FOLDER / f"{name}.md").read_text("utf-8")
+    (call,) = re.findall(r"^megatron_idempotent\.apply\(\s*only=(\[.*?\])\s*\)$", page, re.M | re.S)
+    found: list[str] = ast.literal_eval(call)
+    return found
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_pages_short_list_has_the_hazards_of_its_framework_and_of_its_table(name):
+    found = narrow(name)
+    assert len(found) == len(set(found))
+    assert set(RECIPES[name].hazards) <= set(found) <= hazards().keys()
+    page = (FOLDER / f"{name}.md").read_text("utf-8")
+    changes, _, _ = page.partition("## What changes")[2].partition("\n## ")
+    for hazard in found:
+        assert f"../../HAZARDS.md#{hazard}" in changes
+    theirs = {hazards()[each].distribution for each in RECIPES[name].hazards}
+    assert {hazards()[each].distribution for each in found} <= theirs | {MEGATRON}
+
+
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory):
     """Returns the source of a framework with the recipe's patch applied, which is made once."""
@@ -153,13 +176,18 @@ def patched(tmp_path_factory):
     return of
 
 
-def meet(recipe: Recipe, source: str, hazard: str) -> str:
-    """Runs on a rank: the hazard's own reproduction, on a source; returns its patch's status."""
+def meet(recipe: Recipe, source: str, hazard: str, only: list[str] | None = None) -> str:
+    """Runs on a rank: the hazard's own reproduction, on a source; returns its patch's status.
+
+    With `only` these patches are applied before; without it none are but by the source's lines.
+    """
     from megatron_idempotent.patches import _standins
 
     import megatron_idempotent
 
     sys.path.insert(0, source)
+    if only is not None:
+        megatron_idempotent.apply(only=only)
     _standins.replace("ray")
     for module in recipe.first:
         _standins.import_alone(module, *recipe.absent)
@@ -184,3 +212,55 @@ def test_the_commit_has_the_hazard_without_them(name, hazard, patched, megatron_
         megatron_ranks(reproduction.ranks, meet, RECIPES[name], source, hazard, timeout_s=120)
     said = f"{caught.value.exception_type}: {caught.value.message}"
     assert re.search(reproduction.stock_error, said), said
+
+
+@pytest.mark.parametrize(("name", "hazard"), CASES)
+def test_the_pages_short_list_ends_the_hazard(name, hazard, patched, megatron_ranks):
+    patched(name)
+    ranks, source = hazards()[hazard].reproduction.ranks, os.environ[RECIPES[name].variable]
+    case = RECIPES[name], source, hazard, narrow(name)
+    assert set(megatron_ranks(ranks, meet, *case, timeout_s=120)) == {"applied"}
+
+
+def start_without_an_install(recipe: Recipe, source: str) -> str:
+    """Runs on a rank: import what has the recipe's lines where this package is not installed."""
+    from megatron_idempotent.patches import _standins
+
+    sys.path.insert(0, source)
+    _standins.replace("ray")
+    # The package of verl's Megatron engine is real too: verl imports it in a `try`.
+    _standins._finder.real.add("verl.workers.engine.megatron")
+    sys.modules["megatron_idempotent"] = None  # type: ignore[assignment]
+    with pytest.raises(ModuleNotFoundError) as caught:
+        _standins.import_alone(recipe.first[-1], *recipe.absent)
+    return caught.value.name or ""
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.first])
+def test_a_missing_install_ends_the_worker_and_is_named(name, patched, megatron_ranks):
+    case = start_without_an_install, RECIPES[name], patched(name)
+    assert megatron_ranks(1, *case, distributed=False) == ["megatron_idempotent"]
+
+
+def unsorted(root: Path, files: list[str], settings: Path) -> str:
+    command = [sys.executable, "-m", "ruff", "check", "--quiet", "--config", str(settings)]
+    options = ["--select", "I", "--no-cache", "--output-format", "concise"]
+    done = subprocess.run(
+        [*command, *options, *files], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert not done.stderr.startswith("error"), done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_patched_file_passes_the_frameworks_own_sort_of_imports(name, patched):
+    pytest.importorskip("ruff")
+    recipe, source = RECIPES[name], Path(patched(name))
+    up = [".."] * len(Path(recipe.source).parts)
+    root, theirs = (each.joinpath(*up) for each in (source, Path(os.environ[recipe.variable])))
+    settings = theirs / "pyproject.toml"
+    if not settings.is_file() or "[tool.ruff" not in settings.read_text("utf-8"):
+        pytest.skip("it does not sort with ruff, or only the package is given")
+    text = (FOLDER / f"{name}.patch").read_text("utf-8")
+    files = re.findall(r"^\+\+\+ b/(.+)$", text, re.MULTILINE)
+    assert unsorted(root, files, settings) == unsorted(theirs, files, settings)

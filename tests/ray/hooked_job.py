@@ -1,8 +1,13 @@
-"""A job whose workers get the patches from Ray's hook; prints what one of them found."""
+"""A job whose workers get the patches from Ray's hook; prints what one of them found.
+
+The hook is the driver's own or, with the argument `submitted`, that of the submitted job, while the
+driver calls `ray.init` with variables alone, as SkyRL does.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 
 import ray
 
@@ -21,7 +26,9 @@ def statuses() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    hook = {"worker_process_setup_hook": "megatron_idempotent.apply"}
-    ray.init(num_cpus=1, include_dashboard=False, runtime_env=hook)
+    own = {"worker_process_setup_hook": "megatron_idempotent.apply"}
+    if sys.argv[1:] == ["submitted"]:
+        own = {"env_vars": {"OMP_NUM_THREADS": "1"}}
+    ray.init(num_cpus=1, include_dashboard=False, runtime_env=own)
     print(json.dumps(ray.get(ray.remote(statuses).remote(), timeout=120)))
     ray.shutdown()

@@ -118,3 +118,16 @@ def test_the_site_has_the_address_that_the_index_is_told():
 def test_a_link_that_is_right_on_github_is_right_on_the_site(source, link, right):
     known = {path.name for path in (ROOT / "docs").iterdir()}.__contains__
     assert site.relinked(f"See [x]({link}).", source, known, REPOSITORY) == f"See [x]({right})."
+
+
+def test_one_page_says_where_the_package_comes_from_and_recipes_lead_there():
+    texts = {
+        path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
+        for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+    }
+    told = [path for path, text in texts.items() if re.search("pip install.*megatron-idemp", text)]
+    assert told == ["docs/use.md"]
+    assert "\n## Install\n" in texts["docs/use.md"]
+    for path, text in texts.items():
+        if path.startswith("docs/recipes/") or path in ("README.md", "docs/index.md"):
+            assert "use.md#install)" in text, path

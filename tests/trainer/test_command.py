@@ -27,6 +27,30 @@ def test_asking_for_help_imports_neither_torch_nor_megatron():
     )
     assert done.returncode == 0, done.stderr
     assert "--resume" in done.stdout
+    shown = " ".join(done.stdout.split())
+    assert "--rollouts N rollouts in the whole run (default: 150; with --async 600)" in shown
+    assert "--engine-url URL servers of vllm or sglang: URL[,URL] (default: none)" in shown
+    assert shown.count("(default: ") == 15
+
+
+def test_where_only_the_base_is_installed_help_names_the_one_extra_that_is_needed():
+    program = (
+        "import importlib.util, sys\n"
+        "found = importlib.util.find_spec\n"
+        "gone = {'pydantic', 'torch', 'tokenizers', 'rich'}\n"
+        "importlib.util.find_spec = lambda name, *a: None if name in gone else found(name, *a)\n"
+        "sys.modules.update(dict.fromkeys(gone))\n"
+        "from megatron_idempotent.cli.main import main\n"
+        "assert main(['train', '--help']) == 2\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == (
+        "the trainer needs pydantic, torch, tokenizers, rich: pip install "
+        "'megatron-idempotent[trainer]'\n"
+    )
 
 
 @needs_the_trainer

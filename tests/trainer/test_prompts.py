@@ -43,7 +43,9 @@ def test_the_shipped_splits_are_disjoint_and_hold_every_operation():
         ({**ROW, "prompt": 3}, "bad.jsonl:2: prompt is 3; give a string"),
         ({**ROW, "answer": " "}, "bad.jsonl:2: answer is ' '; give a string that is not empty"),
         ({**ROW, "prompt": "x", "split": "test"}, "split is 'test'; allowed: train or held_out"),
-        ({**ROW, "prompt": "x", "level": "1"}, r"unknown fields \['level'\]; keep"),
+        ({**ROW, "prompt": "x", "finished": 1}, r"fields \['finished'\], which the trainer gives"),
+        ({**ROW, "messages": []}, "both 'prompt' and 'messages'; keep one"),
+        ({**ROW, "prompt": [{"role": "user", "content": "x"}]}, "give one with --model"),
         ({**ROW, "split": "held_out"}, "prompt 'copy a b' is already on line 1"),
     ],
 )
@@ -51,6 +53,60 @@ def test_a_malformed_row_is_refused_with_its_line(tmp_path, row, message):
     path = write(tmp_path / "bad.jsonl", [ROW, row])
     with pytest.raises(DataError, match=message):
         read_prompts(path)
+
+
+INDENTED = "def double(x):\n  return "
+
+
+def test_for_a_checkpoints_tokenizer_prompts_and_answers_are_as_in_the_file(tmp_path):
+    rows = [
+        {"prompt": INDENTED, "answer": " 2 *  x\n", "split": "train"},
+        {"prompt": INDENTED.replace("  ", "    "), "answer": "x + x", "split": "held_out"},
+    ]
+    path = write(tmp_path / "code.jsonl", rows)
+    prompts = read_prompts(path, words=False).all
+    assert [(each.text, each.answer) for each in prompts] == [
+        (row["prompt"], row["answer"]) for row in rows
+    ]
+    with pytest.raises(DataError, match="is already on line 1"):
+        read_prompts(path)  # for words they are one prompt
+    one = write(tmp_path / "words.jsonl", [rows[0], {**ROW, "split": "held_out"}])
+    assert read_prompts(one).train[0].text == "def double(x): return"
+
+
+CHAT = [{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": "  2 + 2?"}]
+
+
+@pytest.mark.parametrize("name", ["prompt", "messages"])
+def test_a_row_may_have_messages_and_fields_for_the_verifier(tmp_path, name):
+    row = {name: CHAT, "answer": "4", "split": "train", "tests": ["a", {"b": 1}], "level": 3}
+    path = write(tmp_path / "chat.jsonl", [row, {**ROW, "split": "held_out"}])
+    (prompt,) = read_prompts(path, words=False).train
+    assert prompt.text == tuple(CHAT)
+    assert prompt.fields == {"tests": ["a", {"b": 1}], "level": 3}
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "of the messages there are none"),
+        (["hello"], "a message is 'hello'; give an object with 'role' and 'content'"),
+        ([{"role": "user"}], "a message is {'role': 'user'}"),
+        ([{"role": "user", "content": [1]}], "'role' and 'content', strings"),
+        ([*CHAT, {"role": "assistant", "content": "4"}], "the last one is the assistant's"),
+    ],
+)
+def test_messages_that_nothing_can_answer_are_refused(tmp_path, messages, message):
+    path = write(tmp_path / "bad.jsonl", [{**ROW, "prompt": messages}])
+    with pytest.raises(DataError, match=f"bad.jsonl:1: .*{message}"):
+        read_prompts(path, words=False)
+
+
+def test_the_same_messages_twice_are_one_prompt(tmp_path):
+    row = {**ROW, "prompt": CHAT}
+    path = write(tmp_path / "bad.jsonl", [row, {**row, "split": "held_out"}])
+    with pytest.raises(DataError, match="is already on line 1"):
+        read_prompts(path, words=False)
 
 
 def test_a_file_without_held_out_rows_is_refused(tmp_path):

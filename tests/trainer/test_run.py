@@ -206,6 +206,81 @@ def test_the_command_writes_logs_curves_and_a_table_and_resumes_by_name(
     assert "model.safetensors is missing, incomplete or damaged" in capsys.readouterr().err
 
 
+def test_a_checkpoint_is_asked_what_the_file_says_and_the_verifier_has_the_rows_fields(
+    megatron_ranks, tmp_path, monkeypatch
+):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from megatron_idempotent.trainer.config import ModelConfig
+    from megatron_idempotent.trainer.policy import write_checkpoint
+    from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
+
+    def start_ranks(job):
+        megatron_ranks(job.config.run.ranks, noting, job, str(asked), timeout_s=TIMEOUT_S)
+
+    monkeypatch.setattr(launch, "start_ranks", start_ranks)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked, scored = tmp_path / "asked", tmp_path / "scored"
+    (tmp_path / "verifier_of_code.py").write_text(
+        "def tested(response, answer, *, finished, tests, level=0):\n"
+        f"    with open({str(scored)!r}, 'a') as file:\n"
+        "        print([answer, tests, level], file=file)\n"
+        "    return 0.5\n"
+    )
+    # One token for each byte: nothing is lost but by who reads the prompts.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytewise = Tokenizer(models.BPE({each: place for place, each in enumerate(alphabet)}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    tokenizer = TextTokenizer(bytewise, end_ids=(0,), pad_id=0, vocabulary_size=256)
+    shape = ModelConfig(layers=2, hidden=32, ffn=32)
+    write_checkpoint(tmp_path / "model", shape, tokenizer, seed=1, positions=64)
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}:")
+    indented = "if x:\n  if y:\n    z = "
+    texts = [indented, indented.replace("    ", "  "), f"{indented} "]
+    rows = [{"prompt": text, "tests": [text], "split": "train"} for text in texts]
+    rows.append({**rows[0], "prompt": [{"role": "user", "content": indented}], "level": 2})
+    rows.append({**rows[0], "prompt": "held\tout", "split": "held_out"})
+    data = tmp_path / "mine.jsonl"
+    data.write_text("".join(json.dumps({"answer": " a\n", **row}) + "\n" for row in rows))
+    small = [
+        *SMALL,
+        "rollout.prompts=4",
+        "evaluation.prompts=1",
+        "task.reward=verifier_of_code:tested",
+    ]
+    overrides = [word for setting in small for word in ("--set", setting)]
+    run = ["--data", str(data), "--model", str(tmp_path / "model"), "--rollouts", "1", "--quiet"]
+    assert main([*overrides, *run]) == 0
+    told = {json.loads(line) for line in asked.read_text().splitlines()}
+    assert told == {*texts, f"{indented}:", "held\tout"}
+    found = set(scored.read_text().splitlines())
+    assert found == {str([" a\n", row["tests"], row.get("level", 0)]) for row in rows}
+    # A field that the verifier needs is asked for before anything starts.
+    data.write_text(data.read_text().replace('"tests"', '"other"', 1))
+    assert main([*overrides, *run, "--out", str(tmp_path / "another")]) == 2
+
+
+def noting(job, file):
+    """Runs on a rank: a whole run; writes down what the engines are asked."""
+    from tokenizers import Tokenizer
+
+    from megatron_idempotent.trainer.engines import Engines
+
+    generate = Engines.generate
+
+    def noting_generate(self, requests):
+        tokenizer = Tokenizer.from_file(f"{job.config.model.path}/tokenizer.json")
+        with open(file, "a") as asked:
+            for each in requests:
+                print(json.dumps(tokenizer.decode(each.prompt)), file=asked)
+        return generate(self, requests)
+
+    Engines.generate = noting_generate
+    launch.run_rank(job)
+
+
 def damaged(file):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1

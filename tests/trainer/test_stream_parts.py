@@ -18,12 +18,13 @@ from megatron_idempotent.metrics.loggers import read_metrics
 from megatron_idempotent.trainer.async_ranks import RankPolicy
 from megatron_idempotent.trainer.async_run import last_version, make_settings
 from megatron_idempotent.trainer.batch import Batch
-from megatron_idempotent.trainer.config import load_config
+from megatron_idempotent.trainer.config import DataError, load_config
 from megatron_idempotent.trainer.layout import RankLayout
 from megatron_idempotent.trainer.output import Job
 from megatron_idempotent.trainer.report import make_loggers
 from megatron_idempotent.trainer.rewards import Evaluation, GrpoRecipe, PromptStream, Scorer
-from megatron_idempotent.trainer.task.prompts import Prompt, rollout_prompts
+from megatron_idempotent.trainer.task.prompts import Prompt, PromptSet, rollout_prompts
+from megatron_idempotent.trainer.task.reward import FieldsOf, position_reward
 from megatron_idempotent.trainer.task.tokenizer import TextTokenizer
 
 PROMPTS = [Prompt(row=row, text=f"say {a}", answer=a, split="train") for row, a in enumerate("abc")]
@@ -157,6 +158,31 @@ def test_a_verifier_sees_the_words_of_each_response_and_whether_it_ended():
     ]
     assert asyncio.run(Scorer(reward, tokenizer)(0, PROMPTS[0], samples)) == (1.0, 1.0)
     assert seen == [("a", "a", True), ("a", "a", False)]
+
+
+def test_a_verifier_gets_the_fields_that_it_has_parameters_for():
+    fields = {"tests": [1], "level": 2}
+    prompt = Prompt(row=4, text="a", answer="b", split="train", fields=fields)
+    seen = []
+
+    def one(response, answer, *, finished, level):
+        seen.append(level)
+        return 0
+
+    def every(response, answer, *, finished, **rest):
+        seen.append(rest)
+        return 0
+
+    sample = Sample(request_id="", tokens=(), logprobs=(), versions=(), finish_reason="stop")
+    for reward in (one, every, position_reward):
+        Scorer(reward, TextTokenizer.of_words(PROMPTS)).rewards(prompt, [sample])
+    assert seen == [2, fields]
+    held_out = Prompt(row=7, text="c", answer="b", split="held_out", fields={"tests": []})
+    prompts = PromptSet(train=(prompt,), held_out=(held_out,))
+    FieldsOf(every).check(prompts)
+    FieldsOf(position_reward).check(prompts)
+    with pytest.raises(DataError, match="line 8 of the prompts: no field 'level'"):
+        FieldsOf(one).check(prompts)
 
 
 def test_settings_of_the_controller_are_those_of_the_configuration():

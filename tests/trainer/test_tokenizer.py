@@ -83,6 +83,28 @@ def test_a_checkpoint_that_cannot_serve_is_refused(tmp_path, tokenizer, config, 
         TextTokenizer.load(path)
 
 
+TEMPLATE = (
+    "{% for each in messages %}{% if each.role == 'tool' %}{{ raise_exception('no tools') }}"
+    "{% endif %}{{ each.role }} {{ each.content }} {{ pad_token }} {% endfor %}"
+    "{% if add_generation_prompt %}reverse{% endif %}"
+)
+CHAT = ({"role": "copy", "content": "a b"}, {"role": "successor", "content": "c"})
+
+
+def test_messages_go_through_the_checkpoints_chat_template(tmp_path):
+    path = checkpoint(tmp_path / "model", shipped(), {"vocab_size": 16, "eos_token_id": 1})
+    (path / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<pad>"}))
+    with pytest.raises(CheckpointError, match=r"model: no chat template, .* as a string"):
+        TextTokenizer.load(path).encode_prompt(CHAT)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = TextTokenizer.load(path)
+    # The template's own special tokens, and not those that the tokenizer adds to a text.
+    *text, _ = tokenizer.encode_prompt("copy a b <pad> successor c <pad> reverse")
+    assert tokenizer.encode_prompt(CHAT) == tuple(text)
+    with pytest.raises(DataError, match=r"chat template of .* refuses .*: no tools"):
+        tokenizer.encode_prompt(({"role": "tool", "content": "a"},))
+
+
 def test_decoding_stops_at_the_end_and_shows_other_special_tokens():
     tokenizer = shipped()
     a = tokenizer.encode_prompt("a")[0]

@@ -3,19 +3,58 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-from megatron_idempotent.trainer.config import ConfigError
+from megatron_idempotent.trainer.config import ConfigError, DataError
+
+from .prompts import PromptSet
 
 
 class Reward(Protocol):
     """Scores a response from 0 to 1, by its arguments alone; `position_reward` is one."""
 
-    def __call__(self, response: str, answer: str, *, finished: bool) -> float:
-        """Return the reward; `finished` is true if the response ended with an end token."""
+    def __call__(self, response: str, answer: str, *, finished: bool, **fields: Any) -> float:
+        """Return the reward; `finished` is true if the response ended with an end token.
+
+        `fields` are those of the row's other fields that the function has parameters for.
+        """
         ...
+
+
+class FieldsOf:
+    """Chooses the fields of a row that a verifier takes; with `**name` it takes all of them.
+
+    Example: `FieldsOf(reward)(prompt.fields)`.
+    """
+
+    def __init__(self, reward: Reward) -> None:
+        parameters = inspect.signature(reward).parameters.values()
+        self._all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        named = [
+            each
+            for each in list(parameters)[2:]  # after the response and the answer
+            if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
+        ]
+        self._names = frozenset(each.name for each in named)
+        self._needed = {each.name for each in named if each.default is each.empty} - {"finished"}
+
+    def __call__(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return these fields."""
+        return {name: each for name, each in fields.items() if self._all or name in self._names}
+
+    def check(self, prompts: PromptSet) -> None:
+        """Check that each row has what the verifier needs. Errors: `DataError`, with the line."""
+        for prompt in prompts.all:
+            missing = sorted(self._needed - prompt.fields.keys())
+            if missing:
+                raise DataError(
+                    f"line {prompt.row + 1} of the prompts: no field {missing[0]!r}, which "
+                    "task.reward takes without a default; add it, or give the parameter a default"
+                )
 
 
 def position_reward(response: str, answer: str, *, finished: bool) -> float:

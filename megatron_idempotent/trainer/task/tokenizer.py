@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from megatron_idempotent.trainer.config import CheckpointError, Config, DataError
 
-from .prompts import Prompt, PromptSet
+from .prompts import Messages, Prompt, PromptSet
 
 TOKENIZER_FILE = "tokenizer.json"
 PAD, END, ANSWER = "<pad>", "<end>", "<answer>"
@@ -25,9 +26,17 @@ class TextTokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, end_ids: tuple[int, ...], pad_id: int, vocabulary_size: int
+        self,
+        tokenizer: Tokenizer,
+        *,
+        end_ids: tuple[int, ...],
+        pad_id: int,
+        vocabulary_size: int,
+        checkpoint: Path | None = None,
     ) -> None:
+        """Take a tokenizer; the chat template is looked for in a checkpoint, at the first chat."""
         self._tokenizer = tokenizer
+        self._checkpoint = checkpoint
         self.end_ids = end_ids
         self.pad_id = pad_id
         self.vocabulary_size = vocabulary_size
@@ -64,7 +73,9 @@ class TextTokenizer:
             )
         pad = fields.get("pad_token_id")
         pad_id = end_ids[0] if pad is None else int(pad)
-        return cls(tokenizer, end_ids=end_ids, pad_id=pad_id, vocabulary_size=size)
+        return cls(
+            tokenizer, end_ids=end_ids, pad_id=pad_id, vocabulary_size=size, checkpoint=checkpoint
+        )
 
     @classmethod
     def of_words(cls, prompts: Iterable[Prompt]) -> TextTokenizer:
@@ -77,6 +88,7 @@ class TextTokenizer:
         """
         words: set[str] = set()
         for prompt in prompts:
+            assert isinstance(prompt.text, str), "read_prompts() refuses messages for words"
             words.update(prompt.text.split(), prompt.answer.split())
         for token in SPECIAL:
             if token in words:
@@ -98,9 +110,43 @@ class TextTokenizer:
         """Write the tokenizer as the JSON file that `tokenizers` and Hugging Face read."""
         self._tokenizer.save(str(path))
 
-    def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a prompt, with the special tokens that the tokenizer adds."""
-        return tuple(self._tokenizer.encode(text).ids)
+    def encode_prompt(self, text: str | Messages) -> tuple[int, ...]:
+        """Return the token ids of a prompt, with the special tokens that the tokenizer adds.
+
+        Messages go through the checkpoint's chat template, which adds its own, and end where the
+        assistant's answer begins.
+        Errors: `CheckpointError` without a template; `DataError` for messages that it refuses.
+        """
+        if isinstance(text, str):
+            return tuple(self._tokenizer.encode(text).ids)
+        rendered = self._render(text)
+        return tuple(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
+
+    @functools.cached_property
+    def _chat(self) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        chat = self._checkpoint and PreTrainedTokenizerFast.from_pretrained(self._checkpoint)
+        if not chat or not chat.chat_template:
+            raise CheckpointError(
+                f"{self._checkpoint}: no chat template, neither chat_template.jinja nor in "
+                "tokenizer_config.json, and the data has messages; add it, or write each prompt as "
+                "a string"
+            )
+        return chat
+
+    def _render(self, messages: Messages) -> str:
+        import jinja2
+
+        try:
+            text: str = self._chat.apply_chat_template(
+                [dict(each) for each in messages], tokenize=False, add_generation_prompt=True
+            )
+        except jinja2.TemplateError as error:
+            raise DataError(
+                f"the chat template of {self._checkpoint} refuses {list(messages)}: {error}"
+            ) from error
+        return text
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a whole response that says `text`, with an end token."""
