@@ -437,9 +437,9 @@ class Reviewed:
 
 
 _HEAD = (
-    "# Bodies of upstream's functions that a person has read: the hash of the code, the releases or",
-    "# commits that have it, and below it the patches for which it was read. A part is what one patch",
-    "# relies on in a body. Written by `megatron-idempotent drift PATH --accept ID`.",
+    "# Bodies of upstream's functions that a person has read: the hash of the code, the releases",
+    "# or commits that have it, and below it the patches for which it was read. A part is what one",
+    "# patch relies on in a body. Written by `megatron-idempotent drift PATH --accept ID`.",
 )
 _known: list[Reviewed] = []
 
