@@ -171,12 +171,20 @@ def seed(original, *args, **kwargs):
     return original(*args, **kwargs)
 
 
-@pytest.mark.parametrize("name", ["get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"])
-@pytest.mark.parametrize("relies_on", [(), ("return",)])
-def test_a_new_case_file_gets_reviews_of_its_own(tree, files, capsys, monkeypatch, name, relies_on):
+@pytest.mark.parametrize("relying", [False, True])
+@pytest.mark.parametrize(
+    ("name", "fragment"),
+    [
+        ("get_cuda_rng_tracker", "return _CUDA_RNG_STATE_TRACKER"),
+        ("model_parallel_cuda_manual_seed", "offset = seed + 2718"),
+    ],
+)
+def test_a_new_case_file_gets_reviews_of_its_own(
+    tree, files, capsys, monkeypatch, name, fragment, relying
+):
     """Whether or not others wrap the function, whose body was read for them."""
     address = f"megatron.core.tensor_parallel.random:{name}"
-    target = Target(address=address, wrapper=seed, relies_on=relies_on)
+    target = Target(address=address, wrapper=seed, relies_on=(fragment,) if relying else ())
     patch = Patch(
         id="some-symptom",
         summary="it hurts",
@@ -189,11 +197,11 @@ def test_a_new_case_file_gets_reviews_of_its_own(tree, files, capsys, monkeypatc
     monkeypatch.setattr(module, "patches", lambda: {patch.id: patch})
     monkeypatch.setattr("megatron_idempotent.cli.drift.patches", lambda: {patch.id: patch})
     (row,) = rows(capsys, tree)[1]
-    assert row["standing"] == ("holds" if relies_on else "drifted")
+    assert row["standing"] == ("holds" if relying else "drifted")
     before = read(files[0])
     assert accept(tree, patch.id) == 0
     told = [line.split(" ")[:2] for line in capsys.readouterr().out.splitlines()]
-    kinds = ["body", "part"] if relies_on else ["body"]
+    kinds = ["body", "part"] if relying else ["body"]
     assert told == [[f"{patch.id}:", kind] for kind in kinds]
     after = read(files[0])
     (body,) = [b for b in after.bodies[address] if patch.id in after.readers[address, b]]
