@@ -102,9 +102,8 @@ def missing_in(proven: casebook.Proven, changes: str) -> dict[str, set[str]]:
 
 
 def test_only_a_hazard_that_is_new_everywhere_may_wait_to_be_run():
-    proven = json.loads((ROOT / casebook.PROVEN).read_text())
     told = "# Changelog\n\n## [Unreleased]\n\n- The patch `{}`.\n\n## [0.1.0]\n\n- `{}`\n"
-    lost = {name: dict(found) for name, found in proven.items()}
+    lost = {name: dict.fromkeys(hazards(), "proven") for name in ("0.18.2", "0.19.2")}
     del lost["0.19.2"]["gc-stays-off"]
     said = told.format("gc-stays-off", "no-sync-func-reentry")
     assert missing_in(lost, said) == {"0.19.2": {"gc-stays-off"}}, "it was run elsewhere"

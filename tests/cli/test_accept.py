@@ -182,7 +182,7 @@ def seed(original, *args, **kwargs):
 def test_a_new_case_file_gets_reviews_of_its_own(
     tree, files, capsys, monkeypatch, name, fragment, relying
 ):
-    """Whether or not others wrap the function, whose body was read for them."""
+    """Others wrap one of the two functions, so that its body was read, but for them."""
     address = f"megatron.core.tensor_parallel.random:{name}"
     target = Target(address=address, wrapper=seed, relies_on=(fragment,) if relying else ())
     patch = Patch(

@@ -127,6 +127,19 @@ SAMPLES = {
 }
 
 
+#: Finds the case files in the copy, as an editable install does in the checkout.
+FINDER = """
+import importlib.util, os, sys
+class Patches:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "megatron_idempotent.patches":
+            file = os.path.join(os.environ["COPY"], "patches", "__init__.py")
+            return importlib.util.spec_from_file_location(name, file)
+sys.meta_path.insert(0, Patches)
+"""
+
+
 class Project:
     """A copy of this project, which programs import in the place of the installed one."""
 
@@ -134,14 +147,15 @@ class Project:
         ignored = (ROOT / ".gitignore").read_text().split()
         leave = shutil.ignore_patterns(".git", *(name.strip("/") for name in ignored))
         shutil.copytree(ROOT, folder, ignore=leave)
-        # As an editable install has it.
-        (folder / "megatron_idempotent" / "patches").symlink_to(folder / "patches")
+        finder = folder.with_name("finder")
+        finder.mkdir()
+        (finder / "sitecustomize.py").write_text(FINDER)
         self.folder = folder
-        self.path = [str(folder)]
+        self.path = [str(folder), str(finder)]
 
     def run(self, *command: str, code: int = 0) -> str:
         env = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_IDEMPOTENT")}
-        env["PYTHONPATH"] = os.pathsep.join(self.path)
+        env |= {"PYTHONPATH": os.pathsep.join(self.path), "COPY": str(self.folder)}
         done = subprocess.run(
             [sys.executable, *command],
             cwd=self.folder,
