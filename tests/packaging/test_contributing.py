@@ -129,14 +129,15 @@ SAMPLES = {
 
 #: Finds the case files in the copy, as an editable install does in the checkout.
 FINDER = """
-import importlib.util, os, sys
+import importlib.machinery, importlib.util, os, sys
 class Patches:
     @staticmethod
     def find_spec(name, path=None, target=None):
         if name == "megatron_idempotent.patches":
             file = os.path.join(os.environ["COPY"], "patches", "__init__.py")
             return importlib.util.spec_from_file_location(name, file)
-sys.meta_path.insert(0, Patches)
+# After what looks into folders, before what the editable install has put there.
+sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder) + 1, Patches)
 """
 
 
