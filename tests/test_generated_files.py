@@ -78,7 +78,7 @@ def test_every_hazard_was_run_on_every_release():
 
 
 def not_yet_run(proven: casebook.Proven, changes: str) -> set[str]:
-    """Hazards that are new, so that whoever makes a release has yet to run them everywhere.
+    """Hazards that are new, which the maintainers run everywhere before the next release.
 
     They were run nowhere, and the changelog names them under Unreleased and under no release.
     """
