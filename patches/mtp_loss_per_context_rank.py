@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from megatron_idempotent.patching import Patch, Reproduction, Target
+from megatron_idempotent.patching import UNTRIED, Patch, Reproduction, Target
 from megatron_idempotent.patching.record import arguments
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
@@ -178,7 +178,7 @@ PATCH = Patch(
     id="mtp-loss-per-context-rank",
     summary="an MTP loss weighs each context-parallel rank's tokens by themselves",
     since="0.17",
-    before="0.20",
+    before=UNTRIED,
     targets=(
         Target(
             address=f"{_MODULE}:process_mtp_loss",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.contract import unmet
-from megatron_idempotent.patching.decide import MEGATRON, part_of, review
+from megatron_idempotent.patching.decide import MEGATRON, in_range, part_of, review
 from megatron_idempotent.patching.record import FILE, Patch, Reviewed, Target
 from megatron_idempotent.patching.source import Body
 from megatron_idempotent.patching.statements import ACCEPTED, accepted_lines
@@ -28,16 +28,16 @@ def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | No
 
     Args:
         trees: the releases, or one commit, that were read.
-        ids: the patches whose new bodies were read. All patches that wrap a new body have to be
-            named.
+        ids: the patches for which every body that they wrap was read. It says nothing of other
+            patches around the same functions.
         label: the name of a commit, such as "main, November 2026"; None for releases.
 
     Returns:
         A sentence for each new line in `reviewed.txt`.
 
     Raises:
-        ValueError: this package is installed and not a checkout; a commit has no label; a new body
-            is also wrapped by a patch that is not named. No file is changed then.
+        ValueError: this package is installed and not a checkout; a commit has no label. No file is
+            changed then.
     """
     if not _CHECKOUT.is_file():
         raise ValueError(
@@ -57,9 +57,9 @@ def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | No
             version = tree.versions.get(patch.distribution)
             if version is None:
                 continue
-            if patch.id in ids:
+            if patch.id in ids and in_range(patch, version):
                 for target in patch.targets:
-                    told += _accept(known, patch, target, bodies[target.address], ids, label, tree)
+                    told += _accept(known, patch, target, bodies[target.address], label, tree)
             if label is None and _is_release(version):
                 for target in patch.targets:
                     _extend(known, patch, target, bodies[target.address], version)
@@ -77,34 +77,27 @@ def _accept(
     patch: Patch,
     target: Target,
     body: Body | None,
-    ids: Collection[str],
     label: str | None,
     tree: SourceTree,
 ) -> list[str]:
-    if body is None or body.hash in known.bodies.get(target.address, {}):
+    if body is None:
         return []
     parts = known.parts.get((target.address, patch.id), {})
-    part = _part(target, body)
     # Frameworks change around what a patch relies on with every commit: the fragments decide there.
-    decided = patch.distribution != MEGATRON and review(target, body)[0]
-    if part in parts or (not parts and decided):
+    if patch.distribution != MEGATRON and not parts and review(target, body)[0]:
         return []
-    called = _called(patch.distribution, label, tree)
-    if part is not None:
+    part = _part(target, body)
+    told = []
+    if patch.id not in known.readers.get((target.address, body.hash), ()):
+        called = _called(patch.distribution, label, tree)
+        known.readers.setdefault((target.address, body.hash), []).append(patch.id)
+        called = known.bodies.setdefault(target.address, {}).setdefault(body.hash, called)
+        told.append(f"{patch.id}: body {body.hash} of {target.address}, {called}")
+    if part is not None and part not in parts:
+        called = _called(patch.distribution, label, tree)
         known.parts.setdefault((target.address, patch.id), {})[part] = called
-        return [f"{patch.id}: part {part} of {target.address}, {called}"]
-    others = [
-        each.id
-        for each in patches().values()
-        if each.id not in ids and any(t.address == target.address for t in each.targets)
-    ]
-    if others:
-        raise ValueError(
-            f"{target.address} is wrapped by {', '.join(others)} too: read body {body.hash} for "
-            "these as well, and name them"
-        )
-    known.bodies.setdefault(target.address, {})[body.hash] = called
-    return [f"{patch.id}: body {body.hash} of {target.address}, {called}"]
+        told.append(f"{patch.id}: part {part} of {target.address}, {called}")
+    return told
 
 
 def _part(target: Target, body: Body) -> str | None:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_idempotent.patching.catalog import PACKAGE, hazards, index_of
+from megatron_idempotent.patching.catalog import PACKAGE, hazards, index_of, set_untried
 from megatron_idempotent.patching.decide import MEGATRON
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
 from megatron_idempotent.patching.versions import place
@@ -30,10 +30,9 @@ PROVEN = Path("docs", "proven.json")
 COMPATIBILITY = Path("docs", "compatibility.md")
 INDEX = Path("megatron_idempotent", "patching", "index.txt")
 MAKEFILE, README, PROJECT = Path("Makefile"), Path("README.md"), Path("pyproject.toml")
-CATALOG = Path("megatron_idempotent", "patching", "catalog.py")
 CITATION, SOURCE = Path("CITATION.cff"), Path("megatron_idempotent", "__init__.py")
 #: Files that name the releases of the table.
-NAMING = (MAKEFILE, README, PROJECT, CATALOG)
+NAMING = (MAKEFILE, README, PROJECT)
 _LINE = 104
 #: The word that `prove` said → the word that the grid shows.
 _MARKS = {"proven": "✓", "documented": "limit", "disabled": "off", "drifted": "refused"}
@@ -176,6 +175,12 @@ def _word(row: Mapping[str, str]) -> str:
     return row["stock"].partition(":")[0]
 
 
+def first_untried(releases: Sequence[Mapping[str, Any]]) -> str:
+    """Return the first release after those of the table: `0.20` if the last one is 0.19.2."""
+    major, minor = releases[-1]["megatron"].split(".")[:2]
+    return f"{major}.{int(minor) + 1}"
+
+
 def naming_releases(
     texts: Mapping[Path, str], releases: Sequence[Mapping[str, Any]]
 ) -> dict[Path, str]:
@@ -186,17 +191,14 @@ def naming_releases(
     """
     names = [release["megatron"] for release in releases]
     newest = names[-1]
-    major, minor = newest.split(".")[:2]
-    beyond = f"{major}.{int(minor) + 1}"
     first = next(release["megatron"] for release in releases if release["training"])
     told = f"Tested on megatron-core {', '.join(names[:-1])} and {newest} with torch"
     places = {
         MAKEFILE: (r"(?m)^MEGATRON \?= .+$", f"MEGATRON ?= {newest}"),
         PROJECT: (
             r'"megatron-core\[training\]>=[^"]+"',
-            f'"megatron-core[training]>={first},<{beyond}"',
+            f'"megatron-core[training]>={first},<{first_untried(releases)}"',
         ),
-        CATALOG: (r'(?m)^UNTRIED = ".+"$', f'UNTRIED = "{beyond}"'),
         README: (r"Tested on megatron-core [\d.,\sand]+ with\s+torch", told),
     }
     found = {}
@@ -247,6 +249,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     project = table["tool"]["megatron-idempotent"]
     texts = {path: (root / path).read_text(encoding="utf-8") for path in NAMING}
     renewed = naming_releases(texts, project["releases"])
+    set_untried(first_untried(project["releases"]))  # which all that is written below says
     (root / "HAZARDS.md").write_text(hazards_markdown(proven), encoding="utf-8")
     (root / COMPATIBILITY).write_text(page(project, proven), encoding="utf-8")
     cited, source = ((root / path).read_text(encoding="utf-8") for path in (CITATION, SOURCE))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from megatron_idempotent.lazy import untried_torch
 from megatron_idempotent.patching.api import apply
-from megatron_idempotent.patching.catalog import OPEN, UNTRIED, lost, patches, without_case_file
+from megatron_idempotent.patching.catalog import OPEN, lost, patches, untried, without_case_file
 from megatron_idempotent.patching.decide import MEGATRON, OFF_BY_DEFAULT
 from megatron_idempotent.patching.report import COVERED, PROBLEMS, Report, Row
 from megatron_idempotent.patching.source import locate
@@ -110,7 +110,7 @@ def answer(report: Report, land: Sequence[Row]) -> str:
 def _commit() -> list[str]:
     """Return a line that says so if the installed Megatron is no release that was run."""
     version = installed(MEGATRON)
-    if version is not None and supported(version, UNTRIED, OPEN):
+    if version is not None and supported(version, untried(), OPEN):
         return [f"Nobody has run {version.text}: its functions' contents decided about each patch"]
     found = contents(patches().values())
     if found is None or not found.others:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from . import versions
 from .base import NOTHING, Record
-from .catalog import OPEN, UNTRIED
+from .catalog import OPEN, UNTRIED, untried
 from .import_hooks import find
 from .settings import SWITCH, Settings
 
@@ -106,8 +106,7 @@ def in_range(hazard: Hazard | Outline, version: versions.Installed) -> bool:
     """Tell if the hazard's range has the version, or nobody has run it yet: then bodies decide."""
     if version is versions.UNKNOWN:
         return True
-    before = OPEN if hazard.before == UNTRIED else hazard.before
-    return versions.supported(version, hazard.since, before)
+    return versions.supported(version, hazard.since, hazard.before)
 
 
 def beyond(patch: Outline | Patch) -> str:
@@ -115,7 +114,7 @@ def beyond(patch: Outline | Patch) -> str:
     version = version_of(patch)
     if version is None or patch.before != UNTRIED:
         return ""
-    if not versions.supported(version, UNTRIED, OPEN):
+    if not versions.supported(version, untried(), OPEN):
         return ""
     return f"{version.text} is above what was run; "
 
@@ -165,7 +164,7 @@ def judge(patch: Patch, found: Mapping[str, Body | None], *, named: bool) -> Ver
             return Verdict(status="missing_target", reason=reason)
         bodies[target.address] = body
     for target in patch.targets:
-        label = target.reviewed.get(bodies[target.address].hash, "")
+        label = target.label(bodies[target.address].hash)
         if _older(label, patch.since):
             reason = f"{target.qualname} is that of {label}, and the hazard came with {patch.since}"
             return Verdict(status="unsupported_version", reason=reason, bodies=bodies)

@@ -9,8 +9,9 @@ the hazard of the missing member.
 
 `reviewed.txt` lists the bodies of upstream's functions that a person has read. It is one file for
 all patches, so that a new release of Megatron touches this file and no case file. A line names a
-function, and the lines below it the hashes of its bodies with their releases. A body that was read
-is known to every patch that wraps the function; a part belongs to one patch.
+function, and the lines below it the hashes of its bodies with their releases, and below each body
+the patches for which it was read: who reads for one wrapper does not see what another one needs. A
+part belongs to one patch, too.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class Target(Place):
 
     reviewed: Mapping[str, str] = NOTHING
     """Body hash → the releases on which a person read that body; by default what `reviewed.txt`
-    says of the address. Any of them may be wrapped."""
+    says of the address and the patch. Any of them may be wrapped."""
 
     relies_on: tuple[str, ...] = ()
     """Source fragments that a body nobody reviewed must contain for the wrap to be right. All
@@ -177,10 +178,16 @@ class Target(Place):
                 f"target address {self.address!r} is not 'module:qualname': write it like "
                 "'megatron.training.training:train'"
             )
-        if not self.reviewed:
-            self.__dict__["reviewed"] = bodies_of(self.address)
         if self.parts and not self.relies_on:
             raise ValueError(f"target {self.address} has parts of nothing: give relies_on too")
+
+    def label(self, body_hash: str) -> str:
+        """Return the releases that have this body, whichever patch it was read for; else nothing.
+
+        Example: `target.label("0123456789ab") == "0.12.0 to 0.15.3"`.
+        """
+        known = reviewed().bodies.get(self.address, NOTHING)
+        return self.reviewed.get(body_hash) or known.get(body_hash, "")
 
 
 class Reproduction(Record):
@@ -304,6 +311,8 @@ class Patch(Hazard):
         if not self.targets:
             raise ValueError(f"patch {self.id} has no target: give targets=(Target(…),)")
         for target in self.targets:
+            if not target.reviewed:
+                target.__dict__["reviewed"] = bodies_of(target.address, self.id)
             if target.relies_on and not target.parts:
                 target.__dict__["parts"] = parts_of(target.address, self.id)
         unknown = [name for name in self.groups if name not in GROUPS]
@@ -378,7 +387,7 @@ def _is_release(text: str) -> bool:
 
 
 FILE = os.path.join(os.path.dirname(__file__), "reviewed.txt")
-_PART = "part"
+_PART, _INDENT = "part", "  "
 
 
 class Reviewed:
@@ -391,12 +400,17 @@ class Reviewed:
     def __init__(self, lines: Iterable[str]) -> None:
         self.bodies: dict[str, dict[str, str]] = {}
         """Address of a function → hash of a body → its releases, oldest first."""
+        self.readers: dict[tuple[str, str], list[str]] = {}
+        """Address and hash of a body → the patches for which a person read it."""
         self.parts: dict[tuple[str, str], dict[str, str]] = {}
         """Address and patch → hash of a part → its releases."""
-        address = ""
+        address = name = ""
         for line in lines:
             if not line.startswith(" "):
                 address = "" if line.startswith("#") else line.strip()
+                continue
+            if line.startswith(_INDENT * 2):
+                self.readers.setdefault((address, name), []).extend(line.split())
                 continue
             name, _, label = line.strip().partition(" ")
             if name == _PART:
@@ -407,12 +421,17 @@ class Reviewed:
 
     def lines(self) -> list[str]:
         """Returns the contents as lines of the file, functions in alphabetical order."""
+        from textwrap import wrap
+
         found = [*_HEAD]
         for address in sorted({*self.bodies, *(address for address, _ in self.parts)}):
             found.append(address)
-            found += [f"  {name} {label}" for name, label in self.bodies.get(address, {}).items()]
+            for name, label in self.bodies.get(address, {}).items():
+                found.append(f"{_INDENT}{name} {label}")
+                patches = " ".join(sorted(self.readers.get((address, name), ())))
+                found += [_INDENT * 2 + each for each in wrap(patches, 96, break_on_hyphens=False)]
             found += [
-                f"  {_PART} {name} {patch_id} {label}"
+                f"{_INDENT}{_PART} {name} {patch_id} {label}"
                 for (where, patch_id), known in sorted(self.parts.items())
                 if where == address
                 for name, label in known.items()
@@ -421,9 +440,9 @@ class Reviewed:
 
 
 _HEAD = (
-    "# Bodies of upstream's functions that a person has read: the hash of the code, and the",
-    "# releases or commits that have it. A part is what one patch relies on in a body. Written by",
-    "# `megatron-idempotent drift PATH --accept ID`.",
+    "# Bodies of upstream's functions that a person has read: the hash of the code, the releases",
+    "# or commits that have it, and below it the patches for which it was read. A part is what one",
+    "# patch relies on in a body. Written by `megatron-idempotent drift PATH --accept ID`.",
 )
 _known: list[Reviewed] = []
 
@@ -437,9 +456,11 @@ def reviewed() -> Reviewed:
     return _known[0]
 
 
-def bodies_of(address: str) -> Mapping[str, str]:
-    """Returns hash of a body → its releases, for a function of upstream."""
-    return reviewed().bodies.get(address, NOTHING)
+def bodies_of(address: str, patch_id: str) -> Mapping[str, str]:
+    """Returns hash of a body → its releases, for those that a person read for one patch."""
+    known = reviewed()
+    bodies, readers = known.bodies.get(address, NOTHING), known.readers
+    return {n: bodies[n] for n in bodies if patch_id in readers.get((address, n), ())}
 
 
 def parts_of(address: str, patch_id: str) -> Mapping[str, str]:

@@ -132,7 +132,7 @@ def contents(patches: Iterable[Patch]) -> Contents | None:
         for target in patch.targets:
             # Where people read parts of a function, its bodies are too many to know each.
             if target.address in bodies and not target.relies_on:
-                label = target.reviewed.get(bodies[target.address].hash, "")
+                label = target.label(bodies[target.address].hash)
                 own = its_own.get(target.address, False)
                 its_own[target.address] = own or _holds(label, version)
     return Contents(version.text, len(its_own), sum(not own for own in its_own.values()))
