@@ -10,8 +10,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from .draws import CALLS
 from .protocol import MICRO_BATCH, Calls, Finished, Rows, Wrong
 
 if TYPE_CHECKING:
@@ -165,6 +166,79 @@ def replica_without_rows(bench: Bench) -> None:
 
 
 @_check(
+    "steps of drawn sizes are right: up to 7 calls of up to 9 microbatches, odd, empty, uneven",
+    hazards=("deferred-reduction-refused", "second-window-not-reduced"),
+)
+def drawn_sizes(bench: Bench) -> None:
+    for _ in range(4 if bench.thorough else 1):
+        bench.take(_drawn(bench, CALLS))
+        bench.take(_drawn(bench, bench.draw.number(1, 3)))
+        bench.take(_drawn(bench, bench.draw.number(4, CALLS - 1)))
+
+
+def _drawn(bench: Bench, calls: int) -> Calls:
+    """Draw a step of so many calls, in which replicas differ and calls are empty, if they may."""
+    draw, replicas = bench.draw, range(bench.layout.replicas)
+
+    def sizes() -> list[int]:
+        found = draw.sizes(calls, bench.multiple)
+        if 1 < calls < CALLS and not bench.declares("replica-without-rows"):
+            found[draw.number(0, calls - 1)] = 0
+        return found
+
+    alike = bench.declares("uneven-replicas")
+    sizes_of = [sizes()] * len(replicas) if alike else [sizes() for _ in replicas]
+    seeds = [draw.number(1, 10**6) for _ in range(calls)]
+    # Calls of few positions beside calls of many: the mean of calls is far from the mean then.
+    shares_of = [
+        [draw.share(*each) for each in draw.dealt(((0.03, 0.2), (0.8, 1.0)), calls)]
+        for _ in replicas
+    ]
+    return lambda replica: [
+        bench.sparse(replica, seed, MICRO_BATCH * number, share)
+        for seed, number, share in zip(seeds, sizes_of[replica], shares_of[replica], strict=True)
+    ]
+
+
+@_check("where nothing of a microbatch, a call, a replica or a step counts, nothing becomes NaN")
+def nothing_valid(bench: Bench) -> None:
+    size = MICRO_BATCH * bench.multiple
+
+    def masked(empty: Callable[[int, int], slice], seed: int) -> Calls:
+        def calls(replica: int) -> list[Rows]:
+            made = _of(bench, seed, 2 * size, 2 * size)(replica)
+            for call, rows in enumerate(made):
+                # Frameworks differ in whether a sequence counts of which no position does.
+                name = "token_mask" if seed % 2 and not by_sequence else "sample_mask"
+                rows[name][empty(replica, call)] = 0
+            return made
+
+        return calls
+
+    by_sequence = bench.layout.loss_kind == "sequence"
+    none, every, first = slice(0), slice(None), slice(size)
+    places: list[Callable[[int, int], slice]] = [
+        lambda replica, call: (none, first)[call],
+        lambda replica, call: (every, none)[call],
+    ]
+    if bench.layout.replicas > 1:
+        places.append(lambda replica, call: none if replica else every)
+    if not bench.layout.auxiliary:  # they count, and are divided by what does
+        places += [lambda replica, call: every] * 2
+    start = bench.draw.number(1, 10**5)
+    for seed, place in enumerate([*bench.draw.shuffled(places), places[0]], start):
+        bench.take(masked(place, seed))
+
+
+@_check(
+    "steps are right if nobody looks at the parameters before the last of them is done",
+    hazards=("params-stale-after-step", "pending-gather-dropped"),
+)
+def unwatched_steps(bench: Bench) -> None:
+    bench.unwatched([_of(bench, seed, CALL, CALL) for seed in range(6 if bench.thorough else 4)])
+
+
+@_check(
     "auxiliary losses count by the tokens, or sequences, of their microbatches, in any calls",
     hazards=("chained-calls-weigh-losses", "aux-loss-scale-left-set"),
     auxiliary=True,
@@ -186,17 +260,25 @@ def auxiliary_losses(bench: Bench) -> None:
     hazards=("offload-plan-mislearned",),
 )
 def logprobs_in_mid_step(bench: Bench) -> None:
-    for seed in range(2):
-        bench.take(_of(bench, seed, CALL), between=lambda: _hold_logprobs(bench))
+    adapter: Any = bench.adapter
+    first, second = (_of(bench, seed, CALL) for seed in range(2))
+    finished = bench.step(first, between=lambda: _hold_logprobs(bench))
+    found = adapter.logprobs(bench.rows(bench.replica, 70, CALL))  # before anybody looks
+    bench.expect(finished, bench.everybody(first))
+    _compare_logprobs(bench, found)
+    bench.take(second, between=lambda: _hold_logprobs(bench))
 
 
 def _hold_logprobs(bench: Bench) -> None:
     """Raises `Wrong` unless the adapter's log-probs of some rows are right."""
     adapter: Any = bench.adapter
-    rows = bench.rows(bench.replica, 70, CALL)
-    found = adapter.logprobs(rows)
+    _compare_logprobs(bench, adapter.logprobs(bench.rows(bench.replica, 70, CALL)))
+
+
+def _compare_logprobs(bench: Bench, found: Any) -> None:
     if found is None:  # not on the last stage
         return
+    rows = bench.rows(bench.replica, 70, CALL)
     right_N, found_N = (bench.predicted(rows, each) for each in (bench.logprobs(rows), found))
     error = float((found_N - right_N).norm() / right_N.norm())
     if not error <= bench.roundings:
@@ -204,19 +286,25 @@ def _hold_logprobs(bench: Bench) -> None:
 
 
 @_check(
-    "an export in an open step changes nothing",
+    "an export in an open step has the model's values, and changes nothing",
     needs=("export",),
     hazards=("params-stale-after-step", "pending-gather-dropped"),
 )
 def export_in_mid_step(bench: Bench) -> None:
     adapter: Any = bench.adapter
+    first, second = (_of(bench, seed, CALL) for seed in range(2))
+    unseen: list[Finished] = []
 
     def export() -> None:
-        adapter.export()
+        exported = adapter.export()
+        if unseen:  # the export is of a step at which nobody has looked
+            bench.expect(unseen.pop(), bench.everybody(first))
         bench.unchanged("a step that has not finished")
+        bench.hold_export(exported)
 
-    for seed in range(2):
-        bench.take(_of(bench, seed, CALL), between=export)
+    unseen_after = bench.step(first, between=export)
+    unseen.append(unseen_after)
+    bench.take(second, between=export)
 
 
 @_check(
@@ -250,49 +338,146 @@ def _or_aborted(bench: Bench, step: Callable[[], Finished]) -> tuple[str | None,
 
 
 @_check(
-    "a loss that raises on one rank stops all, and the next step is right",
+    "a failure on one rank, in any call and microbatch, stops all, and the next step is right",
     hazards=("first-window-aborted",),
 )
 def failure_on_one_rank(bench: Bench) -> None:
+    for failure in _failures(bench):
+        _fail(bench, failure)
+        bench.take(_of(bench, bench.draw.number(1, 10**5), CALL))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Failure:
+    """Says where a step fails."""
+
+    ranks: tuple[int, ...]
+    where: Literal["loss", "forward", "backward"]
+    sizes: tuple[int, ...]
+    """Microbatches of each call."""
+    call: int
+    microbatch: int
+    """Microbatches of the call before the one that fails."""
+
+    def __str__(self) -> str:
+        place = f"of microbatch {self.microbatch + 1} in call {self.call + 1} of {len(self.sizes)}"
+        return f"the {self.where} {place} failed on rank {', '.join(map(str, self.ranks))}"
+
+
+def _failures(bench: Bench) -> list[_Failure]:
+    """Deal out failures over ranks, calls, microbatches, forward, backward and loss."""
+    draw = bench.draw
+    seats = bench.told_by_all(bench.seat)
+    places: dict[Any, list[int]] = {}
+    for rank, seat in enumerate(seats):
+        places.setdefault(seat[:2], []).append(rank)
+    number = max(3, len(places)) * (3 if bench.thorough else 1)
+    last = [place for place in places if seats[places[place][0]][2]]
+    within = bench.fails_within_model
+    kinds = draw.dealt(("loss", "forward", "backward") if within else ("loss",), number)
+    # A framework that drops no open step has no earlier call to lose.
+    at = ("first", "later in call") if bench.declares("abort-and-retry") else _PLACES
+    found = []
+    for kind, when, place in zip(
+        kinds, draw.dealt(at, number), draw.dealt(list(places), number), strict=True
+    ):
+        where: Any = kind
+        if kind == "loss" and place not in last:
+            if within:
+                where = draw.shuffled(("forward", "backward"))[0]
+            else:
+                place = draw.shuffled(last)[0]
+        ranks = places[place]
+        if where == "loss":
+            # Other ranks of its stage compute the same loss: one alone fails.
+            ranks = draw.shuffled(ranks)[:1]
+            # The adapter raises in a call's first microbatch.
+            if when == "later in call":
+                when = draw.shuffled([each for each in at if each != when])[0]
+        calls = 1 if when != "later call" else draw.number(2, 4)
+        sizes = [max(2, each) for each in draw.sizes(calls, bench.multiple, most=3)]
+        call = draw.number(1, calls - 1) if when == "later call" else 0
+        least = int(when == "later in call")
+        later = 0 if when == "first" or where == "loss" else draw.number(least, sizes[call] - 1)
+        found.append(
+            _Failure(
+                ranks=tuple(ranks), where=where, sizes=tuple(sizes), call=call, microbatch=later
+            )
+        )
+    return found
+
+
+_PLACES = ("first", "later in call", "later call")
+
+
+def _fail(bench: Bench, failure: _Failure) -> None:
+    """Take a step that fails so, and hold all ranks to raising and to dropping it."""
     adapter = bench.adapter
-    last = bench.ranks - 1  # on the last stage, which computes the loss
+    seed = bench.draw.number(1, 10**5)
+    calls_of = _of(bench, seed, *(MICRO_BATCH * size for size in failure.sizes))
+    fails = bench.rank in failure.ranks
 
     def step() -> Finished:
         adapter.begin()
-        adapter.microbatch(bench.rows(bench.replica, 0, CALL), fail=bench.rank == last)
+        for call, rows in enumerate(calls_of(bench.replica)):
+            loss = fails and failure.where == "loss" and call == failure.call
+            adapter.microbatch(rows, fail=loss)
         return adapter.finish()
 
-    raised, _ = _or_aborted(bench, step)
-    told = bench.told_by_all(raised)
-    calm = [rank for rank, each in enumerate(told) if each is None]
+    if failure.where == "loss":
+        raised, finished = _or_aborted(bench, step)
+        met = fails
+    else:
+        before = sum(failure.sizes[: failure.call]) + failure.microbatch
+        with bench.forwards.failing(before if fails else None, failure.where):
+            raised, finished = _or_aborted(bench, step)
+        met = bench.forwards.met
+    told = bench.told_by_all((raised, met))
+    if finished is not None and not any(met for _, met in told):
+        # The adapter runs other microbatches, or none by the chunk's own forward.
+        bench.expect(finished, bench.everybody(calls_of))
+        return
+    calm = [rank for rank, (each, _) in enumerate(told) if each is None]
     if calm:
-        raise Wrong(
-            f"the loss of rank {last} failed ({told[last]}), and rank {calm[0]} finished the step"
-        )
+        said = next((told[rank][0] for rank in failure.ranks if told[rank][0]), "nothing raised")
+        raise Wrong(f"{failure} ({said}), and rank {calm[0]} finished the step")
     bench.unchanged("a step that failed")
-    bench.take(_of(bench, 1, CALL))
 
 
-@_check("no rank updates with a NaN, and the next step is right")
+@_check("no rank updates with a NaN in any call and replica, and the next step is right")
 def nan(bench: Bench) -> None:
+    draw = bench.draw
+    number = max(2, bench.layout.replicas) * (3 if bench.thorough else 1)
+    replicas = draw.dealt(range(bench.layout.replicas), number)
+    for replica, later in zip(replicas, draw.dealt((False, True), number), strict=True):
+        calls = draw.number(2, 4) if later else 1
+        call = draw.number(1, calls - 1) if later else 0
+        _not_a_number(bench, replica, calls, call)
+        bench.take(_of(bench, draw.number(1, 10**5), CALL))
+
+
+def _not_a_number(bench: Bench, replica: int, calls: int, call: int) -> None:
+    """Take a step with a NaN in one call of one replica, and hold all ranks to not updating."""
     adapter = bench.adapter
+    seed, row = bench.draw.number(1, 10**5), bench.draw.number(0, CALL - 1)
 
     def step() -> Finished:
-        rows = bench.rows(bench.replica, 0, CALL)
-        if bench.replica == 0:
-            rows["scale"][0] = math.nan
+        made = _of(bench, seed, *[CALL] * calls)(bench.replica)
+        if bench.replica == replica:
+            made[call]["scale"][row] = math.nan
         adapter.begin()
-        adapter.microbatch(rows)
+        for rows in made:
+            adapter.microbatch(rows)
         return adapter.finish()
 
     raised, finished = _or_aborted(bench, step)
     told = bench.told_by_all((raised, finished is not None and finished.updated))
+    place = f"a loss of replica {replica} is NaN, in call {call + 1} of {calls}"
     if any(updated for _, updated in told):
-        raise Wrong("a loss of one replica is NaN, and the step updated all the same")
+        raise Wrong(f"{place}, and the step updated all the same")
     if len({error is None for error, _ in told}) > 1:
-        raise Wrong("a loss of one replica is NaN, and some ranks raised while others went on")
+        raise Wrong(f"{place}, and some ranks raised while others went on")
     bench.unchanged("a step with a NaN")
-    bench.take(_of(bench, 1, CALL))
 
 
 @_check(

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .layouts import LossKind
+from .layouts import Layout, LossKind
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +93,12 @@ class Finished:
     loss: float | None = None
     """Mean over all positions, or sequences, of the step that count, on all replicas, without
     auxiliary losses; None if it does not tell."""
+
+
+def why_not(cannot: Mapping[str, str], check: str, layout: Layout) -> str | None:
+    """Return why an adapter does not promise a check on a layout; None if it does."""
+    names = [check, *(f"{check}/{word}" for word in sorted(layout.words))]
+    return next((cannot[name] for name in names if name in cannot), None)
 
 
 Calls = Callable[[int], list[Rows]]
