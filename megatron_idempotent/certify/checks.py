@@ -347,12 +347,15 @@ def failure_on_one_rank(bench: Bench) -> None:
         bench.take(_of(bench, bench.draw.number(1, 10**5), CALL))
 
 
+_Where = Literal["loss", "forward", "backward"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Failure:
     """Says where a step fails."""
 
     ranks: tuple[int, ...]
-    where: Literal["loss", "forward", "backward"]
+    where: _Where
     sizes: tuple[int, ...]
     """Microbatches of each call."""
     call: int
@@ -365,49 +368,51 @@ class _Failure:
 
 
 def _failures(bench: Bench) -> list[_Failure]:
-    """Deal out failures over ranks, calls, microbatches, forward, backward and loss."""
-    draw = bench.draw
-    seats = bench.told_by_all(bench.seat)
-    places: dict[Any, list[int]] = {}
-    for rank, seat in enumerate(seats):
-        places.setdefault(seat[:2], []).append(rank)
-    number = max(3, len(places)) * (3 if bench.thorough else 1)
-    last = [place for place in places if seats[places[place][0]][2]]
-    within = bench.fails_within_model
-    kinds = draw.dealt(("loss", "forward", "backward") if within else ("loss",), number)
-    # A framework that drops no open step has no earlier call to lose.
-    at = ("first", "later in call") if bench.declares("abort-and-retry") else _PLACES
-    found = []
-    for kind, when, place in zip(
-        kinds, draw.dealt(at, number), draw.dealt(list(places), number), strict=True
-    ):
-        where: Any = kind
-        if kind == "loss" and place not in last:
-            if within:
-                where = draw.shuffled(("forward", "backward"))[0]
-            else:
-                place = draw.shuffled(last)[0]
-        ranks = places[place]
-        if where == "loss":
-            # Other ranks of its stage compute the same loss: one alone fails.
-            ranks = draw.shuffled(ranks)[:1]
-            # The adapter raises in a call's first microbatch.
-            if when == "later in call":
-                when = draw.shuffled([each for each in at if each != when])[0]
-        calls = 1 if when != "later call" else draw.number(2, 4)
-        sizes = [max(2, each) for each in draw.sizes(calls, bench.multiple, most=3)]
-        call = draw.number(1, calls - 1) if when == "later call" else 0
-        least = int(when == "later in call")
-        later = 0 if when == "first" or where == "loss" else draw.number(least, sizes[call] - 1)
-        found.append(
-            _Failure(
-                ranks=tuple(ranks), where=where, sizes=tuple(sizes), call=call, microbatch=later
+    """Deal out failures: of the loss on each rank that has one, and in the model on others too."""
+    draw, times = bench.draw, 3 if bench.thorough else 1
+    places: dict[tuple[int, int], list[int]] = {}
+    losses = []
+    for rank, (replica, stage, last) in enumerate(bench.told_by_all(bench.seat)):
+        places.setdefault((replica, stage), []).append(rank)
+        losses += [rank] if last else []
+    # A framework that drops no open step keeps a step's earlier calls.
+    keeps = bench.declares("abort-and-retry")
+    number = max(2, len(losses)) * times
+    ranks = draw.dealt(losses, number)
+    found = [
+        _failure(bench, [rank], "loss", later_call=later and not keeps)
+        for rank, later in zip(ranks, draw.dealt((True, False), number), strict=True)
+    ]
+    if bench.fails_within_model:
+        kinds: list[Any] = draw.dealt(("forward", "backward"), max(2, len(places) // 2) * times)
+        found += [
+            _failure(bench, place, kind, later_call=later and not keeps)
+            for kind, place, later in zip(
+                kinds,
+                draw.dealt(list(places.values()), len(kinds)),
+                draw.dealt((True, False), len(kinds)),
+                strict=True,
             )
-        )
-    return found
+        ]
+    return draw.shuffled(found)
 
 
-_PLACES = ("first", "later in call", "later call")
+def _failure(bench: Bench, ranks: Sequence[int], where: _Where, *, later_call: bool) -> _Failure:
+    """Draw the sizes of a step that fails, and in which microbatch.
+
+    A loss fails in the first one of a call, as adapters have it, and a model after others.
+    """
+    draw = bench.draw
+    calls = draw.number(2, 4) if later_call else 1
+    sizes = [max(2, each) for each in draw.sizes(calls, bench.multiple, most=3)]
+    call = draw.number(1, calls - 1) if later_call else 0
+    return _Failure(
+        ranks=tuple(ranks),
+        where=where,
+        sizes=tuple(sizes),
+        call=call,
+        microbatch=0 if where == "loss" else draw.number(1, sizes[call] - 1),
+    )
 
 
 def _fail(bench: Bench, failure: _Failure) -> None:

@@ -370,3 +370,29 @@ class OneRankRaises(SplitStep):
 
     def abort(self) -> None:
         return
+
+
+class SixAtMost(SplitStep):
+    """Cuts a call after the sixth microbatch."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        super().microbatch({name: each[:12] for name, each in rows.items()}, fail=fail)
+
+
+class StepOverZero(SplitStep):
+    """Divides a step by what counts in it, which may be nothing."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.valid = torch.zeros(())
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.valid = self.valid + counted(rows).sum()
+        super().microbatch(rows, fail=fail)
+
+    def finish(self) -> Any:
+        torch.distributed.all_reduce(self.valid)
+        if self.valid:
+            return super().finish()
+        self.abort()
+        raise RuntimeError("the gradient is NaN")

@@ -9,7 +9,6 @@ import torch
 from planted import _Divided, _finished
 
 from megatron_idempotent import TrainStep
-from megatron_idempotent.certify import Planted
 from megatron_idempotent.certify.adapters import SplitStep, _logprobs, _Loss
 from megatron_idempotent.certify.oracle import counted
 
@@ -47,13 +46,6 @@ class OddOneDropped(_ByCall):
     def changed(self, rows: Any) -> Any:
         number = len(rows["input_ids"])
         return first(rows, number // 4 * 4) if number > 2 else rows
-
-
-class SixAtMost(_ByCall):
-    """Cuts a call after the sixth microbatch."""
-
-    def changed(self, rows: Any) -> Any:
-        return first(rows, 12)
 
 
 class OneCountsTwice(_ByCall):
@@ -115,25 +107,19 @@ class MicrobatchOverZero(SplitStep):
         self.loss = _OverZero(subject)
 
 
-class StepOverZero(SplitStep):
-    """Divides a step by what counts in it, which may be nothing."""
+class OnlyTheLastRank(SplitStep):
+    """Asks the last rank alone whether it has failed."""
 
-    def finish(self) -> Any:
-        found = super().finish()
-        if found.loss == 0:
-            return dataclasses.replace(found, updated=False, grad_norm=float("nan"))
-        return found
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        last = torch.distributed.get_world_size() - 1
+        super().microbatch(rows, fail=fail and torch.distributed.get_rank() == last)
 
 
 class SwallowsLaterErrors(_ByCall):
     """Logs an error after the first call, and goes on."""
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        try:
-            super().microbatch(rows, fail=fail)
-        except Planted:
-            if self.call == 1:
-                raise
+        super().microbatch(rows, fail=fail and not self.call)
 
 
 class FirstNaNAlone(SplitStep):
@@ -175,20 +161,6 @@ class EvalLeftOn(SplitStep):
             for name, each in chunk.named_modules():
                 if name.endswith("decoder"):
                     each.eval()
-        return found
-
-
-class NeverGathers(SplitStep):
-    """Takes away what waits for the gathers."""
-
-    def finish(self) -> Any:
-        found = super().finish()
-        for chunk in self.subject.chunks:
-            for group in chunk.bucket_groups:
-                if getattr(group, "param_gather_handle", None) is not None:
-                    group.param_gather_handle.wait()
-                    group.param_gather_handle = None
-                group.param_gather_dispatched = True
         return found
 
 

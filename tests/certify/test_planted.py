@@ -28,6 +28,9 @@ BUGS = [
         {"replica-without-rows"},
     ),
     ("RefusesNoRows", "replica-without-rows", "IndexError in ", set()),
+    ("SixAtMost", "drawn-sizes", "the gradient is off by ", set()),
+    ("StepOverZero", "nothing-valid", "the gradient is NaN", set()),
+    ("NeverGathers", "unwatched-steps", "", set()),
     ("CallsCountAlike", "auxiliary-losses", "the gradient is off by ", set()),
     ("LogprobsZeroGradients", "logprobs-in-mid-step", "the step has moved no parameter", set()),
     ("ExportRounds", "export-in-mid-step", "a step that has not finished has changed", set()),
@@ -48,6 +51,8 @@ def place_of(check):
     """The layout in which a bug was planted for a check."""
     if CHECKS[check].auxiliary:
         return "dp2-moe"
+    if check == "unwatched-steps":
+        return "dp2-distopt"
     return "dp2-packs" if CHECKS[check].packs else "dp2"
 
 

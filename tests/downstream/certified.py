@@ -163,6 +163,12 @@ class Verl:
     balance_mean = True
     adapted = False
 
+    def __init__(self) -> None:
+        """Import verl before Megatron, as its program does."""
+        from verl_worker import modules
+
+        modules(os.environ["VERL_SOURCE"])
+
     def build(self, subject: Subject) -> None:
         from verl_worker import VerlWorker
 
@@ -325,6 +331,12 @@ class Slime:
 
     cannot = _EQUAL_SHARES
 
+    def __init__(self) -> None:
+        """Import slime before Megatron, as its program does."""
+        from slime_worker import modules
+
+        modules(os.environ["SLIME_SOURCE"])
+
     def build(self, subject: Subject) -> None:
         from slime_worker import SlimeWorker
 
@@ -365,6 +377,12 @@ class Bridge:
     """Megatron-Bridge's `train_step` over all rows so far."""
 
     cannot = _EQUAL_SHARES
+
+    def __init__(self) -> None:
+        """Import Megatron-Bridge before Megatron, as its program does."""
+        from bridge_worker import modules
+
+        modules(os.environ["BRIDGE_SOURCE"])
 
     def build(self, subject: Subject) -> None:
         from bridge_worker import BridgeWorker
