@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_idempotent.certify.adapters import OrderStable, SplitStep, _Loss
+from megatron_idempotent.certify.adapters import Megatron, OrderStable, SplitStep, _Loss
 from megatron_idempotent.certify.oracle import counted
 from megatron_idempotent.certify.packs import described
 
@@ -396,3 +396,13 @@ class StepOverZero(SplitStep):
             return super().finish()
         self.abort()
         raise RuntimeError("the gradient is NaN")
+
+
+class NeverGathers(Megatron):
+    """Turns off the hooks that gather parameters after an update, and gathers nothing itself."""
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        for chunk in subject.chunks:
+            if chunk.remove_forward_pre_hook_handles:
+                chunk.disable_forward_pre_hook(param_sync=False)
