@@ -172,18 +172,22 @@ def replica_without_rows(bench: Bench) -> None:
 def drawn_sizes(bench: Bench) -> None:
     for _ in range(4 if bench.thorough else 1):
         bench.take(_drawn(bench, CALLS))
-        bench.take(_drawn(bench, bench.draw.number(1, 3)))
-        bench.take(_drawn(bench, bench.draw.number(4, CALLS - 1)))
+        # Calls without rows, the first one or the last, and one in between.
+        first, last = bench.draw.shuffled((0, -1))
+        bench.take(_drawn(bench, bench.draw.number(2, 3), empty=(first,)))
+        calls = bench.draw.number(4, CALLS - 1)
+        bench.take(_drawn(bench, calls, empty=(last, bench.draw.number(1, calls - 2))))
 
 
-def _drawn(bench: Bench, calls: int) -> Calls:
+def _drawn(bench: Bench, calls: int, *, empty: Sequence[int] = ()) -> Calls:
     """Draw a step of so many calls, in which replicas differ and calls are empty, if they may."""
     draw, replicas = bench.draw, range(bench.layout.replicas)
 
     def sizes() -> list[int]:
         found = draw.sizes(calls, bench.multiple)
-        if 1 < calls < CALLS and not bench.declares("replica-without-rows"):
-            found[draw.number(0, calls - 1)] = 0
+        if not bench.declares("replica-without-rows"):
+            for call in empty:
+                found[call] = 0
         return found
 
     alike = bench.declares("uneven-replicas")
@@ -235,7 +239,12 @@ def nothing_valid(bench: Bench) -> None:
     hazards=("params-stale-after-step", "pending-gather-dropped"),
 )
 def unwatched_steps(bench: Bench) -> None:
-    bench.unwatched([_of(bench, seed, CALL, CALL) for seed in range(6 if bench.thorough else 4)])
+    draw = bench.draw
+    steps = []
+    for seed in range(12 if bench.thorough else 5):
+        sizes = draw.sizes(draw.number(1, 3), bench.multiple, most=2)
+        steps.append(_of(bench, seed, *(MICRO_BATCH * size for size in sizes)))
+    bench.unwatched(steps)
 
 
 @_check(
@@ -263,22 +272,29 @@ def logprobs_in_mid_step(bench: Bench) -> None:
     adapter: Any = bench.adapter
     first, second = (_of(bench, seed, CALL) for seed in range(2))
     finished = bench.step(first, between=lambda: _hold_logprobs(bench))
-    found = adapter.logprobs(bench.rows(bench.replica, 70, CALL))  # before anybody looks
+    rows = _some(bench)
+    found = adapter.logprobs(rows)  # before anybody looks
     bench.expect(finished, bench.everybody(first))
-    _compare_logprobs(bench, found)
+    _compare_logprobs(bench, rows, found)
     bench.take(second, between=lambda: _hold_logprobs(bench))
 
 
 def _hold_logprobs(bench: Bench) -> None:
     """Raises `Wrong` unless the adapter's log-probs of some rows are right."""
     adapter: Any = bench.adapter
-    _compare_logprobs(bench, adapter.logprobs(bench.rows(bench.replica, 70, CALL)))
+    rows = _some(bench)
+    _compare_logprobs(bench, rows, adapter.logprobs(rows))
 
 
-def _compare_logprobs(bench: Bench, found: Any) -> None:
+def _some(bench: Bench) -> Rows:
+    """Return rows of this replica, a drawn number of microbatches."""
+    number = bench.draw.sizes(1, bench.multiple, most=5)[0]
+    return bench.rows(bench.replica, bench.draw.number(1, 10**5), MICRO_BATCH * number)
+
+
+def _compare_logprobs(bench: Bench, rows: Rows, found: Any) -> None:
     if found is None:  # not on the last stage
         return
-    rows = bench.rows(bench.replica, 70, CALL)
     right_N, found_N = (bench.predicted(rows, each) for each in (bench.logprobs(rows), found))
     error = float((found_N - right_N).norm() / right_N.norm())
     if not error <= bench.roundings:
@@ -314,10 +330,10 @@ def export_in_mid_step(bench: Bench) -> None:
 def abort_and_retry(bench: Bench) -> None:
     adapter = bench.adapter
     whole_step(bench)
-    for calls in range(2):
+    for calls in (0, 1, bench.draw.number(2, CALLS)):
         adapter.begin()
-        for call in range(calls):
-            adapter.microbatch(bench.rows(bench.replica, 50 + call, CALL))
+        for call, size in enumerate(bench.draw.sizes(calls, bench.multiple, most=3)):
+            adapter.microbatch(bench.rows(bench.replica, 50 + call, MICRO_BATCH * size))
         adapter.abort()
         bench.unchanged("abort()")
         bench.take(_of(bench, 60 + calls, 2 * CALL))
@@ -451,10 +467,11 @@ def _fail(bench: Bench, failure: _Failure) -> None:
 
 @_check("no rank updates with a NaN in any call and replica, and the next step is right")
 def nan(bench: Bench) -> None:
-    draw = bench.draw
-    number = max(2, bench.layout.replicas) * (3 if bench.thorough else 1)
-    replicas = draw.dealt(range(bench.layout.replicas), number)
-    for replica, later in zip(replicas, draw.dealt((False, True), number), strict=True):
+    draw, times = bench.draw, 3 if bench.thorough else 1
+    # In the first and in a later call of each replica, in any microbatch.
+    for replica, later in draw.shuffled(
+        [(one, later) for one in range(bench.layout.replicas) for later in (False, True)] * times
+    ):
         calls = draw.number(2, 4) if later else 1
         call = draw.number(1, calls - 1) if later else 0
         _not_a_number(bench, replica, calls, call)
@@ -463,11 +480,14 @@ def nan(bench: Bench) -> None:
 
 def _not_a_number(bench: Bench, replica: int, calls: int, call: int) -> None:
     """Take a step with a NaN in one call of one replica, and hold all ranks to not updating."""
-    adapter = bench.adapter
-    seed, row = bench.draw.number(1, 10**5), bench.draw.number(0, CALL - 1)
+    adapter, draw = bench.adapter, bench.draw
+    sizes = [max(2, size) for size in draw.sizes(calls, bench.multiple, most=3)]
+    calls_of = _of(bench, draw.number(1, 10**5), *(MICRO_BATCH * size for size in sizes))
+    # In later calls not in the first microbatch, which may be all that is looked at.
+    row = draw.number(MICRO_BATCH if call else 0, MICRO_BATCH * sizes[call] - 1)
 
     def step() -> Finished:
-        made = _of(bench, seed, *[CALL] * calls)(bench.replica)
+        made = calls_of(bench.replica)
         if bench.replica == replica:
             made[call]["scale"][row] = math.nan
         adapter.begin()

@@ -25,7 +25,9 @@ from .protocol import Wrong, why_not
 Verdict = Literal["passed", "failed", "declared", "not offered", "not judged"]
 
 DEADLINE_S = 60.0
-"""The most seconds for one check, which takes about one; one that takes longer has hung."""
+"""The most seconds for one check, which takes a few; one that takes longer has hung.
+
+With `thorough` it is four times as much."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -332,13 +334,14 @@ def _outcome(
     pool: RankPool, adapter: str, check: Check, layout: Layout, how: How
 ) -> tuple[str, float, str]:
     """Returns what `outcome_of` does, and the digest of `same-bits`."""
+    deadline_s = DEADLINE_S * (4 if how.thorough else 1)
     try:
         told: list[tuple[int, str, float, str]] = pool.run(
-            layout.ranks, examine, adapter, check.name, layout.name, how, timeout_s=DEADLINE_S
+            layout.ranks, examine, adapter, check.name, layout.name, how, timeout_s=deadline_s
         )
     except RankTimeout as error:
         waiting = sorted(set(range(layout.ranks)) - set(error.finished))
-        text = f"rank {', '.join(map(str, waiting))} did not end within {DEADLINE_S:g} s"
+        text = f"rank {', '.join(map(str, waiting))} did not end within {deadline_s:g} s"
         # What the others wait for is most often a rank that has raised.
         causes = sorted((*each[:2], rank) for rank, each in error.results.items() if each[1])
         return (f"{text}; on rank {causes[0][2]}: {causes[0][1]}" if causes else text), 0.0, ""

@@ -164,6 +164,17 @@ class EvalLeftOn(SplitStep):
         return found
 
 
+class ExportsBeforeTheGather(SplitStep):
+    """Reads the parameters as they are."""
+
+    def export(self) -> None:
+        self.exported = [
+            each.detach().clone()
+            for chunk in self.subject.chunks
+            for each in chunk.module.parameters()
+        ]
+
+
 class ExportsZeros(SplitStep):
     """Allocates, and copies nothing."""
 

@@ -20,6 +20,7 @@ BUGS = [
     ("OnlyTheLastRank", "failure-on-one-rank", "dp2", "failed on rank 0"),
     ("FirstNaNAlone", "nan", "dp2", "of replica 1 is NaN, in call "),
     ("EvalLeftOn", "logprobs-in-mid-step", "dp2", "the step trains in eval mode: decoder was"),
+    ("ExportsBeforeTheGather", "export-in-mid-step", "dp2-distopt", "export() gives other weig"),
     ("ExportsZeros", "export-in-mid-step", "dp2", "export() gives other weights than"),
     ("ExportsTheFirst", "export-in-mid-step", "dp2", "export() gives other weights than"),
     ("Bfloat16Sums", "whole-step", "dp2", "the gradient is off by 0."),
