@@ -23,7 +23,7 @@ from megatron_idempotent.window.params import ensure_params_synced
 
 from . import experts, fsdp2, half, packs
 from .draws import Draw
-from .exports import differs
+from .exports import compared
 from .forwards import Forwards
 from .layouts import EXPERTS, LAYERS, Layout
 from .losses import LOSSES
@@ -462,13 +462,17 @@ class Bench:
         """
         if exported is None:
             exported = getattr(self.adapter, "exported", None)
-        found = differs(exported, self._own_parts(synced=False), self.known)
-        told = self.told_by_all((found, isinstance(exported, (Mapping, list, tuple))))
+        names, fault = compared(exported, self._own_parts(synced=False), self.known)
+        told = self.told_by_all((names, isinstance(exported, (Mapping, list, tuple))))
+        given = set[str]().union(*(each for each, _ in told))
         # One rank may export for all. What holds no tensors, such as a path, is not compared.
-        if all(each == "" and empty for each, empty in told):
-            raise Wrong("export() has given no tensors, on no rank")
-        if found:
-            raise Wrong(f"export() gives other weights than the model has: {found}")
+        if any(container for _, container in told) and (missing := self.known.keys() - given):
+            raise Wrong(
+                f"export() gives {len(given)} of {len(self.known)} parameters on all ranks "
+                f"together, and lacks {min(missing)}"
+            )
+        if fault:
+            raise Wrong(f"export() gives other weights than the model has: {fault}")
 
     def _same(self, found: Mapping[str, Tensor], what: str) -> None:
         moved = [name for name, value in found.items() if not torch.equal(value, self.known[name])]

@@ -171,12 +171,12 @@ def replica_without_rows(bench: Bench) -> None:
 )
 def drawn_sizes(bench: Bench) -> None:
     for _ in range(4 if bench.thorough else 1):
-        bench.take(_drawn(bench, CALLS))
-        # Calls without rows, the first one or the last, and one in between.
+        # Calls without rows, the first or the last, and one in between; a full step comes after.
         first, last = bench.draw.shuffled((0, -1))
         bench.take(_drawn(bench, bench.draw.number(2, 3), empty=(first,)))
         calls = bench.draw.number(4, CALLS - 1)
         bench.take(_drawn(bench, calls, empty=(last, bench.draw.number(1, calls - 2))))
+        bench.take(_drawn(bench, CALLS))
 
 
 def _drawn(bench: Bench, calls: int, *, empty: Sequence[int] = ()) -> Calls:

@@ -11,34 +11,37 @@ from torch import Tensor
 from .parameters import Part
 
 
-def differs(exported: Any, own: Sequence[Part], whole: Mapping[str, Tensor]) -> str | None:
-    """Return how exported tensors differ from the model's; None if not, "" if there are none.
+def compared(
+    exported: Any, own: Sequence[Part], whole: Mapping[str, Tensor]
+) -> tuple[set[str], str | None]:
+    """Return the names of parameters that a rank has exported, and how they differ from the model.
 
-    They are a rank's own parameters in their order, or named tensors, or whole ones. Where names
+    Tensors are a rank's own parameters in their order, or whole ones, or have names. Where names
     and shapes are other than Megatron's, the numbers of either model have to be among theirs.
     """
     found = list(_tensors(exported, ""))
     if not found:
-        return ""
+        return set(), None
+    mine = {part.name: part.value for part in own}
     shapes = [each.shape for _, each in found]
-    for right in ([part.value for part in own], list(whole.values())):
-        if [each.shape for each in right] == shapes:
-            pairs = zip(found, right, strict=True)
-            return _told([name or "a tensor" for (name, has), is_ in pairs if not _same(has, is_)])
+    for right in (mine, whole):
+        if [each.shape for each in right.values()] == shapes:
+            pairs = zip(found, right.items(), strict=True)
+            wrong = [name for (_, has), (name, is_) in pairs if not _same(has, is_)]
+            return set(right), _told(wrong)
     if all(name in whole for name, _ in found):
-        mine = {part.name: part.value for part in own}
         wrong = []
         for name, has in found:
-            right_ = [each[name] for each in (mine, whole) if name in each]
-            if not any(has.shape == each.shape and _same(has, each) for each in right_):
+            rights = [each[name] for each in (mine, whole) if name in each]
+            if not any(has.shape == each.shape and _same(has, each) for each in rights):
                 wrong.append(name)
-        return _told(wrong)
+        return {name for name, _ in found}, _told(wrong)
     dtype = found[0][1].dtype
     numbers = _numbers([each for _, each in found], dtype)
-    for values in ([part.value for part in own], list(whole.values())):
-        if bool(torch.isin(_numbers(values, dtype), numbers).all()):
-            return None
-    return "the numbers of the model's parameters are not among them"
+    for right in (whole, mine):
+        if bool(torch.isin(_numbers([*right.values()], dtype), numbers).all()):
+            return set(right), None
+    return set(mine), "the numbers of the model's parameters are not among them"
 
 
 def _tensors(exported: Any, name: str) -> Iterator[tuple[str, Tensor]]:
