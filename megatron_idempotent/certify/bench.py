@@ -226,21 +226,21 @@ class Bench:
         return packs.shorten(rows, lengths)
 
     def sparse(self, replica: int, seed: int, number: int, share: float) -> dict[str, Any]:
-        """Return rows in which about such a share of positions counts, one of each row at least.
+        """Return rows in which about such a share of positions counts, two of each row at least.
 
-        Some rows do not count. In a layout of packs lengths are from 2 to T.
+        Some rows do not count. In a layout of packs lengths are from 3 to T.
         """
         rows = self.rows(replica, seed, number)
         generator = torch.Generator().manual_seed(1000 * seed + replica + 500)
         keep_BT = torch.rand(number, T, generator=generator) < share
-        keep_BT[:, 1] = True
+        keep_BT[:, 1:3] = True  # an MTP layer has something to predict, too
         rows["token_mask"][:] = keep_BT.to(rows["token_mask"])
         drop_B = torch.rand(number, generator=generator) < 0.2
         drop_B[::MICRO_BATCH] = False  # something counts in each microbatch
         rows["sample_mask"][drop_B.to(rows["sample_mask"].device)] = 0
         if not self.layout.packs:
             return rows
-        lengths = torch.randint(2, T + 1, (number,), generator=generator).tolist()
+        lengths = torch.randint(3, T + 1, (number,), generator=generator).tolist()
         return packs.shorten(rows, lengths)
 
     def declares(self, check: str) -> bool:

@@ -182,16 +182,13 @@ def drawn_sizes(bench: Bench) -> None:
 def _drawn(bench: Bench, calls: int, *, empty: Sequence[int] = ()) -> Calls:
     """Draw a step of so many calls, in which replicas differ and calls are empty, if they may."""
     draw, replicas = bench.draw, range(bench.layout.replicas)
-
-    def sizes() -> list[int]:
-        found = draw.sizes(calls, bench.multiple)
-        if not bench.declares("replica-without-rows"):
-            for call in empty:
-                found[call] = 0
-        return found
-
-    alike = bench.declares("uneven-replicas")
-    sizes_of = [sizes()] * len(replicas) if alike else [sizes() for _ in replicas]
+    sizes_of = [draw.sizes(calls, bench.multiple) for _ in replicas]
+    if not bench.declares("replica-without-rows"):
+        for call in empty:
+            for sizes in sizes_of[draw.number(0, len(replicas) - 1) :]:  # of some, or of all
+                sizes[call] = 0
+    if bench.declares("uneven-replicas"):
+        sizes_of = [sizes_of[-1]] * len(replicas)
     seeds = [draw.number(1, 10**6) for _ in range(calls)]
     # Calls of few positions beside calls of many: the mean of calls is far from the mean then.
     shares_of = [
