@@ -1,6 +1,6 @@
 """Watches the forwards of a rank's chunks: fails in one, reads what they compute with, notes modes.
 
-Hooks on the innermost modules see every framework's forwards, whoever calls them.
+Hooks on the innermost modules see the forwards of every framework, however it calls them.
 """
 
 from __future__ import annotations
