@@ -447,7 +447,7 @@ class Bench:
         found = hashlib.sha256()
         for name in sorted(self.known):
             found.update(name.encode())
-            found.update(self.known[name].contiguous().view(torch.uint8).numpy().tobytes())
+            found.update(_bits(self.known[name]).numpy().tobytes())
         return found.hexdigest()[:16]
 
     def unchanged(self, what: str) -> None:
@@ -568,7 +568,8 @@ class Bench:
         for rank, theirs in enumerate(everybody):
             for part in theirs:
                 known = found.setdefault(part.name, {}).setdefault(part.rank, part)
-                if not torch.equal(known.value, part.value):
+                # As bits: NaN is no other value than NaN.
+                if not torch.equal(_bits(known.value), _bits(part.value)):
                     raise Wrong(f"rank {rank} has other bits in {part.name} than its replica")
                 if part.main is not None:
                     shards.setdefault((part.name, part.rank), []).append(part.main)
@@ -603,6 +604,10 @@ class Bench:
         everybody: list[Any] = [None] * self.ranks
         dist.all_gather_object(everybody, told, group=self._group)
         return everybody
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.contiguous().view(torch.uint8)
 
 
 def forward(chunk: Any, rows: Rows) -> Tensor:

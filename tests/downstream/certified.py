@@ -296,7 +296,7 @@ class SkyRL:
 
         torch.distributed.all_reduce(self.count, group=parallel_state.get_data_parallel_group())
         for chunk in self.chunks:
-            chunk.scale_gradients(1 / self.count)
+            chunk.scale_gradients(1 / self.count.clamp(min=1))
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self.divide()  # now, for with overlap reductions run until `optim_step` waits for them
