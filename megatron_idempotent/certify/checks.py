@@ -174,7 +174,7 @@ def drawn_sizes(bench: Bench) -> None:
         # Calls without rows, the first or the last, and one in between; a full step comes after.
         first, last = bench.draw.shuffled((0, -1))
         bench.take(_drawn(bench, bench.draw.number(2, 3), empty=(first,)))
-        calls = bench.draw.number(4, CALLS - 1)
+        calls = bench.draw.shuffled((4, 6))[0]  # CALLS is odd
         bench.take(_drawn(bench, calls, empty=(last, bench.draw.number(1, calls - 2))))
         bench.take(_drawn(bench, CALLS))
 
@@ -268,25 +268,26 @@ def auxiliary_losses(bench: Bench) -> None:
 def logprobs_in_mid_step(bench: Bench) -> None:
     adapter: Any = bench.adapter
     first, second = (_of(bench, seed, CALL) for seed in range(2))
-    finished = bench.step(first, between=lambda: _hold_logprobs(bench))
-    rows = _some(bench)
+    # The looks of a step are at other rows, of the same number.
+    here, there = (bench.draw.sizes(1, bench.multiple, most=5)[0] for _ in range(2))
+    finished = bench.step(first, between=lambda: _hold_logprobs(bench, here))
+    rows = _some(bench, here)
     found = adapter.logprobs(rows)  # before anybody looks
     bench.expect(finished, bench.everybody(first))
     _compare_logprobs(bench, rows, found)
-    bench.take(second, between=lambda: _hold_logprobs(bench))
+    bench.take(second, between=lambda: _hold_logprobs(bench, there))
 
 
-def _hold_logprobs(bench: Bench) -> None:
+def _hold_logprobs(bench: Bench, microbatches: int = 2) -> None:
     """Raises `Wrong` unless the adapter's log-probs of some rows are right."""
     adapter: Any = bench.adapter
-    rows = _some(bench)
+    rows = _some(bench, microbatches)
     _compare_logprobs(bench, rows, adapter.logprobs(rows))
 
 
-def _some(bench: Bench) -> Rows:
-    """Return rows of this replica, a drawn number of microbatches."""
-    number = bench.draw.sizes(1, bench.multiple, most=5)[0]
-    return bench.rows(bench.replica, bench.draw.number(1, 10**5), MICRO_BATCH * number)
+def _some(bench: Bench, microbatches: int) -> Rows:
+    """Return so many microbatches' rows of this replica."""
+    return bench.rows(bench.replica, bench.draw.number(1, 10**5), MICRO_BATCH * microbatches)
 
 
 def _compare_logprobs(bench: Bench, rows: Rows, found: Any) -> None:
