@@ -471,8 +471,7 @@ class Bench:
                 f"export() gives {len(given)} of {len(self.known)} parameters on all ranks "
                 f"together, and lacks {min(missing)}"
             )
-        if fault:
-            raise Wrong(f"export() gives other weights than the model has: {fault}")
+        self.stop_at(fault and f"export() gives other weights than the model has: {fault}")
 
     def _same(self, found: Mapping[str, Tensor], what: str) -> None:
         moved = [name for name, value in found.items() if not torch.equal(value, self.known[name])]
@@ -598,6 +597,12 @@ class Bench:
             if chunks is None or index in chunks
             for part in parts(chunk, self.layout)
         ]
+
+    def stop_at(self, fault: str | None) -> None:
+        """Raise `Wrong` on all ranks, which would wait for one alone, if one has a fault."""
+        faults = [each for each in self.told_by_all(fault) if each]
+        if faults:
+            raise Wrong(faults[0])
 
     def told_by_all(self, told: Any) -> list[Any]:
         """Gather a value of each rank, by rank. All ranks take part."""

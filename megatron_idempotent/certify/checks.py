@@ -291,12 +291,13 @@ def _some(bench: Bench, microbatches: int) -> Rows:
 
 
 def _compare_logprobs(bench: Bench, rows: Rows, found: Any) -> None:
-    if found is None:  # not on the last stage
-        return
-    right_N, found_N = (bench.predicted(rows, each) for each in (bench.logprobs(rows), found))
-    error = float((found_N - right_N).norm() / right_N.norm())
-    if not error <= bench.roundings:
-        raise Wrong(f"log-probs differ from the model's by {100 * error:.3g} % of their norm")
+    fault = None
+    if found is not None:  # on the last stage
+        right_N, found_N = (bench.predicted(rows, each) for each in (bench.logprobs(rows), found))
+        error = float((found_N - right_N).norm() / right_N.norm())
+        if not error <= bench.roundings:
+            fault = f"log-probs differ from the model's by {100 * error:.3g} % of their norm"
+    bench.stop_at(fault)
 
 
 @_check(

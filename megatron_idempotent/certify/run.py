@@ -52,7 +52,7 @@ class Result:
     fault: str = ""
     """The fault and the code that it is in, in one line; for `declared` what the adapter says."""
     seed: int = 0
-    """What sizes and places were drawn from."""
+    """The number that sizes and places were drawn from."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class How:
     stock: bool = False
     """True without this library's patches."""
     seed: int = 0
-    """What sizes and places are drawn from."""
+    """The number that sizes and places are drawn from."""
     thorough: bool = False
     """True for more draws."""
 
