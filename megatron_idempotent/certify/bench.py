@@ -6,6 +6,7 @@ Legend: B rows, T positions.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +22,24 @@ from megatron_idempotent.megatron import moe
 from megatron_idempotent.window.params import ensure_params_synced
 
 from . import experts, fsdp2, half, packs
+from .draws import Draw
+from .exports import compared
+from .forwards import Forwards
 from .layouts import EXPERTS, LAYERS, Layout
 from .losses import LOSSES
 from .memories import Memories
 from .oracle import MTP_FACTOR, Truth, Update, counted, negative_logprobs, truth_of
 from .parameters import Part, joined, parts, spread
-from .protocol import MICRO_BATCH, Adapter, Calls, Finished, Rows, Subject, Wrong
+from .protocol import (
+    MICRO_BATCH,
+    Adapter,
+    Calls,
+    Finished,
+    Rows,
+    Subject,
+    Wrong,
+    why_not,
+)
 from .seen import PacksSeen
 
 HEADS, T = tiny.HEADS, tiny.SEQUENCE
@@ -67,9 +80,14 @@ _LR_OF_EXPERTS = 0.005
 class Bench:
     """Holds one adapter around one model; `known` are the whole model's parameters as they are."""
 
-    def __init__(self, adapter: Adapter, layout: Layout) -> None:
+    def __init__(
+        self, adapter: Adapter, layout: Layout, *, draw: Draw | None = None, thorough: bool = False
+    ) -> None:
+        """Build the model and give it to the adapter; `draw` is the check's, equal on all ranks."""
         self.adapter = adapter
         self.layout = layout
+        self.draw = draw or Draw(0, layout.name)
+        self.thorough = thorough
         self.packs_seen: PacksSeen | None = None
         self.double, self.half = layout.dtype == "fp64", layout.dtype in _FINER
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -80,6 +98,7 @@ class Bench:
         self.update = Update(kind, lr=self._rate, **options)
         self.adapter.build(self.subject)
         self.memories = Memories(self.subject)
+        self._forwards_of: tuple[Any, Forwards] | None = None
         self.known = self.whole()
         self.of_bound = 0.0
         """The largest part of its bound that an error had so far."""
@@ -206,13 +225,76 @@ class Bench:
         rows["token_mask"][2, T // 4 : T // 2] = 0
         return packs.shorten(rows, lengths)
 
+    def sparse(self, replica: int, seed: int, number: int, share: float) -> dict[str, Any]:
+        """Return rows in which about such a share of positions counts, two of each row at least.
+
+        Some rows do not count. In a layout of packs lengths are from 3 to T.
+        """
+        rows = self.rows(replica, seed, number)
+        generator = torch.Generator().manual_seed(1000 * seed + replica + 500)
+        keep_BT = torch.rand(number, T, generator=generator) < share
+        keep_BT[:, 1:3] = True  # an MTP layer has something to predict, too
+        rows["token_mask"][:] = keep_BT.to(rows["token_mask"])
+        drop_B = torch.rand(number, generator=generator) < 0.2
+        drop_B[::MICRO_BATCH] = False  # something counts in each microbatch
+        rows["sample_mask"][drop_B.to(rows["sample_mask"].device)] = 0
+        if not self.layout.packs:
+            return rows
+        lengths = torch.randint(3, T + 1, (number,), generator=generator).tolist()
+        return packs.shorten(rows, lengths)
+
+    def declares(self, check: str) -> bool:
+        """Return whether the adapter does not promise a check on this layout."""
+        return why_not(getattr(self.adapter, "cannot", {}), check, self.layout) is not None
+
+    @property
+    def multiple(self) -> int:
+        """The number that a call's microbatches are a multiple of: an interleaved pipeline's."""
+        return self.layout.sizes["pp"] if self.layout.sizes["vpp"] > 1 else 1
+
+    @property
+    def seat(self) -> tuple[int, int, bool]:
+        """The rank's replica and pipeline stage, and whether it computes the loss."""
+        if self.layout.fsdp2:
+            return self.replica, 0, True
+        from megatron.core import parallel_state as ps
+
+        stage = int(ps.get_pipeline_model_parallel_rank())
+        return self.replica, stage, stage == self.layout.sizes["pp"] - 1
+
+    @property
+    def fails_within_model(self) -> bool:
+        """True if a failure in the model of a replica can be carried, and is not in a collective.
+
+        Replicas that share experts or shards meet in the model.
+        """
+        return not self.layout.fsdp2 and self.layout.sizes["ep"] == 1
+
+    @property
+    def forwards(self) -> Forwards:
+        """Returns what watches the chunks' forwards; another one after another model was made."""
+        if self._forwards_of is None or self._forwards_of[0] is not self.subject:
+            self._forwards_of = self.subject, Forwards(self.subject.chunks)
+        return self._forwards_of[1]
+
     def take(self, calls_of: Calls, *, between: Callable[[], None] | None = None) -> None:
         """Take a step, and hold it to the definition over the rows of all replicas.
 
-        `between` is called before each microbatch and after the last. A rank on which anything
-        raises aborts, or the others would wait.
+        `between` is called before each microbatch and after the last.
+        """
+        self.expect(self.step(calls_of, between=between), self.everybody(calls_of))
+
+    def everybody(self, calls_of: Calls) -> list[Rows]:
+        """Return the rows of all replicas and calls."""
+        return [rows for one in range(self.layout.replicas) for rows in calls_of(one)]
+
+    def step(self, calls_of: Calls, *, between: Callable[[], None] | None = None) -> Finished:
+        """Take a step, and look at nothing. A rank on which anything raises aborts.
+
+        Otherwise the others would wait.
         """
         adapter = self.adapter
+        _ = self.forwards
         try:
             adapter.begin()
             for rows in calls_of(self.replica):
@@ -221,30 +303,79 @@ class Bench:
                 adapter.microbatch(rows)
             if between is not None:
                 between()
-            finished = adapter.finish()
-        except Exception:
+            return adapter.finish()
+        except Exception as error:
             adapter.abort()
+            self._refuse_clipping(error)
             raise
-        replicas = range(self.layout.replicas)
-        self.expect(finished, [rows for replica in replicas for rows in calls_of(replica)])
 
-    def expect(self, finished: Finished, everybody: Sequence[Rows]) -> None:
+    def unwatched(self, steps: Sequence[Calls]) -> None:
+        """Take steps, and hold each to its definition after the last of them.
+
+        What a step has made is what the next one's forward computes with. Nobody has looked at it
+        until then, because to look is to wait for the gathers that the framework has to wait for.
+        """
+        if self.layout.fsdp2 or self.packs_seen is not None:
+            # Nothing is pending between FSDP2's steps; packs are those of one step at a time.
+            for calls_of in steps:
+                self.take(calls_of)
+            return
+        before: list[list[Part]] = []
+        finished = []
+        for calls_of in steps:
+            used: list[Part] = []
+            with self.forwards.reading(functools.partial(self._copy_chunk, used)):
+                finished.append(self.step(calls_of))
+            before.append(used)
+        seen = [{part.name for part in used} for used in before]
+        whole = {part.name for part in self._own_parts(synced=False)}
+        if not all(self.told_by_all(all(names == whole for names in seen))):
+            return  # the adapter has forwards of its own, which are not seen
+        self._same(self.whole(before[0]), "a look at what the first forward has computed with")
+        for index, calls_of in enumerate(steps):
+            found = self.whole(before[index + 1] if index + 1 < len(before) else None)
+            self.expect(finished[index], self.everybody(calls_of), found=found)
+
+    def _copy_chunk(self, to: list[Part], chunk: int) -> None:
+        to += self._own_parts(synced=False, chunks=[chunk])
+
+    def expect(
+        self,
+        finished: Finished,
+        everybody: Sequence[Rows],
+        *,
+        found: dict[str, Tensor] | None = None,
+    ) -> None:
         """Hold a finished step to its definition over the rows of all replicas.
+
+        `found` is what it has made of the whole model; None to look at it now. A step in which
+        nothing counts has a gradient of zero, and may be skipped.
 
         Raises:
             Wrong: parameters, norm or loss differ by more than roundings can explain.
         """
         truth = self._truth(everybody)
+        if not truth.count and not finished.updated:
+            self.unchanged("a step that was skipped")
+            return
         still = self.update.without(self.known)
         wanted = self.update.next(self.known, truth.gradient)
         if not finished.updated:
             raise Wrong("finish() says that it has not updated")
-        found = self.whole()
-        self._compare_parameters(found, wanted, still, truth)
+        if self.forwards.evaluated is not None:
+            raise Wrong(
+                f"the step trains in eval mode: {self.forwards.evaluated} was left in it, in which "
+                "dropout is off; call train() before the forward"
+            )
+        if found is None:
+            found = self.whole()
+        self._compare_parameters(found, wanted, still, truth, finished)
         allowed = self.tolerance(truth)
+        # A mean over nothing is no number.
+        loss = finished.loss if truth.count else None
         for name, value, right in (
             ("gradient norm", finished.grad_norm, truth.grad_norm),
-            ("loss", finished.loss, truth.loss),
+            ("loss", loss, truth.loss),
         ):
             if value is not None and not self._within(abs(value - right), allowed * abs(right)):
                 raise Wrong(f"finish() reports the {name} {value:.6g}; {right:.6g} is right")
@@ -316,12 +447,33 @@ class Bench:
         found = hashlib.sha256()
         for name in sorted(self.known):
             found.update(name.encode())
-            found.update(self.known[name].contiguous().view(torch.uint8).numpy().tobytes())
+            found.update(_bits(self.known[name]).numpy().tobytes())
         return found.hexdigest()[:16]
 
     def unchanged(self, what: str) -> None:
         """Raise `Wrong` unless the parameters are the same bits as before."""
-        found = self.whole()
+        self._same(self.whole(), what)
+
+    def hold_export(self, exported: Any) -> None:
+        """Hold what an export has returned to the model's parameters, as they are.
+
+        Raises:
+            Wrong: other values, or none where all other ranks have none either.
+        """
+        if exported is None:
+            exported = getattr(self.adapter, "exported", None)
+        names, fault = compared(exported, self._own_parts(synced=False), self.known)
+        told = self.told_by_all((names, isinstance(exported, (Mapping, list, tuple))))
+        given = set[str]().union(*(each for each, _ in told))
+        # One rank may export for all. What holds no tensors, such as a path, is not compared.
+        if any(container for _, container in told) and (missing := self.known.keys() - given):
+            raise Wrong(
+                f"export() gives {len(given)} of {len(self.known)} parameters on all ranks "
+                f"together, and lacks {min(missing)}"
+            )
+        self.stop_at(fault and f"export() gives other weights than the model has: {fault}")
+
+    def _same(self, found: Mapping[str, Tensor], what: str) -> None:
         moved = [name for name, value in found.items() if not torch.equal(value, self.known[name])]
         if moved:
             raise Wrong(f"{what} has changed {len(moved)} parameters, the first is {moved[0]}")
@@ -332,6 +484,7 @@ class Bench:
         wanted: Mapping[str, Tensor],
         still: Mapping[str, Tensor],
         truth: Truth,
+        finished: Finished,
     ) -> None:
         """Compare what this step's gradient did; the moments of earlier ones lead to `still`."""
         names = list(wanted)
@@ -349,12 +502,18 @@ class Bench:
             return
         if not torch.isfinite(moved).all():
             raise Wrong("parameters are NaN or infinite after the step")
+        if not size:
+            raise Wrong("nothing counts in the step, and its gradient is not zero")
+        self._refuse_clipping(None)
         if not between(found, self.known).any():
             raise Wrong("the step has moved no parameter")
         factor = float(moved @ right) / size**2
         near = max(0.01, self.tolerance(truth))
-        if float((moved - factor * right).norm()) <= near * abs(factor) * size:
-            raise Wrong(f"the gradient is {factor:.4g} times the right one")
+        rest = float((moved - factor * right).norm())
+        # The factor has to be what is wrong, and not beside other errors of its size.
+        if rest <= near * abs(factor) * size and rest < error / 2:
+            clipped = self._clipped(finished, truth, factor)
+            raise Wrong(f"the gradient is {factor:.4g} times the right one{clipped}")
         blame = [
             name
             for name in names
@@ -364,27 +523,52 @@ class Bench:
         where = "everywhere" if len(blame) > len(names) // 2 else f"in {', '.join(blame[:3])}"
         raise Wrong(f"the gradient is off by {100 * error / size:.3g} % of its norm, {where}")
 
+    def _clipped(self, finished: Finished, truth: Truth, factor: float) -> str:
+        """Returns what to say of a gradient that is too small, if its reported norm is right."""
+        norm = finished.grad_norm
+        if not 0 < factor < 1 or norm is None:
+            return ""
+        if abs(norm - truth.grad_norm) > self.tolerance(truth) * truth.grad_norm:
+            return ""
+        return (
+            f", and the norm that finish() reports is right; if the step clips to "
+            f"{factor * norm:.3g}, build it without clipping, which certify does not judge"
+        )
+
+    def _refuse_clipping(self, cause: BaseException | None) -> None:
+        """Raise `Wrong` if Megatron's optimizer is set to clip, which it does in float32 alone."""
+        inner = getattr(self.subject.optimizer, "chained_optimizers", [self.subject.optimizer])
+        for one in inner:
+            limit = getattr(getattr(one, "config", None), "clip_grad", 0.0)
+            if limit:
+                raise Wrong(
+                    f"the optimizer is set to clip gradients (clip_grad is {limit:g}): certify "
+                    "judges the gradient itself, so build the step with clip_grad=0.0"
+                ) from cause
+
     def _within(self, error: float, bound: float) -> bool:
         if not error <= bound:  # nor if it is NaN
             return False
         self.of_bound = max(self.of_bound, error / bound if bound else 0.0)
         return True
 
-    def whole(self) -> dict[str, Tensor]:
+    def whole(self, own: Sequence[Part] | None = None) -> dict[str, Tensor]:
         """Gather the whole model's parameters by Megatron's names. All ranks take part.
 
-        In bfloat16 these are the main parameters, and the model's are held to them.
+        `own` is what this rank has of it; None for what it has now. In bfloat16 these are the main
+        parameters, and the model's are held to them.
 
         Raises:
             Wrong: two replicas have different bits.
         """
-        everybody = self.told_by_all(self._own_parts())
+        everybody = self.told_by_all(self._own_parts() if own is None else own)
         found: dict[str, dict[int, Part]] = {}
         shards: dict[tuple[str, int], list[half.Main]] = {}
         for rank, theirs in enumerate(everybody):
             for part in theirs:
                 known = found.setdefault(part.name, {}).setdefault(part.rank, part)
-                if not torch.equal(known.value, part.value):
+                # As bits: NaN is no other value than NaN.
+                if not torch.equal(_bits(known.value), _bits(part.value)):
                     raise Wrong(f"rank {rank} has other bits in {part.name} than its replica")
                 if part.main is not None:
                     shards.setdefault((part.name, part.rank), []).append(part.main)
@@ -395,27 +579,40 @@ class Bench:
                     of_rank[rank] = dataclasses.replace(part, value=main)
         return {name: joined(list(of_rank.values())) for name, of_rank in found.items()}
 
-    def _own_parts(self) -> list[Part]:
+    def _own_parts(self, *, synced: bool = True, chunks: Sequence[int] | None = None) -> list[Part]:
+        """Copy what this rank has of these chunks; `synced` waits for gathers under way."""
         if self.layout.fsdp2:
             return [
                 Part(name=name, dimension=0, rank=self.rank, size=self.ranks, value=shard)
                 for name, shard in fsdp2.shards(self.sharded).items()
             ]
-        ensure_params_synced(self.model.chunks)
+        if synced:
+            ensure_params_synced(self.model.chunks)
         mains = half.mains_of(self.model.optimizer) if self.half else {}
         return [
             dataclasses.replace(
                 part, value=part.value.detach().cpu().clone(), main=mains.get(part.value)
             )
-            for chunk in self.model.chunks
+            for index, chunk in enumerate(self.model.chunks)
+            if chunks is None or index in chunks
             for part in parts(chunk, self.layout)
         ]
+
+    def stop_at(self, fault: str | None) -> None:
+        """Raise `Wrong` on all ranks, which would wait for one alone, if one has a fault."""
+        faults = [each for each in self.told_by_all(fault) if each]
+        if faults:
+            raise Wrong(faults[0])
 
     def told_by_all(self, told: Any) -> list[Any]:
         """Gather a value of each rank, by rank. All ranks take part."""
         everybody: list[Any] = [None] * self.ranks
         dist.all_gather_object(everybody, told, group=self._group)
         return everybody
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.contiguous().view(torch.uint8)
 
 
 def forward(chunk: Any, rows: Rows) -> Tensor:

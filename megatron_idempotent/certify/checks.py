@@ -10,8 +10,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from .draws import CALLS
 from .protocol import MICRO_BATCH, Calls, Finished, Rows, Wrong
 
 if TYPE_CHECKING:
@@ -165,6 +166,85 @@ def replica_without_rows(bench: Bench) -> None:
 
 
 @_check(
+    "steps of drawn sizes are right: up to 7 calls of up to 9 microbatches, odd, empty, uneven",
+    hazards=("deferred-reduction-refused", "second-window-not-reduced"),
+)
+def drawn_sizes(bench: Bench) -> None:
+    for _ in range(4 if bench.thorough else 1):
+        # Calls without rows, the first or the last, and one in between; a full step comes after.
+        first, last = bench.draw.shuffled((0, -1))
+        bench.take(_drawn(bench, bench.draw.number(2, 3), empty=(first,)))
+        calls = bench.draw.shuffled((4, 6))[0]  # CALLS is odd
+        bench.take(_drawn(bench, calls, empty=(last, bench.draw.number(1, calls - 2))))
+        bench.take(_drawn(bench, CALLS))
+
+
+def _drawn(bench: Bench, calls: int, *, empty: Sequence[int] = ()) -> Calls:
+    """Draw a step of so many calls, in which replicas differ and calls are empty, if they may."""
+    draw, replicas = bench.draw, range(bench.layout.replicas)
+    sizes_of = [draw.sizes(calls, bench.multiple) for _ in replicas]
+    if not bench.declares("replica-without-rows"):
+        for call in empty:
+            for sizes in sizes_of[draw.number(0, len(replicas) - 1) :]:  # of some, or of all
+                sizes[call] = 0
+    if bench.declares("uneven-replicas"):
+        sizes_of = [sizes_of[-1]] * len(replicas)
+    seeds = [draw.number(1, 10**6) for _ in range(calls)]
+    # Calls of few positions beside calls of many: the mean of calls is far from the mean then.
+    shares_of = [
+        [draw.share(*each) for each in draw.dealt(((0.03, 0.2), (0.8, 1.0)), calls)]
+        for _ in replicas
+    ]
+    return lambda replica: [
+        bench.sparse(replica, seed, MICRO_BATCH * number, share)
+        for seed, number, share in zip(seeds, sizes_of[replica], shares_of[replica], strict=True)
+    ]
+
+
+@_check("where nothing of a microbatch, a call, a replica or a step counts, nothing becomes NaN")
+def nothing_valid(bench: Bench) -> None:
+    size = MICRO_BATCH * bench.multiple
+
+    def masked(empty: Callable[[int, int], slice], seed: int) -> Calls:
+        def calls(replica: int) -> list[Rows]:
+            made = _of(bench, seed, 2 * size, 2 * size)(replica)
+            for call, rows in enumerate(made):
+                # Frameworks differ in whether a sequence counts of which no position does.
+                name = "token_mask" if seed % 2 and not by_sequence else "sample_mask"
+                rows[name][empty(replica, call)] = 0
+            return made
+
+        return calls
+
+    by_sequence = bench.layout.loss_kind == "sequence"
+    none, every, first = slice(0), slice(None), slice(size)
+    places: list[Callable[[int, int], slice]] = [
+        lambda replica, call: (none, first)[call],
+        lambda replica, call: (every, none)[call],
+    ]
+    if bench.layout.replicas > 1:
+        places.append(lambda replica, call: none if replica else every)
+    if not bench.layout.auxiliary:  # they count, and are divided by what does
+        places += [lambda replica, call: every] * 2
+    start = bench.draw.number(1, 10**5)
+    for seed, place in enumerate([*bench.draw.shuffled(places), places[0]], start):
+        bench.take(masked(place, seed))
+
+
+@_check(
+    "steps are right if nobody looks at the parameters before the last of them is done",
+    hazards=("params-stale-after-step", "pending-gather-dropped"),
+)
+def unwatched_steps(bench: Bench) -> None:
+    draw = bench.draw
+    steps = []
+    for seed in range(12 if bench.thorough else 5):
+        sizes = draw.sizes(draw.number(1, 3), bench.multiple, most=2)
+        steps.append(_of(bench, seed, *(MICRO_BATCH * size for size in sizes)))
+    bench.unwatched(steps)
+
+
+@_check(
     "auxiliary losses count by the tokens, or sequences, of their microbatches, in any calls",
     hazards=("chained-calls-weigh-losses", "aux-loss-scale-left-set"),
     auxiliary=True,
@@ -186,37 +266,60 @@ def auxiliary_losses(bench: Bench) -> None:
     hazards=("offload-plan-mislearned",),
 )
 def logprobs_in_mid_step(bench: Bench) -> None:
-    for seed in range(2):
-        bench.take(_of(bench, seed, CALL), between=lambda: _hold_logprobs(bench))
+    adapter: Any = bench.adapter
+    first, second = (_of(bench, seed, CALL) for seed in range(2))
+    # The looks of a step are at other rows, of the same number.
+    here, there = (bench.draw.sizes(1, bench.multiple, most=5)[0] for _ in range(2))
+    finished = bench.step(first, between=lambda: _hold_logprobs(bench, here))
+    rows = _some(bench, here)
+    found = adapter.logprobs(rows)  # before anybody looks
+    bench.expect(finished, bench.everybody(first))
+    _compare_logprobs(bench, rows, found)
+    bench.take(second, between=lambda: _hold_logprobs(bench, there))
 
 
-def _hold_logprobs(bench: Bench) -> None:
+def _hold_logprobs(bench: Bench, microbatches: int = 2) -> None:
     """Raises `Wrong` unless the adapter's log-probs of some rows are right."""
     adapter: Any = bench.adapter
-    rows = bench.rows(bench.replica, 70, CALL)
-    found = adapter.logprobs(rows)
-    if found is None:  # not on the last stage
-        return
-    right_N, found_N = (bench.predicted(rows, each) for each in (bench.logprobs(rows), found))
-    error = float((found_N - right_N).norm() / right_N.norm())
-    if not error <= bench.roundings:
-        raise Wrong(f"log-probs differ from the model's by {100 * error:.3g} % of their norm")
+    rows = _some(bench, microbatches)
+    _compare_logprobs(bench, rows, adapter.logprobs(rows))
+
+
+def _some(bench: Bench, microbatches: int) -> Rows:
+    """Return so many microbatches' rows of this replica."""
+    return bench.rows(bench.replica, bench.draw.number(1, 10**5), MICRO_BATCH * microbatches)
+
+
+def _compare_logprobs(bench: Bench, rows: Rows, found: Any) -> None:
+    fault = None
+    if found is not None:  # on the last stage
+        right_N, found_N = (bench.predicted(rows, each) for each in (bench.logprobs(rows), found))
+        error = float((found_N - right_N).norm() / right_N.norm())
+        if not error <= bench.roundings:
+            fault = f"log-probs differ from the model's by {100 * error:.3g} % of their norm"
+    bench.stop_at(fault)
 
 
 @_check(
-    "an export in an open step changes nothing",
+    "an export in an open step has the model's values, and changes nothing",
     needs=("export",),
     hazards=("params-stale-after-step", "pending-gather-dropped"),
 )
 def export_in_mid_step(bench: Bench) -> None:
     adapter: Any = bench.adapter
+    first, second = (_of(bench, seed, CALL) for seed in range(2))
+    unseen: list[Finished] = []
 
     def export() -> None:
-        adapter.export()
+        exported = adapter.export()
+        if unseen:  # the export is of a step at which nobody has looked
+            bench.expect(unseen.pop(), bench.everybody(first))
         bench.unchanged("a step that has not finished")
+        bench.hold_export(exported)
 
-    for seed in range(2):
-        bench.take(_of(bench, seed, CALL), between=export)
+    unseen_after = bench.step(first, between=export)
+    unseen.append(unseen_after)
+    bench.take(second, between=export)
 
 
 @_check(
@@ -226,10 +329,10 @@ def export_in_mid_step(bench: Bench) -> None:
 def abort_and_retry(bench: Bench) -> None:
     adapter = bench.adapter
     whole_step(bench)
-    for calls in range(2):
+    for calls in (0, 1, bench.draw.number(2, CALLS)):
         adapter.begin()
-        for call in range(calls):
-            adapter.microbatch(bench.rows(bench.replica, 50 + call, CALL))
+        for call, size in enumerate(bench.draw.sizes(calls, bench.multiple, most=3)):
+            adapter.microbatch(bench.rows(bench.replica, 50 + call, MICRO_BATCH * size))
         adapter.abort()
         bench.unchanged("abort()")
         bench.take(_of(bench, 60 + calls, 2 * CALL))
@@ -250,49 +353,155 @@ def _or_aborted(bench: Bench, step: Callable[[], Finished]) -> tuple[str | None,
 
 
 @_check(
-    "a loss that raises on one rank stops all, and the next step is right",
+    "a failure on one rank, in any call and microbatch, stops all, and the next step is right",
     hazards=("first-window-aborted",),
 )
 def failure_on_one_rank(bench: Bench) -> None:
+    for failure in _failures(bench):
+        _fail(bench, failure)
+        bench.take(_of(bench, bench.draw.number(1, 10**5), CALL))
+
+
+_Where = Literal["loss", "forward", "backward"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Failure:
+    """Says where a step fails."""
+
+    ranks: tuple[int, ...]
+    where: _Where
+    sizes: tuple[int, ...]
+    """Microbatches of each call."""
+    call: int
+    microbatch: int
+    """Microbatches of the call before the one that fails."""
+
+    def __str__(self) -> str:
+        place = f"of microbatch {self.microbatch + 1} in call {self.call + 1} of {len(self.sizes)}"
+        return f"the {self.where} {place} failed on rank {', '.join(map(str, self.ranks))}"
+
+
+def _failures(bench: Bench) -> list[_Failure]:
+    """Deal out failures: of the loss on each rank that has one, and in the model on others too."""
+    draw, times = bench.draw, 3 if bench.thorough else 1
+    places: dict[tuple[int, int], list[int]] = {}
+    losses = []
+    for rank, (replica, stage, last) in enumerate(bench.told_by_all(bench.seat)):
+        places.setdefault((replica, stage), []).append(rank)
+        losses += [rank] if last else []
+    # A framework that drops no open step keeps a step's earlier calls.
+    keeps = bench.declares("abort-and-retry")
+    number = max(2, len(losses)) * times
+    ranks = draw.dealt(losses, number)
+    found = [
+        _failure(bench, [rank], "loss", later_call=later and not keeps)
+        for rank, later in zip(ranks, draw.dealt((True, False), number), strict=True)
+    ]
+    if bench.fails_within_model:
+        kinds: list[Any] = draw.dealt(("forward", "backward"), max(2, len(places) // 2) * times)
+        found += [
+            _failure(bench, place, kind, later_call=later and not keeps)
+            for kind, place, later in zip(
+                kinds,
+                draw.dealt(list(places.values()), len(kinds)),
+                draw.dealt((True, False), len(kinds)),
+                strict=True,
+            )
+        ]
+    return draw.shuffled(found)
+
+
+def _failure(bench: Bench, ranks: Sequence[int], where: _Where, *, later_call: bool) -> _Failure:
+    """Draw the sizes of a step that fails, and in which microbatch.
+
+    A loss fails in the first one of a call, as adapters have it, and a model after others.
+    """
+    draw = bench.draw
+    calls = draw.number(2, 4) if later_call else 1
+    sizes = [max(2, each) for each in draw.sizes(calls, bench.multiple, most=3)]
+    call = draw.number(1, calls - 1) if later_call else 0
+    return _Failure(
+        ranks=tuple(ranks),
+        where=where,
+        sizes=tuple(sizes),
+        call=call,
+        microbatch=0 if where == "loss" else draw.number(1, sizes[call] - 1),
+    )
+
+
+def _fail(bench: Bench, failure: _Failure) -> None:
+    """Take a step that fails so, and hold all ranks to raising and to dropping it."""
     adapter = bench.adapter
-    last = bench.ranks - 1  # on the last stage, which computes the loss
+    seed = bench.draw.number(1, 10**5)
+    calls_of = _of(bench, seed, *(MICRO_BATCH * size for size in failure.sizes))
+    fails = bench.rank in failure.ranks
 
     def step() -> Finished:
         adapter.begin()
-        adapter.microbatch(bench.rows(bench.replica, 0, CALL), fail=bench.rank == last)
+        for call, rows in enumerate(calls_of(bench.replica)):
+            loss = fails and failure.where == "loss" and call == failure.call
+            adapter.microbatch(rows, fail=loss)
         return adapter.finish()
 
-    raised, _ = _or_aborted(bench, step)
-    told = bench.told_by_all(raised)
-    calm = [rank for rank, each in enumerate(told) if each is None]
+    if failure.where == "loss":
+        raised, finished = _or_aborted(bench, step)
+        met = fails
+    else:
+        before = sum(failure.sizes[: failure.call]) + failure.microbatch
+        with bench.forwards.failing(before if fails else None, failure.where):
+            raised, finished = _or_aborted(bench, step)
+        met = bench.forwards.met
+    told = bench.told_by_all((raised, met))
+    if finished is not None and not any(met for _, met in told):
+        # The adapter runs other microbatches, or none by the chunk's own forward.
+        bench.expect(finished, bench.everybody(calls_of))
+        return
+    calm = [rank for rank, (each, _) in enumerate(told) if each is None]
     if calm:
-        raise Wrong(
-            f"the loss of rank {last} failed ({told[last]}), and rank {calm[0]} finished the step"
-        )
+        said = next((told[rank][0] for rank in failure.ranks if told[rank][0]), "nothing raised")
+        raise Wrong(f"{failure} ({said}), and rank {calm[0]} finished the step")
     bench.unchanged("a step that failed")
-    bench.take(_of(bench, 1, CALL))
 
 
-@_check("no rank updates with a NaN, and the next step is right")
+@_check("no rank updates with a NaN in any call and replica, and the next step is right")
 def nan(bench: Bench) -> None:
-    adapter = bench.adapter
+    draw, times = bench.draw, 3 if bench.thorough else 1
+    # In the first and in a later call of each replica, in any microbatch.
+    for replica, later in draw.shuffled(
+        [(one, later) for one in range(bench.layout.replicas) for later in (False, True)] * times
+    ):
+        calls = draw.number(2, 4) if later else 1
+        call = draw.number(1, calls - 1) if later else 0
+        _not_a_number(bench, replica, calls, call)
+        bench.take(_of(bench, draw.number(1, 10**5), CALL))
+
+
+def _not_a_number(bench: Bench, replica: int, calls: int, call: int) -> None:
+    """Take a step with a NaN in one call of one replica, and hold all ranks to not updating."""
+    adapter, draw = bench.adapter, bench.draw
+    sizes = [max(2, size) for size in draw.sizes(calls, bench.multiple, most=3)]
+    calls_of = _of(bench, draw.number(1, 10**5), *(MICRO_BATCH * size for size in sizes))
+    # In later calls not in the first microbatch, which may be all that is looked at.
+    row = draw.number(MICRO_BATCH if call else 0, MICRO_BATCH * sizes[call] - 1)
 
     def step() -> Finished:
-        rows = bench.rows(bench.replica, 0, CALL)
-        if bench.replica == 0:
-            rows["scale"][0] = math.nan
+        made = calls_of(bench.replica)
+        if bench.replica == replica:
+            made[call]["scale"][row] = math.nan
         adapter.begin()
-        adapter.microbatch(rows)
+        for rows in made:
+            adapter.microbatch(rows)
         return adapter.finish()
 
     raised, finished = _or_aborted(bench, step)
     told = bench.told_by_all((raised, finished is not None and finished.updated))
+    place = f"a loss of replica {replica} is NaN, in call {call + 1} of {calls}"
     if any(updated for _, updated in told):
-        raise Wrong("a loss of one replica is NaN, and the step updated all the same")
+        raise Wrong(f"{place}, and the step updated all the same")
     if len({error is None for error, _ in told}) > 1:
-        raise Wrong("a loss of one replica is NaN, and some ranks raised while others went on")
+        raise Wrong(f"{place}, and some ranks raised while others went on")
     bench.unchanged("a step with a NaN")
-    bench.take(_of(bench, 1, CALL))
 
 
 @_check(

@@ -232,7 +232,10 @@ def _share_experts(name: str, sizes: dict[str, int], flags: set[str], seen: set[
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         name: layout(name)
-        for name in ("dp2", "dp2-distopt", "dp2-packs", "tp2", "pp2", "vpp2", "dp2-pp2")
+        for name in (
+            *("dp2", "dp2-distopt", "dp2-packs", "tp2", "pp2", "vpp2", "dp2-pp2"),
+            *("dp2-moe", "tied-pp2", "dp2-bf16"),
+        )
     }
 )
 """The layouts that are certified unless others are asked for, by name. All have one GPT of four

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if os.getcwd() not in sys.path:  # as `python -m` does, for an adapter in this folder
         sys.path.insert(0, os.getcwd())
+    seed = secrets.randbelow(10**6) if options.seed is None else options.seed
     results = []
     try:
         for result in certify(
@@ -42,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
             layouts=grid() if options.grid else options.layout,
             stock=options.stock,
             declared=options.declared,
+            seed=seed,
+            thorough=options.thorough,
         ):
             results.append(result)
             if sys.stderr.isatty():
@@ -88,6 +92,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stock", action="store_true", help="without this library's patches")
     parser.add_argument(
         "--declared", action="store_true", help="also run what the adapter says that it cannot do"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="draw sizes and places of failures from this number, which the report of a run prints",
+    )
+    parser.add_argument(
+        "--thorough", action="store_true", help="more draws, in several times the time"
     )
     parser.add_argument("--list", action="store_true", help="print checks and layouts, run nothing")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .layouts import LossKind
+from .layouts import Layout, LossKind
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +95,12 @@ class Finished:
     auxiliary losses; None if it does not tell."""
 
 
+def why_not(cannot: Mapping[str, str], check: str, layout: Layout) -> str | None:
+    """Return why an adapter does not promise a check on a layout; None if it does."""
+    names = [check, *(f"{check}/{word}" for word in sorted(layout.words))]
+    return next((cannot[name] for name in names if name in cannot), None)
+
+
 Calls = Callable[[int], list[Rows]]
 """A function of a replica's number that returns the rows of each of its calls in a step."""
 
@@ -103,24 +109,24 @@ class Adapter(Protocol):
     """Drives a framework's training step on one rank; all ranks call the same methods in order.
 
     An adapter may also have `logprobs(rows)`, the log-probability [B, T] of the token after each
-    position on ranks of the last stage, and None on others; `export()`, which returns or sets
-    nothing that the step depends on; `save()`, a dictionary of all that a later process needs, and
-    `load(state)`, called right after `build`; `offload()`, which moves parameters, gradient buffers
-    and optimizer state to the host or frees them, as colocated frameworks do while engines sample,
-    and `onload(training=True)`, which brings all of it back, or with `training=False` at least what
-    log-probs read; an open step may keep its gradients or refuse; `tenant(name)`, which returns an
-    adapter of the same kind, not built yet, for one of several sets of trained parameters over one
-    frozen base. Each gets a `Subject` of its own, with its own DDP and optimizer over the same
-    modules, and steps of two of them may be open together. Checks that need what it lacks
-    are not made. A class attribute `config_overrides` has fields of `TransformerConfig` that the
-    framework sets. With a class attribute `packs = True` it trains on packs of rows that have
-    `lengths`: it makes packs of them with the framework's own code, and gives those to the chunk or
-    to `Subject.forward`. Without, layouts of packs are not judged. With `sequences = True` it also
-    trains on a loss that is a mean over sequences, where `Subject.loss_kind` asks for it; without,
-    layouts with `sequences` are not judged. With `balance_mean = True` experts' loss is a mean over
-    all positions of the step, whether they count or not. With `order_stable = True` it promises
-    that the same rows, in the same microbatches, give the same bits. With `fsdp2 = True` it trains
-    FSDP2 models, and no others.
+    position on ranks of the last stage, and None on others; `export()`, which returns the
+    parameters, or sets them as `exported`, and changes nothing that the step depends on; `save()`,
+    a dictionary of all that a later process needs, and `load(state)`, called right after `build`;
+    `offload()`, which moves parameters, gradient buffers and optimizer state to the host or frees
+    them, as colocated frameworks do while engines sample, and `onload(training=True)`, which brings
+    all of it back, or with `training=False` at least what log-probs read; an open step may keep its
+    gradients or refuse; `tenant(name)`, which returns an adapter of the same kind, not built yet,
+    for one of several sets of trained parameters over one frozen base. Each gets a `Subject` of its
+    own, with its own DDP and optimizer over the same modules, and steps of two of them may be open
+    together. Checks that need what it lacks are not made. A class attribute `config_overrides` has
+    fields of `TransformerConfig` that the framework sets. With a class attribute `packs = True` it
+    trains on packs of rows that have `lengths`: it makes packs of them with the framework's own
+    code, and gives those to the chunk or to `Subject.forward`. Without, layouts of packs are not
+    judged. With `sequences = True` it also trains on a loss that is a mean over sequences, where
+    `Subject.loss_kind` asks for it; without, layouts with `sequences` are not judged. With
+    `balance_mean = True` experts' loss is a mean over all positions of the step, whether they count
+    or not. With `order_stable = True` it promises that the same rows, in the same microbatches,
+    give the same bits. With `fsdp2 = True` it trains FSDP2 models, and no others.
     """
 
     cannot: Mapping[str, str]

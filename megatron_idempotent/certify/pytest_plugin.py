@@ -5,6 +5,7 @@ Every pytest run loads this where the package is installed, so it imports nothin
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,10 +15,17 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("megatron").addoption(
+    group = parser.getgroup("megatron")
+    group.addoption(
         "--certify",
         metavar="PACKAGE.MODULE:CLASS",
         help="also run the checks of megatron_idempotent.certify on this adapter",
+    )
+    group.addoption(
+        "--certify-seed",
+        type=int,
+        metavar="N",
+        help="draw the sizes of --certify from this number; a run's report has the one it drew",
     )
 
 
@@ -35,7 +43,10 @@ def pytest_collection_modifyitems(
 
     pool = RankPool(max(each.ranks for each in LAYOUTS.values()))
     config.add_cleanup(pool.close)
-    certification = Certification(adapter, pool)
+    seed = config.getoption("--certify-seed")
+    if seed is None:
+        seed = secrets.randbelow(10**6)
+    certification = Certification(adapter, pool, seed=seed)
     items += [
         CertifyItem.from_parent(
             session,
@@ -63,7 +74,7 @@ class CertifyItem(pytest.Item):
     def runtest(self) -> None:
         result = self._certification.judge(self._check, self._layout)
         if result.verdict == "failed":
-            pytest.fail(result.fault, pytrace=False)
+            pytest.fail(f"{result.fault} (--certify-seed {result.seed})", pytrace=False)
         if result.verdict != "passed":
             pytest.skip(f"{result.verdict}: {result.fault}" if result.fault else result.verdict)
 

@@ -17,14 +17,17 @@ from megatron_idempotent.cpu import RankError, RankPool, RankTimeout
 from megatron_idempotent.patching.source import locate
 
 from .checks import CHECKS, Check
+from .draws import Draw
 from .layouts import KINDS, LAYOUTS, Layout
 from .layouts import layout as named
-from .protocol import Wrong
+from .protocol import Wrong, why_not
 
 Verdict = Literal["passed", "failed", "declared", "not offered", "not judged"]
 
 DEADLINE_S = 60.0
-"""The most seconds for one check, which takes about one; one that takes longer has hung."""
+"""The most seconds for one check, which takes a few; one that takes longer has hung.
+
+With `thorough` it is four times as much."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +51,20 @@ class Result:
     """A digest of the parameters after the steps of `same-bits`."""
     fault: str = ""
     """The fault and the code that it is in, in one line; for `declared` what the adapter says."""
+    seed: int = 0
+    """The number that sizes and places were drawn from."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class How:
+    """Says how checks are made. Example: `How(seed=7)`."""
+
+    stock: bool = False
+    """True without this library's patches."""
+    seed: int = 0
+    """The number that sizes and places are drawn from."""
+    thorough: bool = False
+    """True for more draws."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,12 +96,19 @@ class Certification:
     """
 
     def __init__(
-        self, adapter: str, pool: RankPool, *, stock: bool = False, declared: bool = False
+        self,
+        adapter: str,
+        pool: RankPool,
+        *,
+        stock: bool = False,
+        declared: bool = False,
+        seed: int = 0,
+        thorough: bool = False,
     ) -> None:
         """Take what `certify` does; nothing runs before the first `judge`."""
+        self._how = How(stock=stock, seed=seed, thorough=thorough)
         self._adapter = adapter
         self._pool = pool
-        self._stock = stock
         self._declared = declared
         self._told: Facts | None = None
         self._whole: dict[str, Result] = {}
@@ -102,7 +126,7 @@ class Certification:
         if check == "whole-step":
             return self._whole[layout]
         if self._whole[layout].verdict == "failed":
-            return Result(check=check, layout=layout, verdict="not judged")
+            return Result(check=check, layout=layout, verdict="not judged", seed=self._how.seed)
         return self._judge(CHECKS[check], named(layout), told)
 
     def _facts(self) -> Facts:
@@ -121,6 +145,7 @@ class Certification:
                 layout=layout.name,
                 verdict=verdict,
                 fault=fault,
+                seed=self._how.seed,
                 **others,
             )
 
@@ -147,11 +172,11 @@ class Certification:
             return result("not offered", "no order_stable = True")
         if check.bits and layout.packs:
             return result("not offered", "which sequences share a pack is the adapter's to choose")
-        said = _why_not(told.cannot, check, layout)
+        said = why_not(told.cannot, check.name, layout)
         if said is not None and not self._declared:
             return result("declared", said)
         start = time.perf_counter()
-        fault, of_bound, bits = _outcome(self._pool, self._adapter, check, layout, self._stock)
+        fault, of_bound, bits = _outcome(self._pool, self._adapter, check, layout, self._how)
         found: dict[str, Any] = {
             "seconds": time.perf_counter() - start,
             "of_bound": of_bound,
@@ -178,6 +203,8 @@ def certify(
     layouts: Iterable[str] | None = None,
     stock: bool = False,
     declared: bool = False,
+    seed: int = 0,
+    thorough: bool = False,
     pool: RankPool | None = None,
 ) -> Iterator[Result]:
     """Run checks on an adapter, and yield a result for each layout and check.
@@ -189,6 +216,8 @@ def certify(
         stock: leave out the patches, which else are applied on every rank.
         declared: also run the checks that the adapter's `cannot` names; their failures do not
             count. They may hang, each until its deadline.
+        seed: what sizes, masks and places of failures are drawn from.
+        thorough: make more draws.
         pool: ranks to run on, at least 4; None starts a pool and ends it again.
 
     Raises:
@@ -207,7 +236,9 @@ def certify(
         # Standard output is for the results; releases print there while they are imported.
         pool = own = RankPool(ranks, stdout=2)
     try:
-        certification = Certification(adapter, pool, stock=stock, declared=declared)
+        certification = Certification(
+            adapter, pool, stock=stock, declared=declared, seed=seed, thorough=thorough
+        )
         for layout in places:
             for check in wanted:
                 yield certification.judge(check, layout)
@@ -256,12 +287,6 @@ def _refuses_packs_with_mtp() -> bool:
     return path is not None and said in path.read_text(encoding="utf-8")
 
 
-def _why_not(cannot: Mapping[str, str], check: Check, layout: Layout) -> str | None:
-    """Returns why an adapter does not promise a check on a layout; None if it does."""
-    names = [check.name, *(f"{check.name}/{word}" for word in sorted(layout.words))]
-    return next((cannot[name] for name in names if name in cannot), None)
-
-
 def facts(adapter: str) -> Facts | str:
     """Runs on a rank: says what an adapter offers, or why it cannot be taken."""
     try:
@@ -288,14 +313,14 @@ def _chosen(checks: Iterable[str] | None) -> list[str]:
 
 
 def outcome_of(
-    pool: RankPool, adapter: str, check: Check, layout: Layout, *, stock: bool = False
+    pool: RankPool, adapter: str, check: Check, layout: Layout, **how: Any
 ) -> tuple[str, float]:
-    """Make one check on fresh ranks.
+    """Make one check on fresh ranks, with the fields of `How`.
 
     Returns what is wrong, in one line, or an empty string; and the largest error of a step, as a
     part of the bound for it.
     """
-    return _outcome(pool, adapter, check, layout, stock)[:2]
+    return _outcome(pool, adapter, check, layout, How(**how))[:2]
 
 
 def alike(layout: str) -> str:
@@ -306,16 +331,17 @@ def alike(layout: str) -> str:
 
 
 def _outcome(
-    pool: RankPool, adapter: str, check: Check, layout: Layout, stock: bool
+    pool: RankPool, adapter: str, check: Check, layout: Layout, how: How
 ) -> tuple[str, float, str]:
     """Returns what `outcome_of` does, and the digest of `same-bits`."""
+    deadline_s = DEADLINE_S * (4 if how.thorough else 1)
     try:
         told: list[tuple[int, str, float, str]] = pool.run(
-            layout.ranks, examine, adapter, check.name, layout.name, stock, timeout_s=DEADLINE_S
+            layout.ranks, examine, adapter, check.name, layout.name, how, timeout_s=deadline_s
         )
     except RankTimeout as error:
         waiting = sorted(set(range(layout.ranks)) - set(error.finished))
-        text = f"rank {', '.join(map(str, waiting))} did not end within {DEADLINE_S:g} s"
+        text = f"rank {', '.join(map(str, waiting))} did not end within {deadline_s:g} s"
         # What the others wait for is most often a rank that has raised.
         causes = sorted((*each[:2], rank) for rank, each in error.results.items() if each[1])
         return (f"{text}; on rank {causes[0][2]}: {causes[0][1]}" if causes else text), 0.0, ""
@@ -326,7 +352,7 @@ def _outcome(
     return min(told)[1], max(each[2] for each in told), told[0][3]
 
 
-def examine(adapter: str, check: str, layout: str, stock: bool) -> tuple[int, str, float, str]:
+def examine(adapter: str, check: str, layout: str, how: How) -> tuple[int, str, float, str]:
     """Runs on a rank: makes one check; returns what is wrong, the least number if it is the cause.
 
     After that come the largest error of a step, as a part of its bound, and the digest of bits.
@@ -339,11 +365,12 @@ def examine(adapter: str, check: str, layout: str, stock: bool) -> tuple[int, st
     from .bench import Bench
 
     logging.disable(logging.WARNING)
-    if not stock:
+    if not how.stock:
         megatron_idempotent.apply()
     of_bound, bits = 0.0, ""
     try:
-        bench = Bench(load(adapter)(), named(layout))
+        draw = Draw(how.seed, layout, check)
+        bench = Bench(load(adapter)(), named(layout), draw=draw, thorough=how.thorough)
         try:
             CHECKS[check].run(bench)
         finally:

@@ -142,9 +142,9 @@ class Tenant(Bench):
             self._is_open = False
             self.adapter.abort()
 
-    def expect(self, finished: Finished, everybody: Sequence[Rows]) -> None:
+    def expect(self, finished: Finished, everybody: Sequence[Rows], **how: Any) -> None:
         """Hold the step to its definition, and the base to its bits."""
-        super().expect(finished, everybody)
+        super().expect(finished, everybody, **how)
         moved = [n for n, value in self._frozen.items() if not torch.equal(value, self.known[n])]
         if moved:
             raise Wrong(f"a step of {self._name} has moved {moved[0]} of the frozen base")
@@ -164,9 +164,10 @@ class Tenant(Bench):
         self._ratio = max(self._ratio, truth.grad_norm / norm)
         return dataclasses.replace(truth, gradient=gradient, grad_norm=norm)
 
-    def _own_parts(self) -> list[Part]:
+    def _own_parts(self, **which: Any) -> list[Part]:
         self._base.swap(self._name)
-        return [part for part in super()._own_parts() if not part.name.startswith("adapters.")]
+        found = super()._own_parts(**which)
+        return [part for part in found if not part.name.startswith("adapters.")]
 
     def _within(self, error: float, bound: float) -> bool:
         return self._host._within(error, bound)

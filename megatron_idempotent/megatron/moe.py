@@ -59,6 +59,11 @@ def auxiliary_losses(config: Any) -> list[str]:
     return found
 
 
+def has_layers_with_losses(config: Any) -> bool:
+    """Returns whether layers of a model may add losses of their own, in use or not."""
+    return any(getattr(config, part, None) for part, _ in _COEFFICIENTS)
+
+
 def adds_up_mtp_losses(config: Any) -> bool:
     """Returns whether MTP losses are sums over what is predicted, and not means, in this Megatron.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_idempotent.certify.adapters import OrderStable, SplitStep, _Loss
+from megatron_idempotent.certify.adapters import Megatron, OrderStable, SplitStep, _Loss
 from megatron_idempotent.certify.oracle import counted
 from megatron_idempotent.certify.packs import described
 
@@ -370,3 +370,39 @@ class OneRankRaises(SplitStep):
 
     def abort(self) -> None:
         return
+
+
+class SixAtMost(SplitStep):
+    """Cuts a call after the sixth microbatch."""
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        super().microbatch({name: each[:12] for name, each in rows.items()}, fail=fail)
+
+
+class StepOverZero(SplitStep):
+    """Divides a step by what counts in it, which may be nothing."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.valid = torch.zeros(())
+
+    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
+        self.valid = self.valid + counted(rows).sum()
+        super().microbatch(rows, fail=fail)
+
+    def finish(self) -> Any:
+        torch.distributed.all_reduce(self.valid)
+        if self.valid:
+            return super().finish()
+        self.abort()
+        raise RuntimeError("the gradient is NaN")
+
+
+class NeverGathers(Megatron):
+    """Turns off the hooks that gather parameters after an update, and gathers nothing itself."""
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        for chunk in subject.chunks:
+            if chunk.remove_forward_pre_hook_handles:
+                chunk.disable_forward_pre_hook(param_sync=False)

@@ -16,23 +16,67 @@ from megatron_idempotent.certify import CHECKS, LAYOUTS, Result, certify, layout
 from megatron_idempotent.certify import main as command
 from megatron_idempotent.certify.grid import grid
 from megatron_idempotent.certify.layouts import WORDS
-from megatron_idempotent.certify.report import as_json, as_junit, as_table
+from megatron_idempotent.certify.report import as_json, as_junit, as_table, suspects
 from megatron_idempotent.patching.catalog import hazards
 
 RESULTS = [
-    Result(check="whole-step", layout="dp2", verdict="passed", seconds=1.5),
-    Result(check="second-run", layout="dp2", verdict="failed", seconds=2.0, fault="KeyError in x"),
-    Result(check="nan", layout="dp2", verdict="declared", fault="nobody looks"),
-    Result(check="resume", layout="dp2", verdict="not offered", fault="no save(), load()"),
+    Result(layout="dp2", seed=7, **each)
+    for each in (
+        {"check": "whole-step", "verdict": "passed", "seconds": 1.5},
+        {"check": "second-run", "verdict": "failed", "seconds": 2.0, "fault": "KeyError in x"},
+        {"check": "nan", "verdict": "declared", "fault": "nobody looks"},
+        {"check": "resume", "verdict": "not offered", "fault": "no save(), load()"},
+    )
 ]
 
 
-def test_a_table_has_a_line_for_each_fault_with_the_hazards_behind_it():
+SET_UP_TWICE = "(train): When overlap_grad_reduce is True, config.no_sync_func must be None; a"
+
+
+def test_a_table_has_a_line_for_each_fault_with_the_hazards_that_it_may_be():
     text = as_table(RESULTS)
     assert "dp2, second-run, failed: KeyError in x" in text
-    assert "`megatron-idempotent explain no-sync-func-reentry`" in text
+    assert "`megatron-idempotent explain second-window-not-reduced`" in text
     assert "dp2, nan, declared: nobody looks" in text
-    assert text.endswith("1 passed, 1 failed, 1 declared, 1 not made, in 4 s")
+    last = "1 passed, 1 failed, 1 declared, 1 not made, in 4 s; --seed 7 draws the same"
+    assert text.endswith(last)
+
+
+@pytest.mark.parametrize(
+    ("check", "layout", "fault", "wanted"),
+    [
+        ("second-run", "dp2", "megatron/training/training.py", {"no-sync-func-reentry"}),
+        ("whole-step", "dp2", "slime/backends/megatron_utils/model.py", {"slime-train-reentry"}),
+        ("whole-step", "dp2", "megatron/bridge/training/setup.py", {"bridge-setup-reentry"}),
+        ("nan", "dp2", "own/loop.py", {"no-sync-func-reentry"}),
+    ],
+)
+def test_an_exception_has_the_hazards_whose_message_it_has(check, layout, fault, wanted):
+    fault = f"rank 1 did not end; on rank 0: AssertionError in {fault}:598 {SET_UP_TWICE}"
+    found = Result(check=check, layout=layout, verdict="failed", fault=fault)
+    assert {*suspects(found)} == wanted
+
+
+@pytest.mark.parametrize(
+    ("check", "layout", "fault", "wanted"),
+    [
+        ("whole-step", "dp2", "the gradient is 2 times the right one", False),
+        ("whole-step", "dp2-fp16", "the gradient is 0.0039 times the right one", True),
+        ("whole-step", "dp2-moe", "the gradient is off by 3 % of its norm, everywhere", True),
+        (
+            "whole-step",
+            "fp16",
+            "ModuleNotFoundError in <frozen a>:1 (f): No module named 'x'",
+            False,
+        ),
+        ("whole-step", "fp16", "KeyError in megatron/core/x.py:1 (f): 'x'", False),
+        ("whole-step", "fp16", "AssertionError in megatron/core/x.py:1 (f): ", False),
+    ],
+)
+def test_other_faults_have_the_silent_hazards_of_their_layout(check, layout, fault, wanted):
+    found = Result(check=check, layout=layout, verdict="failed", fault=fault)
+    assert ("grad-scale-func" in suspects(found)) == wanted
+    assert wanted or " in " not in fault or not suspects(found)
 
 
 def test_json_and_junit_say_the_same():
@@ -44,6 +88,8 @@ def test_json_and_junit_say_the_same():
     failure = suite.find("testcase/failure")
     assert failure is not None
     assert failure.get("message") == "KeyError in x"
+    assert [each.attrib for each in suite.iter("property")] == [{"name": "seed", "value": "7"}]
+    assert {row["seed"] for row in json.loads(as_json(RESULTS))} == {7}
     skipped = [each.get("message") for each in suite.findall("testcase/skipped")]
     assert skipped == ["declared: nobody looks", "not offered: no save(), load()"]
 
@@ -202,13 +248,17 @@ def test_a_table_of_many_layouts_has_a_line_for_each():
 def test_the_grid_is_certified_if_asked_for(monkeypatch, capsys):
     asked = []
 
-    def certified(adapter, *, layouts, **_):
+    def certified(adapter, *, layouts, seed, thorough, **_):
         asked.extend(layouts)
-        yield Result(check="whole-step", layout=layouts[0], verdict="passed")
+        yield Result(check="whole-step", layout=layouts[0], verdict="passed", seed=seed)
+        assert (seed == 7) == thorough
 
     monkeypatch.setattr(command, "certify", certified)
     assert command.main(["mine:Adapter", "--grid"]) == 0
     assert asked == grid()
+    assert "; --seed " in capsys.readouterr().out
+    assert command.main(["mine:Adapter", "--grid", "--seed", "7", "--thorough"]) == 0
+    assert "; --seed 7 draws the same" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         command.main(["mine:Adapter", "--grid", "--layout", "dp2"])
     assert "not allowed with argument --grid" in capsys.readouterr().err

@@ -13,7 +13,19 @@ from typing import Any
 
 from megatron_idempotent.patches import _bridge, _standins
 
-_REAL = ("data.iterator_utils", "training.utils.train_utils", "training.losses")
+_REAL = (
+    "training",  # with a recipe's lines, which have to come before Megatron
+    "data.iterator_utils",
+    "training.utils.train_utils",
+    "training.losses",
+)
+
+
+def modules(source: str) -> Any:
+    """Import Bridge's own modules; returns that of the losses."""
+    if source not in sys.path:
+        sys.path.insert(0, source)
+    return [_standins.import_alone(f"megatron.bridge.{name}", "modelopt") for name in _REAL][-1]
 
 
 class BridgeWorker(_bridge.Bridge):
@@ -29,11 +41,7 @@ class BridgeWorker(_bridge.Bridge):
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.timers import Timers
 
-        if source not in sys.path:
-            sys.path.insert(0, source)
-        *_, self.losses = [
-            _standins.import_alone(f"megatron.bridge.{name}", "modelopt") for name in _REAL
-        ]
+        self.losses = modules(source)
         self.calculator = num_microbatches_calculator
         self.replicas = parallel_state.get_data_parallel_world_size()
         self.forward_step = forward_step

@@ -163,6 +163,12 @@ class Verl:
     balance_mean = True
     adapted = False
 
+    def __init__(self) -> None:
+        """Import verl before Megatron, as its program does."""
+        from verl_worker import modules
+
+        modules(os.environ["VERL_SOURCE"])
+
     def build(self, subject: Subject) -> None:
         from verl_worker import VerlWorker
 
@@ -290,7 +296,7 @@ class SkyRL:
 
         torch.distributed.all_reduce(self.count, group=parallel_state.get_data_parallel_group())
         for chunk in self.chunks:
-            chunk.scale_gradients(1 / self.count)
+            chunk.scale_gradients(1 / self.count.clamp(min=1))
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self.divide()  # now, for with overlap reductions run until `optim_step` waits for them
@@ -324,6 +330,12 @@ class Slime:
     """slime's `train`: a rollout of one step over all rows so far."""
 
     cannot = _EQUAL_SHARES
+
+    def __init__(self) -> None:
+        """Import slime before Megatron, as its program does."""
+        from slime_worker import modules
+
+        modules(os.environ["SLIME_SOURCE"])
 
     def build(self, subject: Subject) -> None:
         from slime_worker import SlimeWorker
@@ -365,6 +377,12 @@ class Bridge:
     """Megatron-Bridge's `train_step` over all rows so far."""
 
     cannot = _EQUAL_SHARES
+
+    def __init__(self) -> None:
+        """Import Megatron-Bridge before Megatron, as its program does."""
+        from bridge_worker import modules
+
+        modules(os.environ["BRIDGE_SOURCE"])
 
     def build(self, subject: Subject) -> None:
         from bridge_worker import BridgeWorker

@@ -16,6 +16,7 @@ import torch
 from megatron_idempotent.patches import _rollouts, _standins
 
 _REAL = (
+    "backends.megatron_utils",  # with a recipe's lines, which have to come before Megatron
     "utils.ppo_utils",
     "backends.megatron_utils.cp_utils",
     "backends.megatron_utils.loss",
@@ -29,7 +30,7 @@ def modules(source: str) -> tuple[Any, Any]:
     if source not in sys.path:
         sys.path.insert(0, source)
     found = [_standins.import_alone(f"slime.{name}", "tqdm", "wandb") for name in _REAL]
-    return found[2], found[4]
+    return found[3], found[5]
 
 
 class SlimeWorker:

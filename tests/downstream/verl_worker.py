@@ -46,6 +46,7 @@ def modules(source: str) -> tuple[Any, Any, Any]:
         sys.path.insert(0, source)
         _standins.replace("ray")
     names = (
+        "verl.workers.engine.megatron",  # with a recipe's lines, which come before Megatron
         "verl.utils.torch_functional",
         "verl.trainer.ppo.core_algos",
         _verl.WIRING,
@@ -53,7 +54,7 @@ def modules(source: str) -> tuple[Any, Any, Any]:
         _verl.BASE,
         _verl.MODULE,
     )
-    _, losses, wiring, stages, _, util, forward, sft, base, module = [
+    _, _, losses, wiring, stages, _, util, forward, sft, base, module = [
         _standins.import_alone(name, *_ABSENT) for name in names
     ]
     util.is_npu_available = False
