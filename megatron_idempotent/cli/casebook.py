@@ -1,7 +1,8 @@
 """Writes the case files as text: for `explain`, HAZARDS.md and docs/compatibility.md.
 
-`python -m megatron_idempotent.cli.casebook` rewrites HAZARDS.md, docs/compatibility.md and the
-index that `apply()` reads, in the repository in which it is called. Releases, commits and
+`python -m megatron_idempotent.cli.casebook` rewrites HAZARDS.md, docs/compatibility.md, the index
+that `apply()` reads, and what wrappers read of upstream (`patching/reads.txt`), in the repository in
+which it is called. Releases, commits and
 frameworks are tables in pyproject.toml; what else names releases gets them from there.
 
 With `--proven FOLDER` it first merges the findings in that folder into docs/proven.json: `make
@@ -22,12 +23,15 @@ from typing import Any, NamedTuple
 
 from megatron_idempotent.patching.catalog import PACKAGE, hazards, index_of
 from megatron_idempotent.patching.decide import MEGATRON
+from megatron_idempotent.patching.reads import installed_trees, renewed
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
+from megatron_idempotent.patching.surroundings import lines_of, parsed
 from megatron_idempotent.patching.versions import place
 
 PROVEN = Path("docs", "proven.json")
 COMPATIBILITY = Path("docs", "compatibility.md")
 INDEX = Path("megatron_idempotent", "patching", "index.txt")
+READS = Path("megatron_idempotent", "patching", "reads.txt")
 MAKEFILE, README, PROJECT = Path("Makefile"), Path("README.md"), Path("pyproject.toml")
 CATALOG = Path("megatron_idempotent", "patching", "catalog.py")
 #: Files that name the releases of the table.
@@ -232,6 +236,8 @@ def main(argv: Sequence[str], root: Path) -> int:
     for path, text in renewed.items():
         (root / path).write_text(text, encoding="utf-8")
     (root / INDEX).write_text(index_of(hazards().values()), encoding="utf-8")
+    needs = renewed(parsed((root / READS).read_text().splitlines()), installed_trees())
+    (root / READS).write_text("\n".join([*lines_of(needs), ""]), encoding="utf-8")
     return 0
 
 
