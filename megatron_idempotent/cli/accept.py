@@ -1,8 +1,9 @@
 """Implements `drift PATH --accept ID`, which notes that a person has read what drifted.
 
 A new release of Megatron changes `patching/reviewed.txt`, `accepted.txt`, which has the hashes of
-the statements that were read, and `reads.txt`, where it lacks what a wrapper reads beside the body. Case files change only if a wrapper does. Bodies that did not
-change get the new release into their label without being named.
+the statements that were read, and `reads.txt`, where it lacks what a wrapper reads beside the body.
+Case files change only if a wrapper does. Bodies that did not change get the new release into their
+label without being named.
 """
 
 from __future__ import annotations

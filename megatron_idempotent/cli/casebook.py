@@ -1,9 +1,9 @@
 """Writes the case files as text: for `explain`, HAZARDS.md and docs/compatibility.md.
 
 `python -m megatron_idempotent.cli.casebook` rewrites HAZARDS.md, docs/compatibility.md, the index
-that `apply()` reads, and what wrappers read of upstream (`patching/reads.txt`), in the repository in
-which it is called. Releases, commits and
-frameworks are tables in pyproject.toml; what else names releases gets them from there.
+that `apply()` reads, and what wrappers read of upstream (`patching/reads.txt`), in the repository
+in which it is called. Releases, commits and frameworks are tables in pyproject.toml; what else
+names releases gets them from there.
 
 With `--proven FOLDER` it first merges the findings in that folder into docs/proven.json: `make
 matrix` leaves there what `prove --json` said on each release, and `make pins` on each commit that
@@ -230,10 +230,10 @@ def main(argv: Sequence[str], root: Path) -> int:
     table = tomllib.loads((root / PROJECT).read_text(encoding="utf-8"))
     project = table["tool"]["megatron-idempotent"]
     texts = {path: (root / path).read_text(encoding="utf-8") for path in NAMING}
-    renewed = naming_releases(texts, project["releases"])
+    named = naming_releases(texts, project["releases"])
     (root / "HAZARDS.md").write_text(hazards_markdown(proven), encoding="utf-8")
     (root / COMPATIBILITY).write_text(page(project, proven), encoding="utf-8")
-    for path, text in renewed.items():
+    for path, text in named.items():
         (root / path).write_text(text, encoding="utf-8")
     (root / INDEX).write_text(index_of(hazards().values()), encoding="utf-8")
     needs = renewed(parsed((root / READS).read_text().splitlines()), installed_trees())

@@ -16,7 +16,7 @@ import ast
 import importlib.util
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from .base import Record
 from .catalog import patches
 from .decide import MEGATRON, in_range, judge
 from .record import Patch
-from .surroundings import Need, Needs, binds, bound_of, key_of
 from .source import locate
+from .surroundings import Need, Needs, binds, bound_of, key_of
 from .trees import INFO, SourceTree
 
 _PACKAGE = "megatron_idempotent"
@@ -91,12 +91,12 @@ def imports(
         yield bound, (".".join([*package, *(node.module or "").split(".")]).strip("."), alias.name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _source(module: str) -> _Source:
     return _Source(module)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
@@ -206,9 +206,9 @@ class _Reader:
                     self._import(module, name, guarded)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             self._name(node.id)
-        if isinstance(node, ast.Constant) and self._dynamic and isinstance(node.value, str):
-            if node.value.isidentifier():
-                self._add(node.value, True, None)
+        text = node.value if isinstance(node, ast.Constant) else None
+        if self._dynamic and isinstance(text, str) and text.isidentifier():
+            self._add(text, True, None)
         if isinstance(node, ast.Try):
             for each in node.body:
                 self._visit(each, guarded or bool(node.handlers))
@@ -387,7 +387,7 @@ def _places_of(read: Read, of: str, patch: Patch, trees: Sequence[SourceTree]) -
     module, _, owner = of.partition(":")
     if of and any(_binds(((module,), owner, read.name), tree) for tree in trees):
         return [((module,), owner, read.name)]
-    if read.name in _elsewhere():
+    if read.name in elsewhere():
         return []
     owners = {(t.module, t.qualname.rpartition(".")[0]) for t in patch.targets}
     return _places(read.name, sorted({t.module for t in patch.targets}), owners, trees)
@@ -523,7 +523,7 @@ def _merged(need: Need, trees: Sequence[SourceTree]) -> Need:
 
 
 @lru_cache(maxsize=1)
-def _elsewhere() -> frozenset[str]:
+def elsewhere() -> frozenset[str]:
     """Return names that Python's and torch's objects have, which tell nothing of upstream."""
     import enum
     import functools

@@ -167,8 +167,8 @@ def parsed(lines: list[str]) -> dict[str, Needs]:
                     modules=tuple(modules.split("|")),
                     owner=owner,
                     name=name,
-                    since=since or "",
-                    before=before or "",
+                    since=since,
+                    before=before,
                 )
             )
     return {name: Needs(names=tuple(needs), keeps=name in keeps) for name, needs in found.items()}
@@ -176,8 +176,8 @@ def parsed(lines: list[str]) -> dict[str, Needs]:
 
 _HEAD = (
     "# What the wrappers of each patch read, call or set of upstream, and what has to bind it: a",
-    "# module, or a class in it. `.name`: it is set on objects of another class. keeps: the wrappers",
-    "# keep state of ours on upstream's objects. Written by `megatron-idempotent drift --accept` and",
+    "# module, or a class in it. `.name`: it is set on objects of another class. keeps: the",
+    "# wrappers keep state of ours on upstream's objects. Written by `drift --accept` and",
     "# `python -m megatron_idempotent.cli.casebook`; do not edit.",
 )
 
@@ -344,10 +344,12 @@ def _heirs(text: str, owner: str, name: str) -> tuple[str, ...]:
     for heir in re.findall(rf"^[ \t]*class (\w+)\([^)]*\b{owner}\b[^)]*\)", text, re.MULTILINE):
         own = class_text(text, heir)
         method = re.search(
-            rf"^([ \t]+)(?:async )?def {name}\b.*?(?=^\1(?:def|async|@|\w)|\Z)", own, re.M | re.S
+            rf"^([ ]{{4}}|\t)(?:async )?def {name}\b.*?(?=^\1(?:def|async|@|\w)|\Z)",
+            own,
+            re.M | re.S,
         )
-        assigned = re.search(rf"^[ \t]+{name}\s*(?::[^=\n]*)?=(?!=)", own, re.MULTILINE)
-        if (method and not re.search(rf"\.{name}\s*\(", method[0])) or (assigned and not method):
+        assigned = re.search(rf"^(?:[ ]{{4}}|\t){name}\s*(?::[^=\n]*)?=(?!=)", own, re.MULTILINE)
+        if assigned or (method and not re.search(rf"\.{name}\s*\(", method[0])):
             found.append(heir)
     return tuple(found)
 
