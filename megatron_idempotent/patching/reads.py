@@ -25,7 +25,7 @@ from .catalog import patches
 from .decide import MEGATRON, in_range, judge
 from .record import Patch
 from .source import locate
-from .surroundings import Need, Needs, binds, bound_of, key_of
+from .surroundings import Need, Needs, bases_of, binds, bound_of, class_text, key_of
 from .trees import INFO, SourceTree
 
 _PACKAGE = "megatron_idempotent"
@@ -301,8 +301,8 @@ def _is_set(node: Any) -> bool:
 #: Names of ours that say that a wrapper keeps something about an object of upstream's.
 _KEEPING = frozenset({"PerProcessWeakKeys", "WeakKeyDictionary", "ref", "vars"})
 _UPSTREAM = ("megatron.core.", "megatron.training.")
-#: More modules than this define a name that says nothing of one object.
-_MANY = 6
+#: If more modules than this define a name, a few are looked at.
+_MANY, _FEW = 6, 3
 
 
 def derived(patch: Patch) -> tuple[frozenset[tuple[Read, str]], bool]:
@@ -385,12 +385,30 @@ def _places_of(read: Read, of: str, patch: Patch, trees: Sequence[SourceTree]) -
     if read.module:
         return [_imported(read, trees)]
     module, _, owner = of.partition(":")
-    if of and any(_binds(((module,), owner, read.name), tree) for tree in trees):
-        return [((module,), owner, read.name)]
+    if of:
+        found: list[_Place] = [
+            ((where,), each, read.name)
+            for where, each in ((module, owner), *_bases(module, owner, trees))
+            if any(_binds(((where,), each, read.name), tree) for tree in trees)
+        ]
+        if found:
+            return found
     if read.name in elsewhere():
         return []
     owners = {(t.module, t.qualname.rpartition(".")[0]) for t in patch.targets}
+    owners |= {base for each in owners for base in _bases(*each, trees)}
     return _places(read.name, sorted({t.module for t in patch.targets}), owners, trees)
+
+
+def _bases(module: str, owner: str, trees: Sequence[SourceTree]) -> list[tuple[str, str]]:
+    """Return the base classes of a class that its folder has, by module and name."""
+    found: dict[tuple[str, str], None] = {}
+    for tree in trees[-1:] if owner else ():
+        for base in bases_of(tree.text(module) or "", owner):
+            for home in tree.beside(module):
+                if class_text(tree.text(home) or "", base) and (home, base) not in found:
+                    found |= dict.fromkeys([(home, base), *_bases(home, base, trees)])
+    return list(found)
 
 
 _Place = tuple[tuple[str, ...], str, str]
@@ -448,12 +466,15 @@ def _places(
 def _in_modules(name: str, near: Sequence[str], trees: Sequence[SourceTree]) -> list[_Place]:
     """Return where these modules, or all of them, bind a name in the newest tree that has it.
 
-    Where too many do, the name says nothing.
+    Where many do, a few stand for all.
     """
     for tree in reversed(trees):
         here = [m for m in near or _all_modules(tree) if binds(tree.text(m) or "", "", name)]
         if len(here) > _MANY:
-            return []
+            # Those that always have it tell; those with settings first.
+            always = [m for m in here if all(_binds(((m,), "", name), each) for each in trees)]
+            always.sort(key=lambda module: not module.endswith("_config"))
+            return [(tuple(sorted(always[:_FEW])), "", name)] if always else []
         classes = [(m, c) for m in here for c in _classes_that_bind(tree.text(m) or "", name)]
         if len(here) == len(classes) == 1:
             return [((here[0],), classes[0][1], name)]

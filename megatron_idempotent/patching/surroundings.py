@@ -238,6 +238,8 @@ def binds(text: str, owner: str, name: str) -> bool:
 
 _ASSIGNS = re.compile(r"(?P<left>[^=\n#]*?)\s*[|+]?=(?!=)")
 _LEFT = re.compile(r"[\w.\s,()\[\]'\"*]*(?::[^=\n]*)?")
+#: The rest of a tuple over several lines that is assigned to.
+_IN_A_TUPLE = re.compile(r",[\w\s.,]*\)\s*=(?!=)")
 #: Statements in whose blocks a variable is one of the module.
 _OPEN = ("class ", "if ", "elif ", "else", "try", "except", "finally", "with ")
 
@@ -254,7 +256,7 @@ def _binds(text: str, start: int, end: int, *, of_any: bool) -> bool:
         # `self.name: int = 1`, `a.name, b.name = 1, 2`
         if not of_any and not before.endswith("self."):
             return False
-        return _is_assigned(before, after)
+        return _is_assigned(before, after) or bool(_IN_A_TUPLE.match(text, end))
     if of_any or not _is_outside(text, begin, before):
         return False
     if re.match(r"(?:from|import)\b", head):

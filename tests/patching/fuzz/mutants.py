@@ -883,9 +883,13 @@ def _defined(node: ast.AST) -> Iterator[str]:
             elif isinstance(each, (ast.Assign, ast.AnnAssign)):
                 parts = each.targets if isinstance(each, ast.Assign) else [each.target]
                 yield from (part.id for part in parts if isinstance(part, ast.Name))
-    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-        if isinstance(node.value, ast.Name) and node.value.id == "self":
-            yield node.attr
+    elif (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    ):
+        yield node.attr
 
 
 def slots(text_of: _Texts, targets: Sequence[Target]) -> Iterator[Around]:
@@ -912,7 +916,7 @@ def slots(text_of: _Texts, targets: Sequence[Target]) -> Iterator[Around]:
 
 
 def detours(targets: Sequence[Target]) -> Iterator[Around]:
-    """For every wrapped function, what calls would go through instead of it, and right neighbours."""
+    """For every wrapped function, what calls would go through instead, and right neighbours."""
     for target in {target.address: target for target in targets}.values():
         owner, _, name = target.qualname.rpartition(".")
         rights = {
