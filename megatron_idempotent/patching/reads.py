@@ -66,7 +66,13 @@ class _Source:
         tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
         self.definitions: dict[str, ast.AST] = {}
         self.imported: dict[str, tuple[str, str]] = {}
+        self.protocols: set[str] = set()
+        """Methods that objects of ours have, whichever they are."""
         for node in tree.body:
+            if isinstance(node, ast.ClassDef) and any(
+                isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases
+            ):
+                self.protocols |= {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 self.definitions[node.name] = node
             elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
@@ -131,7 +137,7 @@ def reads_of(wrapper: Callable[..., Any], *, of_class: bool) -> tuple[frozenset[
             each = _Reader(source, source.definitions[name], owns)
             found |= each.found
             keeps |= each.keeps
-            own |= each.own
+            own |= each.own | source.protocols
             waiting += [(m, n, False) for m, n in each.uses]
         elif name in source.imported:
             above, inner = source.imported[name]
@@ -378,7 +384,11 @@ def needs_of(patch: Patch, trees: Sequence[SourceTree], known: Needs | None) -> 
                     _bounded(place, trees, known is not None and read.guarded)
                     for place in _places_of(read, of, patch, trees)
                 }
-    return Needs(names=tuple(sorted(filter(None, found), key=str)), keeps=keeps)
+    needs = sorted(filter(None, found), key=str)
+    bound = {need.modules for need in needs if need.name}
+    # A module is there if what it binds is.
+    names = [need for need in needs if need.name or need.modules not in bound]
+    return Needs(names=tuple(names), keeps=keeps)
 
 
 def _places_of(read: Read, of: str, patch: Patch, trees: Sequence[SourceTree]) -> list[_Place]:
