@@ -247,13 +247,13 @@ def current(patch: Outline, around: Mapping[str, list[str]] = NOTHING) -> Row:
     if known.status in ("applied", "already_applied") and not landed(patch):
         return row(patch, "conflict", "its function was replaced after the patch landed")
     if known.status in ("applied", "already_applied"):
-        said = [
+        past = [
             f"{target.qualname}: {each}"
             for target in patch.targets
             for each in around.get(target.address, ())
         ]
-        if said:
-            reason = f"{known.reason}; {PAST}: {', '.join(said)}"
+        if past:
+            reason = f"{known.reason}; {PAST}: {', '.join(past)}"
             return row(patch, known.status, reason)
     if known.reason == REVERTED:
         sites = [state.sites[t.address] for t in patch.targets if t.address in state.sites]

@@ -127,9 +127,8 @@ def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
     by_id = {id(site.original): address for address, site in known.items()}
     for where, name, holder in _holders(known.values()):
         for item in _items(holder):
-            address = by_id.get(id(_unbound(item)))
-            if address is not None:
-                found[address].append(f"{where}.{name} holds upstream's")
+            if (place := by_id.get(id(_unbound(item)))) is not None:
+                found[place].append(f"{where}.{name} holds upstream's")
     return {address: said for address, said in found.items() if said}
 
 
@@ -166,7 +165,8 @@ def _holders(sites: Iterable[PatchPoint]) -> Iterator[tuple[str, str, Any]]:
         for name, value in list(namespace(module).items()):
             if issubclass(type(value), _TABLES):
                 yield module_name, name, value
-    for each in {heir for site in sites for heir in _heirs(site.owner)}:
+    classes: set[type] = {heir for site in sites for heir in _heirs(site.owner)}
+    for each in classes:
         for name, value in list(namespace(each).items()):
             yield _path(each), name, value
 

@@ -156,7 +156,11 @@ class _Reader:
         self.keeps = False
         self.own: set[str] = set()
         if isinstance(root, ast.ClassDef):
-            self.own = {n.attr for n in ast.walk(root) if _is_self(n) and _is_set(n)}
+            self.own = {
+                n.attr
+                for n in ast.walk(root)
+                if isinstance(n, ast.Attribute) and _is_self(n) and _is_set(n)
+            }
             self.own |= {n.name for n in root.body if isinstance(n, ast.FunctionDef)}
         self._of_class = of_class
         self._imported = dict(source.imported)
@@ -373,7 +377,7 @@ def needs_of(patch: Patch, trees: Sequence[SourceTree], known: Needs | None) -> 
     for need in known.names if known is not None else ():
         bare = need.name.lstrip(".") or need.modules[0].rpartition(".")[2]
         before.setdefault(bare, []).append(need)
-    found = set()
+    found: set[Need | None] = set()
     for name in sorted({read.name for read, _ in reads}):
         if name in before:
             found |= {_merged(need, trees) for need in before[name]}

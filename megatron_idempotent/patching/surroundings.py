@@ -241,7 +241,7 @@ _LEFT = re.compile(r"[\w.\s,()\[\]'\"*]*(?::[^=\n]*)?")
 #: The rest of a tuple over several lines that is assigned to.
 _IN_A_TUPLE = re.compile(r",[\w\s.,]*\)\s*=(?!=)")
 #: Statements in whose blocks a variable is one of the module.
-_OPEN = ("class ", "if ", "elif ", "else", "try", "except", "finally", "with ")
+_OPEN = ("class ", "from ", "if ", "elif ", "else", "try", "except", "finally", "with ")
 
 
 def _binds(text: str, start: int, end: int, *, of_any: bool) -> bool:
@@ -269,7 +269,10 @@ def _binds(text: str, start: int, end: int, *, of_any: bool) -> bool:
 
 def _is_assigned(before: str, after: str) -> bool:
     found = _ASSIGNS.match(after)
-    return bool(found and _LEFT.fullmatch(found["left"]) and _LEFT.fullmatch(before))
+    if not (found and _LEFT.fullmatch(found["left"]) and _LEFT.fullmatch(before)):
+        return False
+    left = before + found["left"]  # else the equals sign is a keyword's, or a default's
+    return left.count("(") == left.count(")")
 
 
 def _is_outside(text: str, begin: int, before: str) -> bool:

@@ -193,7 +193,7 @@ def test_report_and_verify_name_live_code_that_goes_past(toys: Toys, caplog):
         assert verify()["toy-a"].status == "applied"
     assert "Rude overrides it" in caplog.text
     toys.apply(strict=True)
-    with pytest.raises(VerificationError, match=r"go past them: toy-a .*Rude overrides it"):
+    with pytest.raises(VerificationError, match=r"goes past them: toy-a .*Rude overrides it"):
         verify()
 
 
