@@ -135,7 +135,8 @@ def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
 def _heirs(owner: Any) -> Iterator[type]:
     if isinstance(owner, type):
         yield owner
-        for each in type.__subclasses__(owner):
+        below: list[type] = type.__subclasses__(owner)
+        for each in below:
             yield from _heirs(each)
 
 

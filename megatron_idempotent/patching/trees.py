@@ -99,7 +99,7 @@ class SourceTree:
 
     @computed
     def modules(self) -> list[str]:
-        """The names of all modules in the tree."""
+        """Return the names of all modules in the tree."""
         if self._wheel is None:
             names = [str(path.relative_to(self.path)) for path in self.path.glob("*/**/*.py")]
         else:

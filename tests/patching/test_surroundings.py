@@ -1,4 +1,4 @@
-"""What wrappers need beside the functions that they wrap, and what goes past these."""
+"""Names that wrappers need beside the functions that they wrap, and code that goes past these."""
 
 from __future__ import annotations
 

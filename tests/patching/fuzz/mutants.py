@@ -823,9 +823,9 @@ class Around:
     operator: str
     site: str
     change: Callable[[str, str], str]
-    """From a module and its text to the changed text."""
+    """Takes a module and its text, and returns the changed text."""
     concerns: Callable[[Patch, frozenset[str]], bool | None]
-    """From a patch and the names in its wrappers' bytecode: True if it has to be refused, False if
+    """Takes a patch and the names in its wrappers' bytecode. Returns True if it has to be refused, False if
     it has to be applied, None if it does not matter."""
 
     def __str__(self) -> str:
@@ -916,7 +916,7 @@ def slots(text_of: _Texts, targets: Sequence[Target]) -> Iterator[Around]:
 
 
 def detours(targets: Sequence[Target]) -> Iterator[Around]:
-    """For every wrapped function, what calls would go through instead, and right neighbours."""
+    """Every wrapped function with what calls would go through instead, and right neighbours."""
     for target in {target.address: target for target in targets}.values():
         owner, _, name = target.qualname.rpartition(".")
         rights = {

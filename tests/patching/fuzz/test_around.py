@@ -87,7 +87,7 @@ def mentioned(patch_id: str) -> frozenset[str]:
 
 
 def _reached(function: types.FunctionType) -> Iterator[object]:
-    """What a function reaches: globals, and what it asks modules of ours for."""
+    """Yields globals that a function uses, and items of our modules."""
     codes = [function.__code__]
     while codes:
         code = codes.pop()
@@ -134,7 +134,7 @@ def all_mutants() -> list[Around]:
 
 
 def wrong(mutant: Around) -> Iterator[str]:
-    """What the engine gets wrong about a mutant."""
+    """Yields a sentence for each patch that the engine decides wrongly on a mutant."""
     tree = Changed(mutant)
     for patch in applied():
         concerned = mutant.concerns(patch, mentioned(patch.id))
