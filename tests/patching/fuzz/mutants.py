@@ -825,8 +825,8 @@ class Around:
     change: Callable[[str, str], str]
     """Takes a module and its text, and returns the changed text."""
     concerns: Callable[[Patch, frozenset[str]], bool | None]
-    """Takes a patch and the names in its wrappers' bytecode. Returns True if it has to be refused, False if
-    it has to be applied, None if it does not matter."""
+    """Takes a patch and the names in its wrappers' bytecode. Returns True if it has to be refused,
+    False if it has to be applied, None if it does not matter."""
 
     def __str__(self) -> str:
         return f"{self.operator}: {self.site}"
