@@ -1,8 +1,9 @@
 """Implements `drift PATH --accept ID`, which notes that a person has read what drifted.
 
-A new release of Megatron changes `patching/reviewed.txt`, and `accepted.txt`, which has the hashes
-of the statements that were read. Case files change only if a wrapper does. Bodies that did not
-change get the new release into their label without being named.
+A new release of Megatron changes `patching/reviewed.txt`, `accepted.txt`, which has the hashes of
+the statements that were read, and `reads.txt`, where it lacks what a wrapper reads beside the body.
+Case files change only if a wrapper does. Bodies that did not change get the new release into their
+label without being named.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from pathlib import Path
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.contract import unmet
 from megatron_idempotent.patching.decide import MEGATRON, in_range, part_of, review
+from megatron_idempotent.patching.reads import renewed
 from megatron_idempotent.patching.record import FILE, Patch, Reviewed, Target
 from megatron_idempotent.patching.source import Body
 from megatron_idempotent.patching.statements import ACCEPTED, accepted_lines
+from megatron_idempotent.patching.surroundings import READS, lines_of, parsed
 from megatron_idempotent.patching.trees import SourceTree
 from megatron_idempotent.patching.versions import Installed, numbers
 
@@ -24,7 +27,7 @@ _CHECKOUT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | None) -> list[str]:
-    """Write what the trees have into `reviewed.txt` and `accepted.txt`.
+    """Write what the trees have into `reviewed.txt`, `accepted.txt` and `reads.txt`.
 
     Args:
         trees: the releases, or one commit, that were read.
@@ -44,6 +47,7 @@ def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | No
             f"{FILE} belongs to an installed package, which the next install would replace: accept "
             "in a checkout of this project"
         )
+    trees = list(trees)
     known = Reviewed(_lines(FILE))
     statements = {line[:12]: line for line in _lines(ACCEPTED)}
     told: list[str] = []
@@ -68,6 +72,9 @@ def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | No
         statements |= {line[:12]: line for line in accepted_lines(found)}
     read = _read(known)
     _replace(FILE, known.lines())
+    # Of the patches that were named, what a tree lacks is no longer asked of it.
+    needs = renewed(parsed(_lines(READS)), trees, ids)
+    _replace(READS, lines_of(needs))
     _replace(ACCEPTED, [line for name, line in sorted(statements.items()) if name in read])
     return told
 

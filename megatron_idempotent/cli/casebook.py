@@ -1,9 +1,9 @@
 """Writes the case files as text: for `explain`, HAZARDS.md and docs/compatibility.md.
 
-`python -m megatron_idempotent.cli.casebook` rewrites HAZARDS.md, docs/compatibility.md and the
-index that `apply()` reads, in the repository in which it is called. Releases, commits and
-frameworks are tables in pyproject.toml; what else names releases gets them from there. CITATION.cff
-gets the version of the package.
+`python -m megatron_idempotent.cli.casebook` rewrites HAZARDS.md, docs/compatibility.md, the index
+that `apply()` reads, and what wrappers read of upstream (`patching/reads.txt`), in the repository
+in which it is called. Releases, commits and frameworks are tables in pyproject.toml; what else
+names releases gets them from there. CITATION.cff gets the version of the package.
 
 With `--proven FOLDER` it first merges the findings in that folder into docs/proven.json: `make
 matrix` leaves there what `prove --json` said on each release, and `make pins` on each commit that
@@ -23,12 +23,15 @@ from typing import Any, NamedTuple
 
 from megatron_idempotent.patching.catalog import PACKAGE, hazards, index_of, set_untried
 from megatron_idempotent.patching.decide import MEGATRON
+from megatron_idempotent.patching.reads import installed_trees, renewed
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
+from megatron_idempotent.patching.surroundings import lines_of, parsed
 from megatron_idempotent.patching.versions import place
 
 PROVEN = Path("docs", "proven.json")
 COMPATIBILITY = Path("docs", "compatibility.md")
 INDEX = Path("megatron_idempotent", "patching", "index.txt")
+READS = Path("megatron_idempotent", "patching", "reads.txt")
 MAKEFILE, README, PROJECT = Path("Makefile"), Path("README.md"), Path("pyproject.toml")
 CITATION, SOURCE = Path("CITATION.cff"), Path("megatron_idempotent", "__init__.py")
 #: Files that name the releases of the table.
@@ -248,15 +251,17 @@ def main(argv: Sequence[str], root: Path) -> int:
     table = tomllib.loads((root / PROJECT).read_text(encoding="utf-8"))
     project = table["tool"]["megatron-idempotent"]
     texts = {path: (root / path).read_text(encoding="utf-8") for path in NAMING}
-    renewed = naming_releases(texts, project["releases"])
+    named = naming_releases(texts, project["releases"])
     set_untried(first_untried(project["releases"]))  # which all that is written below says
     (root / "HAZARDS.md").write_text(hazards_markdown(proven), encoding="utf-8")
     (root / COMPATIBILITY).write_text(page(project, proven), encoding="utf-8")
     cited, source = ((root / path).read_text(encoding="utf-8") for path in (CITATION, SOURCE))
     (root / CITATION).write_text(citing(cited, source), encoding="utf-8")
-    for path, text in renewed.items():
+    for path, text in named.items():
         (root / path).write_text(text, encoding="utf-8")
     (root / INDEX).write_text(index_of(hazards().values()), encoding="utf-8")
+    needs = renewed(parsed((root / READS).read_text().splitlines()), installed_trees())
+    (root / READS).write_text("\n".join([*lines_of(needs), ""]), encoding="utf-8")
     return 0
 
 

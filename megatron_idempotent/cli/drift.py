@@ -16,12 +16,13 @@ from typing import Literal
 
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import MEGATRON, in_range, judge, review
+from megatron_idempotent.patching.reads import installed_trees
 from megatron_idempotent.patching.record import Patch, Target
 from megatron_idempotent.patching.settings import check_ids
-from megatron_idempotent.patching.source import Body, locate
+from megatron_idempotent.patching.source import Body
 from megatron_idempotent.patching.statements import change
 from megatron_idempotent.patching.table import render
-from megatron_idempotent.patching.trees import INFO, SourceTree
+from megatron_idempotent.patching.trees import SourceTree
 from megatron_idempotent.patching.versions import UNKNOWN, supported
 
 Standing = Literal["reviewed", "holds", "fixed_upstream", "missing", "drifted", "not_affected"]
@@ -148,7 +149,7 @@ def _stand(
     version = tree.versions[patch.distribution]
     if version is not UNKNOWN and not supported(version, patch.since, f"{version.release[0] + 1}"):
         return "not_affected", f"affects {patch.distribution} {patch.versions}", ""
-    verdict = judge(patch, bodies, named=False)
+    verdict = judge(patch, bodies, tree, version, named=False)
     if verdict.status == "missing_target":
         return "missing", verdict.reason, ""
     if verdict.status == "fixed_upstream":
@@ -238,7 +239,7 @@ def drift(
             no Megatron installed; or `accept` refuses.
         UnknownPatchError: `accepted` names a patch that does not exist.
     """
-    trees = open_trees([Path(path) for path in paths] or [_installed()])
+    trees = open_trees([Path(path) for path in paths]) or _installed()
     if accepted is not None:
         from .accept import accept
 
@@ -259,11 +260,11 @@ def drift(
     return 1 if drifted else 0
 
 
-def _installed() -> Path:
-    found = locate(INFO)
-    if found is None:
+def _installed() -> list[SourceTree]:
+    found = installed_trees()
+    if not found:
         raise ValueError("no megatron-core is installed: install it, or name a wheel or a checkout")
-    return found.parents[INFO.count(".")]
+    return found
 
 
 def _grid(rows: Sequence[Drift]) -> str:

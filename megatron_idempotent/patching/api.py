@@ -100,12 +100,16 @@ def revert() -> Report:
 def report() -> Report:
     """Returns what is in place now: a row per known patch, `disabled` before the first `apply()`.
 
+    The reason of an applied patch names live code that goes past it: a class that overrides the
+    patched method and does not call it, a table that holds upstream's function.
+
     Raises:
         PatchError: in strict mode, if a patch that landed late has a problem.
     """
     with install.lock:
         import_hooks.forget()
-        rows = [install.current(patch) for patch in outlines().values()]
+        around = install.detours()
+        rows = [install.current(patch, around) for patch in outlines().values()]
         if state.selection is not None and state.selection.strict:
             _raise_for(rows, state.selection)
         return Report(rows)

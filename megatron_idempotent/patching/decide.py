@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .record import Hazard, Patch, Target
     from .report import Status
     from .source import Body
+    from .surroundings import Sources
 
 
 class Verdict(Record):
@@ -138,6 +139,7 @@ def check_bodies(patch: Patch, *, named: bool) -> Verdict:
     from pathlib import Path
 
     from .source import read_body
+    from .surroundings import OnPath
 
     bodies: dict[str, Body | None] = {}
     for target in patch.targets:
@@ -148,14 +150,32 @@ def check_bodies(patch: Patch, *, named: bool) -> Verdict:
             bodies[target.address] = read_body(Path(path), target.qualname)
         except (SyntaxError, UnicodeDecodeError, OSError) as error:
             return Verdict(status="failed", reason=f"cannot read {target.module}: {error}")
-    verdict = judge(patch, bodies, named=named)
+    verdict = judge(patch, bodies, OnPath(), version_of(patch), named=named)
     return Verdict(
         status=verdict.status, reason=beyond(patch) + verdict.reason, bodies=verdict.bodies
     )
 
 
-def judge(patch: Patch, found: Mapping[str, Body | None], *, named: bool) -> Verdict:
-    """Decide steps 3 to 5 on bodies that were read, by target address; None for a missing one."""
+def judge(
+    patch: Patch,
+    found: Mapping[str, Body | None],
+    sources: Sources | None,
+    version: versions.Installed | None,
+    *,
+    named: bool,
+) -> Verdict:
+    """Decide steps 3 to 5 on bodies that were read, by target address; None for a missing one.
+
+    Args:
+        patch: the patch.
+        found: the bodies.
+        sources: what the bodies are from, for all that wrappers read beside them; None to leave
+            that out.
+        version: the version of the patch's distribution in these sources.
+        named: True if the user has named the patch.
+    """
+    from .surroundings import unmet
+
     bodies: dict[str, Body] = {}
     for target in patch.targets:
         body = found[target.address]
@@ -172,6 +192,9 @@ def judge(patch: Patch, found: Mapping[str, Body | None], *, named: bool) -> Ver
         reason = "upstream's own code no longer has the hazard"
         return Verdict(status="fixed_upstream", reason=reason, bodies=bodies)
     reviews = [review(target, bodies[target.address]) for target in patch.targets]
+    why = None if sources is None else unmet(patch, version, sources)
+    if why is not None:
+        reviews.append((False, f"{why}: name the patch in only= to accept it"))
     drifted = not all(known for known, _ in reviews)
     # Of a patch that is refused, what speaks against it.
     reasons = [reason for known, reason in reviews if known != drifted]

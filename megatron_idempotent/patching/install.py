@@ -10,7 +10,7 @@ import os
 from _thread import RLock
 
 from . import decide, import_hooks
-from .base import Conflict
+from .base import NOTHING, Conflict
 from .catalog import load, outlines
 from .per_process import PerProcess, PerProcessLock
 from .report import Row
@@ -45,6 +45,7 @@ class State(PerProcess):
 
 REVERTED = "reverted"
 LEFT = "bound before us and left alone"
+PAST = "calls go past it"
 
 state = State(__name__, "state")
 lock = PerProcessLock(__name__, "lock", RLock)
@@ -224,13 +225,36 @@ def missing(patch: Outline) -> list[str]:
     return sorted({t.module for t in patch.targets if not import_hooks.is_complete(t.module)})
 
 
-def current(patch: Outline) -> Row:
-    """Return the patch's outcome as it stands now."""
+def detours() -> dict[str, list[str]]:
+    """Return by address of a patched function what live code reaches past our function."""
+    if not state.sites:
+        return {}
+    from .patch_points import detours
+
+    return detours(state.sites.values())
+
+
+def current(patch: Outline, around: Mapping[str, list[str]] = NOTHING) -> Row:
+    """Return the patch's outcome as it stands now.
+
+    Args:
+        patch: the patch.
+        around: `detours()`.
+    """
     known = state.rows.get(patch.id)
     if known is None:
         return row(patch, "disabled", "apply() was not called")
     if known.status in ("applied", "already_applied") and not landed(patch):
         return row(patch, "conflict", "its function was replaced after the patch landed")
+    if known.status in ("applied", "already_applied"):
+        past = [
+            f"{target.qualname}: {each}"
+            for target in patch.targets
+            for each in around.get(target.address, ())
+        ]
+        if past:
+            reason = f"{known.reason}; {PAST}: {', '.join(past)}"
+            return row(patch, known.status, reason)
     if known.reason == REVERTED:
         sites = [state.sites[t.address] for t in patch.targets if t.address in state.sites]
         left = [said for site in sites if (said := site.leftover) is not None]

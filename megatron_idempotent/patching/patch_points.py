@@ -107,6 +107,87 @@ def _held(
                 yield site, module_name, module, name
 
 
+def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
+    """Return by address of a site what live code reaches past our function, each as a clause.
+
+    That is a subclass with a method of its own that calls none of that name, a second name in a
+    class, or a table of a module or class that holds upstream's function.
+    """
+    known = {site.target.address: site for site in sites if site.is_installed}
+    ours = {id(each) for site in known.values() for each in (site.installed, site.function)}
+    found: dict[str, list[str]] = {address: [] for address in known}
+    for address, site in known.items():
+        for heir in _heirs(site.owner):
+            raw = namespace(heir).get(site.name)
+            own = _unbound(raw)
+            if heir is site.owner or raw is None or id(own) in ours or own is site.original:
+                continue
+            if not _mentions(own, site.name):
+                found[address].append(f"{_path(heir)} overrides it")
+    by_id = {id(site.original): address for address, site in known.items()}
+    for where, name, holder in _holders(known.values()):
+        for item in _items(holder):
+            if (place := by_id.get(id(_unbound(item)))) is not None:
+                found[place].append(f"{where}.{name} holds upstream's")
+    return {address: said for address, said in found.items() if said}
+
+
+def _heirs(owner: Any) -> Iterator[type]:
+    if isinstance(owner, type):
+        yield owner
+        below: list[type] = type.__subclasses__(owner)
+        for each in below:
+            yield from _heirs(each)
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _mentions(function: Any, name: str) -> bool:
+    """Tell if a function, or one below its decorators, asks some object for that name."""
+    for _ in range(64):
+        waiting = [getattr(function, "__code__", None)]
+        while waiting:
+            code = waiting.pop()
+            if isinstance(code, types.CodeType):
+                if name in code.co_names:
+                    return True
+                waiting += code.co_consts
+        function = getattr(function, "__wrapped__", None)
+        if function is None:
+            break
+    return False
+
+
+def _holders(sites: Iterable[PatchPoint]) -> Iterator[tuple[str, str, Any]]:
+    """Yield what may hold a function beside a name of a module: path of its owner, name, value."""
+    for module_name, module in {id(module): (name, module) for name, module in _modules()}.values():
+        for name, value in list(namespace(module).items()):
+            if issubclass(type(value), _TABLES):
+                yield module_name, name, value
+    classes: set[type] = {heir for site in sites for heir in _heirs(site.owner)}
+    for each in classes:
+        for name, value in list(namespace(each).items()):
+            yield _path(each), name, value
+
+
+_TABLES = (dict, list, tuple, set, frozenset, functools.partial)
+#: A larger one is data.
+_LARGE = 1_000
+
+
+def _items(holder: Any) -> Iterable[Any]:
+    kind = type(holder)
+    if issubclass(kind, functools.partial):
+        return (holder.func,)
+    if not issubclass(kind, _TABLES):
+        return (holder,)
+    if len(holder) > _LARGE:
+        return ()
+    return list(dict.values(holder)) if issubclass(kind, dict) else list(holder)
+
+
 ABSENT: Any = object()
 """Stands for the raw value where a class has inherited the function."""
 

@@ -154,14 +154,32 @@ def read_body(path: Path, qualname: str) -> Body | None:
         SyntaxError: this Python cannot parse the file.
         OSError: the file cannot be read.
     """
-    status = path.stat()
-    return _read_body(path, (status.st_mtime_ns, status.st_size), qualname)
+    return _read_body(path, _state(path), qualname)
 
 
 # A dozen patches stand around the same few functions, and training.py is long.
 @lru_cache(maxsize=128)
 def _read_body(path: Path, state: tuple[int, int], qualname: str) -> Body | None:
-    return parse_body(path.read_text(encoding="utf-8"), qualname)
+    return parse_body(_read_text(path, state), qualname)
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text, read again only if it has changed.
+
+    Raises:
+        OSError, UnicodeDecodeError: it cannot be read.
+    """
+    return _read_text(path, _state(path))
+
+
+def _state(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size
+
+
+@lru_cache(maxsize=64)
+def _read_text(path: Path, state: tuple[int, int]) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def parse_body(text: str, qualname: str) -> Body | None:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from . import versions
 from .decide import MEGATRON, check_bodies, in_range, package_of
 from .record import Patch
-from .source import Body, computed, parse_body
+from .source import Body, computed, parse_body, read_text
+from .surroundings import modules_in
 
 #: The module that says which version a Megatron is.
 INFO = "megatron.core.package_info"
@@ -36,6 +37,7 @@ class SourceTree:
 
     def __init__(self, path: Path, patches: Mapping[str, Patch]) -> None:
         self.path = path
+        self._texts: dict[str, str | None] = {}
         self._wheel = None
         if path.is_file():
             try:
@@ -63,13 +65,17 @@ class SourceTree:
 
     def text(self, module: str) -> str | None:
         """Return the module's source, or None if it is not in the tree."""
+        if module not in self._texts:
+            self._texts[module] = self._text(module)
+        return self._texts[module]
+
+    def _text(self, module: str) -> str | None:
         stem = module.replace(".", "/")
         for name in (f"{stem}.py", f"{stem}/__init__.py"):
-            if self._wheel is not None:
-                if name in self._files:
+            if self._has(name):
+                if self._wheel is not None:
                     return self._wheel.read(name).decode("utf-8")
-            elif (self.path / name).is_file():
-                return (self.path / name).read_text(encoding="utf-8")
+                return read_text(self.path / name)
         return None
 
     def body(self, module: str, qualname: str) -> Body | None:
@@ -80,6 +86,29 @@ class SourceTree:
         """
         text = self.text(module)
         return None if text is None else parse_body(text, qualname)
+
+    def beside(self, module: str) -> list[str]:
+        """Return the modules in the module's folder, itself included."""
+        stem = module.replace(".", "/")
+        package = module if self._has(f"{stem}/__init__.py") else module.rpartition(".")[0]
+        folder = package.replace(".", "/")
+        if self._wheel is None:
+            return modules_in(package, [path.name for path in (self.path / folder).glob("*.py")])
+        inside = (name.rpartition("/") for name in self._files)
+        return modules_in(package, [name for where, _, name in inside if where == folder])
+
+    @computed
+    def modules(self) -> list[str]:
+        """Return the names of all modules in the tree."""
+        if self._wheel is None:
+            names = [str(path.relative_to(self.path)) for path in self.path.glob("*/**/*.py")]
+        else:
+            names = [name for name in self._files if name.endswith(".py")]
+        dotted = (name[:-3].replace("/", ".").removesuffix(".__init__") for name in names)
+        return sorted(dotted)
+
+    def _has(self, name: str) -> bool:
+        return name in self._files if self._wheel is not None else (self.path / name).is_file()
 
     @computed
     def _files(self) -> frozenset[str]:

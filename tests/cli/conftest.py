@@ -9,14 +9,16 @@ import pytest
 
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.source import locate
+from megatron_idempotent.patching.surroundings import table
 from megatron_idempotent.patching.trees import INFO
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A checkout with the files of the installed Megatron that patches wrap."""
+    """A checkout with the files of the installed Megatron that patches wrap or read."""
     root = tmp_path / "checkout"
     modules = {INFO} | {t.module for patch in patches().values() for t in patch.targets}
+    modules |= {m for needs in table().values() for need in needs.names for m in need.modules}
     for module in modules:
         source = locate(module)
         if source is None:

@@ -27,9 +27,13 @@ BUCKETS = "megatron/core/distributed/param_and_grad_buffer.py"
 
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> tuple[Path, Path]:
-    """Copies of both files, which the command writes in place of ours."""
+    """Copies of the files, which the command writes in place of ours."""
     found = []
-    for name, original in (("FILE", module.FILE), ("ACCEPTED", module.ACCEPTED)):
+    for name, original in (
+        ("FILE", module.FILE),
+        ("ACCEPTED", module.ACCEPTED),
+        ("READS", module.READS),
+    ):
         copy = tmp_path / Path(original).name
         shutil.copy(original, copy)
         monkeypatch.setattr(module, name, copy)

@@ -218,7 +218,7 @@ def test_a_body_of_before_the_hazard_is_not_patched_whatever_the_version_says(si
         upstream="https://example.com",
         reproduction=Reproduction(run=print, ranks=1, stock_error="."),
     )
-    verdict = judge(patch, {target.address: body}, named=True)
+    verdict = judge(patch, {target.address: body}, None, None, named=True)
     assert verdict.status == status
     if status is not None:
         assert verdict.reason == f"run is that of {label}, and the hazard came with {since}"

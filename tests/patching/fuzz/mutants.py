@@ -1,4 +1,4 @@
-"""Changed sources of one function, as a later release might have them, or as nobody would.
+"""Changed sources of a function, and of what is around it, as a later release might have them.
 
 Every operator goes through its sites in order, so that a seed chooses the same mutants on every
 machine. A mutant's source is made when it is asked for.
@@ -9,10 +9,13 @@ from __future__ import annotations
 import ast
 import copy
 import random
+import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+from megatron_idempotent.patching import Patch, Target
 
 Definition = ast.FunctionDef
 #: Changes a copy of the function in place, or returns the source by itself.
@@ -808,3 +811,151 @@ def _expressions(tree: Definition, change: Callable[[ast.AST], ast.expr | None])
 
 def _label(statement: ast.stmt) -> str:
     return f"{ast.unparse(statement).splitlines()[0][:60]} at {statement.lineno}"
+
+
+# What is around the functions that are wrapped.
+
+
+@dataclass(frozen=True)
+class Around:
+    """One change of Megatron's sources beside the bodies of wrapped functions."""
+
+    operator: str
+    site: str
+    change: Callable[[str, str], str]
+    """Takes a module and its text, and returns the changed text."""
+    concerns: Callable[[Patch, frozenset[str]], bool | None]
+    """Takes a patch and the names in its wrappers' bytecode. Returns True if it has to be refused,
+    False if it has to be applied, None if it does not matter."""
+
+    def __str__(self) -> str:
+        return f"{self.operator}: {self.site}"
+
+
+_Texts = Callable[[str], "str | None"]
+
+
+def renames(
+    text_of: _Texts, targets: Sequence[Target], *, without: frozenset[str]
+) -> Iterator[Around]:
+    """Every name that wrapped modules, and those that settings are in, define: renamed everywhere.
+
+    Args:
+        text_of: returns a module's source.
+        targets: what is wrapped.
+        without: names that are Python's and torch's, too.
+    """
+    homes = dict.fromkeys([target.module for target in targets])
+    homes |= dict.fromkeys(f"megatron.core.{name}" for name in SETTINGS)
+    wrapped = {part for target in targets for part in target.qualname.split(".")}
+    names: dict[str, None] = {}
+    for module in homes:
+        for node in ast.walk(ast.parse(text_of(module) or "")):
+            names |= dict.fromkeys(_defined(node))
+    for name in names:
+        if name not in wrapped | without and not name.startswith("__"):
+            pattern = re.compile(rf"\b{name}\b")
+
+            def change(module: str, text: str, pattern: re.Pattern[str] = pattern) -> str:
+                return pattern.sub(lambda found: f"{found[0]}_now", text)
+
+            def concerns(patch: Patch, used: frozenset[str], name: str = name) -> bool | None:
+                return True if name in used else None
+
+            yield Around("rename", name, change, concerns)
+
+
+#: Modules with settings that wrappers read.
+SETTINGS = (
+    "model_parallel_config",
+    "transformer.transformer_config",
+    "distributed.distributed_data_parallel_config",
+    "parallel_state",
+    "timers",
+)
+
+
+def _defined(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, (ast.ClassDef, ast.Module)):
+        for each in node.body:
+            if isinstance(each, (ast.FunctionDef, ast.ClassDef)):
+                yield each.name
+            elif isinstance(each, (ast.Assign, ast.AnnAssign)):
+                parts = each.targets if isinstance(each, ast.Assign) else [each.target]
+                yield from (part.id for part in parts if isinstance(part, ast.Name))
+    elif (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    ):
+        yield node.attr
+
+
+def slots(text_of: _Texts, targets: Sequence[Target]) -> Iterator[Around]:
+    """`__slots__` in every class of wrapped modules that has no base class."""
+    for home in dict.fromkeys(target.module for target in targets):
+        for owner in re.findall(r"^class (\w+)(?:\(\))?:$", text_of(home) or "", re.MULTILINE):
+
+            def change(module: str, text: str, home: str = home, owner: str = owner) -> str:
+                if module != home:
+                    return text
+                return re.sub(
+                    rf"^(class {owner}\b.*:)$", r"\1\n    __slots__ = ()", text, flags=re.M
+                )
+
+            def concerns(
+                patch: Patch, used: frozenset[str], home: str = home, owner: str = owner
+            ) -> bool | None:
+                wrapped = f"{home}:{owner}."
+                mine = any(target.address.startswith(wrapped) for target in patch.targets)
+                keeps = any("megatron_idempotent" in name for name in used)
+                return True if mine and keeps else None
+
+            yield Around("slots", f"{home}:{owner}", change, concerns)
+
+
+def detours(targets: Sequence[Target]) -> Iterator[Around]:
+    """Every wrapped function with what calls would go through instead, and right neighbours."""
+    for target in {target.address: target for target in targets}.values():
+        owner, _, name = target.qualname.rpartition(".")
+        rights = {
+            "used in a function": f"\n\ndef _fuzz_use():\n    return {{0: {owner or name}}}\n",
+        }
+        wrongs = {
+            "table": f"\n\n_FUZZ = {{'x': {name}}}\n",
+            "second name": f"\n\n_fuzz = {name}\n",
+            "list": f"\n\n_FUZZ: list = [\n    {name},\n]\n",
+        }
+        if owner:
+            head = f"\n\nclass _Fuzz({owner}):\n    def {name}(self, *args, **kwargs):\n        "
+            rights["a subclass that calls it"] = f"{head}return super().{name}(*args, **kwargs)\n"
+            rights["a subclass without it"] = f"\n\nclass _Fuzz({owner}):\n    pass\n"
+            wrongs = {"a subclass that overrides it": f"{head}return None\n"}
+            if name.startswith("__"):
+                wrongs = {}
+            else:
+                yield _detour("a second name in the class", target, f"    _fuzz = {name}\n", True)
+        for refused, changes in ((False, rights), (True, wrongs)):
+            for kind, text in changes.items():
+                yield _detour(kind, target, text, refused)
+
+
+def _detour(kind: str, target: Target, added: str, refused: bool) -> Around:
+    def change(module: str, text: str) -> str:
+        if module != target.module:
+            return text
+        if not added.startswith(" "):
+            return text + added
+        node: ast.AST = ast.parse(text)
+        for part in target.qualname.split("."):
+            node = [n for n in ast.walk(node) if getattr(n, "name", None) == part][-1]
+        lines = text.splitlines(keepends=True)
+        lines.insert(node.end_lineno, added)  # type: ignore[attr-defined]
+        return "".join(lines)
+
+    def concerns(patch: Patch, used: frozenset[str]) -> bool | None:
+        mine = target.address in [each.address for each in patch.targets]
+        return refused if mine else None
+
+    return Around(kind, target.address, change, concerns)

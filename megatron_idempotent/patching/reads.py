@@ -1,0 +1,578 @@
+"""Derives from the code of wrappers which names of upstream's objects they read, call or set.
+
+A wrapper is followed into every function of this package that it uses. A name counts wherever it
+stands: as an attribute, in `getattr(object, "name")`, in `from megatron… import name`.
+
+What upstream has to bind, and from which release on, is what the trees say that the patch was
+decided for: a name that none of them has is ours, Python's or torch's; one that all have is needed,
+however carefully the wrapper asks for it; one that came or went with a release is needed since, or
+until, that release. `python -m megatron_idempotent.cli.casebook` and `drift --accept` write that
+into `reads.txt`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from .base import Record
+from .catalog import patches
+from .decide import MEGATRON, in_range, judge
+from .record import Patch
+from .source import locate
+from .surroundings import Need, Needs, bases_of, binds, bound_of, class_text, key_of
+from .trees import INFO, SourceTree
+
+_PACKAGE = "megatron_idempotent"
+#: What wrappers are made of. Nothing else of this package touches upstream for them.
+_FOLLOWED = ("megatron_idempotent.patches.", "megatron_idempotent.megatron.")
+#: Records in case files, which wrappers ask for their id.
+_DECLARED = frozenset({"PATCH", "HELPER", "LIMIT"})
+#: Calls whose second argument is the name of an attribute.
+_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
+#: Methods that `vars(object)` has, and whose first argument is the name of an attribute.
+_OF_VARS = frozenset({"get", "pop", "setdefault"})
+
+
+class Read(Record):
+    """Names one thing of upstream's that a wrapper reads, calls or sets.
+
+    Example:
+        Read(module="megatron.core.parallel_state", name="model_parallel_is_initialized")
+    """
+
+    name: str
+    module: str = ""
+    """The module that has to bind it; empty for an attribute of an object."""
+    of_self: bool = False
+    """True for an attribute of the object whose method is wrapped."""
+    guarded: bool = False
+    """True if the wrapper copes with its absence, so far as one can see."""
+
+
+class _Source:
+    """Holds the names that a module of this package binds at its top level."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+        self.definitions: dict[str, ast.AST] = {}
+        self.imported: dict[str, tuple[str, str]] = {}
+        self.protocols: set[str] = set()
+        """Methods that objects of ours have, whichever they are."""
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and any(
+                isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases
+            ):
+                self.protocols |= {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                self.definitions[node.name] = node
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        self.definitions[target.id] = node.value
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                self.imported.update(imports(node, module))
+
+
+def imports(
+    node: ast.Import | ast.ImportFrom, module: str
+) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield what an import in `module` binds: the name, and the module and name that it is of."""
+    for alias in node.names:
+        bound = alias.asname or alias.name.partition(".")[0]
+        if isinstance(node, ast.Import):
+            yield bound, (alias.name if alias.asname else bound, "")
+            continue
+        package = module.split(".")[: -node.level] if node.level else []
+        yield bound, (".".join([*package, *(node.module or "").split(".")]).strip("."), alias.name)
+
+
+@cache
+def _source(module: str) -> _Source:
+    return _Source(module)
+
+
+@cache
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def reads_of(wrapper: Callable[..., Any], *, of_class: bool) -> tuple[frozenset[Read], bool]:
+    """Return what a wrapper reads, with all functions of this package that it uses.
+
+    The second item says whether it keeps state of ours on upstream's objects.
+
+    Args:
+        wrapper: a plain function of a module.
+        of_class: True if it stands around a method, so that its `self` is upstream's object.
+    """
+    found: set[Read] = set()
+    waiting = [(wrapper.__module__, wrapper.__name__, of_class)]
+    done = set()
+    own: set[str] = set()
+    keeps = False
+    while waiting:
+        place = waiting.pop()
+        if place in done:
+            continue
+        done.add(place)
+        module, name, owns = place
+        if not f"{module}.".startswith(_FOLLOWED):
+            continue
+        source = _source(module)
+        if name in source.definitions:
+            each = _Reader(source, source.definitions[name], owns)
+            found |= each.found
+            keeps |= each.keeps
+            own |= each.own | source.protocols
+            waiting += [(m, n, False) for m, n in each.uses]
+        elif name in source.imported:
+            above, inner = source.imported[name]
+            if above.startswith(_PACKAGE) and inner:
+                waiting.append((above, inner, False))
+    return frozenset(each for each in found if each.module or each.name not in own), keeps
+
+
+class _Reader:
+    """Reads one function, class or constant."""
+
+    def __init__(self, source: _Source, root: ast.AST, of_class: bool) -> None:
+        self._source = source
+        self.found: set[Read] = set()
+        self.uses: set[tuple[str, str]] = set()
+        self.keeps = False
+        self.own: set[str] = set()
+        if isinstance(root, ast.ClassDef):
+            self.own = {
+                n.attr
+                for n in ast.walk(root)
+                if isinstance(n, ast.Attribute) and _is_self(n) and _is_set(n)
+            }
+            self.own |= {n.name for n in root.body if isinstance(n, ast.FunctionDef)}
+        self._of_class = of_class
+        self._imported = dict(source.imported)
+        self._local: set[str] = set()
+        for node in ast.walk(root):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                self._imported.update(imports(node, source.module))
+            elif isinstance(node, ast.arg):
+                self._local.add(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self._local.add(node.id)
+        self._dynamic = any(self._asks(node) == "" for node in ast.walk(root))
+        self._visit(root, False)
+
+    def _asks(self, node: ast.AST) -> str | None:
+        """Return the attribute that a call asks for by its name; "" if it is a variable."""
+        if not isinstance(node, ast.Call):
+            return None
+        called = node.func
+        if isinstance(called, ast.Name) and called.id in _BY_NAME and len(node.args) > 1:
+            return self._constant(node.args[1])
+        if isinstance(called, ast.Attribute) and called.attr in _OF_VARS and node.args:
+            of = called.value
+            if isinstance(of, ast.Call) and isinstance(of.func, ast.Name) and of.func.id == "vars":
+                return self._constant(node.args[0])
+        return None
+
+    def _constant(self, node: ast.expr) -> str:
+        if isinstance(node, ast.Name):
+            found = self._source.definitions.get(node.id)
+            if isinstance(found, ast.Constant):
+                return str(found.value)
+            if node.id in self._imported and self._imported[node.id][0].startswith(_PACKAGE):
+                module, name = self._imported[node.id]
+                inner = _source(module).definitions.get(name) if name else None
+                if isinstance(inner, ast.Constant):
+                    return str(inner.value)
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+    def _visit(self, node: ast.AST, guarded: bool) -> None:
+        if isinstance(node, ast.Attribute):
+            self._attribute(node, guarded)
+            return
+        asked = self._asks(node)
+        if asked and isinstance(node, ast.Call):
+            strict = isinstance(node.func, ast.Name) and (
+                node.func.id in ("setattr", "delattr") or len(node.args) == 2
+            ) and node.func.id != "hasattr"  # fmt: skip
+            self._add(asked, guarded or not strict, node.args[0])
+        if isinstance(node, ast.ImportFrom):
+            for _, (module, name) in imports(node, self._source.module):
+                if module.startswith("megatron."):
+                    self._import(module, name, guarded)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            self._name(node.id)
+        text = node.value if isinstance(node, ast.Constant) else None
+        if self._dynamic and isinstance(text, str) and text.isidentifier():
+            self._add(text, True, None)
+        if isinstance(node, ast.Try):
+            for each in node.body:
+                self._visit(each, guarded or bool(node.handlers))
+            rest: list[Any] = [*node.handlers, *node.orelse, *node.finalbody]
+            for each in rest:
+                self._visit(each, guarded)
+            return
+        if isinstance(node, (ast.FunctionDef, ast.arg)):
+            parts: list[Any] = getattr(node, "body", [])  # no annotations
+            parts = [*parts, *node.decorator_list] if isinstance(node, ast.FunctionDef) else []
+            for each in parts:
+                self._visit(each, guarded)
+            return
+        if isinstance(node, ast.AnnAssign):
+            for one in (node.target, node.value):
+                if one is not None:
+                    self._visit(one, guarded)
+            return
+        for child in ast.iter_child_nodes(node):
+            self._visit(child, guarded)
+
+    def _attribute(self, node: ast.Attribute, guarded: bool) -> None:
+        names = [node.attr]
+        root: ast.expr = node.value
+        while isinstance(root, ast.Attribute):
+            names.append(root.attr)
+            root = root.value
+        names.reverse()
+        if not isinstance(root, ast.Name):
+            self._visit(root, guarded)
+            for name in names:
+                self._add(name, guarded, None)
+            return
+        if root.id in _DECLARED:
+            return
+        self._name(root.id)
+        module, inner = self._imported.get(root.id, ("", ""))
+        if root.id in self._local or not module:
+            for index, name in enumerate(names):
+                self._add(name, guarded, root if index == 0 else None)
+        elif module.startswith(_PACKAGE):
+            whole = f"{module}.{inner}" if inner else module
+            if _is_module(whole):
+                self.uses.add((whole, names[0]))
+                names = names[1:]
+            for name in names:
+                self._add(name, guarded, None)
+        elif module.startswith("megatron."):
+            whole = f"{module}.{inner}" if inner else module
+            self._import(whole, names[0], guarded)
+            for name in names[1:]:
+                self._add(name, guarded, None)
+
+    def _name(self, name: str) -> None:
+        if name in _DECLARED:
+            return
+        self.keeps = self.keeps or name in _KEEPING
+        if name in self._local:
+            return
+        if name in self._source.definitions:
+            self.uses.add((self._source.module, name))
+        elif name in self._imported:
+            module, inner = self._imported[name]
+            if module.startswith(_PACKAGE) and inner and not _is_module(f"{module}.{inner}"):
+                self.uses.add((module, inner))
+
+    def _import(self, module: str, name: str, guarded: bool) -> None:
+        self.found.add(Read(name=name, module=module, guarded=guarded))
+
+    def _add(self, name: str, guarded: bool, of: ast.expr | None) -> None:
+        is_self = isinstance(of, ast.Name) and of.id == "self"
+        self.keeps = self.keeps or _PACKAGE in name
+        if _PACKAGE in name or name.startswith("__") or (is_self and name in self.own):
+            return
+        self.found.add(Read(name=name, of_self=is_self and self._of_class, guarded=guarded))
+
+
+def _is_self(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )
+
+
+def _is_set(node: Any) -> bool:
+    return isinstance(node.ctx, ast.Store)
+
+
+#: Names of ours that say that a wrapper keeps something about an object of upstream's.
+_KEEPING = frozenset({"PerProcessWeakKeys", "WeakKeyDictionary", "ref", "vars"})
+_UPSTREAM = ("megatron.core.", "megatron.training.")
+#: If more modules than this define a name, a few are looked at.
+_MANY, _FEW = 6, 3
+
+
+def derived(patch: Patch) -> tuple[frozenset[tuple[Read, str]], bool]:
+    """Return what a patch's wrappers read, each with the class that it is an attribute of.
+
+    The second item says whether they keep state of ours on upstream's objects.
+    """
+    found: set[tuple[Read, str]] = set()
+    keeps = False
+    for target in patch.targets:
+        owner = target.qualname.rpartition(".")[0]
+        reads, more = reads_of(target.wrapper, of_class=bool(owner))
+        keeps |= more
+        found |= {
+            (each, f"{target.module}:{owner}" if each.of_self and owner else "") for each in reads
+        }
+    return frozenset(found), keeps
+
+
+def renewed(
+    known: Mapping[str, Needs],
+    trees: Iterable[SourceTree],
+    ids: Collection[str] | None = None,
+) -> dict[str, Needs]:
+    """Return what `reads.txt` has to say, by patch.
+
+    Args:
+        known: what it says. What wrappers no longer read is left out, and releases that are none of
+            the trees stay as they are.
+        trees: sources of Megatron, which say where a name is bound that is new.
+        ids: the patches to renew, whose bodies in these trees a person has read; None for all
+            patches, as far as their bodies are known there.
+    """
+    order = sorted(
+        (tree for tree in trees if MEGATRON in tree.versions),
+        key=lambda tree: key_of(tree.versions[MEGATRON]),
+    )
+    found = {name: each for name, each in known.items() if ids is not None and name in patches()}
+    for patch in patches().values():
+        if patch.distribution == MEGATRON and (ids is None or patch.id in ids):
+            fitting = [tree for tree in order if _fits(patch, tree, read=ids is not None)]
+            found[patch.id] = needs_of(patch, fitting, known.get(patch.id))
+    return found
+
+
+def installed_trees() -> list[SourceTree]:
+    """Return the Megatron on the path, or nothing."""
+    info = locate(INFO)
+    return [] if info is None else [SourceTree(info.parents[INFO.count(".")], patches())]
+
+
+def _fits(patch: Patch, tree: SourceTree, *, read: bool) -> bool:
+    version = tree.versions[MEGATRON]
+    bodies = {t.address: tree.body(t.module, t.qualname) for t in patch.targets}
+    return in_range(patch, version) and judge(patch, bodies, None, None, named=read).status is None
+
+
+def needs_of(patch: Patch, trees: Sequence[SourceTree], known: Needs | None) -> Needs:
+    """Return what a patch needs of upstream; `trees` are those that it fits, the oldest first."""
+    reads, keeps = derived(patch)
+    before: dict[str, list[Need]] = {}
+    for need in known.names if known is not None else ():
+        bare = need.name.lstrip(".") or need.modules[0].rpartition(".")[2]
+        before.setdefault(bare, []).append(need)
+    found: set[Need | None] = set()
+    for name in sorted({read.name for read, _ in reads}):
+        if name in before:
+            found |= {_merged(need, trees) for need in before[name]}
+            continue
+        for read, of in sorted(reads, key=str):
+            if read.name == name:
+                found |= {
+                    _bounded(place, trees, known is not None and read.guarded)
+                    for place in _places_of(read, of, patch, trees)
+                }
+    needs = sorted(filter(None, found), key=str)
+    bound = {need.modules for need in needs if need.name}
+    # A module is there if what it binds is.
+    names = [need for need in needs if need.name or need.modules not in bound]
+    return Needs(names=tuple(names), keeps=keeps)
+
+
+def _places_of(read: Read, of: str, patch: Patch, trees: Sequence[SourceTree]) -> list[_Place]:
+    if read.module:
+        return [_imported(read, trees)]
+    module, _, owner = of.partition(":")
+    if of:
+        found: list[_Place] = [
+            ((where,), each, read.name)
+            for where, each in ((module, owner), *_bases(module, owner, trees))
+            if any(_binds(((where,), each, read.name), tree) for tree in trees)
+        ]
+        if found:
+            return found
+    if read.name in elsewhere():
+        return []
+    owners = {(t.module, t.qualname.rpartition(".")[0]) for t in patch.targets}
+    owners |= {base for each in owners for base in _bases(*each, trees)}
+    return _places(read.name, sorted({t.module for t in patch.targets}), owners, trees)
+
+
+def _bases(module: str, owner: str, trees: Sequence[SourceTree]) -> list[tuple[str, str]]:
+    """Return the base classes of a class that its folder has, by module and name."""
+    found: dict[tuple[str, str], None] = {}
+    for tree in trees[-1:] if owner else ():
+        for base in bases_of(tree.text(module) or "", owner):
+            for home in tree.beside(module):
+                if class_text(tree.text(home) or "", base) and (home, base) not in found:
+                    found |= dict.fromkeys([(home, base), *_bases(home, base, trees)])
+    return list(found)
+
+
+_Place = tuple[tuple[str, ...], str, str]
+"""Modules, class and name, as in `Need`."""
+
+
+def _binds(place: _Place, tree: SourceTree) -> bool:
+    modules, owner, name = place
+    return Need(modules=modules, owner=owner, name=name).is_met(tree)
+
+
+def _module_of(whole: str, trees: Sequence[SourceTree]) -> tuple[str, str]:
+    """Split `module.Class`, or return the module and no class."""
+    if any(tree.text(whole) is not None for tree in trees):
+        return whole, ""
+    module, _, owner = whole.rpartition(".")
+    return module, owner
+
+
+def _imported(read: Read, trees: Sequence[SourceTree]) -> _Place:
+    if any(tree.text(f"{read.module}.{read.name}") is not None for tree in trees):
+        return (f"{read.module}.{read.name}",), "", ""
+    module, owner = _module_of(read.module, trees)
+    return (module,), owner, read.name
+
+
+def _places(
+    name: str,
+    near: Sequence[str],
+    owners: Iterable[tuple[str, str]],
+    trees: Sequence[SourceTree],
+) -> list[_Place]:
+    """Return where an attribute of any object is bound.
+
+    First of all the wrapped classes count, then their modules, then all others; and before code
+    that sets it on another's object, what defines it. Where only that is near, the one class that
+    has always defined it counts, too.
+    """
+    found: list[_Place] = [
+        ((module,), owner, name)
+        for module, owner in sorted(owners)
+        if owner and any(_binds(((module,), owner, name), tree) for tree in trees)
+    ]
+    defined = found or _in_modules(name, near, trees)
+    if defined:
+        return defined
+    everywhere = _in_modules(name, (), trees)
+    set_here = _in_modules(f".{name}", near, trees)
+    if not set_here:
+        return everywhere
+    always = [each for each in everywhere if all(_binds(each, tree) for tree in trees)]
+    return [*set_here, *(each for each in always if each[1])]
+
+
+def _in_modules(name: str, near: Sequence[str], trees: Sequence[SourceTree]) -> list[_Place]:
+    """Return where these modules, or all of them, bind a name in the newest tree that has it.
+
+    Where many do, a few stand for all.
+    """
+    for tree in reversed(trees):
+        here = [m for m in near or _all_modules(tree) if binds(tree.text(m) or "", "", name)]
+        if len(here) > _MANY:
+            # Those that always have it tell; those with settings first.
+            always = [m for m in here if all(_binds(((m,), "", name), each) for each in trees)]
+            always.sort(key=lambda module: not module.endswith("_config"))
+            return [(tuple(sorted(always[:_FEW])), "", name)] if always else []
+        classes = [(m, c) for m in here for c in _classes_that_bind(tree.text(m) or "", name)]
+        if len(here) == len(classes) == 1:
+            return [((here[0],), classes[0][1], name)]
+        if here:
+            return [(tuple(here), "", name)]
+    return []
+
+
+def _classes_that_bind(text: str, name: str) -> list[str]:
+    names = dict.fromkeys(re.findall(r"^class (\w+)", text, re.MULTILINE))
+    return [owner for owner in names if binds(text, owner, name)]
+
+
+def _all_modules(tree: SourceTree) -> list[str]:
+    return [m for m in tree.modules if m.startswith(_UPSTREAM)]
+
+
+_Key = tuple[tuple[int, ...], bool]
+
+
+def _keys(place: _Place, trees: Sequence[SourceTree]) -> tuple[set[_Key], set[_Key]]:
+    """Return the versions that bind the name there, and those that do not."""
+    has: set[_Key] = set()
+    lacks: set[_Key] = set()
+    for tree in trees:
+        (has if _binds(place, tree) else lacks).add(key_of(tree.versions[MEGATRON]))
+    return has, lacks
+
+
+def _bounded(place: _Place, trees: Sequence[SourceTree], only_here: bool) -> Need | None:
+    """Return the need of a name with the releases that have it; None if no rule says which.
+
+    Args:
+        place: where it is bound.
+        trees: those that the patch fits.
+        only_here: True if nothing may be asked of releases before these.
+    """
+    modules, owner, name = place
+    has, lacks = _keys(place, trees)
+    if not has:
+        return None
+    since = before = ""
+    if lacks:
+        later = {key for key in has if key > max(lacks)}
+        if later:
+            since = bound_of(min(later))
+        elif min(has) < min(lacks):
+            before = bound_of(min(lacks))
+        else:
+            return None
+    elif only_here:
+        since = bound_of(min(has))
+    return Need(modules=modules, owner=owner, name=name, since=since, before=before)
+
+
+def _merged(need: Need, trees: Sequence[SourceTree]) -> Need:
+    """Return a known need, no longer asked of releases that lack the name."""
+    has, lacks = _keys((need.modules, need.owner, need.name), trees)
+    lacks = {key for key in lacks if need.covers(key)}
+    if not lacks:
+        return need
+    later = {key for key in has if key > max(lacks)}
+    since, before = (
+        (bound_of(min(later)), need.before) if later else (need.since, bound_of(min(lacks)))
+    )
+    return Need(modules=need.modules, owner=need.owner, name=need.name, since=since, before=before)
+
+
+@lru_cache(maxsize=1)
+def elsewhere() -> frozenset[str]:
+    """Return names that Python's and torch's objects have, which tell nothing of upstream."""
+    import enum
+    import functools
+    import hashlib
+    import logging
+    import types
+
+    import torch
+
+    kinds: tuple[type, ...] = (
+        *(dict, list, set, str, bytes, int, type, types.FunctionType, types.FrameType),
+        *(types.CodeType, types.TracebackType, types.ModuleType, types.MethodType),
+        *(torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.cuda.Stream),
+        *(torch.utils.hooks.RemovableHandle, torch.distributed.Work, torch.autograd.Function),
+        *(functools.partial, enum.Enum, logging.Logger, type(hashlib.sha256())),
+    )
+    return frozenset(name for kind in kinds for name in dir(kind)) | {"parameters", "param_groups"}

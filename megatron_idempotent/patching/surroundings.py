@@ -1,0 +1,393 @@
+"""Looks in the sources on the path for what wrappers need beside the functions that they wrap.
+
+A body that a person has read says nothing of the objects that the wrapper touches besides. So
+`reads.txt` lists, for each patch, the attributes, methods and functions of upstream that its
+wrappers read, call or set; `reads` derives them from their code. A patch is refused by name where
+one of them is missing, where a class that has to carry our state has `__slots__`, and where code in
+the sources goes round the patched function: a subclass that has one of its own, a second name, a
+table that holds it.
+
+All of it is one search for text per name. Nothing is parsed unless a search has found something.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .base import Record
+from .import_hooks import find
+from .source import read_text
+
+if TYPE_CHECKING:
+    from .record import Patch, Target
+    from .versions import Installed
+
+READS = os.path.join(os.path.dirname(__file__), "reads.txt")
+_PRE = "rc"
+_KEEPS = "keeps"
+
+
+class Sources(Protocol):
+    """Reads modules: those on the path, or those of a tree elsewhere."""
+
+    def text(self, module: str) -> str | None:
+        """Return the module's source, or None if there is none."""
+
+    def beside(self, module: str) -> list[str]:
+        """Return the modules in the module's folder, itself included."""
+
+
+class OnPath:
+    """Reads the modules on the path, and imports none."""
+
+    def text(self, module: str) -> str | None:
+        """Return the module's source, or None if there is none, or none that can be read."""
+        path = find(module)
+        try:
+            return None if path is None else read_text(Path(path))
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def beside(self, module: str) -> list[str]:
+        """Return the modules in the module's folder, itself included."""
+        path = find(module)
+        if path is None:
+            return []
+        package = module if path.endswith("__init__.py") else module.rpartition(".")[0]
+        return modules_in(package, os.listdir(os.path.dirname(path)))
+
+
+def modules_in(package: str, files: list[str]) -> list[str]:
+    """Return the modules that these files of a package's folder hold."""
+    stems = sorted(name[:-3] for name in files if name.endswith(".py"))
+    return [package if stem == "__init__" else f"{package}.{stem}" for stem in stems]
+
+
+class Need(Record):
+    """Names what a wrapper reads of upstream, and the place that has to bind it.
+
+    Example:
+        Need(modules=("megatron.core.timers",), owner="Timer", name="_started")
+    """
+
+    modules: tuple[str, ...]
+    """One of them has to bind the name."""
+    owner: str
+    """The class that has to bind it; empty for any place in the module."""
+    name: str
+    """The name, such as `Timers`; `.main_grad` for an attribute that upstream sets on objects of
+    another class; empty if the module itself is what is needed."""
+    since: str = ""
+    """The first release that binds it, such as `0.16.0`; `0.16.0rc` with those that lead to it."""
+    before: str = ""
+    """The first release that no longer does."""
+
+    def covers(self, key: tuple[tuple[int, ...], bool]) -> bool:
+        """Tell if a tree with this version's key has to bind the name."""
+        return not (
+            (self.since and key < _key(self.since)) or (self.before and key >= _key(self.before))
+        )
+
+    def is_met(self, sources: Sources) -> bool:
+        """Tell if the sources bind the name."""
+        texts = (sources.text(module) for module in self.modules)
+        return any(text is not None and binds(text, self.owner, self.name) for text in texts)
+
+    def __str__(self) -> str:
+        where = " or ".join(self.modules)
+        if not self.name:
+            return f"{where} is not there, and its wrapper imports it"
+        of = f"{where}:{self.owner}" if self.owner else where
+        verb = "sets" if self.name.startswith(".") else "defines"
+        return f"{of} {verb} no `{self.name.lstrip('.')}`, which its wrapper reads"
+
+
+class Needs(Record):
+    """Holds what the wrappers of one patch need."""
+
+    names: tuple[Need, ...] = ()
+    keeps: bool = False
+    """True if wrappers keep state of ours on upstream's objects."""
+
+
+def key_of(version: Installed) -> tuple[tuple[int, ...], bool]:
+    """Return a key that puts a release after the commits that lead to it."""
+    return version.release, version.text.replace(".", "").isdecimal()
+
+
+def _key(bound: str) -> tuple[tuple[int, ...], bool]:
+    plain = bound.removesuffix(_PRE)
+    return tuple(map(int, plain.split("."))), plain == bound
+
+
+def bound_of(key: tuple[tuple[int, ...], bool]) -> str:
+    """Return a key as `Need.since` has it."""
+    return ".".join(map(str, key[0])) + ("" if key[1] else _PRE)
+
+
+_table: dict[str, Needs] = {}
+
+
+def table() -> dict[str, Needs]:
+    """Return what `reads.txt` says, by patch."""
+    if not _table:
+        # Not open(): the package may be in a zip file.
+        loader: Any = __spec__.loader
+        _table.update(parsed(loader.get_data(READS).decode("ascii").splitlines()))
+    return _table
+
+
+def parsed(lines: list[str]) -> dict[str, Needs]:
+    """Return what lines of `reads.txt` say, by patch."""
+    found: dict[str, list[Need]] = {}
+    keeps = set()
+    patch_id = ""
+    for line in lines:
+        if line.startswith("#"):
+            continue
+        if not line.startswith(" "):
+            patch_id, _, flag = line.partition(" ")
+            found[patch_id] = []
+            keeps |= {patch_id} if flag == _KEEPS else set()
+            continue
+        place, *names = line.split()
+        modules, _, owner = place.partition(":")
+        for each in names or [""]:
+            name, since, before = re.fullmatch(
+                r"(\.?\w*)(?:>=([\w.]+))?(?:<([\w.]+))?", each
+            ).groups()  # type: ignore[union-attr]
+            found[patch_id].append(
+                Need(
+                    modules=tuple(modules.split("|")),
+                    owner=owner,
+                    name=name,
+                    since=since,
+                    before=before,
+                )
+            )
+    return {name: Needs(names=tuple(needs), keeps=name in keeps) for name, needs in found.items()}
+
+
+_HEAD = (
+    "# What the wrappers of each patch read, call or set of upstream, and what has to bind it: a",
+    "# module, or a class in it. `.name`: it is set on objects of another class. keeps: the",
+    "# wrappers keep state of ours on upstream's objects. Written by `drift --accept` and",
+    "# `python -m megatron_idempotent.cli.casebook`; do not edit.",
+)
+
+
+def lines_of(needs: Mapping[str, Needs]) -> Iterator[str]:
+    """Yield the lines of `reads.txt`."""
+    yield from _HEAD
+    for patch_id in sorted(needs):
+        yield f"{patch_id} {_KEEPS}" if needs[patch_id].keeps else patch_id
+        places: dict[str, list[str]] = {}
+        for each in needs[patch_id].names:
+            place = "|".join(each.modules) + (f":{each.owner}" if each.owner else "")
+            since = f">={each.since}" if each.since else ""
+            before = f"<{each.before}" if each.before else ""
+            places.setdefault(place, []).append(f"{each.name}{since}{before}")
+        for place in sorted(places):
+            yield " ".join([" ", place, *sorted(filter(None, places[place]))])[1:]
+
+
+def unmet(patch: Patch, version: Installed | None, sources: Sources) -> str | None:
+    """Say what the patch needs of upstream and the sources lack, or what goes round it; or None."""
+    needs = table().get(patch.id, Needs())
+    for need in needs.names:
+        if version is not None and need.covers(key_of(version)) and not need.is_met(sources):
+            return str(need)
+    if needs.keeps:
+        for module, owner in sorted(_classes(patch, needs)):
+            text = sources.text(module)
+            if text is not None and has_slots(text, owner):
+                return (
+                    f"{module}:{owner} has __slots__, so that its wrappers can keep nothing on it"
+                )
+    return next((said for target in patch.targets for said in _round(target, patch, sources)), None)
+
+
+def _classes(patch: Patch, needs: Needs) -> set[tuple[str, str]]:
+    found = {(need.modules[0], need.owner) for need in needs.names if need.owner}
+    owners = {(target.module, target.qualname.rpartition(".")[0]) for target in patch.targets}
+    return found | {each for each in owners if each[1]}
+
+
+@lru_cache(maxsize=8192)  # a dozen patches read the same few names
+def binds(text: str, owner: str, name: str) -> bool:
+    """Tell if a module's source, or one class in it, binds a name.
+
+    It does by a definition, an import, a variable of the module or class, or `self.name = …`; and
+    for a name like `.main_grad` by setting that attribute of any object.
+    """
+    if not name:
+        return True
+    bare = name.lstrip(".")
+    text = class_text(text, owner) if owner else text
+    return bare in text and any(
+        _binds(text, *found.span(), of_any=bare != name)
+        for found in re.finditer(rf"\b{bare}\b", text)
+    )
+
+
+_ASSIGNS = re.compile(r"(?P<left>[^=\n#]*?)\s*[|+]?=(?!=)")
+_LEFT = re.compile(r"[\w.\s,()\[\]'\"*]*(?::[^=\n]*)?")
+#: The rest of a tuple over several lines that is assigned to.
+_IN_A_TUPLE = re.compile(r",[\w\s.,]*\)\s*=(?!=)")
+#: Statements in whose blocks a variable is one of the module.
+_OPEN = ("class ", "from ", "if ", "elif ", "else", "try", "except", "finally", "with ")
+
+
+def _binds(text: str, start: int, end: int, *, of_any: bool) -> bool:
+    begin, stop = text.rfind("\n", 0, start) + 1, text.find("\n", end)
+    before, after = text[begin:start], text[end : stop if stop >= 0 else len(text)]
+    head = before.strip()
+    if head in ("def", "class", "async def"):
+        return not of_any
+    if head == "global" or re.search(r"\bsetattr\([^,\n]+,\s*[\"']$", before):
+        return True
+    if before.endswith("."):
+        # `self.name: int = 1`, `a.name, b.name = 1, 2`
+        if not of_any and not before.endswith("self."):
+            return False
+        return _is_assigned(before, after) or bool(_IN_A_TUPLE.match(text, end))
+    if of_any or not _is_outside(text, begin, before):
+        return False
+    if re.match(r"(?:from|import)\b", head):
+        return True
+    opened = max(text.rfind("import (", 0, start), text.rfind("import(", 0, start))
+    if opened > text.rfind(")", 0, start):
+        return True
+    return bool(not head and re.match(r"\s*:\s*\S", after)) or _is_assigned(before, after)
+
+
+def _is_assigned(before: str, after: str) -> bool:
+    found = _ASSIGNS.match(after)
+    if not (found and _LEFT.fullmatch(found["left"]) and _LEFT.fullmatch(before)):
+        return False
+    left = before + found["left"]  # else the equals sign is a keyword's, or a default's
+    return left.count("(") == left.count(")")
+
+
+def _is_outside(text: str, begin: int, before: str) -> bool:
+    """Tell if a line is one of the module or of a class, and not of a function."""
+    depth = len(before) - len(before.lstrip())
+    if not depth:
+        return True
+    heads = _heads(text)
+    at = heads[max(0, bisect_right(heads, begin) - 1)] if heads else 0
+    line = text[at : at + 10]
+    return line.startswith(_OPEN) and (depth == 4 or not line.startswith("class "))
+
+
+@lru_cache(maxsize=64)
+def _heads(text: str) -> list[int]:
+    """Return where the lines without indentation begin."""
+    return [found.start() for found in re.finditer(r"^[A-Za-z_@]", text, re.MULTILINE)]
+
+
+@lru_cache(maxsize=256)
+def class_text(text: str, owner: str) -> str:
+    """Return the lines of a class, or of all classes with this name; decorators included."""
+    found = []
+    for head in re.finditer(rf"^(?:@.*\n)*[ \t]*class {owner}\b", text, re.MULTILINE):
+        end = re.compile(r"^[A-Za-z_@]", re.MULTILINE).search(text, head.end())
+        found.append(text[head.start() : end.start() if end else len(text)])
+    return "\n".join(found)
+
+
+def bases_of(text: str, owner: str) -> list[str]:
+    """Return the names of the base classes, as the source has them, without parameters."""
+    found = re.search(rf"^[ \t]*class {owner}\b\s*\(([^)]*)\)", text, re.MULTILINE)
+    inner = re.sub(r"\[[^]]*\]|\w+\s*=\s*\w+", "", found[1]) if found else ""
+    return [base.strip().rpartition(".")[2] for base in inner.split(",") if base.strip()]
+
+
+def has_slots(text: str, owner: str) -> bool:
+    """Tell if objects of a class take no attribute but those that it names."""
+    own = class_text(text, owner)
+    said = re.search(r"^\s+__slots__\b.*?=\s*([^\n]*(?:\n(?!\s+\w+ *[=:(]|\s+def ).*)*)", own, re.M)
+    made = re.search(r"^@.*\bslots\s*=\s*True", own, re.MULTILINE)
+    if (said is None and made is None) or (said is not None and "__dict__" in said[1]):
+        return False
+    # A base class without slots gives its objects a __dict__ all the same.
+    return all(
+        base in ("object", "ABC", "Generic", "Protocol") or has_slots(text, base)
+        for base in bases_of(text, owner)
+    )
+
+
+def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
+    """Yield what goes round the target in the sources, each as a clause."""
+    owner, _, name = target.qualname.rpartition(".")
+    text = sources.text(target.module) or ""
+    for held in _held(text, owner, name):
+        yield f"{target.module} holds {target.qualname} a second time, at `{held}`"
+    ours = {each.address for each in patch.targets}
+    for module in sources.beside(target.module) if owner and not _is_dunder(name) else ():
+        for heir in _heirs(sources.text(module) or "", owner, name):
+            if f"{module}:{heir}.{name}" not in ours:
+                yield f"{module}:{heir} overrides {target.qualname}, and does not call it"
+
+
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__")
+
+
+@lru_cache(maxsize=1024)
+def _heirs(text: str, owner: str, name: str) -> tuple[str, ...]:
+    """Return the subclasses in a module that have a method of this name that calls no other one."""
+    if not re.search(rf"^[ \t]*class \w+\([^)]*\b{owner}\b", text, re.MULTILINE):
+        return ()
+    found = []
+    for heir in re.findall(rf"^[ \t]*class (\w+)\([^)]*\b{owner}\b[^)]*\)", text, re.MULTILINE):
+        own = class_text(text, heir)
+        method = re.search(
+            rf"^([ ]{{4}}|\t)(?:async )?def {name}\b.*?(?=^\1(?:def|async|@|\w)|\Z)",
+            own,
+            re.M | re.S,
+        )
+        assigned = re.search(rf"^(?:[ ]{{4}}|\t){name}\s*(?::[^=\n]*)?=(?!=)", own, re.MULTILINE)
+        if assigned or (method and not re.search(rf"\.{name}\s*\(", method[0])):
+            found.append(heir)
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _held(text: str, owner: str, name: str) -> tuple[str, ...]:
+    """Return the statements that hold a function beside its own name: of its module or class."""
+    own = class_text(text, owner) if owner else text
+    mentions = rf"^(?![ \t]*(?:def|class|async|#|@|import|from)\b).*(?<![\w.\"']){name}\b(?!\s*\()"
+    if not re.search(mentions, own, re.MULTILINE):
+        return ()
+    return _held_by_statements(text, owner, name)
+
+
+def _held_by_statements(text: str, owner: str, name: str) -> tuple[str, ...]:
+    import ast
+
+    try:
+        block: list[ast.stmt] = ast.parse(text).body
+    except SyntaxError:
+        return ()
+    if owner:
+        classes = [n for n in block if isinstance(n, ast.ClassDef) and n.name == owner]
+        block = [statement for each in classes for statement in each.body]
+    found = []
+    for statement in block:
+        value = getattr(statement, "value", None)
+        if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or value is None:
+            continue
+        called = {id(node.func) for node in ast.walk(value) if isinstance(node, ast.Call)}
+        if any(
+            isinstance(node, ast.Name) and node.id == name and id(node) not in called
+            for node in ast.walk(value)
+        ):
+            found.append(ast.unparse(statement).splitlines()[0][:80])
+    return tuple(found)

@@ -1,0 +1,215 @@
+"""Names that wrappers need beside the functions that they wrap, and code that goes past these."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toys import Toys
+
+from megatron_idempotent import VerificationError, report, verify
+from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.patching.decide import MEGATRON
+from megatron_idempotent.patching.reads import derived, installed_trees, renewed
+from megatron_idempotent.patching.surroundings import (
+    READS,
+    Need,
+    binds,
+    has_slots,
+    lines_of,
+    parsed,
+    table,
+)
+
+BUFFER = "megatron/core/distributed/param_and_grad_buffer.py"
+
+
+def test_the_table_says_what_the_wrappers_read(megatron):
+    pytest.importorskip("torch")
+    for name, needs in table().items():
+        reads, keeps = derived(patches()[name])
+        names = {read.name for read, _ in reads}
+        for need in needs.names:
+            assert (need.name.lstrip(".") or need.modules[0].rpartition(".")[2]) in names, name
+        assert needs.keeps is keeps, name
+    assert list(table()) == [p.id for p in patches().values() if p.distribution == MEGATRON]
+    # A name that is new in a wrapper is in the table of what is installed.
+    said = dict(parsed([*lines_of(renewed(table(), installed_trees()))]))
+    assert said == table(), "run `python -m megatron_idempotent.cli.casebook` in the repository"
+    assert Path(READS).read_text() == "".join(f"{line}\n" for line in lines_of(table()))
+
+
+CLASS = """
+import os
+from .other import (
+    first,
+    second as third,
+)
+
+LIMIT = 4
+if LIMIT:
+    CHOSEN = 3
+
+
+class Box(Base):
+    size: int = 3
+    kind: str
+
+    def __init__(self, given, total=None):
+        self.held, self.rest = given
+        (
+            self.left,
+            self.right,
+        ) = given
+        local = 4
+        given.far = total
+        self.read(kept=local)
+
+
+def make(box, asked: int = 4):
+    box.near = asked
+"""
+
+
+@pytest.mark.parametrize(
+    ("owner", "names"),
+    [
+        ("Box", "size kind held rest left right .far"),
+        ("", "os first LIMIT CHOSEN Box make size held .near .far"),
+    ],
+)
+def test_a_name_is_bound_where_it_is_defined_assigned_or_imported(owner, names):
+    assert [name for name in names.split() if not binds(CLASS, owner, name)] == []
+    others = ["given", "total", "local", "far", "near", "read", "kept", "asked", "third", "absent"]
+    others += ["LIMIT", "make", ".near"] if owner else []
+    others.remove("third")  # imports count by both names
+    assert [name for name in others if binds(CLASS, owner, name)] == []
+
+
+def test_a_need_holds_for_the_releases_that_it_names():
+    need = Need(modules=("m",), owner="", name="n", since="0.16.0rc", before="0.18.0")
+    covered = {
+        key: need.covers(key)
+        for key in (((0, 15, 3), True), ((0, 16, 0), False), ((0, 17, 1), True), ((0, 18, 0), True))
+    }
+    assert list(covered.values()) == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("source", "closed"),
+    [
+        ("class A:\n    __slots__ = ('a',)\n", True),
+        ("class A:\n    __slots__ = (\n        'a',\n        '__dict__',\n    )\n", False),
+        ("@dataclass(slots=True)\nclass A:\n    a: int\n", True),
+        ("class A(torch.nn.Module):\n    __slots__ = ('a',)\n", False),
+        ("class B:\n    __slots__ = ()\n\n\nclass A(B):\n    __slots__ = ('a',)\n", True),
+        ("class A:\n    pass\n", False),
+    ],
+)
+def test_a_class_with_slots_takes_nothing_of_ours(source, closed):
+    assert has_slots(source, "A") is closed
+
+
+def doctor(root: Path) -> str:
+    command = [sys.executable, "-m", "megatron_idempotent", "doctor"]
+    environ = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "grad_reduce_handle",
+            "reduce_handle",
+            "_ParamAndGradBucketGroup defines no `grad_reduce_handle`, which its wrapper reads",
+        ),
+        (
+            "class _ParamAndGradBucketGroup:\n",
+            "class _ParamAndGradBucketGroup:\n    __slots__ = ()\n",
+            "_ParamAndGradBucketGroup has __slots__",
+        ),
+        (
+            "class BufferType(",
+            "class Faster(_ParamAndGradBucketGroup):\n    def start_grad_sync(self):\n"
+            "        return None\n\n\nclass BufferType(",
+            "Faster overrides _ParamAndGradBucketGroup.start_grad_sync, and does not call it",
+        ),
+    ],
+)
+def test_doctor_names_what_is_missing_or_goes_past(megatron_copy, old, new, said):
+    path = megatron_copy / BUFFER
+    text = path.read_text()
+    assert old in text
+    path.unlink()
+    path.write_text(text.replace(old, new))
+    assert said in doctor(megatron_copy)
+
+
+UP = """
+class Up:
+    def greet(self, name):
+        return name
+
+
+class Loud(Up):
+    def greet(self, name):
+        return super().greet(name)
+
+
+def wave(name):
+    return name
+"""
+
+
+def test_report_and_verify_name_live_code_that_goes_past(toys: Toys, caplog):
+    toys.write("toy_up.greet", UP)
+    toys.patch("toy-a", "toy_up.greet:Up.greet")
+    toys.patch("toy-b", "toy_up.greet:wave")
+    import toy_up.greet as up
+
+    wave = up.wave
+    toys.apply()
+    with caplog.at_level(logging.WARNING, "megatron_idempotent"):
+        assert "past" not in report()["toy-a"].reason
+        verify()
+    assert not caplog.records
+
+    class Rude(up.Loud):
+        def greet(self, name):
+            return name
+
+    up.TABLE = {"w": wave}
+    assert "calls go past it: Up.greet: test_surroundings." in report()["toy-a"].reason
+    assert "Rude overrides it" in report()["toy-a"].reason
+    assert "wave: toy_up.greet.TABLE holds upstream's" in report()["toy-b"].reason
+    with caplog.at_level(logging.WARNING, "megatron_idempotent"):
+        assert verify()["toy-a"].status == "applied"
+    assert "Rude overrides it" in caplog.text
+    toys.apply(strict=True)
+    with pytest.raises(VerificationError, match=r"goes past them: toy-a .*Rude overrides it"):
+        verify()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("    again = greet\n", "holds Up.greet a second time, at `again = greet`"),
+        ("\nclass Rude(Up):\n    def greet(self):\n        return 0\n", "Rude overrides Up.greet"),
+        ("\nclass Kind(Up):\n    def greet(self):\n        return self.x.greet(0)\n", ""),
+    ],
+)
+def test_a_detour_in_the_sources_is_refused_before_it_is_imported(toys: Toys, more, said):
+    toys.write(
+        "toy_up.greet", f"class Up:\n    def greet(self, name):\n        return name\n{more}"
+    )
+    toys.patch("toy-a", "toy_up.greet:Up.greet")
+    row = toys.apply(dry_run=True)["toy-a"]
+    assert row.status == ("drifted" if said else "pending_import"), row.reason
+    assert said in row.reason
