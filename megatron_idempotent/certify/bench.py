@@ -93,7 +93,9 @@ class Bench:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.make_model()
         # Its own: an adapter may have left collectives of the others half-way.
-        self._group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+        self._group = group
         kind, options = ("sgd", _SGD) if self.double else ("adam", _ADAM)
         self.update = Update(kind, lr=self._rate, **options)
         self.adapter.build(self.subject)

@@ -344,7 +344,7 @@ class Pack:
         mask = self._part(self.mask, rank, size)
         # Not a product: what padding holds may be no number.
         real = mask.view(-1, *[1] * (values.dim() - 1))
-        summed: Tensor = _SegmentSums.apply(  # type: ignore[no-untyped-call]
+        summed: Tensor = _SegmentSums.apply(
             torch.where(real, values, 0).double(), self._borders(size)
         )
         return summed[: len(self.lengths)].to(values.dtype if exact else torch.float32)
@@ -371,7 +371,7 @@ class Pack:
                 "one for each"
             )
         filler = values.new_full((len(self.segments) - n, *values.shape[1:]), fill)
-        spread: Tensor = _Spread.apply(  # type: ignore[no-untyped-call]
+        spread: Tensor = _Spread.apply(
             torch.cat([values, filler]), self._borders(size), self.tokens // size
         )
         mask = self._part(self.mask, rank, size)

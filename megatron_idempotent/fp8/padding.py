@@ -94,7 +94,7 @@ def recover_left_padding(
         ValueError: shapes that do not fit, a hole in the mask, or rows longer than `values`.
     """
     if tp_group is not None and dist.get_world_size(tp_group) > 1:
-        values = _Gathered.apply(values, tp_group)  # type: ignore[no-untyped-call]
+        values = _Gathered.apply(values, tp_group)
     first_B, _, longest = _runs("recover_left_padding", mask)
     if values.dim() < 2 or len(values) != len(mask) or values.shape[1] < longest:
         raise ValueError(

@@ -168,7 +168,7 @@ def context_parallel_whole(
                 f"context_parallel_whole() got a group and a {type(parts).__name__}: this rank's "
                 "part alone, a tensor"
             )
-        parts = _GatheredParts.apply(  # type: ignore[no-untyped-call]
+        parts = _GatheredParts.apply(
             parts, group, losses == "parts"
         )
     each = list(parts.unbind() if isinstance(parts, Tensor) else parts)

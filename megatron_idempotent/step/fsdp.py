@@ -19,9 +19,9 @@ from megatron_idempotent.ranks.agreement import DEADLINE_S, collective_timeout
 from .bins import NO_ALIGNMENT
 from .fsdp_internals import check_internals
 from .fsdp_run import (
-    GradientSnapshot,
     Forward,
     FSDPCall,
+    GradientSnapshot,
     ScalerSnapshot,
     SchedulerSnapshot,
     Shards,

@@ -183,9 +183,7 @@ class GradientSnapshot:
     def __init__(self, shards: Shards) -> None:
         params = [param for group in shards._groups for param in group.fsdp_params]
         self._accumulated = [(param, param.unsharded_accumulated_grad) for param in params]
-        held = (
-            (param.sharded_param, getattr(param, "_unsharded_param", None)) for param in params
-        )
+        held = ((param.sharded_param, getattr(param, "_unsharded_param", None)) for param in params)
         self._held = [(each, each.grad) for pair in held for each in pair if each is not None]
 
     def restore(self) -> None:

@@ -39,7 +39,9 @@ class Replica:
             )
         self._layout, self._rank = layout, rank
         groups = [list(layout.ranks_of(replica)) for replica in range(layout.replicas)]
-        self.group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
+        group, _ = dist.new_subgroups_by_enumeration(groups)
+        assert isinstance(group, dist.ProcessGroup)  # each rank is in one of them
+        self.group = group
 
     def share(self, items: Sequence[Item]) -> tuple[Item, ...]:
         """Return this rank's items, given those of all ranks."""
