@@ -46,8 +46,8 @@ class Drift:
     version: str
     """The distribution's version; `unknown` in a framework's checkout, whose bodies decide."""
     standing: Standing
-    """`reviewed`: a person has read every body for this patch. `holds`: not every one, but the others
-    have the fragments that the patch relies on. `fixed_upstream`: upstream has repaired the hazard.
+    """`reviewed`: a person has read every body for this patch. `holds`: not every one, but the
+    others have the fragments that it relies on. `fixed_upstream`: upstream has repaired the hazard.
     `missing`: a target is not in the tree (wheels before 0.17 lack `megatron.training`). `drifted`:
     a body is new and the patch would be refused. `not_affected`: the release, or a body whatever
     the release says, is older than the hazard."""
@@ -187,8 +187,8 @@ def _by_statements(target: Target, label: str, body: Body) -> str:
     found = change(body, target.reviewed)
     if found is None:
         return (
-            f"{target.address}: nobody has read a body of it for this patch, so there is nothing to "
-            "compare with"
+            f"{target.address}: nobody has read a body of it for this patch, so there is nothing "
+            "to compare with"
         )
     heads = (
         f"--- {target.address} in {found.label}, reviewed, by its statements' hashes",

@@ -426,7 +426,7 @@ class Reviewed:
             for name, label in self.bodies.get(address, {}).items():
                 found.append(f"{_INDENT}{name} {label}")
                 patches = " ".join(sorted(self.readers.get((address, name), ())))
-                found += [_INDENT * 2 + each for each in wrap(patches, break_on_hyphens=False)]
+                found += [_INDENT * 2 + each for each in wrap(patches, 96, break_on_hyphens=False)]
             found += [
                 f"{_INDENT}{_PART} {name} {patch_id} {label}"
                 for (where, patch_id), known in sorted(self.parts.items())
@@ -437,9 +437,9 @@ class Reviewed:
 
 
 _HEAD = (
-    "# Bodies of upstream's functions that a person has read: the hash of the code, the releases or",
-    "# commits that have it, and below it the patches for which it was read. A part is what one patch",
-    "# relies on in a body. Written by `megatron-idempotent drift PATH --accept ID`.",
+    "# Bodies of upstream's functions that a person has read: the hash of the code, the releases",
+    "# or commits that have it, and below it the patches for which it was read. A part is what one",
+    "# patch relies on in a body. Written by `megatron-idempotent drift PATH --accept ID`.",
 )
 _known: list[Reviewed] = []
 
