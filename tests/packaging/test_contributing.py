@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 INFO = "megatron/core/package_info.py"
 GENERATED = (
     *("Makefile", "README.md", "HAZARDS.md", "pyproject.toml", "docs/compatibility.md"),
-    "megatron_idempotent/patching/index.txt",
+    *("megatron_idempotent/patching/index.txt", "megatron_idempotent/patching/reads.txt"),
 )
 TABLE = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["megatron-idempotent"]
 MAJOR, MINOR, _ = map(int, TABLE["releases"][-1]["megatron"].split("."))
