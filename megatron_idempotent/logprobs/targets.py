@@ -168,9 +168,7 @@ def context_parallel_whole(
                 f"context_parallel_whole() got a group and a {type(parts).__name__}: this rank's "
                 "part alone, a tensor"
             )
-        parts = _GatheredParts.apply(
-            parts, group, losses == "parts"
-        )
+        parts = _GatheredParts.apply(parts, group, losses == "parts")
     each = list(parts.unbind() if isinstance(parts, Tensor) else parts)
     shapes = sorted({tuple(part.shape) for part in each})
     if len(shapes) != 1 or not shapes[0]:
