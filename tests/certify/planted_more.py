@@ -1,7 +1,7 @@
 """Sixty bugs that depend on sizes, places and time, and eight right adapters in unusual styles.
 
-Each stands for a kind of mistake that a framework has made or could make. `BUGS` says on which
-layout it is wrong, and by which steps that is seen without `certify`; see `played`.
+Each stands for a kind of mistake that a framework has made or could make. `test_planted_more.py`
+says on which layout it is wrong, and by which steps that is seen without `certify`.
 """
 
 from __future__ import annotations
@@ -1179,83 +1179,3 @@ class AbortRebuilds(SplitStep):
     def abort(self) -> None:
         super().abort()
         self.build(self.subject)
-
-
-#: The layout on which each bug is wrong, and steps that show it without `certify`.
-BUGS = {
-    "MeanOfCalls": ("dp1", "1 3"),
-    "RowsWeighCalls": ("dp1", "2 2h"),
-    "SmallCallsWeighMore": ("dp1", "2 1"),
-    "OddMicrobatchDropped": ("dp1", "3"),
-    "LoneCallLost": ("dp1", "1 1"),
-    "SingleCountedTwice": ("dp2", "1 2"),
-    "SixMicrobatches": ("dp1", "7"),
-    "EightOfACall": ("dp1", "9"),
-    "FourthCallLost": ("dp1", "1 1 1 1"),
-    "NothingValidIsNaN": ("dp1", "2m"),
-    "NothingValidInAStep": ("dp1", "1; 1M; 1"),
-    "LastCallsTokens": ("dp1", "1 2"),
-    "EmptyCallEnds": ("dp1", "1 0 1"),
-    "EmptyCallZeroes": ("dp1", "1 0 1"),
-    "EmptyCallForgetsTokens": ("dp1", "1 0"),
-    "PadsByRepeating": ("dp1", "3h"),
-    "PadsAreCounted": ("dp1", "3"),
-    "PadsToTheMost": ("dp2", "1/2"),
-    "CutsToTheLeast": ("dp2", "1/2"),
-    "TokensOfTheRichest": ("dp2", "1/2"),
-    "TokensOfRankZero": ("dp2", "1/2"),
-    "WeightsOutOfStep": ("dp1", "2f"),
-    "StopsAtMasked": ("dp1", "2f"),
-    "MaskedBeginsAgain": ("dp1", "1 1M 1"),
-    "CountsInBF16": ("dp1", "9"),
-    "CountsTheFirstToken": ("dp1", "2p 2"),
-    "RankWithoutTokensStays": ("dp2", "1M/1"),
-    "MaskOfTheFirstStep": ("dp1", "1h; 1"),
-    "MaskOfTheShape": ("dp1", "1h 1"),
-    "SkipsMasked": ("moe", "2f"),
-    "RepeatsToFillStages": ("pp2", "1 2"),
-    "LengthsSortedAlone": ("packs", "4l"),
-    "LossOfCalls": ("dp1", "1 0"),
-    "SwallowsLaterCalls": ("dp1", "1 1x; 1"),
-    "SwallowsLaterMicrobatches": ("dp1", "2x; 1"),
-    "SwallowsBackward": ("dp1", "1b; 1"),
-    "SwallowsLaterLosses": ("pp2", "2 2x; 2"),
-    "LastMicrobatchDecides": ("dp1", "1x 1; 1"),
-    "OnlyLastRankIsHeard": ("dp2", "1x/1; 1"),
-    "RankZeroIsNotHeard": ("dp2", "1x/1; 1"),
-    "NaNOfRankZero": ("dp2", "1/1n; 1"),
-    "NaNOfTheFirst": ("dp1", "2n; 1"),
-    "NaNUnlessInTheLastCall": ("dp1", "1 1n; 1"),
-    "NaNClearsMoments": ("dp1", "1; 1n; 1"),
-    "FailureClearsMoments": ("dp1", "1; 1x; 1"),
-    "NaNBecomesZero": ("dp1", "1n; 1"),
-    "DropsItsOwnNaN": ("dp2", "1/1n; 1"),
-    "FailedRankReturns": ("dp2", "1/1x; 1"),
-    "DrainsCollectives": ("dp2", "1/1x; 1"),
-    "SecondErrorIsQuiet": ("dp1", "1x; 1x; 1"),
-    "KeepsFailedWindow": ("dp1", "1 1x; 1"),
-    "ZeroesWhereItFailed": ("dp2", "1/1x; 1"),
-    "UndoesTheLastCall": ("dp1", "1 1 abort; 1"),
-    "AbortKeepsQueue": ("dp1", "1 1 abort; 1"),
-    "AbortIsAStep": ("dp1-fp32", "1; abort; 1"),
-    "FrozenByFailure": ("dp1", "1x; 1"),
-    "NeverGathers": ("dp2-distopt", "1; 1; 1"),
-    "GathersLate": ("dp2-distopt", "1; 1; 1"),
-    "LogprobsOfStale": ("dp2-distopt", "1; logprobs"),
-    "HooksLeftOff": ("dp2-distopt", "logprobs; 1; 1; 1"),
-    "ExportsStale": ("dp2-distopt", "1; export"),
-    "SavesAStepLate": ("dp1", "1; 1; save; 1"),
-    "ExportsZeros": ("dp1", "export"),
-    "ExportsAPart": ("dp1", "export"),
-    "ExportsTheFirst": ("dp1", "export; 1; export"),
-    "ExportsTheLast": ("dp1", "export; 1; export"),
-    "ExportBreaksViews": ("dp2-distopt", "1; export; 1; 1"),
-    "ExportFreezes": ("dp1", "1 export 1"),
-    "EvalLeftOn": ("dp1", "logprobs"),
-    "EvalLeftByAbort": ("dp1", "abort"),
-    "LogprobsOfTheStep": ("dp1", "1 logprobs logprobs"),
-    "ScaleFuncLost": ("fp16", "logprobs; 1"),
-    "FifthStepForgets": ("dp1", "1; 1; 1; 1; 1; 1"),
-    "CleanAfterEmpty": ("dp1", "1 0; 1"),
-    "HooksStayAfterAbort": ("dp1", "abort; 1"),
-}

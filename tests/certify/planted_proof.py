@@ -16,7 +16,6 @@ model. A step of these alone is between steps.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
 from typing import Any
 
@@ -24,8 +23,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_idempotent
-from megatron_idempotent.certify import bench as benches
-from megatron_idempotent.certify import layouts, packs
+from megatron_idempotent.certify import layout as named
 from megatron_idempotent.certify.protocol import MICRO_BATCH, Planted
 
 FAULTS = {"x": 1, "b": 2, "w": 3}
@@ -81,6 +79,8 @@ def rows_of(bench: Any, call: str, seed: int, *, faulty: bool) -> Any:
                 each_T[3 + (7 * row + seed) % (length - 3) :] = 0
             rows["sample_mask"][: int(letter == "l")] = 0
             if letter == "l":
+                from megatron_idempotent.certify import packs
+
                 rows = packs.shorten(rows, [32 - 3 * (row % 5) for row in range(len(mask_BT))])
         elif letter == "n":
             rows["scale"][-1] = float("nan")
@@ -90,17 +90,27 @@ def rows_of(bench: Any, call: str, seed: int, *, faulty: bool) -> Any:
     return {**rows, **faults}
 
 
-def played(name: str, layout: str, script: str) -> list[Any]:
-    """Run a script on this rank; return what was seen of each step, and at last the parameters."""
+def played(bug: str, layout: str, script: str, *, instead: bool) -> list[Any]:
+    """Run a script on this rank; return what was seen of each step, and at last the parameters.
+
+    With `instead`, run the right adapter that the bug was put into.
+    """
+    import planted_more
+
+    from megatron_idempotent.certify import adapters
+    from megatron_idempotent.certify.bench import Bench
+
     megatron_idempotent.apply()
-    module, _, kind = name.rpartition(":")
-    found = getattr(importlib.import_module(module), kind)
+    found = getattr(planted_more, bug)
+    if instead:
+        right = (planted_more.Loop, adapters.Window, adapters.SplitStep)
+        found = getattr(found, "like", next(each for each in found.mro() if each in right))
 
     class Faulty(found):  # type: ignore[misc, valid-type]
         def build(self, subject: Any) -> None:
             super().build(_with_faults(subject))
 
-    bench = benches.Bench(Faulty(), layouts.layout(layout))
+    bench = Bench(Faulty(), named(layout))
     adapter: Any = bench.adapter
     starts = [each.detach().clone() for each in parameters(bench)]
     seen: list[Any] = []
