@@ -197,16 +197,6 @@ class RowsWeighCalls(Loop):
         return max(summed(self.rows), 1.0)
 
 
-class SmallCallsWeighMore(Loop):
-    """Scales each call up to the number of microbatches of the first (gradient accumulation)."""
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        number = len(self.pieces(rows))
-        self.first = number if self.calls == 0 else self.first
-        self.weight = (self.first or number) / max(number, 1)
-        super().microbatch(rows, fail=fail)
-
-
 class OddMicrobatchDropped(Loop):
     """Takes microbatches in pairs (drop_last)."""
 
@@ -285,17 +275,6 @@ class NothingValidInAStep(Loop):
         return self.update()
 
 
-class LastCallsTokens(Loop):
-    """Takes the tokens of the last call for those of each (NeMo-RL's metrics)."""
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        self.count = 0.0
-        super().microbatch(rows, fail=fail)
-
-    def divisor(self) -> float:
-        return super().divisor() * self.calls
-
-
 class EmptyCallEnds(Loop):
     """Takes a call without rows for the end of a step (sentinel)."""
 
@@ -330,37 +309,12 @@ class PadsByRepeating(Loop):
         return found + found[-1:] if len(found) > 1 and len(found) % 2 else found
 
 
-class PadsAreCounted(Loop):
-    """Pads three microbatches with one that is masked, whose tokens count (SkyRL #1856)."""
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        super().microbatch(rows, fail=fail)
-        pieces = self.pieces(rows)
-        self.count += valid(pieces[-1]) if len(pieces) % 4 == 3 else 0.0
-
-
-class PadsToTheMost(Loop):
-    """Repeats microbatches until all ranks have as many in a call (verl's dynamic batches)."""
-
-    def pieces(self, rows: Any) -> list[Any]:
-        found = super().pieces(rows)
-        most = int(summed(len(found), dist.ReduceOp.MAX))
-        return found + found[-1:] * (most - len(found))
-
-
 class CutsToTheLeast(Loop):
     """Leaves out what other ranks do not have in a call (join of uneven inputs)."""
 
     def pieces(self, rows: Any) -> list[Any]:
         found = super().pieces(rows)
         return found[: int(summed(len(found), dist.ReduceOp.MIN))]
-
-
-class TokensOfTheRichest(Loop):
-    """Takes the most tokens of a rank for those of each (wrong reduction)."""
-
-    def divisor(self) -> float:
-        return max(summed(self.count, dist.ReduceOp.MAX) * dist.get_world_size(), 1.0)
 
 
 class TokensOfRankZero(Loop):
@@ -434,22 +388,9 @@ class MaskOfTheFirstStep(Loop):
         self.masks: dict[Any, Any] = {}
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        kept = self.masks.setdefault(self.key(rows), rows["token_mask"])
+        key = self.calls, rows["input_ids"].shape
+        kept = self.masks.setdefault(key, rows["token_mask"])
         super().microbatch({**rows, "token_mask": kept}, fail=fail)
-
-    def key(self, rows: Any) -> Any:
-        return self.calls, rows["input_ids"].shape
-
-
-class MaskOfTheShape(MaskOfTheFirstStep):
-    """Keeps one mask for calls of one shape in a step (compiled graph)."""
-
-    def start(self) -> None:
-        super().start()
-        self.masks = {}
-
-    def key(self, rows: Any) -> Any:
-        return rows["input_ids"].shape
 
 
 class SkipsMasked(Window):
@@ -509,14 +450,6 @@ class SwallowsLaterCalls(Loop):
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         with contextlib.suppress(*((Exception,) if self.calls else ())):
             super().microbatch(rows, fail=fail)
-
-
-class SwallowsLaterMicrobatches(Loop):
-    """Skips a "bad batch", unless it is the first of a step."""
-
-    def one(self, piece: Any, fail: bool) -> None:
-        with contextlib.suppress(*((Exception,) if self.number else ())):
-            super().one(piece, fail)
 
 
 class SwallowsBackward(Loop):
@@ -596,13 +529,6 @@ class OnlyLastRankIsHeard(Loop):
         self.hold(0.0)
 
 
-class RankZeroIsNotHeard(OnlyLastRankIsHeard):
-    """Lets all but rank 0, which drives, say whether a step failed."""
-
-    def on_any(self, bad: bool) -> bool:
-        return summed(float(bad and dist.get_rank() > 0)) > 0
-
-
 class NaNOfRankZero(Loop):
     """Looks at the loss of rank 0 alone (metrics)."""
 
@@ -651,36 +577,6 @@ class NaNClearsMoments(Loop):
             raise
 
 
-class FailureClearsMoments(Loop):
-    """Makes the optimizer again after a failure, and not after an abort of all ranks."""
-
-    def meet(self, *, failed: bool) -> None:
-        try:
-            super().meet(failed=failed)
-        except RuntimeError:
-            forget(self.subject)
-            raise
-
-    def one(self, piece: Any, fail: bool) -> None:
-        try:
-            super().one(piece, fail)
-        except Exception:
-            forget(self.subject)
-            raise
-
-
-class NaNBecomesZero(Loop):
-    """Replaces NaN by zero in gradients (nan_to_num)."""
-
-    def hold(self, *values: Any) -> None:
-        return
-
-    def reduce(self) -> None:
-        for buffer in self.chunk.buffers:
-            buffer.grad_data.nan_to_num_(0.0, 0.0, 0.0)
-        super().reduce()
-
-
 class DropsItsOwnNaN(Loop):
     """Leaves a rank's gradients out if its loss is NaN, and updates."""
 
@@ -688,26 +584,6 @@ class DropsItsOwnNaN(Loop):
         if not torch.is_tensor(values[0]) and not math.isfinite(values[0]):
             self.zero()
             self.count = 0.0
-
-
-class FailedRankReturns(Loop):
-    """Raises on all ranks but the one that failed (agreement excludes its caller)."""
-
-    def start(self) -> None:
-        super().start()
-        self.failed = False
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        try:
-            super().microbatch(rows, fail=fail)
-        except Exception:  # noqa: BLE001
-            self.failed = True
-
-    def finish(self) -> Finished:
-        if not self.failed:
-            return super().finish()
-        self.meet(failed=True)
-        return Finished(updated=False)
 
 
 class DrainsCollectives(OnlyLastRankIsHeard):
@@ -830,17 +706,6 @@ class AbortKeepsQueue(Loop):
         self.queue = self.queue[1:]
 
 
-class AbortIsAStep(Loop):
-    """Counts a dropped step among Adam's (step counter)."""
-
-    def abort(self) -> None:
-        super().abort()
-        for optimizer in states._inner(self.subject.optimizer):
-            for kept in (*optimizer.state.values(), *optimizer.param_groups):
-                if "step" in kept:
-                    kept["step"] = kept["step"] + 1
-
-
 class FrozenByFailure(Loop):
     """Freezes a norm while it computes a loss, and after a failure for ever (ms-swift #9452)."""
 
@@ -930,17 +795,6 @@ class ExportsStale(Loop):
         return self.copied()
 
 
-class SavesAStepLate(Loop):
-    """Saves what was staged before the last update (asynchronous checkpoint)."""
-
-    def update(self) -> Finished:
-        self.staged = Loop.save(self)
-        return super().update()
-
-    def save(self) -> dict[str, Any]:
-        return self.staged
-
-
 class ExportsZeros(Loop):
     """Exports buffers that nobody fills (empty weight buckets; slime #2134)."""
 
@@ -974,27 +828,6 @@ class ExportsTheLast(Loop):
         now = super().export()
         before, self.sent = self.sent or now, now
         return before
-
-
-class ExportBreaksViews(Loop):
-    """Gives parameters storage of their own (`optimizer-offload-breaks-views`)."""
-
-    def export(self) -> dict[str, Tensor]:
-        for each in self.chunk.module.parameters():
-            each.data = each.data.clone()
-        return super().export()
-
-
-class ExportFreezes(Loop):
-    """Freezes the output layer for an export, until the next step begins."""
-
-    def export(self) -> dict[str, Tensor]:
-        self.chunk.module.output_layer.weight.requires_grad_(False)
-        return super().export()
-
-    def begin(self) -> None:
-        self.chunk.module.output_layer.weight.requires_grad_(True)
-        super().begin()
 
 
 class EvalLeftOn(Loop):
