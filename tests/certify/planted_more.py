@@ -227,7 +227,7 @@ class SingleCountedTwice(Loop):
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         super().microbatch(rows, fail=fail)
-        if len(self.pieces(rows)) == 1:
+        if summed(len(self.pieces(rows)) == 1):  # on any rank, for all reduce together
             for buffer in self.chunk.buffers:
                 dist.all_reduce(buffer.grad_data)
 
