@@ -34,6 +34,7 @@ class Loop:
     def build(self, subject: Any) -> None:
         self.subject = subject
         (self.chunk,) = subject.chunks
+        self.model = self.chunk  # what computes
         wire_train_config(subject.chunks, subject.optimizer)
         self.open = False
 
@@ -70,7 +71,7 @@ class Loop:
         self.add(float(total.detach()), float(count))
 
     def loss(self, piece: Any, fail: bool) -> tuple[Tensor, Tensor]:
-        output = self.subject.forward(self.chunk, piece)
+        output = self.subject.forward(self.model, piece)
         if fail:
             raise Planted("the loss fails, as the check asks")
         return self.subject.loss(output, piece)
@@ -122,7 +123,7 @@ class Loop:
 
     def logprobs(self, rows: Any) -> Tensor:
         with torch.no_grad():
-            return -self.subject.forward(self.chunk, rows)
+            return -self.subject.forward(self.model, rows)
 
     def export(self) -> dict[str, Tensor]:
         self.gather()
@@ -729,10 +730,11 @@ def hooked(chunk: Any) -> bool:
 
 
 class NeverGathers(Loop):
-    """Turns Megatron's hooks off, and gathers no parameters."""
+    """Computes with the module inside of the chunk, with hooks off, and gathers no parameters."""
 
     def build(self, subject: Any) -> None:
         super().build(subject)
+        self.model = self.chunk.module
         if hooked(self.chunk):
             self.chunk.disable_forward_pre_hook(param_sync=False)
 
@@ -757,24 +759,37 @@ class GathersLate(NeverGathers):
 
 
 class LogprobsOfStale(Loop):
-    """Computes log-probs with hooks off, and so without what was not gathered."""
+    """Gives an engine the parameters of a step before they are gathered, and asks it."""
 
     early = False
+    sent: Any = None
+
+    def update(self) -> Finished:
+        found = super().update()
+        self.sent = self.copied()
+        return found
 
     def logprobs(self, rows: Any) -> Tensor:
-        on = hooked(self.chunk)
-        if on:
-            self.chunk.disable_forward_pre_hook(param_sync=False)
+        self.gather()
+        now = self.copied()
+        self.put(self.sent or now)
         found = super().logprobs(rows)
-        if on:
-            self.chunk.enable_forward_pre_hook()
+        self.put(now)
         return found
+
+    def put(self, values: dict[str, Tensor]) -> None:
+        for name, each in self.chunk.module.named_parameters():
+            each.data.copy_(values[name])
 
 
 class HooksLeftOff(Loop):
     """Turns hooks off for log-probs, and not on again (NeMo-RL, verl)."""
 
     early = False
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.model = self.chunk.module
 
     def gather(self) -> None:
         if hooked(self.chunk):
