@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 
 from megatron_idempotent.patching.catalog import PACKAGE, hazards, index_of, set_untried
 from megatron_idempotent.patching.decide import MEGATRON
-from megatron_idempotent.patching.reads import installed_trees, renewed
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
 from megatron_idempotent.patching.surroundings import lines_of, parsed
 from megatron_idempotent.patching.versions import place
+
+from .reads import installed_trees, renewed
 
 PROVEN = Path("docs", "proven.json")
 COMPATIBILITY = Path("docs", "compatibility.md")

@@ -16,7 +16,6 @@ from typing import Literal
 
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import MEGATRON, in_range, judge, review
-from megatron_idempotent.patching.reads import installed_trees
 from megatron_idempotent.patching.record import Patch, Target
 from megatron_idempotent.patching.settings import check_ids
 from megatron_idempotent.patching.source import Body
@@ -24,6 +23,8 @@ from megatron_idempotent.patching.statements import change
 from megatron_idempotent.patching.table import render
 from megatron_idempotent.patching.trees import SourceTree
 from megatron_idempotent.patching.versions import UNKNOWN, supported
+
+from .reads import installed_trees
 
 Standing = Literal["reviewed", "holds", "fixed_upstream", "missing", "drifted", "not_affected"]
 

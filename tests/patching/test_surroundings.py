@@ -12,9 +12,9 @@ import pytest
 from toys import Toys
 
 from megatron_idempotent import VerificationError, report, verify
+from megatron_idempotent.cli.reads import derived, installed_trees, renewed
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import MEGATRON
-from megatron_idempotent.patching.reads import derived, installed_trees, renewed
 from megatron_idempotent.patching.surroundings import (
     READS,
     Need,

@@ -20,13 +20,21 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from .base import Record
-from .catalog import patches
-from .decide import MEGATRON, in_range, judge
-from .record import Patch
-from .source import locate
-from .surroundings import Need, Needs, bases_of, binds, bound_of, class_text, key_of
-from .trees import INFO, SourceTree
+from megatron_idempotent.patching.base import Record
+from megatron_idempotent.patching.catalog import patches
+from megatron_idempotent.patching.decide import MEGATRON, in_range, judge
+from megatron_idempotent.patching.record import Patch
+from megatron_idempotent.patching.source import locate
+from megatron_idempotent.patching.surroundings import (
+    Need,
+    Needs,
+    bases_of,
+    binds,
+    bound_of,
+    class_text,
+    key_of,
+)
+from megatron_idempotent.patching.trees import INFO, SourceTree
 
 _PACKAGE = "megatron_idempotent"
 #: What wrappers are made of. Nothing else of this package touches upstream for them.
