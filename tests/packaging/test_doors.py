@@ -28,7 +28,7 @@ DOORS = {
     " training",
     "metrics": "chart console loggers names timeline",
     # What the command line shows of patches, it reads where they are decided on.
-    "patching": "api base catalog contract decide install needs per_process reads record"
+    "patching": "api base catalog contract decide install needs per_process record"
     " report settings source statements surroundings table trees versions weak_keys",
     "ranks": "agreement",
     "simulator": "",
