@@ -453,9 +453,15 @@ def _fail(bench: Bench, failure: _Failure) -> None:
             raised, finished = _or_aborted(bench, step)
         met = bench.forwards.met
     told = bench.told_by_all((raised, met))
-    if finished is not None and not any(met for _, met in told):
-        # The adapter runs other microbatches, or none by the chunk's own forward.
-        bench.expect(finished, bench.everybody(calls_of))
+    nobody_raised = all(each is None for each, _ in told)
+    fails_again = failure.where == "loss" and any(met for _, met in told)
+    if finished is not None and nobody_raised and not fails_again:
+        # The adapter runs other microbatches, or none by the chunk's own forward, or has run again
+        # what had failed once: a loss that is to fail does so each time.
+        try:
+            bench.expect(finished, bench.everybody(calls_of))
+        except Wrong as wrong:
+            raise Wrong(f"{failure} (nothing raised): {wrong}") from None
         return
     calm = [rank for rank, (each, _) in enumerate(told) if each is None]
     if calm:
