@@ -945,6 +945,8 @@ class KnownTotals(Loop):
         self.kept.append(piece)
 
     def finish(self) -> Finished:
+        self.meet(failed=False)  # a rank whose call has failed counts nothing
+        self.open = True
         tokens = max(summed(sum(map(valid, self.kept))), 1.0)
         self.weight = 1 / tokens
         for each in self.kept:

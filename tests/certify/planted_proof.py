@@ -164,13 +164,13 @@ def parameters(bench: Any) -> list[Any]:
     return [each for chunk in bench.subject.chunks for each in chunk.module.parameters()]
 
 
-def difference(found: list[Any], right: list[Any], *, rough: bool = False) -> str:
+def difference(found: list[Any], right: list[Any]) -> str:
     """Return where two runs of a script differ by more than roundings; "" if nowhere."""
     if len(found) != len(right):
         return f"{len(found)} observations for {len(right)}"
     for place, (one, other) in enumerate(zip(found, right, strict=True)):
         error = _error(one, other)
-        if error > (0.02 if rough else 1e-3):
+        if error > 1e-3:
             return f"observation {place} of {len(found)} is off by {error:.2g}"
     return ""
 

@@ -118,6 +118,4 @@ def test_a_bug_is_wrong_without_certify(megatron_rank_pool, bug):
         )
         for instead in (True, False)
     )
-    rough = layout(place).dtype != "fp64"
-    pairs = zip(found, right, strict=True)
-    assert any(planted_proof.difference(*each, rough=rough) for each in pairs)
+    assert any(map(planted_proof.difference, found, right))
