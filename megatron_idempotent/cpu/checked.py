@@ -31,7 +31,10 @@ from .errors import PlacementError
 #: Operations that copy between host and device.
 _COPIES = ("copy_", "_to_copy", "_copy_from", "_copy_from_and_resize", "_foreach_copy_", "set_")
 #: Operations whose indices may be on the host.
-_INDEXING = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")
+_INDEXING = (
+    *("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"),
+    "index_fill_",  # what torch 2.15 makes of an assignment of a number to rows
+)
 
 # Address of a storage → a reference that keeps the address from being used again, and where it is.
 _memory: dict[int, tuple[Any, str]] = PerProcessDict(__name__, "_memory")

@@ -11,10 +11,10 @@ from megatron_idempotent.certify.draws import CALLS, MICROBATCHES, Draw
 
 #: The bug, the check that catches it, where, and what is said of it.
 BUGS = [
-    ("MeanOfCalls", "drawn-sizes", "dp2", "the gradient is off by "),
-    ("OddOneDropped", "drawn-sizes", "dp2", "the gradient is off by "),
-    ("OneCountsTwice", "drawn-sizes", "dp2", "the gradient is off by "),
-    ("FourthCallLost", "drawn-sizes", "dp2", "the gradient is off by "),
+    ("MeanOfCalls", "drawn-sizes", "dp2", "the gradient is "),
+    ("OddOneDropped", "drawn-sizes", "dp2", "the gradient is "),
+    ("OneCountsTwice", "drawn-sizes", "dp2", "the gradient is "),
+    ("FourthCallLost", "drawn-sizes", "dp2", "the gradient is "),
     ("MicrobatchOverZero", "nothing-valid", "dp2", "is nan"),
     ("SwallowsLaterErrors", "failure-on-one-rank", "dp2", "and rank 0 finished the step"),
     ("OnlyTheLastRank", "failure-on-one-rank", "dp2", "failed on rank 0"),

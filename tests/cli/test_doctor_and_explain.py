@@ -42,17 +42,23 @@ def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60)
 
 
+def copied(module: str, root: Path) -> Path:
+    """A copy of a file of the installed Megatron, in a checkout that hides the installed one."""
+    source = locate(module)
+    assert source is not None
+    copy = root / Path(*module.split(".")).with_suffix(".py")
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(source, copy)
+    for folder in copy.relative_to(root).parents[:-1]:
+        (root / folder / "__init__.py").touch()
+    return copy
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout with a few files of the installed Megatron, hiding the installed one."""
     for name in ("megatron.core.package_info", "megatron.core.tensor_parallel.random"):
-        source = locate(name)
-        assert source is not None
-        copy = tmp_path / Path(*name.split(".")).with_suffix(".py")
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, copy)
-    for folder in ("megatron", "megatron/core", "megatron/core/tensor_parallel"):
-        (tmp_path / folder / "__init__.py").touch()
+        copied(name, tmp_path)
     return tmp_path
 
 
@@ -147,17 +153,17 @@ def test_doctor_exits_with_1_where_a_body_drifted(checkout):
     assert result.returncode == 1
 
 
-def test_doctor_tells_a_commit_from_the_release_whose_version_it_says(checkout):
-    known = run("doctor", path=checkout).stdout.splitlines()
+def test_doctor_tells_a_commit_from_the_release_whose_version_it_says(tmp_path):
+    info = copied("megatron.core.package_info", tmp_path)
+    changed = copied("megatron.core.transformer.moe.moe_utils", tmp_path)
+    known = run("doctor", path=tmp_path).stdout.splitlines()
     assert known[1] == ""
-    changed = checkout / "megatron/core/tensor_parallel/random.py"
-    changed.write_text(changed.read_text().replace("Checkpointing is not compatible", "No"))
-    first, second, *_ = run("doctor", path=checkout).stdout.splitlines()
-    assert "1 DRIFTED: is-checkpointing-left-set; " in first
+    changed.write_text(changed.read_text().replace(".copy_(scale)", ".copy_(scale * 1)"))
+    first, second, *_ = run("doctor", path=tmp_path).stdout.splitlines()
+    assert "1 DRIFTED: aux-loss-scale-refused; " in first
     assert re.match(r"Megatron says [\d.]+, but 1 of the \d+ functions that patches wrap", second)
-    info = checkout / "megatron/core/package_info.py"
     info.write_text("MAJOR = 0\nMINOR = 20\nPATCH = 0\nPRE_RELEASE = 'rc1'\n")
-    _, second, *_ = run("doctor", path=checkout).stdout.splitlines()
+    _, second, *_ = run("doctor", path=tmp_path).stdout.splitlines()
     assert second == "Nobody has run 0.20.0rc1: its functions' contents decided about each patch"
 
 

@@ -234,10 +234,12 @@ def run_on_ranks() -> set[str]:
 
     from megatron_idempotent import model_logprobs, vocab_topk
 
+    for file in ("cli/reads.py", "patching/surroundings.py"):
+        _run(file)
     _run("window/setup.py")
     assert parallel_state.get_pipeline_model_parallel_world_size() == 2
     parallel_state.destroy_model_parallel()
-    done = {"window/setup.py"}
+    done = {"cli/reads.py", "patching/surroundings.py", "window/setup.py"}
 
     def run(file: str, **given: Any) -> dict[str, Any]:
         done.add(file)
