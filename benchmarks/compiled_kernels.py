@@ -118,7 +118,7 @@ def _of_logprobs(kernel: str, shape: Any, name: str, entropy: bool) -> Program:
     from megatron_idempotent.logprobs import triton_kernels
 
     constants = shape.of(getattr(torch, name)).constants()
-    warps = constants.pop("num_warps")
+    warps, _ = constants.pop("num_warps"), constants.pop("enable_fp_fusion")
     constants |= {"PER_TOKEN": False, "UNIT": True, "ADJACENT": True}
     logits = "*" + _TYPES[name]
     types = {"logits": logits, "temperatures": "*fp32", "temperature": "fp32", "local": "*i64"}
@@ -164,7 +164,7 @@ def compile_one(program: Program, capability: int) -> Compiled:
             attrs={(place,): [["tt.divisibility", 16]] for place in whole},
         ),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": program.warps},
+        options={"num_warps": program.warps, "enable_fp_fusion": True},
     )
     registers, spilled = _resources(found.asm["cubin"])
     in_warps = program.warps * 32

@@ -103,4 +103,5 @@ def launch_quantize(
             EXPORTED=_TYPES[dtype],
             BLOCK=block,
             num_warps=warps,
+            enable_fp_fusion=True,
         )

@@ -115,6 +115,8 @@ class BlockShape(NamedTuple):
             "LANES": self.lanes,
             "STAGES": self.shape.stages,
             "num_warps": self.shape.warps,
+            # Triton 3.10 turns it off by default, and other roundings are other bits.
+            "enable_fp_fusion": True,
         }
 
 

@@ -170,6 +170,7 @@ def launch_combine(
             WHOLE=whole,
             BLOCK=_TOKENS,
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return into
 
@@ -209,5 +210,6 @@ def launch_coefficients(
             HAS_ENTROPY=of_entropy_N is not None,
             BLOCK=_TOKENS,
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return into_3N, live_N

@@ -138,6 +138,8 @@ def here(tmp_path: Path) -> dict[str, dict[str, Any]]:
         "cpu/probes.py:peak_bytes": {"logits": logits_BTV, "loss_of": torch.sum},
         "cli/drift.py": {},
         "patching/contract.py": {"train": _run},
+        "cli/reads.py": {},
+        "patching/surroundings.py": {},
         "patching/api.py": {},
         "patching/scoped.py": {"train": lambda _: None},
         "patching/base.py": {},
@@ -234,12 +236,10 @@ def run_on_ranks() -> set[str]:
 
     from megatron_idempotent import model_logprobs, vocab_topk
 
-    for file in ("cli/reads.py", "patching/surroundings.py"):
-        _run(file)
     _run("window/setup.py")
     assert parallel_state.get_pipeline_model_parallel_world_size() == 2
     parallel_state.destroy_model_parallel()
-    done = {"cli/reads.py", "patching/surroundings.py", "window/setup.py"}
+    done = {"window/setup.py"}
 
     def run(file: str, **given: Any) -> dict[str, Any]:
         done.add(file)
