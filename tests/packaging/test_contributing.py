@@ -209,6 +209,7 @@ print(json.dumps([
 """
 
 
+@pytest.mark.exhaustive
 def test_a_new_minor_is_a_line_in_the_table_and_one_run_of_casebook(project, tmp_path):
     newer = megatron_that_says(NEXT, tmp_path / "newer")
     project.path.insert(0, str(newer))

@@ -25,7 +25,7 @@ from megatron_idempotent.patching.decide import MEGATRON, in_range, judge
 from megatron_idempotent.patching.record import Patch
 from megatron_idempotent.patching.trees import SourceTree
 
-COUNT = 12
+COUNT = 6
 #: Names of Python and torch that bytecode mentions, and of variables in upstream's closures, whose
 #: absence the wrapper copes with.
 _OTHERS = frozenset({*dir(builtins), *dir(torch), "start", "end"})
