@@ -80,11 +80,8 @@ def test_a_target_is_in_the_installed_megatron_and_its_body_is_known(patch, targ
         pytest.skip(f"megatron-core {INSTALLED.text} ships no {target.module}")
     body = source.read_body(path, target.qualname)
     assert body is not None
-    if target.relies_on:
-        for fragment in target.relies_on:
-            assert body.contains(fragment)
-    else:
-        assert body.hash in target.reviewed
+    held = bool(target.relies_on) and all(map(body.contains, target.relies_on))
+    assert held or body.hash in target.reviewed  # a whole body may be read that lacks a fragment
     if patch.fixed_when is not None:
         everything = {}
         for other in patch.targets:
